@@ -100,20 +100,15 @@ def read_instances(path: Path) -> dict[str, list[Pipe]]:
     return found
 
 
-class Gain(NamedTuple):
-    speed_up: float  # over one model after the other
-    memory: float  # over 1F1B's
-
-
-def gain(name: str) -> Gain:
-    """The gain of the product's fused schedule on an instance of table 3."""
+def gain(name: str) -> dict[str, float]:
+    """The gain of the product's fused schedule, on an instance of table 3, over one model after the other."""
     pipes = read_instances(INSTANCES).get(name)
     if not pipes:
         raise UserError(f"`{name}` is no instance of {INSTANCES}")
     latency, memory, _ = pipeline.evaluate(pipes, pipeline.fused(pipes))
     # others are copies, at the same time
     serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])
-    return Gain(serial / latency, memory / pipeline.base_memory(pipes))
+    return {"speed-up": serial / latency, "memory": memory / pipeline.base_memory(pipes)}
 
 
 def speed_up(constants: Constants, setting: Setting) -> float:
@@ -122,7 +117,7 @@ def speed_up(constants: Constants, setting: Setting) -> float:
     large, small = sorted((setting.actor, setting.critic), reverse=True)
     stages = [constants["stages"][model] for model in (large, small)]
     counts = [system["mini_batch"] * system["tp"] * each // system["gpus"] for each in stages]
-    return gain("{}B/{}B {}/{} {}/{}".format(large, small, *stages, *counts)).speed_up
+    return gain("{}B/{}B {}/{} {}/{}".format(large, small, *stages, *counts))["speed-up"]
 
 
 def cluster_of(constants: Constants, setting: Setting) -> Cluster:
@@ -133,9 +128,8 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
         Model(**constants["models"][setting.actor]),
         Device(**values(constants["device"])),
         system["tp"],
-        weights=constants["decode"]["weights"],
-        layer_s=constants["decode"]["layer_s"],
         prefill=math.inf,
+        **values(constants["decode"]),
     )
     longest = system["prompt"] + setting.most + 8 * grain  # tokens, and some that `config_of` adds
     rollout = replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest)
@@ -221,9 +215,7 @@ def table_3(paper: Paper) -> list[Row]:
     """The gains by the product's own search for a schedule, which bounds the memory: it isn't the least."""
     rows = []
     for point in chosen(paper, "table 3"):
-        speed, memory = gain(point.setting)
-        ours = known(point, point.metric, {"speed-up": speed, "memory": memory})
-        rows.append(paper.row(point, ours, "form"))
+        rows.append(paper.row(point, known(point, point.metric, gain(point.setting)), "form"))
     return rows
 
 

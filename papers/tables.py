@@ -8,14 +8,14 @@ a run of the program; `not modelled`, with the reason.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 import sys
 import tomllib
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter, namedtuple
 from collections.abc import Callable
-from itertools import compress
+from itertools import compress, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +24,16 @@ from config import UserError
 ROOT = Path(__file__).parent
 DOCS = ROOT.parent / "docs" / "papers"
 KINDS = ("fitted", "follows", "predicted", "form", "measured", "not modelled")
-LABELS = ("P", "FIG", "CALC", "2ND", "RUN")  # stated, digitised, worked out, from others, run here
 COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
 Constants = dict[str, dict[str, Any]]  # by table
+Figures = dict[str, Callable[["Paper"], list["Row"]]]  # by name
 
 
 class Point(namedtuple("Point", f"{COLUMNS},where", defaults=[""])):
-    """A published number: the text of its CSV's columns, its file and line. precision: relative."""
+    """A published number: the text of its CSV's columns, its file and line. precision: relative.
+
+    label: P is stated, FIG digitised, CALC worked out, 2ND from others, RUN run here.
+    """
 
     @property
     def name(self) -> str:
@@ -82,31 +85,19 @@ def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read one CSV. UserError, which names the line, for what is no number above 0 or lacks its source."""
+    """Read one CSV. UserError, which names the line, for one that is no point of a number above 0."""
     points = []
     with path.open(newline="", encoding="utf-8") as file:
-        lines = csv.reader(file)
+        lines = csv.DictReader(file, restval="")
         try:
-            header = ",".join(next(lines, []))
-            if header != COLUMNS:
-                raise UserError(f"its columns are {header}, not {COLUMNS}")
             for cells in lines:
-                points.append(point_of(cells, f"{path}:{lines.line_num}"))
-        except (ValueError, csv.Error) as error:
-            raise UserError(f"{path}:{lines.line_num}: {error}") from None
+                point = Point(**cells, where=f"{path}:{lines.line_num}")
+                if not 0 < float(point.value) < float("inf"):
+                    raise ValueError(f"{point.value}: no number above 0")
+                points.append(point)
+        except (TypeError, ValueError, csv.Error) as error:
+            raise UserError(f"{path}:{lines.line_num}: {error} (columns: {COLUMNS})") from None
     return points
-
-
-def point_of(cells: list[str], where: str) -> Point:
-    """Check the cells of a line. UserError as of `read_points`."""
-    if len(cells) != len(Point._fields) - 1:
-        raise UserError(f"{len(cells)} cells, not {len(Point._fields) - 1}")
-    point = Point(*cells, where)
-    if not (point.label in LABELS and point.source and point.page):
-        raise UserError(f"a number needs a source, a page and a label of {', '.join(LABELS)}")
-    if not (0 < float(point.value) < float("inf") and 0 <= float(point.precision) < 1):
-        raise UserError(f"{point.value}, precision {point.precision}: no number above 0")
-    return point
 
 
 def known(point: Point, name: str, table: dict[str, Any]) -> Any:
@@ -116,32 +107,22 @@ def known(point: Point, name: str, table: dict[str, Any]) -> Any:
 
 
 def read_constants(path: Path) -> Constants:
-    """Read a TOML. UserError for a table that says neither what it was fitted on nor where it is from."""
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    for name, table in tables.items():
-        if not table.keys() & {"fitted_on", "source"}:
-            raise UserError(f"{path}: [{name}] has neither fitted_on nor source")
-    return tables
+    """Read a TOML, each table with what it was fitted on or where it is from."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def sections_of(rows: list[Row]) -> list[str]:
     """Markdown, a table a figure; exact closed forms, and what isn't modelled, are a line below it."""
     lines = []
     for figure in dict.fromkeys(row.figure for row in rows):
-        shown = []
-        exact = 0
-        left_out = {}  # reason -> settings
-        for row in [row for row in rows if row.figure == figure]:
-            if row.kind == "not modelled":
-                setting = f"{row.setting} {number(row.theirs, row.unit)}".strip()
-                left_out.setdefault(row.note, []).append(setting)
-            elif row.kind == "form" and row.theirs and abs(row.error) < 1e-9:
-                exact += 1
-            else:
-                shown.append(row)
+        own = [row for row in rows if row.figure == figure]
+        exact = [row for row in own if row.kind == "form" and row.theirs and abs(row.error) < 1e-9]
+        left_out = [row for row in own if row.kind == "not modelled"]
+        shown = [row for row in own if row not in exact + left_out]
         lines += [f"## {figure}", "", *(table_of(shown) if shown else [])]
-        lines += [f"{exact} closed forms agree to the last digit.", ""] if exact else []
-        for why, settings in left_out.items():
+        lines += [f"{len(exact)} closed forms agree to the last digit.", ""] if exact else []
+        for why, others in groupby(left_out, lambda row: row.note):
+            settings = [f"{row.setting} {number(row.theirs, row.unit)}".strip() for row in others]
             lines += [f"Not modelled: {'; '.join(settings)} ({why})", ""]
     return lines
 
@@ -207,23 +188,16 @@ def errors(rows: list[Row]) -> str:
 
 
 def command(
-    name: str,
-    doc: str,
-    figures: dict[str, Callable[[Paper], list[Row]]],
-    arguments: list[str],
-    measure: Callable[[bool], None] | None = None,
+    name: str, doc: str, figures: Figures, arguments: list[str], measure: Callable | None = None
 ) -> int:
     """Print a paper's table; with --write, docs/papers/NAME.md, too. Returns a status.
 
-    figures: make a figure's rows, or raise UserError for a point. measure: --real calls it first.
+    figures: make a figure's rows, or raise UserError for a point. measure: --real calls it, with --quick.
     """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
-    parser.add_argument(
-        "--published", type=Path, nargs="+", help="CSVs of the same form, instead of ours"
-    )
+    others = "CSVs of the same form, instead of ours"
+    parser.add_argument("--published", type=Path, nargs="+", help=others)
     parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
     parser.add_argument("--write", action="store_true", help="docs/papers/NAME.md, too")
     if measure:
@@ -244,7 +218,5 @@ def command(
     lines = [*summary_of(rows, paper.constants), "", *sections_of(rows)]
     print(*lines, sep="\n")
     if chosen.write:
-        DOCS.mkdir(parents=True, exist_ok=True)
-        page = "\n".join([f"# {doc}", *lines, ""])
-        (DOCS / f"{name}.md").write_text(page)
+        (DOCS / f"{name}.md").write_text("\n".join([f"# {doc}", *lines, ""]))
     return 0

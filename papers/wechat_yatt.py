@@ -56,18 +56,12 @@ DISPATCHES = 5
 
 def engine_of(constants: Constants, model: Model, tp: int) -> Decode:
     """An engine of tp H20s."""
-    assumed = constants["assumed"]
-    fitted = constants["engine"]
-    decode = decode_of(
-        model,
-        Device(**values(constants["h20"])),
-        tp,
-        weights=assumed["weights"],
-        prefill=assumed["prefill"],
-        kv=fitted["kv"],
-        layer_s=fitted["layer_s"],
-    )
-    return replace(decode, each=decode.each + fitted["sequence_s"])
+    h20 = Device(**values(constants["h20"]))
+    assumed = {name: constants["assumed"][name] for name in ("weights", "prefill")}
+    fitted = values(constants["engine"])
+    sequence_s = fitted.pop("sequence_s")
+    decode = decode_of(model, h20, tp, **assumed, **fitted)
+    return replace(decode, each=decode.each + sequence_s)
 
 
 def simulate(

@@ -10,14 +10,10 @@ LONGEST_RUN_S = 20_000.0  # virtual seconds: controllers that meet for ever are 
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """The event loop. A deadlock is an error at once, a run of more than longest_s in the end.
+    """The event loop. A deadlock is an error at once, an endless run in the end. look: before each jump."""
 
-    look: called before each jump.
-    """
-
-    def __init__(self, longest_s: float = LONGEST_RUN_S, look: Callable[[], None] = lambda: None):
+    def __init__(self, look: Callable[[], None] = lambda: None):
         self.now = 0.0
-        self.longest_s = longest_s
         self.look = look
         super().__init__(_Jump(self))
 
@@ -38,7 +34,7 @@ class _Jump(selectors.SelectSelector):
         if timeout > 0:
             self._loop.look()
             self._loop.now += timeout
-            assert self._loop.now < self._loop.longest_s, "the run never ends"
+            assert self._loop.now < LONGEST_RUN_S, "the run never ends"
         return []
 
 

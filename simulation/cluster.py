@@ -11,7 +11,6 @@ import gc
 import math
 import random
 import re
-import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,7 +33,7 @@ from rollout import RolloutBatch
 from sample import Key, Sample
 from scheduling.costs import Decode, Passes
 from scheduling.rebalance import StepStats
-from simulation.clock import LONGEST_RUN_S, VirtualClock, end_all
+from simulation.clock import VirtualClock, end_all
 from simulation.engine import EngineCosts, Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.shared import sharing
@@ -157,7 +156,6 @@ class StepFacts:
     """The facts of a step."""
 
     waves: int
-    missing_groups: int
     stats: StepStats  # with the split
     decision: dict[str, float | str]  # about the next one
     seconds: Counter[str] = field(default_factory=Counter)  # of the slowest rank, by phase
@@ -168,8 +166,7 @@ class StepFacts:
 class Simulation:
     """The real controllers of a run, on one loop. settings: of Config, their lengths coarse.
 
-    It takes the place of their Report, and of their Checkpoints, of which it writes none. cpu_s: of the
-    process, once it ran.
+    It takes the place of their Report, and of their Checkpoints, of which it writes none.
     """
 
     def __init__(
@@ -179,16 +176,14 @@ class Simulation:
         workload: Workload,
         cluster: Cluster,
         network: Network | None = None,
-        longest_s: float = LONGEST_RUN_S,
         **settings: Any,
     ):
         self.cluster = cluster
         self.network = network or Network()
-        self.clock = VirtualClock(longest_s)
+        self.clock = VirtualClock()
         self.config = config_of(mode, workload, cluster, settings)
         self.plans = placement.make_plans(self.config, ranks)
         self.steps: list[StepFacts] = []
-        self.cpu_s = 0.0
         self._author = Author(workload, self.config, cluster.grain)
         self.engines = {role: self._engines(role) for role in cluster.decode}
         meetings = {}
@@ -206,17 +201,16 @@ class Simulation:
         capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
         moves = cluster.moves.get(role, Moves())
         write = self._author.answer
+        judges = 0
         if role == "genrm":
+            judges = len(self.config.judge_models)
             write = self._author.rate if cluster.scores else self._author.critique
         engines = []
         for rank in sorted({rank for plan in self.plans for rank in plan.leads(role)}):
-            how = (self._model_of(role, rank), costs, moves, capacity, write, self.clock)
+            model = placement.judge_of(rank, self.config.genrm_tp, judges) if judges else 0
+            how = (model, costs, moves, capacity, write, self.clock)
             engines.append(SimulatedEngine(role, rank, *how))
         return engines
-
-    def _model_of(self, role: str, rank: int) -> int:
-        judges = len(self.config.judge_models)
-        return placement.judge_of(rank, self.config.genrm_tp, judges) if role == "genrm" else 0
 
     def _trainers(self, world: SimulatedWorld) -> list[SimulatedTrainer]:
         """Make one rank's actor and critics. world: of the trainers alone."""
@@ -237,10 +231,10 @@ class Simulation:
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
+        keeps = config.continues_answers
         pools = {}
         for role, engines in self.engines.items():
             pools[role] = pool.Pool(engines, world, timeline, config)
-        keeps = config.continues_answers
         c = Controller(
             config,
             algorithm,
@@ -264,7 +258,6 @@ class Simulation:
         async def all_ranks() -> None:
             await asyncio.gather(*map(controller.train, self.controllers))
 
-        start = time.process_time()
         with ExitStack() as stack:
             gc.disable()  # it would look through the objects of all ranks
             stack.callback(gc.enable)
@@ -274,7 +267,6 @@ class Simulation:
             if share:
                 stack.enter_context(sharing())
             self.clock.run_until_complete(all_ranks())
-        self.cpu_s = time.process_time() - start
         return self.steps
 
     # ---- controllers tell it
@@ -285,9 +277,7 @@ class Simulation:
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         if step == len(self.steps):
-            stats_of_all = c.state.history[-1]
-            facts = StepFacts(batch.waves, batch.missing_groups, stats_of_all, stats)
-            self.steps.append(facts)
+            self.steps.append(StepFacts(batch.waves, c.state.history[-1], stats))
         facts = self.steps[step]
         spans = c.timeline.drain()
         facts.seconds |= {name: tl.seconds(spans, name) for name in PHASES}
@@ -310,7 +300,6 @@ def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -
         model="MODEL",
         judge=("JUDGE",),
         judge_format=("simulated scores" if cluster.scores else "simulated",),
-        eval_every=10**9,
         save_every=0,
         timeout_s=1e6,
         max_new_tokens=most,

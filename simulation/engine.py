@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import filterfalse
 from typing import NamedTuple
 
-from config import UserError
 from engines.engine import Answer, Request
 from scheduling.costs import Decode
 from simulation.clock import VirtualClock
@@ -106,12 +105,9 @@ class Batch:
         self._timer: asyncio.TimerHandle | None = None  # for the next event
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Add sequences to those that wait. UserError for one that the engine has no room for."""
+        """Add sequences to those that wait."""
         longest = max(sequence.room for sequence in sequences)
-        if longest > self.costs.kv_tokens:
-            raise UserError(
-                f"{longest} tokens don't fit an engine with room for {self.costs.kv_tokens:.0f}"
-            )
+        assert longest <= self.costs.kv_tokens, f"{longest} tokens don't fit the engine"
         self._advance()
         self.waiting.extend(sequences)
         self._go_on()
@@ -168,7 +164,10 @@ class Batch:
             if not self.live:
                 self.context = self.unread_s = 0.0
             if self._has_room() and not self.unread_s and self._reads_at() <= self.gained + LEAST:
-                self._read()
+                self.unread_s = self.costs.read
+                self.read_at = self.gained
+                while self._has_room():
+                    self._join(self.waiting.popleft())
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -183,13 +182,6 @@ class Batch:
         """Tokens gained from which on prompts may be read."""
         apart = self.costs.apart if len(self.live) >= FULL else 0
         return self.read_at + apart / self.costs.steps
-
-    def _read(self) -> None:
-        """Read the prompts of all that there is room for, in one pass."""
-        self.unread_s = self.costs.read
-        self.read_at = self.gained
-        while self._has_room():
-            self._join(self.waiting.popleft())
 
     def _has_room(self) -> bool:
         """Tell whether there is room for the first that waits; not if nobody does."""
@@ -212,42 +204,32 @@ class Batch:
         sequence.ended.put_nowait((sequence, written, finish))
 
 
+@dataclass(eq=False)
 class SimulatedEngine:
-    """A stand-in for engines.engine.Engine: one handle for all controllers, and it never dies.
+    """A stand-in for engines.engine.Engine: one handle for all controllers, and it never dies."""
 
-    write: makes the reply to a request. moves: seconds of its hand-overs.
-    """
+    role: str
+    rank: int
+    model: int
+    costs: EngineCosts
+    moves: Moves
+    capacity: int
+    write: Callable[[Request], Reply]
+    clock: VirtualClock
+    awake: bool = False
+    version: int | None = None
 
-    def __init__(
-        self,
-        role: str,
-        rank: int,
-        model: int,
-        costs: EngineCosts,
-        moves: Moves,
-        capacity: int,
-        write: Callable[[Request], Reply],
-        clock: VirtualClock,
-    ):
-        self.role = role
-        self.rank = rank
-        self.model = model
-        self.capacity = capacity
-        self.name = f"{role} engine of rank {rank}"
-        self.batch = Batch(costs, clock)
-        self.awake = False
-        self.version = None
-        self._moves = moves
-        self._write = write
-        self._clock = clock
+    def __post_init__(self):
+        self.name = f"{self.role} engine of rank {self.rank}"
+        self.batch = Batch(self.costs, self.clock)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Yield the answers as they end. The part that the prompts of a group share is read once."""
         assert self.awake, f"a request came to the {self.name} while it slept"
-        sent = self._clock.now
+        sent = self.clock.now
         version = self.version
         ended = asyncio.Queue()
-        replies = [self._write(request) for request in requests]
+        replies = [self.write(request) for request in requests]
         shared = min(len(request.prompt) for request in requests)  # behind it: begun elsewhere
         sequences = []
         for index, request in enumerate(requests):
@@ -261,11 +243,11 @@ class SimulatedEngine:
             while left:
                 sequence, written, finish = await ended.get()
                 left -= 1
-                tokens, score = replies[sequence.index]
-                end = self._clock.now
+                reply = replies[sequence.index]
+                end = self.clock.now
                 yield Answer(
                     sequence.index,
-                    tokens[:written],
+                    reply.tokens[:written],
                     logprobs=[LOGPROB] * written,
                     finish=finish,
                     versions=[version] * written,
@@ -273,7 +255,7 @@ class SimulatedEngine:
                     sent=sent,
                     first_token=min(sequence.first_token, end),
                     end=end,
-                    score=score,
+                    score=reply.score,
                     rank=self.rank,
                 )
         finally:
@@ -285,19 +267,20 @@ class SimulatedEngine:
         self.batch.cut_off(lambda sequence: True)
 
     async def sleep(self) -> None:
-        in_flight = bool(self.batch.live or self.batch.waiting)
-        assert not in_flight, "put to sleep while answers were in flight"
-        await asyncio.sleep(self._moves.sleep_s)
+        assert not (self.batch.live or self.batch.waiting), (
+            "put to sleep while answers were in flight"
+        )
+        await asyncio.sleep(self.moves.sleep_s)
         self.awake = False
 
     async def wake_weights(self) -> None:
-        await asyncio.sleep(self._moves.wake_s)
+        await asyncio.sleep(self.moves.wake_s)
 
     async def wake_kv_cache(self) -> None:
         self.awake = True
 
     async def load_weights(self, named_weights: Iterator, version: int) -> None:
-        await asyncio.sleep(self._moves.push_s)
+        await asyncio.sleep(self.moves.push_s)
         self.version = version
 
     async def until_down(self) -> str:

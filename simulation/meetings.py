@@ -46,24 +46,21 @@ class Meeting:
 
     done: asyncio.Future  # its result
     values: dict[int, Any] = field(default_factory=dict)  # by rank, of those that came so far
-    left: int = 0  # ranks that took the result
 
 
+@dataclass(eq=False)
 class SimulatedWorld:
     """The runtime.world.World of one rank. meetings: by number, one dict for all ranks.
 
-    What is gathered is the same object on every rank. A meeting is forgotten when all have left: a long run
+    What is gathered is the same object on every rank. A meeting is forgotten when all have come: a long run
     would hold the facts of every one.
     """
 
-    def __init__(
-        self, rank: int, size: int, meetings: dict[int, Meeting], network: Network | None = None
-    ):
-        self.rank = rank
-        self.size = size
-        self._meetings = meetings
-        self._network = network or Network()
-        self._calls = 0  # meetings that this rank came to
+    rank: int
+    size: int
+    meetings: dict[int, Meeting]
+    network: Network = field(default_factory=Network)
+    calls: int = 0  # meetings that this rank came to
 
     async def run(self, function: Callable, *args: Any) -> Any:
         result = function(*args)
@@ -76,24 +73,21 @@ class SimulatedWorld:
 
         seconds_of: from the values, the seconds until all have it; by default those of a gather.
         """
-        call = self._calls
-        self._calls += 1
-        if call not in self._meetings:
-            self._meetings[call] = Meeting(asyncio.get_running_loop().create_future())
-        meeting = self._meetings[call]
+        call = self.calls
+        self.calls += 1
+        if call not in self.meetings:
+            self.meetings[call] = Meeting(asyncio.get_running_loop().create_future())
+        meeting = self.meetings[call]
         assert self.rank not in meeting.values, "a rank came twice to one meeting"
         meeting.values[self.rank] = value
         if len(meeting.values) == self.size:
             values = [meeting.values[rank] for rank in range(self.size)]
-            seconds = (seconds_of or self._network.gather_s)(values)
+            seconds = (seconds_of or self.network.gather_s)(values)
+            del self.meetings[call]
             if seconds:
                 await asyncio.sleep(seconds)
             meeting.done.set_result(result_of(values))
-        result = await meeting.done
-        meeting.left += 1
-        if meeting.left == self.size:
-            del self._meetings[call]
-        return result
+        return await meeting.done
 
     async def gather(self, value: Any) -> list[Any]:
         return await self._meet(value, list)
@@ -103,8 +97,8 @@ class SimulatedWorld:
         return values if self.rank == 0 else []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        reduced = partial(self._network.reduced, total)
-        return await self._meet(value, reduced, self._network.reduce_s)
+        reduced = partial(self.network.reduced, total)
+        return await self._meet(value, reduced, self.network.reduce_s)
 
     async def broadcast(self, value: Any) -> Any:
         return (await self.gather(value))[0]
@@ -113,7 +107,7 @@ class SimulatedWorld:
         await self.gather(None)
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
-        sent = await self._meet(outgoing, list, self._network.exchange_s)
+        sent = await self._meet(outgoing, list, self.network.exchange_s)
         incoming = {}
         for sender, parcels in enumerate(sent):
             if self.rank in parcels:

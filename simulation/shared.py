@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,21 +20,21 @@ import rollout
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler, Wave
 
 
+@dataclass
 class Once:
-    """A pure function that remembers its newest result. count: of its arguments, all that differ."""
+    """A pure function that remembers its newest result."""
 
-    def __init__(self, function: Callable, count: int | None = None):
-        self._function = function
-        self._count = count
-        self._known: tuple = ()
-        self._result: Any = None
+    function: Callable
+    count: int | None = None  # of its arguments, all that differ
+    known: tuple = ()
+    result: Any = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        given = (*arguments, *named.values())[: self._count]
-        if self._known != given:
-            self._result = self._function(*arguments, **named)
-            self._known = given
-        return self._result
+        given = (*arguments, *named.values())[: self.count]
+        if self.known != given:
+            self.result = self.function(*arguments, **named)
+            self.known = given
+        return self.result
 
 
 class SharedSampler(DynamicSampler):

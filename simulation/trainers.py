@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from sample import Sample
 from scheduling.balance import flat
@@ -14,41 +15,32 @@ from simulation.meetings import SimulatedWorld
 MiniBatches = list[list[list[Sample]]]
 
 
+@dataclass(eq=False)
 class SimulatedTrainer:
-    """A model that is trained: the actor, or a critic by its name.
+    """A model that is trained: the actor, or a critic by its name."""
 
-    world: of the trainers alone. group: ranks of a model-parallel group. speed_up: of several trainers in one
-    pipeline, over one after the other.
-    """
+    name: str
+    world: SimulatedWorld  # of the trainers alone
+    passes: Passes
+    moves: Moves
+    group: int = 1  # ranks of its model-parallel group
+    speed_up: float = 1.0  # of several trainers in one pipeline, over one after the other
+    version: int = 0
+    awake: bool = False
+    phases: list = field(default_factory=list)
 
-    def __init__(
-        self,
-        name: str,
-        world: SimulatedWorld,
-        passes: Passes,
-        moves: Moves,
-        group: int = 1,
-        speed_up: float = 1.0,
-    ):
-        self.name = name
-        self.passes = passes
-        self.version = 0
-        self.awake = False
-        self.phases = []
-        self.dp_rank = world.rank // group
-        self.dp_size = world.size // group
-        self.is_head = world.rank % group == 0
+    def __post_init__(self):
+        self.dp_rank = self.world.rank // self.group
+        self.dp_size = self.world.size // self.group
+        self.is_head = self.world.rank % self.group == 0
         self.image_cost = lambda prompt: 0
-        self._world = world
-        self._moves = moves
-        self._speed_up = speed_up
 
     async def wake(self) -> None:
-        await asyncio.sleep(self._moves.wake_s)
+        await asyncio.sleep(self.moves.wake_s)
         self.awake = True
 
     async def sleep(self) -> None:
-        await asyncio.sleep(self._moves.sleep_s)
+        await asyncio.sleep(self.moves.sleep_s)
         self.awake = False
 
     async def trim(self) -> None: ...
@@ -84,8 +76,8 @@ class SimulatedTrainer:
         for mini_batch in mini_batches:
             lengths = lengths_of(mini_batch)
             seconds = sum(update_s(trainer.passes, lengths) for trainer in trainers)
-            await asyncio.sleep(seconds / (self._speed_up if beside else 1.0))
-            await self._world.barrier()
+            await asyncio.sleep(seconds / (self.speed_up if beside else 1.0))
+            await self.world.barrier()
         for trainer in trainers:
             trainer.version += 1
         return {f"{trainer.name}/not_finite": 0.0 for trainer in trainers}

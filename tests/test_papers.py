@@ -24,6 +24,7 @@ def house(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
     (tmp_path / "published").mkdir()
+    (tmp_path / "docs").mkdir()
     (tmp_path / "published" / "mine_fig9.csv").write_text(f"{COLUMNS}\n{GOOD}\n")
     (tmp_path / "mine.toml").write_text('[speeds]\nsource = "guessed"\nmfu = 0.5\n')
     return tmp_path
@@ -43,17 +44,12 @@ def run(*arguments, figures=None):
 @pytest.mark.parametrize(
     "line, named",
     [
-        ("9,HybridFlow,7B,8", "4 cells, not 12"),
-        (GOOD + ",more", "13 cells, not 12"),
-        ("", "0 cells, not 12"),
+        ("9,HybridFlow,7B,8", "could not convert string to float: ''"),
+        (GOOD + ",more", "(columns: figure,system,"),
         (GOOD.replace("5500", "fast"), "could not convert string to float: 'fast'"),
-        (GOOD.replace("5500", "0"), "0, precision 0.02: no number above 0"),
+        (GOOD.replace("5500", "0"), "0: no number above 0"),
         (GOOD.replace("5500", "nan"), "no number above 0"),
         (GOOD.replace("5500", "inf"), "no number above 0"),
-        (GOOD.replace("0.02", "2"), "no number above 0"),
-        (GOOD.replace("FIG", "ME"), "a label of P, FIG, CALC, 2ND"),
-        (GOOD.replace("arXiv", ""), "needs a source"),
-        (GOOD.replace("figure 9", ""), "needs a source, a page"),
         (GOOD.replace("9,Hybrid", "99,Hybrid"), "its figure is none of 9"),
     ],
 )
@@ -65,13 +61,6 @@ def test_a_bad_line_is_named(house, capsys, line, named):
     printed = capsys.readouterr()
     assert printed.err.startswith(f"{path}:3: ") and named in printed.err
     assert printed.err.count("\n") == 1 and not printed.out
-
-
-def test_a_constant_needs_a_reason(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text('[good]\nsource = "data sheet"\nx = 1\n[bad]\ny = 2\n')
-    with pytest.raises(ValueError, match=r"\[bad\] has neither fitted_on nor source"):
-        read_constants(path)
 
 
 # ---------------------------------------------------------------- rows
@@ -129,16 +118,20 @@ PUBLISHED = sorted((ROOT / "papers" / "published").glob("*.csv"))
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: p.stem)
 def test_every_published_number_has_a_source_and_one_place(path):
-    names = [point.name for point in read_points(path)]
+    points = read_points(path)
+    names = [point.name for point in points]
     assert names and len(names) == len({*names})
+    assert {point.label for point in points} <= {"P", "FIG", "CALC", "2ND", "RUN"}
+    assert all(point.source and point.page and 0 <= float(point.precision) < 1 for point in points)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.toml")), ids=lambda p: p.stem)
 def test_constants_are_at_most_half_of_the_points_that_they_were_fitted_on(path):
-    """And each of these is published."""
+    """And each of these is published; other constants have a source."""
     published = (ROOT / "papers" / "published").glob(f"{path.stem}_*.csv")
     names = {point.name for each in published for point in read_points(each)}
     for table in read_constants(path).values():
+        assert table.keys() & {"fitted_on", "source"}
         if points := table.get("fitted_on"):
             assert {*points} <= names and len(points) == len({*points})
             assert 2 * len(values(table)) <= len(points)

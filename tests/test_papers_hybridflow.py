@@ -123,7 +123,7 @@ def test_points_of_others(tmp_path, capsys):
 
 
 UNKNOWN = [("9", "8B", 8), ("9", "7B", "many"), ("9", "7B", 0), ("13", "13B+x", 32)]
-UNKNOWN += [("15", "7B", 16), ("15", "7B t_g=0", 16), ("14", "7B", 4), ("table 2", "p=1 t=8", 16)]
+UNKNOWN += [("table 2", "p=1 t=0", 16), ("14", "7B", 4), ("table 2", "p=1 t=8", 16)]
 
 
 @pytest.mark.parametrize("figure, setting, gpus", UNKNOWN)

@@ -226,12 +226,12 @@ def test_training_seconds():
 # ---------------------------------------------------------------- clock, meetings, trainers
 
 
-def meet(work, ranks=8, network=None):
+def meet(work, ranks=8, **network):
     """`work` of every rank's world; returns what it came to, the seconds, and the meetings left."""
     clock, meetings = VirtualClock(), {}
 
     async def all_ranks():
-        worlds = [SimulatedWorld(rank, ranks, meetings, network) for rank in range(ranks)]
+        worlds = [SimulatedWorld(rank, ranks, meetings, **network) for rank in range(ranks)]
         return await asyncio.gather(*map(work, worlds)), clock.now
 
     results, seconds = run_on(clock, all_ranks())
