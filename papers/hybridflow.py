@@ -8,6 +8,7 @@ Figures 9 and 11 are simulated in full colocation, in sizes by scheduling/mappin
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -41,6 +42,7 @@ PLACEMENTS = {
 }
 OURS = ("HybridFlow",)
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
+TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"  # its settings
 NO_ROOM = "by our account of memory it doesn't fit"
 GENERATION = "four constants of engines were fitted on them, to errors from -20 % to +14 %"
 OTHER = "another program; no seconds of its stages are published"
@@ -230,19 +232,12 @@ def table_2(paper: Paper) -> list[Row]:
     """Parts of the model's bytes M, of each GPU."""
     rows = []
     for point in asked(paper, "table 2", SYSTEMS):
-        sizes = [number_in(point, name) for name in ("p=", "t=", "d=", "t_g=")]
-        cost = Layout(*sizes).costs()[SYSTEMS[point.system]]
+        sizes = re.fullmatch(TABLE_2, point.setting)
+        if not sizes:
+            raise UserError(f"{point.where}: its setting isn't as `p=1 t=8 d=2 t_g=2`")
+        cost = Layout(*map(int, sizes.groups())).costs()[SYSTEMS[point.system]]
         rows.append(paper.row(point, float(known(point, point.metric, cost._asdict())), "form"))
     return rows + not_modelled(paper, "table 2", but=SYSTEMS)
-
-
-def number_in(point: Point, name: str) -> int:
-    """The number behind a name in its setting, as in `t_g=2`. UserError without one."""
-    for word in point.setting.split():
-        number = word.removeprefix(name)
-        if word.startswith(name) and number.isdecimal() and int(number):
-            return int(number)
-    raise UserError(f"{point.where}: its setting has no {name}NUMBER")
 
 
 FIGURES = {

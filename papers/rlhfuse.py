@@ -135,12 +135,10 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
     rollout = replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest)
     judgement_s = inference_s(constants, setting) * system["gpus"] / system["tp"] / system["batch"]
     updates = system["batch"] / system["mini_batch"]
-    actor_s = training_s(constants, setting.actor, setting.most)
-    critic_s = training_s(constants, setting.critic, setting.most)
     return Cluster(
         decode=dict(rollout=rollout, genrm=Decode(0.0, judgement_s / grain)),
-        actor=Passes(0.0, update=actor_s / updates),
-        critic=Passes(0.0, update=critic_s / updates),
+        actor=Passes(0.0, update=training_s(constants, setting.actor, setting.most) / updates),
+        critic=Passes(0.0, update=training_s(constants, setting.critic, setting.most) / updates),
         speed_up=speed_up(constants, setting),
         grain=grain,
         meeting_s=setting.most / 10_000,

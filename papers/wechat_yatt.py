@@ -133,10 +133,8 @@ def step_s(
             yield answer
 
     async def carry_and_exchange(self, outgoing, senders):
-        moved = 0
-        for rank, parcel in outgoing.items():
-            if dispatches > 1 or rank != self.rank:
-                moved += len(parcel)
+        stays = self.rank if dispatches == 1 else None
+        moved = sum(len(parcel) for rank, parcel in outgoing.items() if rank != stays)
         await carried(max(1, dispatches - 2) * moved * media)
         return await exchange(self, outgoing, senders)
 

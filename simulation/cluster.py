@@ -231,7 +231,6 @@ class Simulation:
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
-        keeps = config.continues_answers
         pools = {}
         for role, engines in self.engines.items():
             pools[role] = pool.Pool(engines, world, timeline, config)
@@ -241,7 +240,7 @@ class Simulation:
             world,
             placement.Placement(self.plans, trainers, pools, world, timeline),
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
-            Prompts(author, config.answers_per_prompt, keeps, algorithm.greedy),
+            Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
             timeline=timeline,
             report=self,
