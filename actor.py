@@ -165,7 +165,7 @@ class PackedTargets:
     engine_logprobs: Tensor  # under the weights that wrote the token
     advantages: Tensor
     stale: Tensor  # whether older weights than the step's wrote it
-    weights: Tensor  # of each token's loss in the sum: see algorithms.MEANS
+    mean_weights: Tensor  # of each token's loss in the sum: see algorithms.MEANS
     divisors: Tensor  # the sum of the loss is divided by the sum of these
     sequence: Tensor  # the answer that a token belongs to, by its number in the mini-batch
     lengths: Tensor  # [answers]
@@ -186,7 +186,8 @@ def pack_targets(
     samples: list[Sample], version: int, proximal: dict, algorithm: Algorithm, device: torch.device
 ) -> PackedTargets:
     """Put a mini-batch's samples end to end. proximal: see Actor._proximal_logprobs."""
-    names = ("engine_logprobs", "advantages", "stale", "weights", "divisors", "sequence", "lengths")
+    names = ("engine_logprobs", "advantages", "stale", "mean_weights", "divisors")
+    names += ("sequence", "lengths")
     columns: dict[str, list] = {name: [] for name in names}
     for number, sample in enumerate(samples):
         length = len(sample.response)
@@ -194,7 +195,7 @@ def pack_targets(
         columns["engine_logprobs"] += sample.logprobs
         columns["advantages"] += sample.advantages
         columns["stale"] += [written < version for written in sample.versions]
-        columns["weights"] += weights
+        columns["mean_weights"] += weights
         columns["divisors"] += divisors
         columns["sequence"] += [number] * length
         columns["lengths"].append(length)
@@ -226,7 +227,7 @@ class PolicyLoss:
         logprobs, entropy = self.read(batch, hidden)
         log_ratio = logprobs.detach() - targets.engine_logprobs
         correction = importance_weights(targets, algorithm, logprobs.detach())
-        # 0 times the slope of an infinite ratio would be NaN
+        # masked tokens leave the graph here: their loss is 0 below, but 0 times an infinite slope is NaN
         logprobs = logprobs.where(correction.kept, logprobs.detach())
         inputs = LossInputs(
             logprobs=logprobs,
@@ -237,7 +238,7 @@ class PolicyLoss:
             total=over_context_parallel,
         )
         loss, clipped = algorithm.loss(inputs, algorithm)
-        loss = correction.weights * loss
+        loss = correction.importance * loss
         stats = engine_stats(log_ratio[~targets.stale].abs())
         if targets.reference_logprobs is not None:
             estimator = KL_ESTIMATORS[algorithm.kl_estimator]
@@ -247,7 +248,7 @@ class PolicyLoss:
                 loss = loss + algorithm.kl_coef * reference_kl
         if algorithm.entropy_coef:
             loss = loss - algorithm.entropy_coef * entropy
-        loss = (targets.weights * loss).where(correction.kept, 0.0)
+        loss = (targets.mean_weights * loss).where(correction.kept, 0.0)
         stats["tokens"] = torch.tensor(len(logprobs))
         stats["policy_loss"] = loss.detach().sum()
         stats["entropy"] = entropy.detach().sum()
@@ -255,15 +256,15 @@ class PolicyLoss:
         stats["clip_frac"] = clipped.sum()
         stats["masked_frac"] = (~correction.kept).sum()
         stats["stale_token_frac"] = targets.stale.sum()
-        stats["stale_weight"] = correction.weights[targets.stale].sum()
+        stats["stale_weight"] = correction.importance[targets.stale].sum()
         return loss_sums(loss.sum(), targets.divisors.sum(), stats)
 
 
 class Correction(NamedTuple):
     """The correction of each target for the weights, and the numbers, that it was sampled with."""
 
-    old_logprobs: Tensor  # the log-probability that the ratio of the algorithm's loss is to
-    weights: Tensor  # the importance weight of its loss
+    old_logprobs: Tensor  # in the denominator of the algorithm's ratio
+    importance: Tensor  # the weight of its loss
     kept: Tensor  # False: masked, it has no gradient
 
 

@@ -116,7 +116,7 @@ async def restore(c: Controller, folder: Path) -> None:
     history = [stats_from(row) for row in common["history"]]
     splits = {split, *(stats.split for stats in history)}
     plans = {plan.split: plan for plan in c.placement.plans}
-    # else the run begins with its first plan
+    # the split and what was measured, unless the run has other plans
     if common["ranks"] == c.world.size and splits <= plans.keys():
         c.placement.plan = plans[split]
         c.state.history = history
@@ -241,7 +241,7 @@ class Checkpoints:
         if self.world.rank == 0:
             state[COMMON] = common
         work = partial(write_part, folder, self.world.rank, state, shards, hf)
-        # its thread lives as long as the run
+        # the writer ends with the thread that forks it: the world's lives as long as the run
         writer = await self.world.run(self.start_writer, work)
         self.saving = Saving(step, folder, writer, shards)
 

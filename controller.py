@@ -168,8 +168,8 @@ async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
     """Deal all samples to the data-parallel ranks in equal work; returns this one's (collective).
 
     Each rank gathers lengths, works out the same deal, and sends its samples straight to the ranks that train
-    on them. Of a model-parallel group the first rank is the head, which alone sends requests to engines (the
-    others may own one): it alone holds samples before, and it passes its share on to the others.
+    on them. A model-parallel group trains on one share. Before, only its head, the first rank, holds samples,
+    because it alone sends requests to engines; after, the head copies the share to the others.
     """
     actor = c.placement.actor
     held = await c.world.gather(Held.of(samples, actor))

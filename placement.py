@@ -197,7 +197,7 @@ class Placement:
         self.genrm.assign(plan.leads("genrm"))
 
     async def share(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
-        """Have only engines led by these ranks awake (collective). Judgements end first, answers move on."""
+        """Wake engines led by these ranks alone (collective): judges leave, answers move, judges come."""
         if not self.plan.genrm:
             return  # of a run without a judge
         start = self._timeline.now()

@@ -145,8 +145,7 @@ async def collect(c: Controller) -> RolloutBatch:
         await cut_off(c, step.tasks)
     samples = flat([step.groups.values()])
     for sample in samples:
-        # let go of: who trains on the sample, or takes its prompt up again, reads them anew
-        sample.media = ()
+        sample.media = ()  # who trains on it, or continues it in a later step, reads them anew
     if c.stopping:
         c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
         return step.batch
@@ -239,7 +238,7 @@ async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sa
 
 
 def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
-    """Append what an engine wrote. Its tokens must be of the present weights."""
+    """Append what an engine wrote, by the present weights. Tokens of earlier steps may be older."""
     version = step.c.placement.actor.version
     assert set(answer.versions) <= {version}, f"weights {set(answer.versions)} wrote, not {version}"
     timeline = step.c.timeline

@@ -90,7 +90,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     if config.command != "eval" and not ranks:
         raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
     if config.command == "eval":
-        work = measure(config)
+        work = evaluate_model(config)
     elif config.command == "rl":
         work = run(config, plans, stop)
     else:
@@ -151,7 +151,7 @@ async def learn_from_examples(config: Config) -> str:
     return ""
 
 
-async def measure(config: Config) -> str:
+async def evaluate_model(config: Config) -> str:
     """Evaluate on one rank with one engine, without torchrun."""
     from training import model
 

@@ -75,9 +75,9 @@ async def ask(
     greedy = dataclasses.replace(sampling, temperature=0.0)
     images = prompt.images()
     requests = []
-    for index, rule in enumerate([sampling] * config.samples + [greedy]):
+    for index, how in enumerate([sampling] * config.samples + [greedy]):
         seed = seed_of(config.seed, "eval", number, index)
-        requests.append(Request(prompt.tokens, rule, sampling.max_new_tokens, seed, images))
+        requests.append(Request(prompt.tokens, how, sampling.max_new_tokens, seed, images))
     found = [answer async for answer in pool.generate(requests)]
     return sorted(found, key=lambda answer: answer.index)
 

@@ -127,7 +127,8 @@ class Engine:
         engine._move_s = config.stalled_s
         flags = server.server_flags(role, rank, port, model_dir, config)
         command = [sys.executable, "-m", cls.module, *flags, *cls.flags]
-        environment = server.image_environment(role, model_dir)
+        # no cache of image features: a push may bring another tower
+        environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
         engine._process = server.ServerProcess(command, key, log, config.device, environment)
         engine._process.start()
         return engine
@@ -371,7 +372,7 @@ def read_part(event: dict, written: int) -> Answer:
         versions += [int(span["version"])] * (span["end"] - span["start"])
     versions = versions[written:]
     finish = info["finish_reason"]["type"] if info["finish_reason"] else ""
-    # SGLang didn't look at the last token: it may be the answer's end, and comes again
+    # SGLang didn't look at the last token, maybe the answer's end: it is dropped, and written again
     if finish == "abort":
         rows = rows[:-1]
         versions = versions[:-1]

@@ -91,9 +91,9 @@ class Pool:
         """Yield an answer to each request, as they finish. One engine's cache serves them all.
 
         An answer whose engine is lost or stalls is continued here, by another engine, from its
-        tokens. If its engine was told to abort, it comes with finish "abort", maybe without a token
-        (after `Pool.abort` never), and the caller requests the rest (see the head of rollout.py).
-        UserError after MAX_STALLS stalls in a row.
+        tokens. If its engine was told to abort, it comes with finish "abort", maybe without a token,
+        and the caller requests the rest (see the head of rollout.py). After `Pool.abort` an answer
+        without a token may not come at all. UserError after MAX_STALLS stalls in a row.
         """
         remaining = dict(enumerate(requests))  # index -> what is left to request
         written: dict[int, Answer] = {}  # index -> what came so far
@@ -131,7 +131,9 @@ class Pool:
 
     async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
         """Pass over an engine that wrote no more; return the stalls in a row, or UserError."""
-        if isinstance(error, EngineLost):
+        if isinstance(
+            error, EngineLost
+        ):  # as seen here: the owner has time to say so, or it stalled
             await asyncio.sleep(RECONNECT_S)
         if not self._health.is_up(engine):
             return stalls

@@ -98,11 +98,6 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
     }
 
 
-def image_environment(role: str, model_dir: str | Path) -> dict[str, str]:
-    """Switch off SGLang's cache of image features in a policy's engine: a push may bring another tower."""
-    return {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" and sees(model_dir) else {}
-
-
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     """Return our variables without torchrun's, from which SGLang would join our process group.
 

@@ -67,7 +67,7 @@ def pack_evenly(
         return [packing for packing in tried if packing and max(sums(lengths, packing)) <= budget]
 
     fewest = max(-(-sum(lengths) // budget), 1)
-    for most in range(1, 5):  # sequences over budget / (most + 1) that one micro-batch can take
+    for most in range(1, 5):  # over budget / (most + 1), at most `most` fit into a micro-batch
         long = sum((most + 1) * length > budget for length in lengths)
         fewest = max(fewest, -(-long // most))
     first = round_up(fewest, multiple)

@@ -324,6 +324,7 @@ def fit(points: list[tuple[float, float]]) -> TokenLatency:
     t_mean = sum(w * t for w, _, t in weighed) / total
     covariance = sum(w * (k - k_mean) * (t - t_mean) for w, k, t in weighed)
     variance = sum(w * (k - k_mean) ** 2 for w, k, _ in weighed)
+    # ridge: as if the points also spread by 0.2 k around the prior's slope
     prior = 0.5 * t_mean / max(k_mean, 1e-9)
     trust = total * (0.2 * k_mean) ** 2
     per_request = (covariance + trust * prior) / max(variance + trust, 1e-12)

@@ -72,7 +72,7 @@ def metadata() -> dict:
     return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": group}
 
 
-def state_of(trainer: Trainer) -> dict:
+def model_state(trainer: Trainer) -> dict:
     """Describe the model's tensors. Each says where it belongs: this name isn't in a checkpoint."""
     return {"gpt": trainer.gpt.sharded_state_dict(metadata=metadata())}
 
@@ -125,7 +125,7 @@ class PlanOnly(mcore.TorchDistSaveShardedStrategy):
         sharded, _, _ = mcore._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, main)
         for part in itertools.chain(*sharded.values()):
             if isinstance(part, ShardedTensor):
-                part.data = part.data.to("cpu")  # itself on CPU; a forked process can't read a GPU
+                part.data = part.data.to("cpu")  # a fork can't read a GPU; on a CPU no copy
         # 0: no CUDA streams in the fork
         self.writer = Writer(checkpoint_dir, per_thread_copy_ahead=0)
         state = mcore.mcore_to_pyt_state_dict(sharded, False)
@@ -141,7 +141,7 @@ def plan_save(
 
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
     """
-    model = state_of(trainer)
+    model = model_state(trainer)
     state = {"version": trainer.version, "model": model}
     state["optimizer"] = trainer.optimizer.state_dict()
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
@@ -149,7 +149,7 @@ def plan_save(
     strategy = PlanOnly(optimizer_boxes(trainer, model))
     which = (base.StrategyAction.SAVE_COMMON, "torch", 1)
     default = base.get_default_strategy(*which)
-    base.register_default_strategy(*which, later)  # `save` has no argument for it
+    base.register_default_strategy(*which, later)  # `save` takes it from there alone
     options = dict(async_sharded_save=True, content_metadata=dict(SHARDING))
     dist_checkpointing.save(state, str(folder), strategy, **options)
     base.register_default_strategy(*which, default)
@@ -176,7 +176,7 @@ def optimizer_boxes(trainer: Trainer, model_state: dict) -> Boxes:
     A rank holds a stretch of a flattened tensor, which is some boxes of it. Readers take any boxes.
     """
     described, _ = extract_sharded_tensors_and_factories(model_state)
-    # the last of replica_id is the data-parallel rank
+    # of copies on other tp and pp ranks the first alone; dp ranks, the last of replica_id, all hold a part
     mine = [shard for shard in nested_values(described) if not any(shard.replica_id[:-1])]
     found = {}
     for optimizer in trainer.optimizer.chained_optimizers:
@@ -197,7 +197,7 @@ def boxes_of(shard: Shard, held: dict[str, Tensor], stretch: range) -> Boxes:
         for chunk, where in cut(part, first, stretch):
             for name in ("param", "exp_avg", "exp_avg_sq"):
                 index = dcp.MetadataIndex(f"optimizer.state.{name}.{part.key}", chunk.offsets)
-                numbers = held[name].detach()[where].view(chunk.sizes).to("cpu")  # itself on CPU
+                numbers = held[name].detach()[where].view(chunk.sizes).to("cpu")  # no copy on a CPU
                 properties = dcp.TensorProperties.create_from_tensor(numbers)
                 facts = TensorWriteData(chunk, properties, torch.Size(part.global_shape))
                 found[index] = Box(facts, numbers)
@@ -234,6 +234,7 @@ def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk
 
 def boxes(start: int, end: int, shape: Sizes) -> Iterator[tuple[Sizes, Sizes]]:
     """Yield the stretch [start, end) of a flattened tensor as (where, sizes), in order: up to 3 a matrix."""
+    # [3, 10) of a 4 x 4 matrix: (0, 3) of 1 x 1, (1, 0) of 1 x 4, (2, 0) of 1 x 2
     below = prod(shape[1:])
     while start < end:
         row, column = divmod(start, below)
@@ -263,7 +264,7 @@ def load(trainer: Trainer, folder: Path) -> None:
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
-    model = state_of(trainer)
+    model = model_state(trainer)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
     template = {"version": trainer.version, "model": model, "optimizer": optimizer}
     loaded = dist_checkpointing.load(template, str(folder))
