@@ -22,9 +22,8 @@ import sys
 import types
 
 import torch
-from torch.nn import functional as F
 
-from cpu import invariance
+from cpu import compiler, invariance
 
 
 def die_with_parent():
@@ -179,35 +178,6 @@ def murmur_hash32(seed, positions, columns):
     return (state ^ (state >> 16)).to(torch.uint32)
 
 
-def decoder_forward(self, input_ids, positions, forward_batch, *_, **__):
-    """Do Qwen3Model.forward in 0.7 x its time, less Python: ids, positions [tokens] -> [tokens, hidden]."""
-
-    def norm(x, module):
-        return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
-
-    cache = self.layers[0].self_attn.rotary_emb.cos_sin_cache
-    cos, sin = cache[positions].unsqueeze(1).chunk(2, -1)  # [tokens, 1, head / 2]
-    cos = torch.cat((cos, cos), -1)
-    sin = torch.cat((-sin, sin), -1)
-    x = F.embedding(input_ids, self.embed_tokens.weight)
-    for layer in self.layers:
-        attn = layer.self_attn
-        qkv = F.linear(norm(x, layer.input_layernorm), attn.qkv_proj.weight)
-        heads, v = qkv.split((attn.q_size + attn.kv_size, attn.kv_size), -1)
-        heads = heads.unflatten(-1, (-1, attn.head_dim))  # norm, then rotary embedding
-        q_scale = attn.q_norm.weight.expand(attn.num_heads, -1)
-        k_scale = attn.k_norm.weight.expand(attn.num_kv_heads, -1)
-        scale = torch.cat((q_scale, k_scale))
-        heads = F.rms_norm(heads, heads.shape[-1:], None, attn.q_norm.variance_epsilon) * scale
-        heads = torch.addcmul(heads * cos, heads.roll(attn.head_dim // 2, -1), sin)
-        q, k = heads.flatten(1).split((attn.q_size, attn.kv_size), -1)
-        x = x + F.linear(attn.attn(q, k, v, forward_batch), attn.o_proj.weight)
-        gate_up = F.linear(norm(x, layer.post_attention_layernorm), layer.mlp.gate_up_proj.weight)
-        gate, up = gate_up.chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
-    return norm(x, self.norm)
-
-
 def install():
     """Make `import sglang` work without CUDA. Once per process, before anything of sglang is imported."""
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "all"}
@@ -222,18 +192,32 @@ def install():
     return library  # the operator lives as long as this object
 
 
-def run_scheduler_process(*args, **kwargs):
-    """Run SGLang's child process that owns the model, with cpu/invariance.py's part for this device."""
+def share_groups():
+    """Let a process that is alone have one group: each of SGLang's dozen has a thread, awake 100 times a second."""
+    import torch.distributed as dist
+
+    make = dist.new_group
+
+    def new_group(*args, **kwargs):
+        return dist.group.WORLD if dist.get_world_size() == 1 else make(*args, **kwargs)
+
+    dist.new_group = new_group
+
+
+def run_scheduler_process(server_args, *args, **kwargs):
+    """Run SGLang's child process that owns the model, with this device's parts."""
     from sglang.srt.managers import scheduler
 
     if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
         invariance.repair_sampling()  # with CUDA not run yet
     if not torch.cuda.is_available():
-        from sglang.srt.models import qwen3
-
         invariance.install()
-        qwen3.Qwen3Model.forward = decoder_forward
-    scheduler.run_scheduler_process(*args, **kwargs)
+        share_groups()
+        if compiler.choose(server_args.model_path, server_args.dtype).library:
+            from cpu import windows
+
+            windows.install()
+    scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 def fork_children():
