@@ -13,7 +13,7 @@ from cpu import sglang
 
 
 def at_pace(forward, pace):
-    """`forward` of a model, made to last as long as `pace` says.
+    """`forward` of SGLang's ModelRunner, made to last as long as `pace` says.
 
     Sampling and scheduling between two steps hide behind the device, as they do on a GPU: a step that comes
     in less time than it lasts begins where the one before ended.
@@ -21,7 +21,7 @@ def at_pace(forward, pace):
     fixed_ms, each_ms, *read_ms = map(float, pace.split(","))
     ended = -math.inf
 
-    def paced(self, input_ids, positions, forward_batch, *args, **kwargs):
+    def paced(self, forward_batch, *args, **kwargs):
         nonlocal ended
         sequence_ms = each_ms
         if read_ms and forward_batch.forward_mode.is_extend():
@@ -30,7 +30,7 @@ def at_pace(forward, pace):
         now = time.perf_counter()
         begin = ended if now - ended < seconds else now
         due = begin + seconds
-        result = forward(self, input_ids, positions, forward_batch, *args, **kwargs)
+        result = forward(self, forward_batch, *args, **kwargs)
         time.sleep(max(0.0, due - time.perf_counter()))
         ended = max(due, time.perf_counter())
         return result
@@ -38,8 +38,23 @@ def at_pace(forward, pace):
     return paced
 
 
+def at_pace_in_scheduler(run):
+    """SGLang's process that owns the model, at that pace."""
+
+    def run_at_pace(*args, **kwargs):
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        from cpu import windows
+
+        windows.MOST_STEPS = 1  # each step has its pace
+        ModelRunner.forward = at_pace(ModelRunner.forward, os.environ["BENCH_PACE_MS"])
+        run(*args, **kwargs)
+
+    return run_at_pace
+
+
 if __name__ == "__main__":
     sglang.die_with_parent()
     library = sglang.install()
-    sglang.decoder_forward = at_pace(sglang.decoder_forward, os.environ["BENCH_PACE_MS"])
+    sglang.run_scheduler_process = at_pace_in_scheduler(sglang.run_scheduler_process)
     sglang.main()

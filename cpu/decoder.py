@@ -34,15 +34,14 @@ class Rules(NamedTuple):
 
 
 class Decoder:
-    """The model of an SGLang ModelRunner, over its KV cache. Matrices are packed copies: see `load`."""
+    """The model of an SGLang ModelRunner, over its KV cache. Matrices are packed copies."""
 
     def __init__(self, library: Path, runner):
+        self.is_stale = True  # the weights have changed since they were packed
         self._library = ctypes.CDLL(str(library))
         self._runner = runner
-        self._kept = []  # what the addresses in `_model` lead to
-        self._sizes = {}
-        self._model = None  # like decoder.cpp's Model
-        self.is_stale = True  # the weights have changed since they were packed
+        self._kept: list[Tensor] = []  # what the addresses in `_model` lead to
+        self._model = torch.empty(0)  # int64, read as decoder.cpp's Model
 
     def _call(self, name: str, *arguments: Tensor | int | float) -> None:
         given = []
@@ -55,57 +54,46 @@ class Decoder:
                 given.append(kind(argument))
         self._library[name](*given)
 
-    def load(self) -> None:
-        """Take the model's weights as they are now."""
+    def _pack(self) -> None:
+        """Take the weights as they are now."""
         self._kept = []
-        runner = self._runner
-        body = runner.model.model
+        body = self._runner.model.model
+        config = self._runner.model.config
+        buffers = self._runner.token_to_kv_pool.get_kv_buffer
+        table = self._runner.req_to_token_pool.req_to_token
         named = dict(body.named_parameters())
         layers = []
-        for i in range(runner.model.config.num_hidden_layers):
-            found = [(name, named.get(f"layers.{i}.{name}")) for name in WEIGHTS]
-            found += [("cache", cache) for cache in runner.token_to_kv_pool.get_kv_buffer(i)]
-            layers.append([self._address(*each) for each in found])
-        _, kv_heads, dim = runner.token_to_kv_pool.get_kv_buffer(0)[0].shape
-        hidden, q_size = named["layers.0.self_attn.o_proj.weight"].shape
+        for i in range(config.num_hidden_layers):
+            weights = [self._address(name, named.get(f"layers.{i}.{name}")) for name in WEIGHTS]
+            layers.append(weights + [self._address("cache", cache) for cache in buffers(i)])
+        _, kv_heads, dim = buffers(0)[0].shape
+        hidden, width = named["layers.0.self_attn.o_proj.weight"].shape
         inter = named["layers.0.mlp.down_proj.weight"].shape[1]
-        table = runner.req_to_token_pool.req_to_token
-        # a scalar reward model has no head
-        head = dict(runner.model.named_children()).get("lm_head")
-        vocab = runner.model.config.vocab_size if head else 0
-        self._sizes = {"hidden": hidden, "vocab": vocab}
         eps = struct.unpack("q", struct.pack("d", body.norm.variance_epsilon))
-        sizes = [
-            len(layers),
-            hidden,
-            q_size // dim,
-            kv_heads,
-            dim,
-            inter,
-            vocab,
-            table.shape[1],
-            *eps,
-        ]
+        sizes = [len(layers), hidden, width // dim, kv_heads, dim, inter, config.vocab_size]
         whole = {
             "embedding": named["embed_tokens.weight"],
-            "norm": body.norm.weight,
+            "norm": named["norm.weight"],
             "cosines and sines": body.layers[0].self_attn.rotary_emb.cos_sin_cache,
-            "proj.weight": head.weight[:vocab] if head else None,
+            "head_proj.weight": None,  # a scalar reward model has none
             "table": table,
             "layers": torch.tensor(layers),
         }
-        self._model = torch.tensor(sizes + [self._address(*each) for each in whole.items()])
+        if "lm_head" in (children := dict(self._runner.model.named_children())):
+            whole["head_proj.weight"] = children["lm_head"].weight[: config.vocab_size]
+        addresses = [self._address(*each) for each in whole.items()]
+        self._model = torch.tensor([*sizes, table.shape[1], *eps, *addresses])
         self.is_stale = False
 
     def _address(self, name: str, tensor: Tensor | None) -> int:
         if tensor is None:
             return 0
+        assert tensor.is_contiguous() and tensor.dtype != torch.bfloat16, name
         if name.endswith("proj.weight"):
             rows, width = tensor.shape
             packed = torch.empty(-(-rows // PANEL) * PANEL * width)
             self._call("pack", tensor, rows, width, packed)
             tensor = packed
-        assert tensor.is_contiguous() and tensor.dtype != torch.bfloat16, name
         self._kept.append(tensor)
         return tensor.data_ptr()
 
@@ -115,16 +103,15 @@ class Decoder:
         requests: of each token, the row in the table of slots.
         """
         if self.is_stale:
-            self.load()
-        hidden = torch.empty(len(ids), self._sizes["hidden"])
-        self._call(
-            "forward", self._model, len(ids), ids.long(), positions.long(), requests.long(), hidden
-        )
+            self._pack()
+        hidden = torch.empty(len(ids), self._runner.model.config.hidden_size)
+        columns = (ids.long(), positions.long(), requests.long())
+        self._call("forward", self._model, len(ids), *columns, hidden)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, vocab] of hidden states [rows, hidden]."""
-        logits = torch.empty(len(hidden), self._sizes["vocab"])
+        logits = torch.empty(len(hidden), self._runner.model.config.vocab_size)
         self._call("logits", self._model, len(hidden), hidden.contiguous(), logits)
         return logits
 
@@ -141,11 +128,11 @@ class Decoder:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return up to `steps` tokens of each request, their log-probabilities, and how many they are.
 
-        requests: int64 [rows, 6 + STOPS], columns as in decoder.cpp's `Request`. No step begins
-        after limit_s seconds of CPU time.
+        requests: int64 [rows, 6 + STOPS], each decoder.cpp's Request. No step begins after limit_s
+        seconds of CPU time.
         """
         if self.is_stale:
-            self.load()
+            self._pack()
         tokens = torch.zeros(len(requests), steps, dtype=torch.int64)
         logprobs = torch.zeros(len(requests), steps)
         counts = torch.zeros(len(requests), dtype=torch.int64)

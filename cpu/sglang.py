@@ -21,6 +21,7 @@ import signal
 import sys
 import types
 
+import numpy
 import torch
 
 from cpu import compiler, invariance
@@ -153,29 +154,20 @@ def unavailable_kernel(name):
 
 def murmur_hash32(seed, positions, columns):
     """Hash seeds by MurmurHash3, as a GPU does: int64 seed, positions [n], columns [m] -> uint32 [n, m]."""
-    low32 = 0xFFFFFFFF  # torch has no uint32 product
 
     def rotate(x, bits):
-        return ((x << bits) | (x >> (32 - bits))) & low32
+        return (x << bits) | (x >> (32 - bits))
 
-    # the product may not fit int64: it wraps around; its low 32 bits stay right
-    def multiply(x, constant):
-        return (x * constant) & low32
-
-    def mix(state, block):
-        block = multiply(rotate(multiply(block, 0xCC9E2D51), 15), 0x1B873593)
-        return (multiply(rotate(state ^ block, 13), 5) + 0xE6546B64) & low32
-
-    seed = seed.view(torch.int64)
-    positions = positions.to(torch.int64)
-    columns = columns.to(torch.int64)
-    state = torch.zeros_like(seed)
-    for block in (seed, seed >> 32, positions):
-        state = mix(state, block & low32)
-    state = mix(state[:, None], (columns & low32)[None, :]) ^ 16  # 16 bytes were hashed
-    state = multiply(state ^ (state >> 16), 0x85EBCA6B)
-    state = multiply(state ^ (state >> 13), 0xC2B2AE35)
-    return (state ^ (state >> 16)).to(torch.uint32)
+    seed = seed.view(torch.int64).numpy()[:, None]
+    blocks = (seed, seed >> 32, positions.numpy()[:, None], columns.numpy()[None, :])
+    state = numpy.zeros_like(seed, dtype=numpy.uint32)
+    for block in blocks:  # of 32 bits; products wrap around
+        block = rotate(block.astype(numpy.uint32) * 0xCC9E2D51, 15) * 0x1B873593
+        state = rotate(state ^ block, 13) * 5 + 0xE6546B64
+    state = state ^ 16  # 16 bytes were hashed
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    return torch.from_numpy(state ^ (state >> 16))
 
 
 def install():
@@ -193,7 +185,7 @@ def install():
 
 
 def share_groups():
-    """Let a process that is alone have one group: each of SGLang's dozen has a thread, awake 100 times a second."""
+    """Let a process that is alone have one group: each of SGLang's dozen would wake up 100 times a second."""
     import torch.distributed as dist
 
     make = dist.new_group

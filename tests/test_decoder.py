@@ -1,4 +1,4 @@
-"""decoder.cpp against transformers and torch, and the bits of a row whatever is beside it; how it is compiled."""
+"""decoder.cpp against transformers and torch; the bits of a row, whatever is beside it; its compilation."""
 
 import json
 import os
@@ -269,7 +269,7 @@ def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     assert compiler.compiled() == (
         None,
-        "plain torch, 3 to 5 times slower: there is no g++ or clang++",
+        "plain torch, 3 to 5 times slower: it takes g++ or clang++ on x86-64",
     )
 
 
