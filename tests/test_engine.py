@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -76,6 +77,7 @@ def engine(shared_engine, run, models):
         run(shared_engine.wake_weights())
         run(shared_engine.wake_kv_cache())
     if shared_engine.dirty:
+        run(flush(shared_engine))  # as asleep
         run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         shared_engine.dirty = False
     return shared_engine
@@ -503,6 +505,51 @@ def test_an_answer_does_not_depend_on_its_neighbours(engine, run):
         assert run(ask_all(others)) == alone
 
 
+def test_what_a_window_lacks_is_written_step_by_step(engine, run):
+    """Biased logits, lists of log-probabilities; beside them and after them all others are as they were."""
+
+    async def ask_raw(**asked):
+        params = dict(temperature=1.0, max_new_tokens=40, sampling_seed=5, ignore_eos=True)
+        params |= asked.pop("sampling_params", {})
+        body = dict(input_ids=PROMPT, sampling_params=params, return_logprob=True) | asked
+        reply = await engine._call("POST", "/generate", **body)
+        return reply["output_ids"], reply["meta_info"]
+
+    async def ask_all():
+        biased = ask_raw(sampling_params={"logit_bias": {"9": 1000.0}})
+        penalized = ask_raw(sampling_params={"frequency_penalty": 2.0})
+        return await asyncio.gather(biased, penalized, ask_raw(top_logprobs_num=2), ask_raw())
+
+    plain, info = run(ask_raw())
+    (biased, _), (penalized, _), (listed, lists), (beside, _) = run(ask_all())
+    assert biased == [9] * 40 and penalized != plain
+    assert listed == beside == plain
+    assert lists["output_token_logprobs"] == info["output_token_logprobs"]
+    for (logprob, *_), top in zip(
+        info["output_token_logprobs"], lists["output_top_logprobs"], strict=True
+    ):
+        assert len(top) == 2 and top[0][0] > logprob - 1e-5
+
+
+def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_path, monkeypatch):
+    """By plain torch, whose log-probabilities have other last bits."""
+    asked = [tokens_of(i, 5 + i) for i in range(16)]
+    answers = run(ask(engine, asked, Sampling(1.0, 60), seeds=range(16)))
+    (tmp_path / "lscpu").symlink_to(shutil.which("lscpu"))  # all that SGLang looks for
+    monkeypatch.setenv("PATH", str(tmp_path))
+    other = launch(models[0], tmp_path / "engine.log")
+    try:
+        run(other.ready(START_S))
+        for one, plain in zip(
+            answers, run(ask(other, asked, Sampling(1.0, 60), seeds=range(16))), strict=True
+        ):
+            assert one.tokens == plain.tokens
+            assert one.logprobs == pytest.approx(plain.logprobs, rel=0, abs=1e-5)
+            assert one.logprobs != plain.logprobs
+    finally:
+        run(other.close())
+
+
 def test_another_seed_writes_another_answer(engine, run):
     """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
     sampling, seeds = Sampling(1.0, 30, ignore_eos=True), [1, 2, 1, 1 + 2**62]
@@ -517,6 +564,7 @@ def test_another_seed_writes_another_answer(engine, run):
 def test_pushed_weights_are_served_under_their_version(engine, run, models, monkeypatch):
     """Though they come in many buckets."""
     engine.dirty = True
+    run(flush(engine))  # as asleep
     monkeypatch.setattr(wire, "BUCKET_BYTES", 100_000)
     model = hf_model(models[1])
     assert len(list(wire.buckets(model.named_parameters()))) > 5
@@ -539,7 +587,7 @@ def test_a_wrong_push_is_refused(engine, run, models, message):
 
 
 def test_sleep_and_wake(engine, run, models, monkeypatch):
-    """What still runs is aborted; when it has its weights again, it answers."""
+    """What still runs is aborted; when it has its weights again, it answers. Memory moves as with CUDA."""
     moves, move = [], engine._move
 
     def noted(path, *deadline_s, **body):
@@ -550,6 +598,7 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
         asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))
         await asyncio.sleep(0.2)
         monkeypatch.setattr(engine, "_move", noted)
+        monkeypatch.setattr(engine, "_has_memory", True)
         await engine.sleep()
         assert len(await asked) == 8
         await engine.wake_weights()
@@ -563,6 +612,22 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
     assert moves[1] == "/resume_memory_occupation weights"
     assert moves[3] == "/update_weights_from_tensor"
     assert moves[-1] == "/resume_memory_occupation kv_cache"
+    [again] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    expected = hf_logprobs(hf_model(models[0]), PROMPT, again.tokens)
+    assert again.logprobs == pytest.approx(expected, rel=0, abs=1e-5)
+
+
+def test_without_cuda_no_memory_moves(engine, run, monkeypatch):
+    """Three calls less in each hand-over."""
+    monkeypatch.setattr(engine, "_move", None)
+
+    async def nap():
+        await engine.sleep()
+        await engine.wake_weights()
+        await engine.wake_kv_cache()
+
+    run(nap())
+    assert len(run(collect(engine, PROMPT, 2, Sampling(1.0, 30)))) == 2
 
 
 # ---- a scalar reward model
