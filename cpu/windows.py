@@ -71,13 +71,14 @@ def rules_of(info) -> Rules:
 
 
 class Window(GenerationBatchResult):
-    """The result of several steps: the new tokens of each request, and their log-probabilities."""
+    """The result of several steps: for each request its new tokens, and their log-probabilities."""
 
-    def __init__(self, tokens: list[list[int]], logprobs: list[list[float]]):
-        super().__init__(next_token_ids=torch.tensor([row[-1] for row in tokens]))
-        self.tokens = tokens
-        self.logprobs = logprobs
-        self.num_correct_drafts = sum(map(len, tokens)) - len(tokens)  # tokens beyond one a request
+    def __init__(self, tokens, logprobs, counts):
+        newest = tokens.gather(1, counts[:, None] - 1).flatten()
+        super().__init__(next_token_ids=newest)
+        self.num_correct_drafts = int(counts.sum()) - len(counts)  # tokens beyond one a request
+        both = zip(tokens.tolist(), logprobs.tolist(), counts.tolist(), strict=True)
+        self.written = [(ids[:count], values[:count]) for ids, values, count in both]
 
 
 class WindowProcessor(SchedulerBatchResultProcessor):
@@ -85,7 +86,7 @@ class WindowProcessor(SchedulerBatchResultProcessor):
 
     def _normalize_decode_outputs(self, *, batch, result, **others):
         if isinstance(result, Window):
-            return result.tokens, result.logprobs
+            return tuple(zip(*result.written, strict=True))
         return super()._normalize_decode_outputs(batch=batch, result=result, **others)
 
     def _apply_decode_logprobs(self, *, req, i, next_token_id, next_token_logprobs, **others):
@@ -133,9 +134,8 @@ class WindowScheduler(scheduler.Scheduler):
         stops = [stops_of(req) for req in batch.reqs]
         left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
         steps = min(MOST_STEPS, max(left), *map(self._steps_to_event, batch.reqs))
-        more = (
-            torch.tensor(left).clamp(max=steps) - 1
-        )  # slots of the KV cache, besides the one it has
+        # slots of the KV cache, besides the one that each has
+        more = torch.tensor(left).clamp(max=steps) - 1
         room = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
         if steps == 1 or None in stops or more.sum() > room:
             return self._take_step(batch, **others)
@@ -149,34 +149,24 @@ class WindowScheduler(scheduler.Scheduler):
         return max(1, interval - len(req.output_ids) + req.send_token_offset)
 
     def _take_window(self, batch, stops, left, steps, more) -> Window:
-        is_wanted = (
-            torch.arange(steps - 1) < more[:, None]
-        )  # [requests, steps - 1], like what follows
-        slots = torch.zeros(is_wanted.shape, dtype=torch.int64)
-        slots[is_wanted] = alloc_token_slots(self.tree_cache, int(more.sum()))
-        rows = batch.req_pool_indices[:, None].expand_as(slots)
-        places = batch.seq_lens[:, None] + torch.arange(steps - 1)
+        """Reserve the slots that the requests may need, decode, and free what they didn't need."""
+        slots = alloc_token_slots(self.tree_cache, int(more.sum()))
+        row, step = (torch.arange(steps - 1) < more[:, None]).nonzero(as_tuple=True)  # of each slot
         table = self.req_to_token_pool.req_to_token
-        table[rows[is_wanted], places[is_wanted]] = slots[is_wanted].to(table.dtype)
+        table[batch.req_pool_indices[row], batch.seq_lens[row] + step] = slots.to(table.dtype)
         rules = rules_of(batch.sampling_info)
         columns = [batch.input_ids, batch.seq_lens - 1, batch.req_pool_indices, rules.seeds]
         columns += [rules.greedy, torch.tensor(left), *torch.tensor(stops).T]
         requests = torch.stack(columns, 1)
         tokens, logprobs, counts = self.decoder.decode(requests, rules.temperatures, steps, LIMIT_S)
-        is_unused = is_wanted & (torch.arange(steps - 1) >= counts[:, None] - 1)
-        self.token_to_kv_pool_allocator.free(slots[is_unused])
+        self.token_to_kv_pool_allocator.free(slots[step >= counts[row] - 1])
         batch.seq_lens = batch.seq_lens + counts - 1
         batch.seq_lens_cpu = batch.seq_lens_cpu + counts - 1
         batch.orig_seq_lens = batch.orig_seq_lens + counts - 1
         for req, count in zip(batch.reqs, counts.tolist(), strict=True):
             req.kv.kv_allocated_len += count - 1
             req.kv.kv_committed_len += count - 1
-        return Window(cut(tokens, counts), cut(logprobs, counts))
-
-
-def cut(rows: torch.Tensor, counts: torch.Tensor) -> list[list]:
-    """Return the first so many of each row."""
-    return [row[:count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
+        return Window(tokens, logprobs, counts)
 
 
 def install():
