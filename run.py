@@ -36,7 +36,6 @@ from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
-from cpu import compiler
 from demo.task import Addition
 from engines import server
 from engines.engine import Sampling
@@ -193,8 +192,6 @@ async def build(
     memory.check_fits(config, plans, world.size)
     point = await prepare_out(config, world, progress.line)
     progress.line(describe(config, plans, world.size))
-    if config.device == "cpu":
-        progress.line(f"  rollout engines run {compiler.choose(config.model, config.dtype).text}")
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
     timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))

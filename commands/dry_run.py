@@ -17,7 +17,6 @@ import psutil
 
 from commands.memory import PROCESS, SERVER, bucket_bytes, memory
 from config import Config, as_text, dashed, why_unusable
-from cpu import compiler
 from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
@@ -142,7 +141,6 @@ def packages() -> list[Row]:
         count = cuda.device_count() if cuda.is_available() else 0
         names = [cuda.get_device_name(number) for number in range(count)]
         rows.append(Row("accelerator", ", ".join(names) or f"none, but {os.cpu_count()} cores"))
-    rows.append(Row("without a GPU", f"engines run {compiler.compiled().text}"))
     return rows
 
 

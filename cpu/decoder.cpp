@@ -32,7 +32,7 @@ struct Layer {  // addresses; null is what a family lacks
 
 struct Model {
     i64 layers, hidden, heads, kv_heads, dim, inter, vocab, table_width;
-    double eps;
+    const double *eps;  // of the norms
     const float *embedding, *norm, *cos_sin, *head;  // cos_sin [positions, dim]: half cosines, half sines
     const int32_t *table;  // [requests, table_width]: position -> slot of the KV cache
     const Layer *layer;
@@ -190,7 +190,7 @@ static void run_layer(const Model &m, const Layer &l, i64 rows, const i64 *posit
     std::vector<float> normed(rows * std::max(h, m.inter)), qkv(rows * width), mixed(rows * q_size);
     std::vector<float> gates(rows * 2 * m.inter);
     for (i64 r = 0; r < rows; r++) {
-        rms_norm(x + r * h, l.input_norm, h, m.eps, &normed[r * h]);
+        rms_norm(x + r * h, l.input_norm, h, *m.eps, &normed[r * h]);
         if (l.qkv_bias) memcpy(&qkv[r * width], l.qkv_bias, width * sizeof(float));
     }
     matmul(normed.data(), rows, h, l.qkv, width, qkv.data(), l.qkv_bias);
@@ -198,7 +198,7 @@ static void run_layer(const Model &m, const Layer &l, i64 rows, const i64 *posit
         float *q = &qkv[r * width], *k = q + q_size, *v = k + kv_size;
         for (float *head = q; head < v; head += d) {
             const float *scale = head < k ? l.q_norm : l.k_norm;
-            if (scale) rms_norm(head, scale, d, m.eps, head);
+            if (scale) rms_norm(head, scale, d, *m.eps, head);
             rotate(head, m.cos_sin + positions[r] * d, d / 2);
         }
         i64 slot = m.table[requests[r] * m.table_width + positions[r]];
@@ -210,7 +210,7 @@ static void run_layer(const Model &m, const Layer &l, i64 rows, const i64 *posit
         attend_by(m, l, &qkv[r * width], slots, positions[r] + 1, &mixed[r * q_size]);
     }
     matmul(mixed.data(), rows, q_size, l.o, h, x, true);
-    for (i64 r = 0; r < rows; r++) rms_norm(x + r * h, l.mlp_norm, h, m.eps, &normed[r * h]);
+    for (i64 r = 0; r < rows; r++) rms_norm(x + r * h, l.mlp_norm, h, *m.eps, &normed[r * h]);
     matmul(normed.data(), rows, h, l.gate_up, 2 * m.inter, gates.data(), false);
     for (i64 r = 0; r < rows; r++) {
         const float *gate = &gates[r * 2 * m.inter];
@@ -281,7 +281,7 @@ extern "C" void forward(const Model *model, i64 rows, const i64 *ids, const i64 
             i64 count = std::min<i64>(BLOCK, rows - r);
             run_layer(m, m.layer[i], count, positions + r, requests + r, hidden + r * h);
         }
-    for (i64 r = 0; r < rows; r++) rms_norm(hidden + r * h, m.norm, h, m.eps, hidden + r * h);
+    for (i64 r = 0; r < rows; r++) rms_norm(hidden + r * h, m.norm, h, *m.eps, hidden + r * h);
 }
 
 // hidden [rows, hidden] -> scores [rows, vocab]
@@ -297,8 +297,8 @@ extern "C" void sample(i64 rows, i64 vocab, const float *scores, const float *te
 }
 
 // Up to `steps` tokens of each request, which leaves when it ends: tokens, logprobs [count, steps], how many
-// of each. No step begins after limit_s seconds of CPU time.
-extern "C" void decode(const Model *model, i64 count, i64 steps, double limit_s, const Request *request,
+// of each. No step begins after limit_ms of CPU time.
+extern "C" void decode(const Model *model, i64 count, i64 steps, i64 limit_ms, const Request *request,
                        const float *temperatures, i64 *tokens, float *logprobs, i64 *counts) {
     const i64 vocab = model->vocab;
     std::vector<float> hidden(count * model->hidden), scores(count * vocab);
@@ -325,6 +325,6 @@ extern "C" void decode(const Model *model, i64 count, i64 steps, double limit_s,
             if (!ends) active[staying++] = r;
         }
         rows = staying;
-        if (clock() - begin > limit_s * CLOCKS_PER_SEC) break;
+        if (clock() - begin > limit_ms * CLOCKS_PER_SEC / 1000) break;
     }
 }

@@ -6,7 +6,6 @@ thread; tests/test_engine.py shows it. Attention is over the whole batch: a call
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -44,17 +43,12 @@ def at_least_four_columns(linear):
     return padded
 
 
-class Plan(NamedTuple):
-    order: torch.Tensor  # the query tokens, group by group, padding included
-    groups: list[tuple]  # KV slots [b, k], additive mask [b, 1, q, k]: one call for each layer
-    back: torch.Tensor  # [tokens]: where in `order` each query token stands
-
-
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
     """Group requests of equal padded lengths: of seq_lens [n] tokens, the last new_lens [n] queries.
 
     A request is padded by its own length alone, never to its longest neighbour: the order of the sums, and so
-    the last bits of a logit, would otherwise depend on which other requests share the batch.
+    the last bits of a logit, would otherwise depend on which other requests share the batch. Returns of each
+    group the query tokens [b, q], padding included, KV slots [b, k], and an additive mask [b, 1, q, k].
     """
     members_of = {}
     for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
@@ -62,7 +56,6 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
         members_of.setdefault((rows, padded_keys(length)), []).append(i)
     first_row = new_lens.cumsum(0) - new_lens
     groups = []
-    rows = []  # of query tokens, group by group
     for (q, k), members in members_of.items():
         members = torch.tensor(members)
         new = new_lens[members, None]
@@ -70,12 +63,9 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
         slots = req_to_token[req_pool_indices[members], :k]
         slots = F.pad(slots, (0, k - slots.shape[1]))  # the table is as wide as the context
         hidden = torch.arange(k) > (seq_lens[members, None] - new + position)[:, None, :, None]
-        groups.append((slots, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)))
-        rows.append((first_row[members, None] + position).flatten())
-    order = torch.cat(rows)
-    back = torch.empty(int(new_lens.sum()), dtype=torch.int64)
-    back[order] = torch.arange(len(order))
-    return Plan(order, groups, back)
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        groups.append((first_row[members, None] + position, slots, mask))
+    return groups
 
 
 def padded_keys(length):
@@ -87,24 +77,22 @@ def round_up(length, multiple=16):
     return -(-length // multiple) * multiple
 
 
-def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
-    """Attend from query [tokens, heads, dim] to caches [slots, kv heads, dim] by a Plan; returns as query."""
+def attend(query, k_cache, v_cache, groups, scaling, enable_gqa):
+    """Attend from query [tokens, heads, dim] to caches [slots, kv heads, dim]; returns as query."""
 
     def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
         found = F.embedding(slots, cache.flatten(1))
         return found.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
-    sizes = [mask.shape[0] * mask.shape[2] for _, mask in plan.groups]
-    queries = query.index_select(0, plan.order).split(sizes)
-    outputs = []
-    for q, (slots, mask) in zip(queries, plan.groups, strict=True):
-        q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
+    output = torch.empty_like(query)
+    for rows, slots, mask in groups:
+        q = query[rows].transpose(1, 2)  # [b, heads, q, dim]
         k = gather(k_cache, slots)
         v = gather(v_cache, slots)
         mask = mask.to(q.dtype)
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=enable_gqa)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, plan.back)
+        output[rows] = out.transpose(1, 2)  # padding has the bits of the query that it repeats
+    return output
 
 
 def batched_attention():
@@ -118,7 +106,7 @@ def batched_attention():
             decodes = batch.forward_mode.is_decode()
             new_lens = torch.ones_like(batch.seq_lens) if decodes else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
-            self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
+            self.groups = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
 
         def forward(self, q, k, v, layer, batch, save_kv_cache=True):
             is_plain = layer.attn_type == AttentionType.DECODER and layer.sliding_window_size == -1
@@ -129,7 +117,7 @@ def batched_attention():
             query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             grouped = layer.tp_q_head_num != layer.tp_k_head_num
             k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
-            return attend(query, k_cache, v_cache, self.plan, layer.scaling, grouped).flatten(1)
+            return attend(query, k_cache, v_cache, self.groups, layer.scaling, grouped).flatten(1)
 
     return BatchedAttention
 

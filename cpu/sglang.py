@@ -184,18 +184,6 @@ def install():
     return library  # the operator lives as long as this object
 
 
-def share_groups():
-    """Let a process that is alone have one group: each of SGLang's dozen would wake up 100 times a second."""
-    import torch.distributed as dist
-
-    make = dist.new_group
-
-    def new_group(*args, **kwargs):
-        return dist.group.WORLD if dist.get_world_size() == 1 else make(*args, **kwargs)
-
-    dist.new_group = new_group
-
-
 def run_scheduler_process(server_args, *args, **kwargs):
     """Run SGLang's child process that owns the model, with this device's parts."""
     from sglang.srt.managers import scheduler
@@ -204,11 +192,11 @@ def run_scheduler_process(server_args, *args, **kwargs):
         invariance.repair_sampling()  # with CUDA not run yet
     if not torch.cuda.is_available():
         invariance.install()
-        share_groups()
-        if compiler.choose(server_args.model_path, server_args.dtype).library:
+        if library := compiler.library_for(server_args.model_path, server_args.dtype):
             from cpu import windows
 
-            windows.install()
+            windows.install(library)
+            server_args.prefill_decode_interval = 1  # windows
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 

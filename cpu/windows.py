@@ -1,82 +1,40 @@
 """SGLang's scheduler with decoder.cpp: several decode steps in one pass, a window, sampled inside.
 
-Between two steps a scheduler takes longer than a small model does. A window ends where an answer is to be
-streamed, and after LIMIT_S; a request that ends leaves it. Its tokens are those of single steps, to the last
-bit. What no window has (top-p, penalties, grammars, lists of log-probabilities, stop strings) is decoded by
-single steps, of all that run beside it. Imports sglang: in the process that owns the model alone.
+Between two steps a scheduler takes longer than a small model does. A window ends after LIMIT_MS; a request
+that ends leaves it. Its tokens are those of single steps, to the last bit. What no window has (top-p,
+penalties, grammars, lists of log-probabilities, stop strings) is decoded by single steps, of all that run
+beside it. Imports sglang: in the process that owns the model alone.
 """
 
+from functools import cached_property
+
 import torch
-from sglang.srt.managers import scheduler
+from msgspec import structs
+from sglang.srt.managers import scheduler, tp_worker
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_token_slots
-from sglang.srt.sampling.sampling_params import TOP_K_ALL
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-from cpu import compiler
-from cpu.decoder import STOPS, Decoder, Rules
+from cpu.decoder import STOPS, Decoder, rules_of
 
 MOST_STEPS = 16
-LIMIT_S = 0.02  # of CPU time: what is asked meanwhile, an abort above all, waits so long
-
-
-class ModelDecoder(Decoder):
-    """The decoder of an SGLang model, in place of its layers, its head and its sampler."""
-
-    def __init__(self, library, runner):
-        super().__init__(library, runner)
-        self._load_weights = runner.model.load_weights
-        self._sample_by_torch = runner.sampler.forward
-        runner.model.load_weights = self._renew
-        runner.model.model.forward = self._run_layers
-        runner.sampler.forward = self._sample_batch
-        runner.attn_backend.init_forward_metadata = lambda batch: None
-        if processor := dict(runner.model.named_children()).get("logits_processor"):
-            processor._compute_lm_head = lambda hidden, *_, **__: self.logits(hidden)
-
-    def _renew(self, weights):
-        self.is_stale = True  # until the next pass: a push comes in several parts
-        return self._load_weights(weights)
-
-    def _run_layers(self, input_ids, positions, forward_batch, *_, **__):
-        requests = forward_batch.req_pool_indices
-        if not forward_batch.forward_mode.is_decode():
-            requests = requests.repeat_interleave(forward_batch.extend_seq_lens)
-        return self.forward(input_ids, positions, requests)
-
-    def _sample_batch(self, output, info, wants_logprobs, top_nums, lists, positions, **others):
-        """Do Sampler.forward. Rows with top-p and the like are torch's, as are lists of log-probabilities."""
-        tokens, logprobs = self.sample(output.next_token_logits, rules_of(info), positions)
-        is_ruled = (info.top_ks > 1) & (info.top_ks < info.vocab_size)
-        is_ruled |= (info.top_ps < 1) | (info.min_ps > 0)
-        if is_ruled.any() or any(top_nums or ()) or any(lists or ()):
-            asked = (output, info, wants_logprobs, top_nums, lists, positions)
-            by_torch = self._sample_by_torch(*asked, **others)
-            tokens = torch.where(is_ruled, by_torch, tokens)
-            if wants_logprobs:
-                logprobs = torch.where(is_ruled, output.next_token_logprobs, logprobs)
-        output.next_token_logprobs = logprobs if wants_logprobs else None
-        return tokens.to(torch.int32)
-
-
-def rules_of(info) -> Rules:
-    """Return how the rows of a SamplingBatchInfo are sampled; without --deterministic, seeds are drawn."""
-    seeds = info.sampling_seed
-    if seeds is None:
-        seeds = torch.randint(2**63 - 1, (len(info.top_ks),))
-    return Rules(info.temperatures.flatten(), (info.top_ks <= 1).to(torch.int64), seeds)
+LIMIT_MS = 20  # of CPU time: what is asked meanwhile, an abort above all, waits so long
+# what a request of a window may choose; and all else as it then must be
+FREE = dict(max_new_tokens=1, temperature=1.0, stop_token_ids=None, ignore_eos=False)
+FREE |= dict(sampling_seed=None, stream_interval=None, top_k=1)
+PLAIN = SamplingParams(**FREE)
+PLAIN.normalize(None)
 
 
 class Window(GenerationBatchResult):
     """The result of several steps: for each request its new tokens, and their log-probabilities."""
 
     def __init__(self, tokens, logprobs, counts):
-        newest = tokens.gather(1, counts[:, None] - 1).flatten()
-        super().__init__(next_token_ids=newest)
-        self.num_correct_drafts = int(counts.sum()) - len(counts)  # tokens beyond one a request
+        super().__init__(next_token_ids=tokens.gather(1, counts[:, None] - 1).flatten())
         both = zip(tokens.tolist(), logprobs.tolist(), counts.tolist(), strict=True)
         self.written = [(ids[:count], values[:count]) for ids, values, count in both]
 
@@ -89,87 +47,76 @@ class WindowProcessor(SchedulerBatchResultProcessor):
             return tuple(zip(*result.written, strict=True))
         return super()._normalize_decode_outputs(batch=batch, result=result, **others)
 
-    def _apply_decode_logprobs(self, *, req, i, next_token_id, next_token_logprobs, **others):
-        found = next_token_logprobs[i]
-        if isinstance(found, list):
-            req.logprob.output_token_logprobs_val.extend(found)
-            req.logprob.output_token_logprobs_idx.extend(next_token_id)
-            return
-        given = {"next_token_id": next_token_id, "next_token_logprobs": next_token_logprobs}
-        super()._apply_decode_logprobs(req=req, i=i, **given, **others)
+    def _apply_decode_logprobs(self, **given):
+        found = given["next_token_logprobs"][given["i"]]
+        if not isinstance(found, list):
+            return super()._apply_decode_logprobs(**given)
+        given["req"].logprob.output_token_logprobs_val += found
+        given["req"].logprob.output_token_logprobs_idx += given["next_token_id"]
 
 
-def stops_of(req: Req) -> list[int] | None:
-    """Return the tokens that end the answer, filled up with -1; None if a window can't write it."""
+def stops_of(req: Req) -> list[int]:
+    """Return the tokens that end the answer."""
     rule = req.sampling_params
-    is_filtered = rule.top_p < 1 or rule.min_p > 0 or 1 < rule.top_k < TOP_K_ALL
-    is_penalized = rule.frequency_penalty or rule.presence_penalty or rule.repetition_penalty != 1
-    is_shaped = req.grammar is not None or rule.min_new_tokens or rule.logit_bias is not None
-    ends_by_text = rule.stop_strs or rule.stop_regex_strs
-    lists = req.logprob.top_logprobs_num or req.logprob.token_ids_logprob is not None
-    asks_more = lists or req.return_hidden_states or req.custom_logit_processor is not None
-    if is_filtered or is_penalized or is_shaped or ends_by_text or asks_more or req.to_finish:
-        return None
-    stops = {*(rule.stop_token_ids or ()), *(req.eos_token_ids or ())}
-    stops = [] if rule.ignore_eos else sorted(stops)
-    return stops + [-1] * (STOPS - len(stops)) if len(stops) <= STOPS else None
+    return [] if rule.ignore_eos else [*{*(rule.stop_token_ids or ()), *(req.eos_token_ids or ())}]
 
 
-class WindowScheduler(scheduler.Scheduler):
-    """SGLang's scheduler, whose decode steps are windows where they can be."""
-
-    def __init__(self, server_args, port_args):
-        super().__init__(server_args, port_args)
-        library = compiler.choose(server_args.model_path, server_args.dtype).library
-        self.decoder = ModelDecoder(library, self.tp_worker.model_runner)
-        self._take_step = self.model_worker.forward_batch_generation
-        self.model_worker.forward_batch_generation = self._take_steps
-        # decode passes between two prefills, each of which was a step
-        self.prefill_decode_interval = min(1, self.prefill_decode_interval)
-
-    def _take_steps(self, batch: ScheduleBatch, **others) -> GenerationBatchResult:
-        """Do the model worker's pass: a window if all requests can have one and there is room."""
-        if not batch.forward_mode.is_decode():
-            return self._take_step(batch, **others)
-        stops = [stops_of(req) for req in batch.reqs]
-        left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
-        steps = min(MOST_STEPS, max(left), *map(self._steps_to_event, batch.reqs))
-        # slots of the KV cache, besides the one that each has
-        more = torch.tensor(left).clamp(max=steps) - 1
-        room = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
-        if steps == 1 or None in stops or more.sum() > room:
-            return self._take_step(batch, **others)
-        return self._take_window(batch, stops, left, steps, more)
-
-    def _steps_to_event(self, req: Req) -> int:
-        """Count the tokens until the next ones are streamed."""
-        if not req.stream:
-            return MOST_STEPS
-        interval = req.sampling_params.stream_interval or self.stream_interval
-        return max(1, interval - len(req.output_ids) + req.send_token_offset)
-
-    def _take_window(self, batch, stops, left, steps, more) -> Window:
-        """Reserve the slots that the requests may need, decode, and free what they didn't need."""
-        slots = alloc_token_slots(self.tree_cache, int(more.sum()))
-        row, step = (torch.arange(steps - 1) < more[:, None]).nonzero(as_tuple=True)  # of each slot
-        table = self.req_to_token_pool.req_to_token
-        table[batch.req_pool_indices[row], batch.seq_lens[row] + step] = slots.to(table.dtype)
-        rules = rules_of(batch.sampling_info)
-        columns = [batch.input_ids, batch.seq_lens - 1, batch.req_pool_indices, rules.seeds]
-        columns += [rules.greedy, torch.tensor(left), *torch.tensor(stops).T]
-        requests = torch.stack(columns, 1)
-        tokens, logprobs, counts = self.decoder.decode(requests, rules.temperatures, steps, LIMIT_S)
-        self.token_to_kv_pool_allocator.free(slots[step >= counts[row] - 1])
-        batch.seq_lens = batch.seq_lens + counts - 1
-        batch.seq_lens_cpu = batch.seq_lens_cpu + counts - 1
-        batch.orig_seq_lens = batch.orig_seq_lens + counts - 1
-        for req, count in zip(batch.reqs, counts.tolist(), strict=True):
-            req.kv.kv_allocated_len += count - 1
-            req.kv.kv_committed_len += count - 1
-        return Window(tokens, logprobs, counts)
+def is_plain(req: Req) -> bool:
+    """Tell whether a window can write the answer."""
+    rule = req.sampling_params
+    has_lists = req.logprob.top_logprobs_num or req.logprob.token_ids_logprob is not None
+    asks_more = has_lists or req.return_hidden_states or req.custom_logit_processor is not None
+    is_whole = rule.top_k in (1, TOP_K_ALL) and structs.replace(rule, **FREE) == PLAIN
+    return is_whole and not asks_more and len(stops_of(req)) <= STOPS
 
 
-def install():
-    """Have SGLang's process that owns the model make such a scheduler."""
-    scheduler.Scheduler = WindowScheduler
+class WindowWorker(tp_worker.TpModelWorker):
+    """SGLang's owner of the model, whose decode passes are windows where they can be."""
+
+    library = None  # set by `install`
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The decoder, made at the first pass: then the model is loaded and the KV cache there."""
+        return Decoder(self.library, self.model_runner)
+
+    def forward_batch_generation(self, batch: ScheduleBatch, **others) -> GenerationBatchResult:
+        """Do a pass: a window if all requests can have one and there is room."""
+        decoder = self.decoder
+        if batch.forward_mode.is_decode() and all(map(is_plain, batch.reqs)):
+            left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
+            # slots of the KV cache, besides the one that each has
+            more = torch.tensor(left).clamp(max=MOST_STEPS) - 1
+            room = self.token_to_kv_pool_allocator.available_size()
+            if 0 < more.sum() <= room + batch.tree_cache.evictable_size():
+                return take_window(decoder, batch, left, more)
+        return super().forward_batch_generation(batch, **others)
+
+
+def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more) -> Window:
+    """Reserve the slots that the requests may need, decode, and free what they didn't need."""
+    row, step = (torch.arange(MOST_STEPS) < more[:, None]).nonzero(as_tuple=True)  # of each slot
+    slots = alloc_token_slots(batch.tree_cache, len(row))
+    table = batch.req_to_token_pool.req_to_token
+    table[batch.req_pool_indices[row], batch.seq_lens[row] + step] = slots.to(table.dtype)
+    temperatures, greedy, seeds = rules_of(batch.sampling_info)
+    stops = [stops_of(req) for req in batch.reqs]
+    stops = torch.tensor([some + [-1] * (STOPS - len(some)) for some in stops])
+    columns = [batch.input_ids, batch.seq_lens - 1, batch.req_pool_indices, seeds, greedy]
+    requests = torch.stack([*columns, torch.tensor(left), *stops.T], 1)
+    tokens, logprobs, counts = decoder.decode(requests, temperatures, MOST_STEPS, LIMIT_MS)
+    batch.token_to_kv_pool_allocator.free(slots[step >= counts[row] - 1])
+    batch.seq_lens = batch.seq_lens + counts - 1
+    batch.seq_lens_cpu = batch.seq_lens_cpu + counts - 1
+    batch.orig_seq_lens = batch.orig_seq_lens + counts - 1
+    for req, count in zip(batch.reqs, counts.tolist(), strict=True):
+        req.kv.kv_allocated_len += count - 1
+        req.kv.kv_committed_len += count - 1
+    return Window(tokens, logprobs, counts)
+
+
+def install(library):
+    """Have SGLang's process that owns the model work so."""
+    WindowWorker.library = library
+    tp_worker.TpModelWorker = WindowWorker
     scheduler.SchedulerBatchResultProcessor = WindowProcessor

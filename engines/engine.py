@@ -111,7 +111,6 @@ class Engine:
         self._shapes: dict[str, list[int]] = {}  # of the weights, by Hugging Face name
         self._silence_s = 40.0  # of silence: it hangs; also the deadline of short calls
         self._move_s = 120.0  # the deadline of calls that move weights
-        self._has_memory = True  # of a device, to hand back and forth
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
 
@@ -124,7 +123,6 @@ class Engine:
         server.check_port(config.host, port, engine.name)
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = hf_directory.checkpoint_shapes(model_dir)
-        engine._has_memory = config.device == "cuda"
         engine._silence_s = config.engine_silence_s
         engine._move_s = config.stalled_s
         flags = server.server_flags(role, rank, port, model_dir, config)
@@ -236,22 +234,19 @@ class Engine:
         # in other modes the idle scheduler spins
         await self._call("POST", "/pause_generation", mode="abort")
         await self._call("POST", "/flush_cache?timeout=30")
-        await self._move_memory("release", ["kv_cache", "weights"], deadline_s)
+        await self._move("/release_memory_occupation", deadline_s, tags=["kv_cache", "weights"])
 
     async def wake_weights(self) -> None:
         """Make room for the weights. They are as before with a backup (see cuda_flags), else to be loaded."""
-        await self._move_memory("resume", ["weights"])
+        await self._move("/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
         """Make room for the KV cache, once the actor is out; requests are welcome again."""
-        await self._move_memory("resume", ["kv_cache"])
+        await self._move("/resume_memory_occupation", tags=["kv_cache"])
         await self._call("POST", "/continue_generation")
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights, under Hugging Face names. UserError: one is unknown or missing.
-
-        The engine slept since it last wrote: no keys and values of other weights are in its cache.
-        """
+        """Replace all weights, under Hugging Face names. UserError: one is unknown or missing."""
         missing = set(self._shapes)
         await self._push(self._checked(named_weights, missing), weight_version=str(version))
         if missing := missing - {"lm_head.weight"}:  # tied to the embedding
@@ -279,6 +274,7 @@ class Engine:
                 await self._move("/update_weights_from_tensor", **body)
         finally:
             await self._move("/end_weight_update")
+        await self._call("POST", "/flush_cache?timeout=30")  # once, not in each bucket
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Request answers in one go: they share the KV cache of what their prompts have in common.
@@ -345,12 +341,6 @@ class Engine:
     async def _call(self, method: str, path: str, **body: Any) -> Any:
         async with self._open(method, path, body, self._silence_s) as response:
             return await response.json() if response.content_type == "application/json" else None
-
-    async def _move_memory(
-        self, verb: str, tags: list[str], deadline_s: float | None = None
-    ) -> None:
-        if self._has_memory:  # without CUDA the call would do nothing
-            await self._move(f"/{verb}_memory_occupation", deadline_s, tags=tags)
 
     async def _move(self, path: str, deadline_s: float | None = None, **body: Any) -> None:
         async with self._open("POST", path, body, deadline_s or self._move_s):

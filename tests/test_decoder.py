@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from cpu import compiler
-from cpu.decoder import STOPS, Decoder, Rules
+from cpu.decoder import STOPS, Decoder
 from cpu.sglang import murmur_hash32
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +29,7 @@ MODELS = {
     "Llama, heads of 128": partial(LlamaConfig, head_dim=128, tie_word_embeddings=True),
 }
 SLOTS, REQUESTS = 8192, 70
-LIMIT_S = 1000.0
+LIMIT_MS = 1_000_000
 
 
 class Loaded:
@@ -45,7 +45,7 @@ class Loaded:
         self.weights = sglang_weights(self.oracle)
         order = torch.randperm(SLOTS - 1)[: REQUESTS * 100] + 1
         table = order.view(REQUESTS, 100).to(torch.int32)
-        self.decoder = Decoder(compiler.compiled().library, self.runner(config, table))
+        self.decoder = Decoder(compiler.compiled(), self.runner(config, table))
 
     def runner(self, config, table):
         shape = (SLOTS, config.num_key_value_heads, config.head_dim)
@@ -53,15 +53,14 @@ class Loaded:
         angles = self.oracle.model.rotary_emb(torch.zeros(1).double(), torch.arange(256)[None])
         table_of_angles = torch.cat([each[0].chunk(2, -1)[0] for each in angles], -1).float()
         attention = SimpleNamespace(rotary_emb=SimpleNamespace(cos_sin_cache=table_of_angles))
-        norm = SimpleNamespace(variance_epsilon=config.rms_norm_eps)
-        norm.weight = self.weights["norm.weight"]
-        body = SimpleNamespace(named_parameters=self.weights.items, norm=norm)
-        body.layers = [SimpleNamespace(self_attn=attention)]
-        head = SimpleNamespace(weight=self.oracle.lm_head.weight.float())
-        model = SimpleNamespace(model=body, config=config)
-        model.named_children = lambda: [("lm_head", head)]
+        body = SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])
+        model = SimpleNamespace(model=body, config=config, load_weights=lambda weights: None)
+        model.named_parameters = lambda remove_duplicate: self.weights.items()
+        model.named_children = lambda: [("logits_processor", SimpleNamespace())]
         return SimpleNamespace(
             model=model,
+            sampler=SimpleNamespace(forward=None),
+            attn_backend=SimpleNamespace(),
             token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda layer: caches[layer]),
             req_to_token_pool=SimpleNamespace(req_to_token=table),
         )
@@ -71,7 +70,12 @@ class Loaded:
         ids = torch.cat([tokens for _, _, tokens in parts])
         places = torch.cat([start + torch.arange(len(tokens)) for _, start, tokens in parts])
         requests = torch.cat([torch.full_like(tokens, request) for request, _, tokens in parts])
-        return self.decoder.logits(self.decoder.forward(ids, places, requests))
+        return self.decoder.logits(self.hidden(ids, places, requests))
+
+    def hidden(self, ids, places, requests):
+        batch = SimpleNamespace(req_pool_indices=requests)
+        batch.forward_mode = SimpleNamespace(is_decode=lambda: True)
+        return self.decoder.run_layers(ids, places, batch)
 
     def decode(self, requests, steps, temperatures=None):
         """The tokens of each request, their log-probabilities, and how many they are, in windows."""
@@ -82,7 +86,7 @@ class Loaded:
         tokens, logprobs = [[] for _ in rows], [[] for _ in rows]
         while len(active := rows[:, columns["left"]].nonzero().flatten()):
             asked = rows[active].contiguous()
-            found = self.decoder.decode(asked, temperatures[active], steps, LIMIT_S)
+            found = self.decoder.decode(asked, temperatures[active], steps, LIMIT_MS)
             for row, new, values, count in zip(active.tolist(), *found, strict=True):
                 tokens[row] += new[:count].tolist()
                 logprobs[row] += values[:count].tolist()
@@ -96,7 +100,9 @@ class Loaded:
 
 def sglang_weights(model):
     """Of transformers' names, with q, k, v and gate, up joined."""
-    named = {name.removeprefix("model."): p.float() for name, p in model.named_parameters()}
+    named = {
+        name: weight.float() for name, weight in model.named_parameters(remove_duplicate=False)
+    }
     for name in list(named):
         for first, others, joined in (
             ("q_proj", ("k_proj", "v_proj"), "qkv_proj"),
@@ -181,11 +187,11 @@ def test_bits_do_not_depend_on_the_window(loaded):
 
 def test_a_window_ends_with_its_time_and_its_requests(llama):
     rows = torch.tensor(requests_of(3, left=40))
-    tokens, _, counts = llama.decoder.decode(rows, torch.ones(3), 16, 0.0)
+    tokens, _, counts = llama.decoder.decode(rows, torch.ones(3), 16, 0)
     assert counts.tolist() == [1, 1, 1]
     rows[:, 5] = torch.tensor([2, 5, 1])
     rows[:, 6:] = -1
-    tokens, _, counts = llama.decoder.decode(rows, torch.ones(3), 16, LIMIT_S)
+    tokens, _, counts = llama.decoder.decode(rows, torch.ones(3), 16, LIMIT_MS)
     assert counts.tolist() == [2, 5, 1] and not tokens[0, 2:].any()
 
 
@@ -198,26 +204,37 @@ def test_other_weights_are_packed_anew(llama):
     for name, weight in mine.items():
         weight.copy_(other.weights[name])
     # `embed_tokens` and norms are read where they are
-    llama.decoder.is_stale = True
-    after = llama.decoder.forward(tokens, torch.arange(9), torch.zeros(9).long())
-    expected = other.decoder.forward(tokens, torch.arange(9), torch.zeros(9).long())
+    llama.decoder._runner.model.load_weights([])
+    after = llama.hidden(tokens, torch.arange(9), torch.zeros(9).long())
+    expected = other.hidden(tokens, torch.arange(9), torch.zeros(9).long())
     assert torch.equal(after, expected) and not torch.equal(before, llama.logits((0, 0, tokens)))
 
 
 # ---- sampling
 
 
+def rules_for(temperatures, is_greedy, seeds):
+    """What SGLang's SamplingBatchInfo has of them, no row with top-p and the like."""
+    rules = SimpleNamespace(
+        temperatures=temperatures[:, None], sampling_seed=seeds, vocab_size=10**6
+    )
+    rules.top_ks = torch.where(is_greedy, 1, 2**30)
+    rules.top_ps = torch.ones(len(seeds))
+    rules.min_ps = torch.zeros(len(seeds))
+    return rules
+
+
 def sampled_by_torch(logits, rules, positions):
     """The formula: the largest of logit / temperature + Gumbel noise, which the hash decides."""
-    x = (logits / rules.temperatures[:, None]).double()
-    hashed = murmur_hash32(rules.seeds, positions, torch.arange(logits.shape[1]))
+    x = (logits / rules.temperatures).double()
+    hashed = murmur_hash32(rules.sampling_seed, positions, torch.arange(logits.shape[1]))
     noise = -(hashed.double() / (2**32 - 1)).log().clamp(max=-(2.0**-32)).neg().log()
-    tokens = torch.where(rules.greedy.bool(), x.argmax(-1), (x + noise).argmax(-1))
+    tokens = torch.where(rules.top_ks == 1, x.argmax(-1), (x + noise).argmax(-1))
     return tokens, x.log_softmax(-1).gather(1, tokens[:, None]).flatten()
 
 
 @pytest.mark.parametrize("vocab", [7, 64, 77, 49152])
-def test_tokens_are_those_of_the_formula(vocab):
+def test_tokens_are_those_of_the_formula(llama, vocab):
     """Whether few or all tokens are likely, some of them impossible; log-probabilities in float64."""
     rows = 400 if vocab < 100 else 48
     generator = torch.Generator().manual_seed(vocab)
@@ -226,21 +243,22 @@ def test_tokens_are_those_of_the_formula(vocab):
     logits[::3, ::5] = -torch.inf
     temperatures = torch.tensor([1.0, 0.7, 1.3, 0.2, 1.0]).repeat(rows)[:rows].clone()
     seeds = torch.randint(2**63 - 1, (rows,), generator=generator)
-    rules = Rules(temperatures, (torch.arange(rows) % 5 == 4).long(), seeds)
+    rules = rules_for(temperatures, torch.arange(rows) % 5 == 4, seeds)
     positions = torch.arange(rows) * 37
-    decoder = Decoder(compiler.compiled().library, None)
-    tokens, logprobs = decoder.sample(logits, rules, positions)
+    output = SimpleNamespace(next_token_logits=logits)
+    tokens = llama.decoder.sample(output, rules, True, None, None, positions)
     expected, their_logprobs = sampled_by_torch(logits, rules, positions)
     assert torch.equal(tokens, expected)
-    torch.testing.assert_close(logprobs.double(), their_logprobs, rtol=0, atol=1e-5)
+    found = output.next_token_logprobs.double()
+    torch.testing.assert_close(found, their_logprobs, rtol=0, atol=1e-5)
     assert len(tokens.unique()) > min(rows, vocab) / 3
 
 
-def test_numbers_that_are_none_give_a_token():
-    decoder = Decoder(compiler.compiled().library, None)
-    rules = Rules(torch.ones(1), torch.zeros(1).long(), torch.ones(1).long())
-    tokens, logprobs = decoder.sample(torch.full((1, 40), torch.nan), rules, torch.ones(1))
-    assert 0 <= tokens.item() < 40 and logprobs.isnan()
+def test_numbers_that_are_none_give_a_token(llama):
+    rules = rules_for(torch.ones(1), torch.tensor([False]), torch.ones(1).long())
+    output = SimpleNamespace(next_token_logits=torch.full((1, 40), torch.nan))
+    token = llama.decoder.sample(output, rules, True, None, None, torch.ones(1))
+    assert 0 <= token.item() < 40 and output.next_token_logprobs.isnan()
 
 
 # ---- how it is compiled
@@ -259,55 +277,58 @@ def fake_compiler(folder, text, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatch):
-    """Or with one that fails, on another kind of processor, or where nothing can be written."""
+def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatch, capfd):
+    """Or with one that fails, which says why, or on another kind of processor."""
     fake_compiler(tmp_path / "bin", 'echo "error: no such thing" >&2; exit 1', monkeypatch)
-    library, text = compiler.compiled()
-    assert library is None and "error: no such thing" in text and not list(empty_cache.iterdir())
+    assert compiler.compiled() is None and not list(empty_cache.iterdir())
+    assert "error: no such thing" in capfd.readouterr().err
     monkeypatch.setattr(compiler.platform, "machine", lambda: "aarch64")
-    assert compiler.compiled().library is None
+    assert compiler.compiled() is None
+    monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    assert compiler.compiled() == (
-        None,
-        "plain torch, 3 to 5 times slower: it takes g++ or clang++ on x86-64",
-    )
+    assert compiler.compiled() is None
 
 
 def test_several_processes_compile_at_once(empty_cache):
     """Each finds a whole library under the same name, and no other file is left."""
-    code = (
-        "from cpu import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled().library))"
-    )
+    code = "from cpu import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled()))"
     how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
     both = [subprocess.Popen([sys.executable, "-c", code], **how) for _ in range(3)]
     assert all("decoder-" in process.communicate()[0] for process in both)
     assert len(list(empty_cache.iterdir())) == 1
     [library] = empty_cache.iterdir()
     changed = library.stat().st_mtime_ns
-    assert compiler.compiled().library == library and library.stat().st_mtime_ns == changed
+    assert compiler.compiled() == library and library.stat().st_mtime_ns == changed
 
 
-def test_the_key_is_of_all_that_the_code_depends_on(tmp_path, monkeypatch):
+def test_its_name_is_of_all_that_the_code_depends_on(empty_cache, tmp_path, monkeypatch):
     """A shared home serves machines of several kinds."""
-    keys = {compiler.key("g++", "12"), compiler.key("clang++", "12"), compiler.key("g++", "13")}
+    # the last argument is where the library goes
+    text = '[ "$1" = --version ] && cat "$0" && exit; for last; do :; done; echo > "$last"'
+    fake_compiler(tmp_path / "bin", text, monkeypatch)
+    names = {compiler.compiled()}
+    fake_compiler(tmp_path / "newer", f"{text}  # 13", monkeypatch)
+    names.add(compiler.compiled())
     monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-g"))
-    keys.add(compiler.key("g++", "12"))
+    names.add(compiler.compiled())
     for name, text in {"CPU_INFO": "flags\t\t: fpu avx2\n", "SOURCE": "int x;"}.items():
         (tmp_path / name).write_text(text)
         monkeypatch.setattr(compiler, name, tmp_path / name)
-        keys.add(compiler.key("g++", "12"))
-    assert len(keys) == 6
+        names.add(compiler.compiled())
+    assert len(names) == 5 and names == set(empty_cache.iterdir())
 
 
 def test_which_models_it_is_for(tmp_path):
     def choice(dtype="float32", **changed):
         hf = dict(model_type="llama", hidden_size=64, num_attention_heads=4, intermediate_size=96)
         (tmp_path / "config.json").write_text(json.dumps(hf | changed))
-        return compiler.choose(tmp_path, dtype)
+        return compiler.library_for(tmp_path, dtype)
 
-    assert choice() == compiler.compiled() and "compiled by g++" in choice().text
-    assert choice(model_type="qwen3", head_dim=24).library
+    assert choice() == compiler.compiled() is not None
+    assert compiler.program_for(tmp_path, "float32") == "cpu/decoder.cpp"
+    assert choice(model_type="qwen3", head_dim=24)
     for changed in ({"model_type": "qwen3_vl"}, {"dtype": "bfloat16"}, {"head_dim": 12}):
-        assert choice(**changed).library is None
+        assert choice(**changed) is None
     for changed in ({"attention_bias": True}, {"use_sliding_window": True}, {"hidden_size": 68}):
-        assert "plain torch" in choice(**changed).text
+        assert choice(**changed) is None
+    assert "plain torch, 3 to 5 times slower" in compiler.program_for(tmp_path, "float32")

@@ -77,7 +77,6 @@ def engine(shared_engine, run, models):
         run(shared_engine.wake_weights())
         run(shared_engine.wake_kv_cache())
     if shared_engine.dirty:
-        run(flush(shared_engine))  # as asleep
         run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         shared_engine.dirty = False
     return shared_engine
@@ -339,13 +338,13 @@ def test_batched_attention_equals_one_request_at_a_time(request, kv_heads, decod
     queries = torch.randn(int(new.sum()), 4, 24).split(new.tolist())
 
     def attention(some):
-        plan = group_by_length(table, rows[some], lengths[some], new[some])
-        output = attend(torch.cat(queries[some]), k, v, plan, 0.2, kv_heads != 4)
-        return output.split(new[some].tolist()), plan
+        groups = group_by_length(table, rows[some], lengths[some], new[some])
+        output = attend(torch.cat(queries[some]), k, v, groups, 0.2, kv_heads != 4)
+        return output.split(new[some].tolist()), groups
 
-    outputs, plan = attention(slice(None))
+    outputs, groups = attention(slice(None))
     if decode:  # each is padded to its own length, not to the longest
-        assert {mask.shape[-1] for _, mask in plan[1]} == {16, 32, 48, 80}
+        assert {mask.shape[-1] for _, _, mask in groups} == {16, 32, 48, 80}
     for i, (row, length, query) in enumerate(zip(rows, lengths, queries, strict=True)):
         own = table[row, :length].long()
         keys, values = (each[own].repeat_interleave(4 // kv_heads, 1) for each in (k, v))
@@ -564,7 +563,6 @@ def test_another_seed_writes_another_answer(engine, run):
 def test_pushed_weights_are_served_under_their_version(engine, run, models, monkeypatch):
     """Though they come in many buckets."""
     engine.dirty = True
-    run(flush(engine))  # as asleep
     monkeypatch.setattr(wire, "BUCKET_BYTES", 100_000)
     model = hf_model(models[1])
     assert len(list(wire.buckets(model.named_parameters()))) > 5
@@ -587,7 +585,7 @@ def test_a_wrong_push_is_refused(engine, run, models, message):
 
 
 def test_sleep_and_wake(engine, run, models, monkeypatch):
-    """What still runs is aborted; when it has its weights again, it answers. Memory moves as with CUDA."""
+    """What still runs is aborted; when it has its weights again, it answers."""
     moves, move = [], engine._move
 
     def noted(path, *deadline_s, **body):
@@ -598,7 +596,6 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
         asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))
         await asyncio.sleep(0.2)
         monkeypatch.setattr(engine, "_move", noted)
-        monkeypatch.setattr(engine, "_has_memory", True)
         await engine.sleep()
         assert len(await asked) == 8
         await engine.wake_weights()
@@ -615,19 +612,6 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
     [again] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
     expected = hf_logprobs(hf_model(models[0]), PROMPT, again.tokens)
     assert again.logprobs == pytest.approx(expected, rel=0, abs=1e-5)
-
-
-def test_without_cuda_no_memory_moves(engine, run, monkeypatch):
-    """Three calls less in each hand-over."""
-    monkeypatch.setattr(engine, "_move", None)
-
-    async def nap():
-        await engine.sleep()
-        await engine.wake_weights()
-        await engine.wake_kv_cache()
-
-    run(nap())
-    assert len(run(collect(engine, PROMPT, 2, Sampling(1.0, 30)))) == 2
 
 
 # ---- a scalar reward model
