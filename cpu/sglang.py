@@ -192,11 +192,10 @@ def run_scheduler_process(server_args, *args, **kwargs):
         invariance.repair_sampling()  # with CUDA not run yet
     if not torch.cuda.is_available():
         invariance.install()
-        if library := compiler.library_for(server_args.model_path, server_args.dtype):
+        if compiler.library_for(server_args.model_path, server_args.dtype):
             from cpu import windows
 
-            windows.install(library)
-            server_args.prefill_decode_interval = 1  # windows
+            windows.install()
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 

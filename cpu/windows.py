@@ -6,11 +6,9 @@ penalties, grammars, lists of log-probabilities, stop strings) is decoded by sin
 beside it. Imports sglang: in the process that owns the model alone.
 """
 
-from functools import cached_property
-
 import torch
 from msgspec import structs
-from sglang.srt.managers import scheduler, tp_worker
+from sglang.srt.managers import scheduler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
@@ -19,6 +17,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
+from cpu import compiler
 from cpu.decoder import STOPS, Decoder, rules_of
 
 MOST_STEPS = 16
@@ -70,27 +69,28 @@ def is_plain(req: Req) -> bool:
     return is_whole and not asks_more and len(stops_of(req)) <= STOPS
 
 
-class WindowWorker(tp_worker.TpModelWorker):
-    """SGLang's owner of the model, whose decode passes are windows where they can be."""
+class WindowScheduler(scheduler.Scheduler):
+    """SGLang's scheduler, whose decode passes are windows where they can be."""
 
-    library = None  # set by `install`
+    def __init__(self, server_args, port_args):
+        super().__init__(server_args, port_args)
+        library = compiler.library_for(server_args.model_path, server_args.dtype)
+        self.decoder = Decoder(library, self.tp_worker.model_runner)
+        self._take_step = self.model_worker.forward_batch_generation
+        self.model_worker.forward_batch_generation = self._take_steps
+        # decode passes between two prefills, each of which was a step
+        self.prefill_decode_interval = min(1, self.prefill_decode_interval)
 
-    @cached_property
-    def decoder(self) -> Decoder:
-        """The decoder, made at the first pass: then the model is loaded and the KV cache there."""
-        return Decoder(self.library, self.model_runner)
-
-    def forward_batch_generation(self, batch: ScheduleBatch, **others) -> GenerationBatchResult:
-        """Do a pass: a window if all requests can have one and there is room."""
-        decoder = self.decoder
+    def _take_steps(self, batch: ScheduleBatch, **others) -> GenerationBatchResult:
+        """Do the model worker's pass: a window if all requests can have one and there is room."""
         if batch.forward_mode.is_decode() and all(map(is_plain, batch.reqs)):
             left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
             # slots of the KV cache, besides the one that each has
             more = torch.tensor(left).clamp(max=MOST_STEPS) - 1
             room = self.token_to_kv_pool_allocator.available_size()
-            if 0 < more.sum() <= room + batch.tree_cache.evictable_size():
-                return take_window(decoder, batch, left, more)
-        return super().forward_batch_generation(batch, **others)
+            if 0 < more.sum() <= room + self.tree_cache.evictable_size():
+                return take_window(self.decoder, batch, left, more)
+        return self._take_step(batch, **others)
 
 
 def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more) -> Window:
@@ -115,8 +115,7 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more) -
     return Window(tokens, logprobs, counts)
 
 
-def install(library):
-    """Have SGLang's process that owns the model work so."""
-    WindowWorker.library = library
-    tp_worker.TpModelWorker = WindowWorker
+def install():
+    """Have SGLang's process that owns the model make such a scheduler."""
+    scheduler.Scheduler = WindowScheduler
     scheduler.SchedulerBatchResultProcessor = WindowProcessor
