@@ -38,23 +38,14 @@ def at_pace(forward, pace):
     return paced
 
 
-def at_pace_in_scheduler(run):
-    """SGLang's process that owns the model, at that pace."""
-
-    def run_at_pace(*args, **kwargs):
-        from sglang.srt.model_executor.model_runner import ModelRunner
-
-        from cpu import windows
-
-        windows.MOST_STEPS = 1  # each step has its pace
-        ModelRunner.forward = at_pace(ModelRunner.forward, os.environ["BENCH_PACE_MS"])
-        run(*args, **kwargs)
-
-    return run_at_pace
-
-
 if __name__ == "__main__":
     sglang.die_with_parent()
     library = sglang.install()
-    sglang.run_scheduler_process = at_pace_in_scheduler(sglang.run_scheduler_process)
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from cpu import windows
+
+    # SGLang's processes are forked from this one
+    ModelRunner.forward = at_pace(ModelRunner.forward, os.environ["BENCH_PACE_MS"])
+    windows.MOST_STEPS = 1  # each step has its pace
     sglang.main()
