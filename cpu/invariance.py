@@ -5,40 +5,26 @@ ships this as GPU kernels. What it takes here was measured for float32 with torc
 thread; tests/test_engine.py shows it. Attention is over the whole batch: a call per request costs more.
 """
 
-from functools import partial
-
 import torch
 from torch.nn import functional as F
 
-# MKL multiplies a matrix of 1, 2 or 3 rows by other code, whose sums differ in the last bits
-LEAST_ROWS = 4
+LEAST = 4  # MKL multiplies fewer rows or columns by other code, whose sums differ in the last bits
 UNSPLIT = 192  # MKL cuts a longer sum into nearly equal parts, which then depend on all of it
 
 
-def at_least_four_rows(multiply):
-    """Pad x [rows, width] in `multiply(x, ...)`: a row has the same bits, however few there are."""
-
-    def padded(x, *args, **kwargs):
-        rows = x.shape[0]
-        # [1, patches, width] of an image, which has four at least
-        if rows >= LEAST_ROWS or x.ndim > 2:
-            return multiply(x, *args, **kwargs)
-        padded = F.pad(x, (0, 0, 0, LEAST_ROWS - rows))
-        return multiply(padded, *args, **kwargs)[:rows]
-
-    return padded
-
-
-def at_least_four_columns(linear):
-    """Pad the weight in `linear(x, weight, bias)`, of a head of fewer numbers: its sums would differ, too."""
+def at_least_four(linear):
+    """Pad x [rows, width] and the weight in `linear(x, weight, bias)`: a row has the same bits beside any."""
 
     def padded(x, weight, bias=None):
+        rows = x.shape[0]
         columns = weight.shape[0]
-        if columns >= LEAST_ROWS:
-            return linear(x, weight, bias)
-        missing = (0, LEAST_ROWS - columns)
-        bias = bias if bias is None else F.pad(bias, missing)
-        return linear(x, F.pad(weight, (0, 0, *missing)), bias)[..., :columns]
+        # [1, patches, width] of an image has four at least
+        if rows < LEAST and x.ndim == 2:
+            x = F.pad(x, (0, 0, 0, LEAST - rows))
+        if columns < LEAST:
+            weight = F.pad(weight, (0, 0, 0, LEAST - columns))
+            bias = bias if bias is None else F.pad(bias, (0, LEAST - columns))
+        return linear(x, weight, bias)[:rows, ..., :columns]
 
     return padded
 
@@ -52,7 +38,7 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
     """
     members_of = {}
     for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
-        rows = LEAST_ROWS if new == 1 else round_up(new)
+        rows = LEAST if new == 1 else round_up(new)
         members_of.setdefault((rows, padded_keys(length)), []).append(i)
     first_row = new_lens.cumsum(0) - new_lens
     groups = []
@@ -158,14 +144,9 @@ def install():
 
     # these are triton kernels
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    F.linear = at_least_four_rows(at_least_four_columns(F.linear))
+    F.linear = at_least_four(F.linear)
     processor = logits_processor.LogitsProcessor
-    head = processor._compute_lm_head
-
-    def padded_head(self, hidden, *args, **kwargs):
-        return at_least_four_rows(partial(head, self))(hidden, *args, **kwargs)
-
-    processor._compute_lm_head = padded_head
+    processor._compute_lm_head = lambda self, x, head, *_, **__: F.linear(x, head.weight)
     attention_registry.register_attention_backend("torch_native")(batched_attention())
     from sglang.srt.models import qwen2_5_vl, qwen3_vl
 
