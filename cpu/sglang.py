@@ -195,7 +195,7 @@ def run_scheduler_process(server_args, *args, **kwargs):
         if compiler.library_for(server_args.model_path, server_args.dtype):
             from cpu import windows
 
-            windows.install()
+            scheduler.Scheduler = windows.WindowScheduler
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 

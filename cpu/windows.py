@@ -8,11 +8,9 @@ beside it. Imports sglang: in the process that owns the model alone.
 
 import torch
 from msgspec import structs
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers import scheduler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.scheduler_components.batch_result_processor import (
-    SchedulerBatchResultProcessor,
-)
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
@@ -27,31 +25,6 @@ FREE = dict(max_new_tokens=1, temperature=1.0, stop_token_ids=None, ignore_eos=F
 FREE |= dict(sampling_seed=None, stream_interval=None, top_k=1)
 PLAIN = SamplingParams(**FREE)
 PLAIN.normalize(None)
-
-
-class Window(GenerationBatchResult):
-    """The result of several steps: for each request its new tokens, and their log-probabilities."""
-
-    def __init__(self, tokens, logprobs, counts):
-        super().__init__(next_token_ids=tokens.gather(1, counts[:, None] - 1).flatten())
-        both = zip(tokens.tolist(), logprobs.tolist(), counts.tolist(), strict=True)
-        self.written = [(ids[:count], values[:count]) for ids, values, count in both]
-
-
-class WindowProcessor(SchedulerBatchResultProcessor):
-    """SGLang's, which takes several tokens of a request at once from speculative decoding."""
-
-    def _normalize_decode_outputs(self, *, batch, result, **others):
-        if isinstance(result, Window):
-            return tuple(zip(*result.written, strict=True))
-        return super()._normalize_decode_outputs(batch=batch, result=result, **others)
-
-    def _apply_decode_logprobs(self, **given):
-        found = given["next_token_logprobs"][given["i"]]
-        if not isinstance(found, list):
-            return super()._apply_decode_logprobs(**given)
-        given["req"].logprob.output_token_logprobs_val += found
-        given["req"].logprob.output_token_logprobs_idx += given["next_token_id"]
 
 
 def stops_of(req: Req) -> list[int]:
@@ -93,8 +66,11 @@ class WindowScheduler(scheduler.Scheduler):
         return self._take_step(batch, **others)
 
 
-def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more) -> Window:
-    """Reserve the slots that the requests may need, decode, and free what they didn't need."""
+def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
+    """Reserve the slots that the requests may need, decode, and free what they didn't need.
+
+    Returns the last step's result. SGLang deals with its tokens, those before are written here.
+    """
     row, step = (torch.arange(MOST_STEPS) < more[:, None]).nonzero(as_tuple=True)  # of each slot
     slots = alloc_token_slots(batch.tree_cache, len(row))
     table = batch.req_to_token_pool.req_to_token
@@ -109,13 +85,15 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more) -
     batch.seq_lens = batch.seq_lens + counts - 1
     batch.seq_lens_cpu = batch.seq_lens_cpu + counts - 1
     batch.orig_seq_lens = batch.orig_seq_lens + counts - 1
-    for req, count in zip(batch.reqs, counts.tolist(), strict=True):
+    written = zip(batch.reqs, counts.tolist(), tokens.tolist(), logprobs.tolist(), strict=True)
+    for req, count, ids, values in written:
+        req.output_ids.extend(ids[: count - 1])
+        if req.return_logprob:
+            req.logprob.output_token_logprobs_val += values[: count - 1]
+            req.logprob.output_token_logprobs_idx += ids[: count - 1]
         req.kv.kv_allocated_len += count - 1
         req.kv.kv_committed_len += count - 1
-    return Window(tokens, logprobs, counts)
-
-
-def install():
-    """Have SGLang's process that owns the model make such a scheduler."""
-    scheduler.Scheduler = WindowScheduler
-    scheduler.SchedulerBatchResultProcessor = WindowProcessor
+    last = counts[:, None] - 1
+    output = LogitsProcessorOutput(None, next_token_logprobs=logprobs.gather(1, last).flatten())
+    newest = tokens.gather(1, last).flatten()
+    return GenerationBatchResult(logits_output=output, next_token_ids=newest)
