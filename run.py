@@ -156,6 +156,7 @@ async def evaluate_model(config: Config) -> str:
     from training import model
 
     model.check_models(config)
+    memory.check_fits(config, [], ranks=1)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.close()  # there are no steps to count
@@ -189,6 +190,7 @@ async def build(
     out = Path(config.out)
     # all that needs no engine is read and checked first
     inputs = await world.run(load_inputs, config, progress.line)
+    config = memory.with_micro_batch(config)
     memory.check_fits(config, plans, world.size)
     point = await prepare_out(config, world, progress.line)
     progress.line(describe(config, plans, world.size))
