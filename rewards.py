@@ -22,10 +22,11 @@ from typing import NamedTuple
 import data
 from config import Config, UserError
 from engines.pool import Pool
-from genrm import Judge, Judgement, formats_of
+from genrm import FORMATS, Judge, Judgement, formats_of, none_right
 from sample import Sample
 
 Decode = Callable[[list[int]], str]  # the policy's tokens -> text
+FIRST_ANSWERS = 64  # if none of so many is right, a line says what one looks like
 
 
 @dataclass
@@ -36,15 +37,20 @@ class TextSample(Sample):
     answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
 
 
-def exact_match(sample: TextSample) -> float:
-    """Compare the final answer with the answer key (`right`): 1 if they are the same, else 0."""
-    if sample.answer_key is None:
+def exact_match(sample: TextSample, how: str) -> float:
+    """Compare the final answer (`right`) or the last number (`number`) with the answer key's: 1 or 0."""
+    answer = sample.answer
+    key = sample.answer_key
+    if how == "number":
+        answer = FORMATS[how].answer_of(sample.text, sample.finish)
+        key = FORMATS[how].read_key(key or "")
+    if key is None:
         raise UserError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
-    return float(sample.answer == sample.answer_key)
+    return float(answer == key)
 
 
 RULES = {  # how a rule is spelled -> its function, which takes the groups of the pattern, too
-    r"right": exact_match,
+    r"(?P<how>right|number)": exact_match,
     # `length:40`: tokens of the answer, divided by 40; `forbidden:7`: 1 if the answer's text has a 7, else 0
     r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
     r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.text),
@@ -95,7 +101,7 @@ def load(signal: str, spec: str) -> Rule:
     named = f"{spec}:{signal}" if spec.endswith(".py") else spec
     path, _, name = named.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        specs = "FILE.py, FILE.py:name, right, length:40 or forbidden:7"
+        specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
         raise UserError(f"{title}: no such file; say {specs}")
     code = UserCode(title, str(Path(path).resolve()))
     found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", code.file)
@@ -123,6 +129,9 @@ class Rewards:
         self._weights = config.reward_weights or (1.0,) * len(of_reward)
         self._decode = decode
         self._format = formats_of(config)[0]
+        self._format_name = config.judge_format[0]
+        # answers that were compared with their keys and all wrong; inf once one was right
+        self._first_wrong: float = 0
         # of this step, by what is asked of whom
         self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}
 
@@ -164,6 +173,16 @@ class Rewards:
     def final_answer(self, sample: Sample) -> str | None:
         """The final answer as the first judge reads it; None when there is none or it was cut off."""
         return self._format.answer_of(self._decode(sample.response), sample.finish)
+
+    def wrong(self, samples: list[Sample], say: Callable[[str], None]) -> list[Sample]:
+        """Return the samples whose final answer isn't their key. Says once if the first ones all are."""
+        wrong = [sample for sample in samples if self.final_answer(sample) != sample.answer_key]
+        before = self._first_wrong
+        self._first_wrong += len(wrong) if len(wrong) == len(samples) else math.inf
+        if before < FIRST_ANSWERS <= self._first_wrong < math.inf:
+            text = self._decode(wrong[0].response)
+            say(none_right(self._first_wrong, self._format_name, text, wrong[0].answer_key))
+        return wrong
 
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
         """Return the task of each judge and rule: the one that runs or has run already, else a new one."""

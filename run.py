@@ -271,7 +271,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     if config.data:
         room = longest - config.max_new_tokens
-        rows = data.PromptFile(Path(config.data), tokenizer, room, config.skip_long, say, reader)
+        how = (config.skip_long, say, reader, formats_of(config)[0].read_key)
+        rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
     sees = reader is not None

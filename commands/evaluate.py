@@ -18,7 +18,7 @@ from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
 from engines.pool import EngineStatus, Pool
 from engines.server import context_length
-from genrm import formats_of
+from genrm import formats_of, none_right
 from images.reader import ImageReader, reader_of
 from reporting.timeline import Timeline
 from rollout import Tasks
@@ -38,7 +38,8 @@ def read_problems(
         encode = partial(data.encode_prompt, tokenizer, reader)
         return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    rows = data.PromptFile(Path(config.data), tokenizer, longest, config.skip_long, reader=reader)
+    how = (config.skip_long, print, reader, formats_of(config)[0].read_key)
+    rows = data.PromptFile(Path(config.data), tokenizer, longest, *how)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
@@ -111,4 +112,7 @@ async def evaluate(config: Config, fleet: Fleet, say: Callable[[str], None]) -> 
     shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items()]
     counts = f"({len(problems)} prompts, {config.samples} samples each)"
     say(f"{config.model}: {'  '.join(shown)}  {counts}")
+    right = [flag for row in rows for flag in row["right"]]
+    if not any(right):
+        say(none_right(len(right), config.judge_format[0], rows[0]["greedy"], rows[0]["answer"]))
     say(f"wrote {out}/")

@@ -199,7 +199,7 @@ def local_facts(
     # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
     keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
-    wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
+    wrong = c.rewards.wrong(keyed, c.report.note)
     num_kept = len({sample.prompt_id for sample in batch.kept + batch.dropped})
     means = {
         "reward/mean": [s.reward for s in batch.kept],

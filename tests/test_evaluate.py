@@ -62,6 +62,31 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, c
     assert first["finish"] == ["stop"] * 4 + ["length", "stop"]
 
 
+@pytest.mark.parametrize("name, accuracy", [("chat", 0), ("number", 0.5)])
+def test_an_evaluation_without_a_right_answer_says_what_one_looks_like(
+    tmp_path, monkeypatch, capsys, name, accuracy
+):
+    """`>7` is no 7 to `chat`. A whole solution as the key is read, too; a word isn't by `number`."""
+    models.new_model(tmp_path / "model", 0)
+    rows = [{"prompt": "3+4=", "answer": "3+4=7\n#### 7.0"}, {"prompt": "3+5=", "answer": 9}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = data.load_tokenizer(str(tmp_path / "model"))
+
+    async def generate(config, fleet, prompts, sampling):
+        return [[*answers_of(tokenizer, config.samples + 1)] for _ in prompts]
+
+    monkeypatch.setattr(evaluate, "generate", generate)
+    given = f"--data {tmp_path}/rows.jsonl --out {tmp_path}/out --model {tmp_path}/model"
+    given += f" --judge-format {name} --samples 5 --max-new-tokens 72"
+    asyncio.run(evaluate.evaluate(parse_config(["eval", *given.split()]), None, print))
+    said = capsys.readouterr().out
+    assert f"accuracy {accuracy:.3f}" in said
+    line = (
+        "none of 12 answers is right by --judge-format chat; one ends in '>7', and its key is '7.0'"
+    )
+    assert (line in said) == (name == "chat") == ("none of" in said)
+
+
 class FakePool:
     """Writes what it was asked for, the latest first."""
 

@@ -127,13 +127,15 @@ def group_of(prompt_id, *rewards, **fields):
 
 def controller_of(timeline=None):
     """Odd answers are wrong; a token costs 10."""
-    final_answer = lambda sample: "5" if sample.index % 2 == 0 else "6"  # noqa: E731
-    rewards = SimpleNamespace(final_answer=final_answer, latencies=[0.5])
+    wrong = lambda samples, say: [s for s in samples if s.index % 2]  # noqa: E731
+    rewards = SimpleNamespace(wrong=wrong, latencies=[0.5])
     received = SimpleNamespace(received=2_500_000)
     actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
     actor.gathering = received
     placement = SimpleNamespace(actor=actor)
-    return SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
+    c = SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
+    c.report = SimpleNamespace(note=None)
+    return c
 
 
 def batch_of(kept, filtered=(), carried=()):
