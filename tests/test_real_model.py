@@ -4,8 +4,10 @@ About an hour on 2 cores and 16 GB. Skipped where the package that ships the mod
 """
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.long
 FOLDER = ROOT / "runs" / "smollm2"
 MODEL = FOLDER / "model"
 SUMS = FOLDER / "sums.jsonl"
-SIZES = ("--model", MODEL, "--max-model-len", "128", "--max-new-tokens", "32")
+SIZES = ("--model", MODEL, "--max-model-len", "128", "--max-new-tokens", "24")
 RL = (*SIZES, "--data", SUMS, "--lr", "1e-5", "--steps", "3", "--prompts-per-step", "8")
 RL += ("--eval-every", "100", "--judge-format", "number")
 NUMBER = ("--rule", "number")
@@ -57,8 +59,17 @@ def full(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reward_model(tmp_path_factory, rows):
-    learned = ("rm", "--model", MODEL, "--data", rows / "pairs.jsonl", "--steps", "6")
-    return Run(tmp_path_factory.mktemp("rm"), *learned).ended().out / "hf"
+    return learn("rm", rows / "pairs.jsonl", tmp_path_factory.mktemp("rm"), steps=6) / "hf"
+
+
+def learn(command: str, data, folder, steps: int):
+    """Run sft, rm or dpo on 2 ranks; returns what it leaves."""
+    launch = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2]
+    how = ["--model", MODEL, "--data", data, "--steps", steps, "--eval-every", steps]
+    command = [*launch, "run.py", command, *how, "--lr", "1e-5", "--out", folder / "out"]
+    settings = {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*map(str, command)], cwd=ROOT, env=os.environ | settings, check=True)
+    return folder / "out"
 
 
 def evaluate(model, out, *more) -> dict:
@@ -115,16 +126,18 @@ def test_a_cut_that_does_not_divide_the_heads_is_one_line(tmp_path):
 def test_learning_from_examples(tmp_path, rows, command):
     """The loss on what is held out falls, and SGLang serves what was learned."""
     data = rows / ("examples.jsonl" if command == "sft" else "pairs.jsonl")
-    how = ("--data", data, "--steps", "4", "--eval-every", "4", "--lr", "1e-5")
-    run = Run(tmp_path, command, "--model", MODEL, *how).ended()
-    losses = [row[key] for row in run.rows() for key in row if key.endswith("held_out_loss")]
+    out = learn(command, data, tmp_path, steps=4)
+    losses = [row[key] for row in rows_of(out) for key in row if key.endswith("held_out_loss")]
     assert losses[-1] < losses[0]
-    assert evaluate(run.out / "hf", tmp_path / "eval")["prompts"] == 32
+    assert evaluate(out / "hf", tmp_path / "eval")["prompts"] == 32
 
 
 def test_a_reward_model_prefers_right_answers(reward_model):
-    last = json.loads((reward_model.parent / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["rm/held_out_accuracy"] > 0.5
+    assert rows_of(reward_model.parent)[-1]["rm/held_out_accuracy"] > 0.5
+
+
+def rows_of(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_an_exported_directory_is_read_by_transformers_and_served(full, tmp_path):
