@@ -1,8 +1,7 @@
 """GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
 A `JudgeFormat` says what a judge is asked and how texts are read, in small pure functions to be edited for
-one of your own: `chat`, or `number` where answers are numbers, is for any instruction-following model, `harm`
-for costs, `score` for a scalar model.
+one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs, `score` scalar.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class JudgeFormat:
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
-    read_key: Callable[[str], str | None] = (
-        str  # a key, written as final answers are; None: it isn't one
-    )
+    read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
 
     def answer_of(self, text: str, finish: str) -> str | None:
         """The final answer of a response; None when it has none or was cut off before its end."""
