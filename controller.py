@@ -296,7 +296,7 @@ async def evaluate(c: Controller, step: int) -> None:
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
-    num_right = len(mine) - len(c.rewards.wrong(mine, c.report.note))
+    num_right = sum(c.rewards.final_answer(sample) == sample.answer_key for sample in mine)
     counts = await c.world.gather((num_right, len(mine)))
     c.placement.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures

@@ -207,8 +207,7 @@ class PromptFile(Sequence[Prompt]):
             images = partial(list, files)
         key = answer_key(row.get("answer"))
         if key is not None and (key := self.read_key(key)) is None:
-            unread = f"--judge-format finds nothing in `answer`, {row['answer']!r}"
-            raise UserError(f"{where}: {unread}")
+            raise UserError(f"{where}: --judge-format finds none in `answer`: {row['answer']!r}")
         return PromptRow(where, prompt, key, images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:

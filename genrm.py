@@ -1,8 +1,7 @@
 """GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
 A `JudgeFormat` says what a judge is asked and how texts are read, in small pure functions to be edited for
-one of your own: `chat` is for any instruction-following model, `number` the same where answers are numbers,
-`harm` for costs, `score` for a scalar model.
+one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs, `score` scalar.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class JudgeFormat:
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
-    read_key: Callable[[str], str | None] = str  # an answer key, in the form of final answers
+    read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
 
     def answer_of(self, text: str, finish: str) -> str | None:
         """The final answer of a response; None when it has none or was cut off before its end."""
@@ -85,8 +84,7 @@ NUMBER = re.compile(
 
 def number_answer(text: str) -> str | None:
     """The last number, in digits that are the same however it is written: -$1,234.50 is -1234.5, 7.0 is 7."""
-    found = NUMBER.findall(text)
-    if not found:
+    if not (found := NUMBER.findall(text)):
         return None
     minus, digits, divisor = found[-1]
     whole, _, decimals = digits.replace(",", "").partition(".")
@@ -144,9 +142,9 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
 
 
-def none_right(count: int, format_name: str, text: str, key: str) -> str:
+def none_right(config: Config, count: int, text: str, key: str) -> str:
     """Say that no answer is right, what one looks like, and which formats there are to read it."""
-    by = f"none of {count} answers is right by --judge-format {format_name}"
+    by = f"none of {count} answers is right by --judge-format {config.judge_format[0]}"
     one = f"one ends in {text[-60:]!r}, and its key is {key[-60:]!r}"
     return f"{by}; {one}; formats: {', '.join(FORMATS)}"
 

@@ -22,11 +22,10 @@ from typing import NamedTuple
 import data
 from config import Config, UserError
 from engines.pool import Pool
-from genrm import FORMATS, Judge, Judgement, formats_of, none_right
+from genrm import FORMATS, Judge, Judgement, formats_of
 from sample import Sample
 
 Decode = Callable[[list[int]], str]  # the policy's tokens -> text
-FIRST_ANSWERS = 64  # if none of so many is right, a line says what one looks like
 
 
 @dataclass
@@ -129,9 +128,6 @@ class Rewards:
         self._weights = config.reward_weights or (1.0,) * len(of_reward)
         self._decode = decode
         self._format = formats_of(config)[0]
-        self._format_name = config.judge_format[0]
-        # answers that were compared with their keys and all wrong; inf once one was right
-        self._first_wrong: float = 0
         # of this step, by what is asked of whom
         self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}
 
@@ -173,16 +169,6 @@ class Rewards:
     def final_answer(self, sample: Sample) -> str | None:
         """The final answer as the first judge reads it; None when there is none or it was cut off."""
         return self._format.answer_of(self._decode(sample.response), sample.finish)
-
-    def wrong(self, samples: list[Sample], say: Callable[[str], None]) -> list[Sample]:
-        """Return the samples whose final answer isn't their key. Says once if the first ones all are."""
-        wrong = [sample for sample in samples if self.final_answer(sample) != sample.answer_key]
-        before = self._first_wrong
-        self._first_wrong += len(wrong) if len(wrong) == len(samples) else math.inf
-        if before < FIRST_ANSWERS <= self._first_wrong < math.inf:
-            text = self._decode(wrong[0].response)
-            say(none_right(self._first_wrong, self._format_name, text, wrong[0].answer_key))
-        return wrong
 
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
         """Return the task of each judge and rule: the one that runs or has run already, else a new one."""

@@ -114,5 +114,5 @@ async def evaluate(config: Config, fleet: Fleet, say: Callable[[str], None]) -> 
     say(f"{config.model}: {'  '.join(shown)}  {counts}")
     right = [flag for row in rows for flag in row["right"]]
     if not any(right):
-        say(none_right(len(right), config.judge_format[0], rows[0]["greedy"], rows[0]["answer"]))
+        say(none_right(config, len(right), rows[0]["greedy"], rows[0]["answer"]))
     say(f"wrote {out}/")

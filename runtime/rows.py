@@ -117,10 +117,7 @@ def transcript(prompt: Text) -> str:
 
 
 def answer_key(answer: Any) -> str | None:
-    """Read a row's `answer` as text; of one that ends in `#### 72`, as GSM8K's solutions do, the 72.
-
-    Integers of a column with a gap are floats: 56.0 is 56, NaN is none.
-    """
+    """Read a row's `answer` as text, of a last `#### 72` 72. Columns with a gap hold floats: 56.0 is 56."""
     if answer is None or answer != answer:
         return None
     is_whole = isinstance(answer, float) and answer.is_integer()

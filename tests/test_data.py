@@ -352,7 +352,7 @@ def test_a_key_is_read_in_the_form_of_final_answers(tmp_path, name, answer):
 def test_a_key_without_a_number_is_refused_where_numbers_are_asked_for(tmp_path):
     rows = [{"prompt": "?", "answer": answer} for answer in ("7", "Paris")]
     path = jsonl(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: --judge-format finds nothing .* 'Paris'"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: --judge-format finds none .* 'Paris'"):
         data.PromptFile(path, Characters(), 100, read_key=genrm.FORMATS["number"].read_key)
 
 

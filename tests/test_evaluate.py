@@ -68,6 +68,7 @@ def test_an_evaluation_without_a_right_answer_says_what_one_looks_like(
 ):
     """`>7` is no 7 to `chat`. A whole solution as the key is read, too; a word isn't by `number`."""
     models.new_model(tmp_path / "model", 0)
+    (tmp_path / "out").mkdir()
     rows = [{"prompt": "3+4=", "answer": "3+4=7\n#### 7.0"}, {"prompt": "3+5=", "answer": 9}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = data.load_tokenizer(str(tmp_path / "model"))

@@ -216,49 +216,6 @@ def test_what_has_no_answer_key_can_t_be_compared(rule, key):
         score([], [rewards.load("reward", rule)], question="3+9=", answer_key=key)
 
 
-def compared(*batches, judge_format="chat"):
-    """What is said of answers and keys, batch by batch, and how many are wrong."""
-    config = Config(model="m", rule=("right",), judge_format=(judge_format,))
-    listed, said, wrong = rewards.Rewards(config, [], [], to_text), [], []
-    for batch in batches:
-        samples = []
-        for text, key in batch:
-            response = list(map(ord, text))
-            samples.append(Sample(0, 0, [], "3+4?", key, response=response, finish="stop"))
-        wrong.append(len(listed.wrong(samples, said.append)))
-    return said, wrong
-
-
-SUM, TERSE = ("So 3 + 4 = 7", "7"), ("7", "7")
-
-
-def test_a_line_says_what_an_answer_looks_like_if_none_of_the_first_is_right():
-    """Once, when 64 are compared; not if one of them is right, however many are wrong later."""
-    said, wrong = compared([SUM] * 60, [], [SUM] * 10, [SUM] * 70)
-    assert wrong == [60, 0, 10, 70]
-    [line] = said
-    assert line.startswith(
-        "none of 70 answers is right by --judge-format chat; one ends in 'So 3 + 4"
-    )
-    assert "its key is '7'; formats: chat, number, harm, score" in line and "\n" not in line
-    assert compared([SUM] * 63) == ([], [63])
-    assert compared([TERSE], [SUM] * 70) == ([], [0, 70])
-    assert compared([*[SUM] * 63, TERSE], [SUM] * 70) == ([], [63, 70])
-    assert compared([SUM] * 63, [TERSE], [SUM] * 64) == ([], [63, 0, 64])
-    assert compared([SUM] * 64, judge_format="number") == ([], [0])
-    [line] = compared([("x" * 90 + "\n\x1b[2J", "k" * 90)] * 64)[0]
-    assert f"ends in '{'x' * 55}\\n\\x1b[2J', and its key is '{'k' * 60}'" in line
-
-
-@pytest.mark.parametrize("name", ["chat", "number"])
-def test_the_line_in_the_real_loop(name):
-    """All answers end in `>7`, which by `chat` is no key. Five held-out ones a rank are compared each step."""
-    named = dict(model="MODEL", rule=("length:100",), judge_format=(name,), steps=13, eval_every=1)
-    controllers, _ = simulate("full", 2, **named)
-    lines = [[note for note in c.report.notes if "is right by" in note] for c in controllers]
-    assert [len(each) for each in lines] == [name == "chat"] * 2
-
-
 def safe_rlhf(**settings):
     """As on the command line."""
     return ("safe_rlhf", *(f"{name}={value}" for name, value in settings.items()))
