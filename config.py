@@ -235,7 +235,9 @@ COMMANDS = {
     "sft": Command("supervised fine-tuning", EXAMPLES, DECAYS | {"lr": 1e-5}),
     "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, DECAYS | {"lr": 1e-5}),
     "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
-    "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
+    "eval": Command(
+        "greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {"steps": 0}
+    ),
 }
 
 
