@@ -235,9 +235,7 @@ COMMANDS = {
     "sft": Command("supervised fine-tuning", EXAMPLES, DECAYS | {"lr": 1e-5}),
     "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, DECAYS | {"lr": 1e-5}),
     "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
-    "eval": Command(
-        "greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {"steps": 0}
-    ),
+    "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
 }
 
 
