@@ -51,14 +51,6 @@ def read_problems(
     return problems
 
 
-async def start_engine(config: Config, fleet: Fleet) -> Pool:
-    await fleet.launch([ServerSpec("rollout", config.port, config.model)])
-    await fleet.ready()
-    pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
-    await pools["rollout"].wake()
-    return pools["rollout"]
-
-
 async def ask_all(
     prompts: dict[int, data.Prompt], pool: Pool, sampling: Sampling, config: Config, stop: Stop
 ) -> AsyncIterator[dict[int, list[Answer]]]:
@@ -94,34 +86,37 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     problems = read_problems(config, tokenizer, reader)
     stop_tokens = data.stop_tokens(config.model, tokenizer, reader, progress.line)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop_tokens)
-    rows = begin(config, progress.line)
+    rows = begin(config, progress.line)  # by the problem's number
     if rows:
         progress.line(f"goes on after {len(rows)} of {len(problems)} prompts")
-    answered = {row["prompt"] for row in rows}
-    left = {n: problem for n, problem in enumerate(problems) if n not in answered}
+    left = {n: problem for n, problem in enumerate(problems) if n not in rows}
     progress.doing("starting an engine")
-    pool = await start_engine(config, fleet)
-    stop.graceful = True
+    await fleet.launch([ServerSpec("rollout", config.port, config.model)])
+    await fleet.ready()
     clock = asyncio.get_running_loop().time
-    start = clock()
+    pool = (await fleet.connect(Timeline(0, clock)))["rollout"]
+    await pool.wake()
+    stop.graceful = True
     tokens = 0
+    rate = 0.0  # of tokens a second
     progress.resume_at(len(rows), len(problems))
     async for found in ask_all(left, pool, sampling, config, stop):
         for number, answers in found.items():
             texts = [data.decode(tokenizer, answer.tokens) for answer in answers]
             row = row_of(problems[number], texts, [answer.finish for answer in answers], config)
-            rows.append({"prompt": number} | row)
-            append(Path(config.out, "answers.jsonl"), rows[-1:])
+            rows[number] = {"prompt": number} | row
+            append(Path(config.out, "answers.jsonl"), [rows[number]])
             progress.done()
         tokens += pool.pop_stats().tokens
-        progress.doing(f"{tokens / (clock() - start):.0f} tokens/s")
+        rate = tokens / (clock() - pool.woke_at)
+        progress.doing(f"{rate:.0f} tokens/s")
     if len(rows) < len(problems):
         return f"stopped after {len(rows)} of {len(problems)} prompts"
-    finish(config, rows, tokens / (clock() - start), progress.line)
+    finish(config, list(rows.values()), rate, progress.line)
     return ""
 
 
-def begin(config: Config, say: Callable[[str], None]) -> list[dict]:
+def begin(config: Config, say: Callable[[str], None]) -> dict[int, dict]:
     """Return the rows of an unfinished evaluation of the same. Anything else in OUT is moved aside."""
     settings = {name: value for name, value in vars(config).items() if name not in MAY_CHANGE}
     files = sums_of_files(config)
@@ -133,7 +128,7 @@ def begin(config: Config, say: Callable[[str], None]) -> list[dict]:
         archive(begun.parent, say)
         begun.write_text(same)
     keep_rows(begun.with_name("answers.jsonl"), lambda row: True)  # but one that was cut short
-    return list(complete_rows(begun.with_name("answers.jsonl")))
+    return {row["prompt"]: row for row in complete_rows(begun.with_name("answers.jsonl"))}
 
 
 def row_of(problem: data.Prompt, texts: list[str], finish: list[str], config: Config) -> dict:
