@@ -28,9 +28,6 @@ from runtime.atomic_files import append, complete_rows, keep_rows
 from runtime.out_folder import archive
 from runtime.shutdown import Stop
 
-# settings that no answer follows from
-MAY_CHANGE = {*FREE, "host", "timeout_s", "max_running_requests", "mem_fraction", "memory_check"}
-
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
     """The unbiased 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1."""
@@ -118,11 +115,11 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
 
 def begin(config: Config, say: Callable[[str], None]) -> dict[int, dict]:
     """Return the rows of an unfinished evaluation of the same. Anything else in OUT is moved aside."""
-    settings = {name: value for name, value in vars(config).items() if name not in MAY_CHANGE}
-    files = sums_of_files(config)
-    for path in filter(Path.is_file, Path(config.model).iterdir()):
-        files[path.name] = [path.stat().st_size, path.stat().st_mtime_ns]
-    same = json.dumps({"config": settings, "files": files}, indent=1, sort_keys=True)
+    # no answer follows from these
+    free = {*FREE, "host", "timeout_s", "max_running_requests", "mem_fraction", "memory_check"}
+    settings = {name: value for name, value in vars(config).items() if name not in free}
+    times = {path.name: path.stat().st_mtime for path in Path(config.model).iterdir()}
+    same = json.dumps([settings, sums_of_files(config), times], sort_keys=True)
     begun = Path(config.out, "eval_begun.json")
     if not begun.exists() or begun.read_text() != same:
         archive(begun.parent, say)

@@ -32,6 +32,9 @@ class FakePool:
     def __init__(self, write, most=10**6, broken=None):
         self.write, self.left, self.broken, self.asked, self.tokens = write, most, broken, [], 0
 
+    async def wake(self):
+        self.woke_at = asyncio.get_running_loop().time()
+
     async def generate(self, requests):
         if not self.left:
             await asyncio.Event().wait()
@@ -77,17 +80,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def evaluate_in(model, tmp_path, monkeypatch):
+def evaluate_in(model, tmp_path):
     """A function that evaluates on a pool, in OUT, and returns its last word and what it has said."""
     (tmp_path / "out").mkdir()
 
     def evaluated(pool, *more, stop=None):
         given = f"--data {tmp_path}/rows.jsonl --out {tmp_path}/out --model {model[0]}".split()
         given += ["--judge-format", "addition", "--max-new-tokens", "72", *more]
-        monkeypatch.setattr(evaluate, "start_engine", AsyncMock(return_value=pool))
+        fleet = AsyncMock(connect=AsyncMock(return_value={"rollout": pool}))
         progress = FakeProgress()
         config = parse_config(["eval", *given])
-        return asyncio.run(evaluate.evaluate(config, None, progress, stop or Stop())), progress
+        return asyncio.run(evaluate.evaluate(config, fleet, progress, stop or Stop())), progress
 
     return evaluated
 
