@@ -95,7 +95,6 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     await pool.wake()
     stop.graceful = True
     tokens = 0
-    rate = 0.0  # of tokens a second
     progress.resume_at(len(rows), len(problems))
     async for found in ask_all(left, pool, sampling, config, stop):
         for number, answers in found.items():
@@ -105,11 +104,10 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
             append(Path(config.out, "answers.jsonl"), [rows[number]])
             progress.done()
         tokens += pool.pop_stats().tokens
-        rate = tokens / (clock() - pool.woke_at)
-        progress.doing(f"{rate:.0f} tokens/s")
+        progress.doing(f"{tokens / (clock() - pool.woke_at):.0f} tokens/s")
     if len(rows) < len(problems):
         return f"stopped after {len(rows)} of {len(problems)} prompts"
-    finish(config, list(rows.values()), rate, progress.line)
+    finish(config, list(rows.values()), tokens / (clock() - pool.woke_at), progress.line)
     return ""
 
 
