@@ -90,7 +90,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     if config.command != "eval" and not ranks:
         raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
     if config.command == "eval":
-        work = evaluate_model(config)
+        work = evaluate_model(config, stop)
     elif config.command == "rl":
         work = run(config, plans, stop)
     else:
@@ -151,7 +151,7 @@ async def learn_from_examples(config: Config) -> str:
     return ""
 
 
-async def evaluate_model(config: Config) -> str:
+async def evaluate_model(config: Config, stop: Stop) -> str:
     """Evaluate on one rank with one engine, without torchrun."""
     from training import model
 
@@ -159,9 +159,9 @@ async def evaluate_model(config: Config) -> str:
     memory.check_fits(config, [], ranks=1)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        progress.close()  # there are no steps to count
-        await evaluate.evaluate(config, fleet, progress.line)
-    return ""
+        progress.resume_at(0, 0)  # it counts prompts, once they are known
+        stopped = await evaluate.evaluate(config, fleet, progress, stop)
+    return stopped and f"{stopped}; go on with: python {shlex.join(sys.argv)}"
 
 
 @contextlib.asynccontextmanager

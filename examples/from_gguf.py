@@ -1,7 +1,7 @@
 """Make a Hugging Face directory, in float32, of a GGUF file whose architecture transformers can read.
 
-    pip install accelerate gguf
-    python examples/from_gguf.py FILE.gguf DIR
+pip install accelerate gguf
+python examples/from_gguf.py FILE.gguf DIR
 """
 
 import sys
@@ -16,10 +16,14 @@ def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     if missing := [name for name in ("accelerate", "gguf") if not find_spec(name)]:
-        sys.exit(f"error: transformers reads GGUF files with more packages: pip install {' '.join(missing)}")
+        sys.exit(
+            f"error: transformers reads GGUF files with more packages: pip install {' '.join(missing)}"
+        )
     file = Path(sys.argv[1])
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
     del loaded.config.quantization_config  # its weights are plain numbers now
     # in a model of its own: the one that was loaded would be saved as a quantized one
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)

@@ -14,10 +14,10 @@ fi
 python - > "$FOLDER/sums.jsonl" <<'ROWS'
 import json
 
-for a in range(20):
-    for b in range(20):
+for a in range(15):
+    for b in range(15):
         question = f"Calculate {a} + {b}. Reply with one number."
         print(json.dumps({"messages": [{"role": "user", "content": question}], "answer": a + b}))
 ROWS
 exec torchrun --nproc-per-node 2 run.py --model "$FOLDER/model" --data "$FOLDER/sums.jsonl" \
-    --rule number --judge-format number --lr 1e-5 --steps 14 --eval-every 2 --max-new-tokens 24 --max-model-len 128 "$@"
+    --rule number --judge-format number --lr 1e-5 --steps 12 --eval-every 2 --max-new-tokens 24 --max-model-len 128 "$@"
