@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -49,20 +49,6 @@ def read_problems(
     return problems
 
 
-async def ask_all(
-    prompts: dict[int, data.Prompt], pool: Pool, sampling: Sampling, config: Config, stop: Stop
-) -> AsyncIterator[dict[int, list[Answer]]]:
-    """Yield, by number, the answers to prompts that got all of theirs. UserError: no engine is left."""
-    tasks = Tasks()
-    for number, prompt in prompts.items():
-        tasks.start(number, ask(number, prompt, pool, sampling, config))
-    asked = dict(tasks.running)
-    while tasks.running and not stop.asked:
-        pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
-        await tasks.poll()
-        yield {n: asked.pop(n).result() for n in asked.keys() - tasks.running.keys()}
-
-
 async def ask(
     number: int, prompt: data.Prompt, pool: Pool, sampling: Sampling, config: Config
 ) -> list[Answer]:
@@ -87,7 +73,6 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     rows = begin(config, progress.line)  # by the problem's number
     if rows:
         progress.line(f"goes on after {len(rows)} of {len(problems)} prompts")
-    left = {n: problem for n, problem in enumerate(problems) if n not in rows}
     progress.doing("starting an engine")
     await fleet.launch([ServerSpec("rollout", config.port, config.model)])
     await fleet.ready()
@@ -95,28 +80,36 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     pool = (await fleet.connect(Timeline(0, clock)))["rollout"]
     await pool.wake()
     stop.graceful = True
-    tokens = 0
     progress.resume_at(len(rows), len(problems))
-    async for found in ask_all(left, pool, sampling, config, stop):
-        for number, answers in found.items():
-            texts = [data.decode(tokenizer, answer.tokens) for answer in answers]
-            row = row_of(problems[number], texts, [answer.finish for answer in answers], config)
-            rows[number] = {"prompt": number} | row
-            append(Path(config.out, "answers.jsonl"), [rows[number]])
-            progress.done()
+    tasks = Tasks()
+
+    async def answer(number: int, problem: data.Prompt) -> None:
+        answers = await ask(number, problem, pool, sampling, config)
+        texts = [data.decode(tokenizer, answer.tokens) for answer in answers]
+        row = row_of(problem, texts, [answer.finish for answer in answers], config)
+        rows[number] = {"prompt": number} | row
+        append(Path(config.out, "answers.jsonl"), [rows[number]])
+        progress.done()
+
+    for number, problem in enumerate(problems):
+        if number not in rows:
+            tasks.start(number, answer(number, problem))
+    tokens = rate = 0
+    while tasks.running and not stop.asked:
+        pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
+        await tasks.poll()
         tokens += pool.pop_stats().tokens
-        progress.doing(f"{tokens / (clock() - pool.woke_at):.0f} tokens/s")
+        rate = tokens / (clock() - pool.woke_at)
+        progress.doing(f"{rate:.0f} tokens/s")
     if len(rows) < len(problems):
         return f"stopped after {len(rows)} of {len(problems)} prompts"
-    finish(config, list(rows.values()), tokens / (clock() - pool.woke_at), progress.line)
+    finish(config, list(rows.values()), rate, progress.line)
     return ""
 
 
 def begin(config: Config, say: Callable[[str], None]) -> dict[int, dict]:
     """Return the rows of an unfinished evaluation of the same. Anything else in OUT is moved aside."""
-    # no answer follows from these
-    free = {*FREE, "host", "timeout_s", "max_running_requests", "mem_fraction", "memory_check"}
-    settings = {name: value for name, value in vars(config).items() if name not in free}
+    settings = {name: value for name, value in vars(config).items() if name not in FREE}
     times = {path.name: path.stat().st_mtime for path in Path(config.model).iterdir()}
     same = json.dumps([settings, sums_of_files(config), times], sort_keys=True)
     begun = Path(config.out, "eval_begun.json")
@@ -143,13 +136,13 @@ def finish(config: Config, rows: list[dict], rate: float, say: Callable[[str], N
         passed = [pass_at_k(config.samples, sum(row["right"][:-1]), 2**power) for row in rows]
         figures[f"eval/pass@{2**power}"] = fmean(passed)
     shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items()]
-    is_cut = [how == "length" for row in rows for how in row["finish"]]
-    figures |= {"eval/truncated_frac": fmean(is_cut), "eval/tokens_per_s": rate}
+    figures["eval/truncated_frac"] = fmean(row["finish"].count("length") for row in rows)
+    figures["eval/truncated_frac"] /= config.samples + 1
+    figures["eval/tokens_per_s"] = rate
     facts = figures | {"prompts": len(rows), "config": dataclasses.asdict(config)}
     Path(config.out, "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
     Path(config.out, "eval_begun.json").unlink()  # the same command begins anew
-    cut = f", {sum(is_cut)} answers cut off" if any(is_cut) else ""
-    counts = f"({len(rows)} prompts, {config.samples} samples each, {rate:.0f} tokens/s{cut})"
+    counts = f"({len(rows)} prompts, {config.samples} samples each, {rate:.0f} tokens/s)"
     say(f"{config.model}: {'  '.join(shown)}  {counts}")
     right = [flag for row in rows for flag in row["right"]]
     if not any(right):

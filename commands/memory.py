@@ -160,19 +160,19 @@ def read_model(path: str, config: Config) -> tuple[Shapes, int]:
 
 
 def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
-    """What all ranks and engines of a run without CUDA take, if they are on this machine."""
-    parts = Counter({"libraries": PROCESS * ranks})
+    """The bytes that all ranks and engines take without CUDA, if they are on this machine."""
+    parts = Counter(libraries=PROCESS * ranks)
     for trainer in trainers_of(config, ranks).values():
         parts.update({name: ranks * size for name, size in trainer.items()})
     engines = engines_of(config)
-    for role in ("rollout", "genrm"):
-        leads = {rank for plan in plans for rank in plan.leads(role)}
-        count = 1 if config.command == "eval" else len(leads)
-        models = [each for name, each in engines.items() if name.startswith(role)]
-        if models:
-            largest = max(models, key=total)
-            parts.update({name: count * size for name, size in largest.items()})
-            parts["libraries"] += PROCESS * count
+    models = Counter(name.split()[0] for name in engines)  # of a role
+    for name, engine in engines.items():
+        role = name.split()[0]
+        leads = {rank for plan in plans for rank in plan.leads(role)} or {0}  # eval has no plan
+        count = len(leads) // models[role]
+        parts.update(
+            {part: count * size for part, size in engine.items()}, libraries=PROCESS * count
+        )
     return dict(parts)
 
 
@@ -211,34 +211,28 @@ def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
 
 
 def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
-    """Raise UserError if this rank's GPU, or without CUDA this machine, is too small. See --memory-check."""
+    """Raise UserError if the run won't fit: each model's peak this rank's GPU, or all of it this machine."""
     if not config.memory_check:
         return
-    if config.device == "cpu":
-        return check_host(config, plans, ranks)
-    from torch import cuda
+    if config.device == "cuda":
+        from torch import cuda
 
-    size = cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).total_memory
-    peaks = peaks_of(config, plans, ranks, size)
-    name = max(peaks, key=peaks.get)
-    if peaks[name] > size:
-        needed = f"about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
-        hint = HINTS.get(name.split()[0], "--tp with --sp")
-        raise UserError(
-            f"{name} takes {needed}: try {hint} or more ranks; --no-memory-check starts anyway"
-        )
-
-
-def check_host(config: Config, plans: list[Plan], ranks: int) -> None:
-    """Raise UserError if the memory that is free is too small for all ranks, which are on this machine."""
-    parts = host_parts(config, plans, ranks)
-    free = psutil.virtual_memory().available
-    if total(parts) > free and rendezvous.is_local():
+        size = cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).total_memory
+        peaks = peaks_of(config, plans, ranks, size)
+        name = max(peaks, key=peaks.get)
+        needed = peaks[name]
+        what = f"{name} takes about {needed / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
+        hint = HINTS.get(name.split()[0], "--tp with --sp") + " or more ranks"
+    else:
+        parts = host_parts(config, plans, ranks)
         name = max(parts, key=parts.get)
-        needed = f"the run takes about {total(parts) / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
-        most = f"most of it, {parts[name] / 1e9:.1f} GB, is {name}"
-        hint = HINTS.get(name.split()[0], "--tp or fewer ranks")
-        raise UserError(f"{needed}; {most}: try {hint}; --no-memory-check starts anyway")
+        needed = total(parts) if rendezvous.is_local() else 0
+        size = psutil.virtual_memory().available
+        most = f"{needed / 1e9:.1f} GB of memory, {parts[name] / 1e9:.1f} of them for {name}"
+        what = f"the run takes about {most}, and {size / 1e9:.1f} are free"
+        hint = HINTS.get(name.split()[0], "--tp") + " or fewer ranks"
+    if needed > size:
+        raise UserError(f"{what}: try {hint}; --no-memory-check starts anyway")
 
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:

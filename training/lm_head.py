@@ -44,7 +44,8 @@ def read_targets(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    hidden: [1, T, hidden], the output of `gpt`. SGLang, too, reports log_softmax(logits / temperature). entropy_learns: whether the entropies have a gradient, which costs four more copies of a
+    hidden: [1, T, hidden], the output of `gpt`. temperature: SGLang, too, reports log_softmax(logits /
+    temperature). entropy_learns: whether the entropies have a gradient, which costs four more copies of a
     chunk. Collective over the tensor-parallel group, both ways.
     """
     weight = gpt.output_layer.weight  # [vocab / tp, hidden]
