@@ -76,8 +76,8 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     progress.doing("starting an engine")
     await fleet.launch([ServerSpec("rollout", config.port, config.model)])
     await fleet.ready()
-    clock = asyncio.get_running_loop().time
-    pool = (await fleet.connect(Timeline(0, clock)))["rollout"]
+    pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
+    pool = pools["rollout"]
     await pool.wake()
     stop.graceful = True
     progress.resume_at(len(rows), len(problems))
@@ -94,6 +94,16 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     for number, problem in enumerate(problems):
         if number not in rows:
             tasks.start(number, answer(number, problem))
+    rate = await wait_for_answers(tasks, pool, stop, progress)
+    if len(rows) < len(problems):
+        return f"stopped after {len(rows)} of {len(problems)} prompts"
+    finish(config, list(rows.values()), rate, progress.line)
+    return ""
+
+
+async def wait_for_answers(tasks: Tasks, pool: Pool, stop: Stop, progress: Progress) -> float:
+    """Wait for all, or for a stop. Returns the tokens a second. UserError as soon as no engine is left."""
+    clock = asyncio.get_running_loop().time
     tokens = rate = 0
     while tasks.running and not stop.asked:
         pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
@@ -101,10 +111,7 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
         tokens += pool.pop_stats().tokens
         rate = tokens / (clock() - pool.woke_at)
         progress.doing(f"{rate:.0f} tokens/s")
-    if len(rows) < len(problems):
-        return f"stopped after {len(rows)} of {len(problems)} prompts"
-    finish(config, list(rows.values()), rate, progress.line)
-    return ""
+    return rate
 
 
 def begin(config: Config, say: Callable[[str], None]) -> dict[int, dict]:
