@@ -78,9 +78,7 @@ class Config:
     lr: float = 1e-6  # AdamW
     lr_warmup_steps: int = 5  # linear; the first update has a fifth
     lr_decay_to: float = 1.0  # part of --lr at the end, linear; sft, rm, dpo, demo: 0.1
-    max_tokens_per_micro_batch: int = (
-        8192  # most in a forward pass; on a CPU fewer of a large model
-    )
+    max_tokens_per_micro_batch: int = 8192  # most in a forward pass; on CPUs fewer of a large model
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
     cp: int = 1  # context-parallel ranks
