@@ -149,7 +149,7 @@ def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts
     """A token's keys and values: a number for each row of the weights that make them."""
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
-    tokens = max(server.KV_TOKENS, context)
+    tokens = server.kv_tokens(context, config)
     counts = {"weights": sum(map(prod, shapes.values())), "KV cache": tokens * rows}
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
