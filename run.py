@@ -186,7 +186,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 async def build(
     config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
 ) -> Controller:
-    """Build this rank's controller, new or as a checkpoint has it (collective)."""
+    """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
     inputs = await world.run(load_inputs, config, progress.line)
@@ -197,12 +197,18 @@ async def build(
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
     timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
-    placement, references = await start_models(config, plans, world, fleet, inputs, timeline)
+    await fleet.launch(servers_of(world.rank, config, plans))
+    if world.rank == 0:
+        metadata = json.dumps(run_metadata(config), indent=1)
+        (out / "config.json").write_text(metadata + "\n")
+    trainers, references = await world.run(build_trainers, config, inputs)  # while servers load
+    await fleet.ready()
+    pools = await fleet.connect(timeline)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        placement=placement,
+        placement=Placement(plans, trainers, pools, world, timeline),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
@@ -219,25 +225,6 @@ async def build(
     await stop.until_all_are_ready(world)  # from here on every rank stops by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
-
-
-async def start_models(
-    config: Config,
-    plans: list[Plan],
-    world: World,
-    fleet: Fleet,
-    inputs: Inputs,
-    timeline: Timeline,
-) -> tuple[Placement, list[Reference]]:
-    """Start this rank's servers, and build its trainers while they load (collective)."""
-    await fleet.launch(servers_of(world.rank, config, plans))
-    if world.rank == 0:
-        metadata = json.dumps(run_metadata(config), indent=1)
-        Path(config.out, "config.json").write_text(metadata + "\n")
-    trainers, references = await world.run(build_trainers, config, inputs)
-    await fleet.ready()
-    pools = await fleet.connect(timeline)
-    return Placement(plans, trainers, pools, world, timeline), references
 
 
 def tell_phase(world: World, progress: Progress, name: str, step: int) -> None:
