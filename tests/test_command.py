@@ -336,6 +336,7 @@ def test_the_command_that_goes_on_with_an_evaluation(monkeypatch):
     """The very same, without torchrun."""
     command = "run.py eval --model m --out 'a b'"
     monkeypatch.setattr("training.model.check_models", lambda _: None)
+    monkeypatch.setattr(run.memory, "check_fits", lambda *_, **__: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     joined = nullcontext((FakeWorld(0, 1, {}), Mock()))
     monkeypatch.setattr(run, "joined", lambda _: joined)
