@@ -138,9 +138,7 @@ class Actor(Trainer):
     def _read(
         self, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns: bool = False
     ) -> tuple[Tensor, Tensor]:
-        # by a tensor as engines do: by a number CUDA would multiply by its reciprocal
-        temperatures = torch.full_like(batch.targets, temperature, dtype=torch.float32)
-        return lm_head.read_targets(self.gpt, batch, hidden, temperatures, entropy_learns)
+        return lm_head.read_targets(self.gpt, batch, hidden, temperature, entropy_learns)
 
     def cross_entropy_loss(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         """The mean of -log p(token) over targets, as TRL's SFTTrainer with completion_only_loss."""

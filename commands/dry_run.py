@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from commands.memory import PROCESS, SERVER, bucket_bytes, memory
+from commands.memory import PROCESS, SERVER, bucket_bytes, memory, with_micro_batch
 from config import Config, as_text, dashed, why_unusable
 from placement import Plan, make_plans
 from reporting.describe import describe
@@ -34,6 +34,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
 
     rendezvous.interface_of(config.host)
     model.check_models(config)
+    config = with_micro_batch(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
     values = dataclasses.asdict(config).items()
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in values)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import data
 from actor import Actor, Reference, learning_rate
+from commands import memory
 from config import HELD_OUT, Config, UserError
 from controller import MAX_SKIPS
 from critic import Critic
@@ -252,6 +253,8 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     held_out = [examples[number] for number in sorted(order.held_out)]
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
     source = f"{order.count} examples of {path}"
+    config = memory.with_micro_batch(config)
+    memory.check_fits(config, [], torch.distributed.get_world_size())
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}, {sizes}")
     learner = Learner(config)
     writer = MetricsWriter(out, progress.line) if rank == 0 else None

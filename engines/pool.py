@@ -131,9 +131,8 @@ class Pool:
 
     async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
         """Pass over an engine that wrote no more; return the stalls in a row, or UserError."""
-        if isinstance(
-            error, EngineLost
-        ):  # as seen here: the owner has time to say so, or it stalled
+        if isinstance(error, EngineLost):
+            # as seen here: the owner has time to say so, or it stalled
             await asyncio.sleep(RECONNECT_S)
         if not self._health.is_up(engine):
             return stalls

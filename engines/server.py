@@ -19,7 +19,7 @@ from runtime.devices import cuda_libraries
 from runtime.hf_directory import read_model_config
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
-KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
+KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
 MOST_COLUMNS = 300  # of a line of its log that is quoted
 LOG_START = "---- a server starts"  # a line of its log begins so
 
@@ -85,6 +85,11 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
     return flags
 
 
+def kv_tokens(context: int, config: Config) -> int:
+    """The tokens of a KV cache without CUDA: those of all requests that are decoded at once, if they fit."""
+    return max(context, min(KV_TOKENS, context * config.max_running_requests))
+
+
 def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
     """Return the flags of an engine without CUDA. UserError if it is to span several ranks."""
     if (tp := vars(config)[f"{role}_tp"]) > 1:
@@ -94,7 +99,7 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
         # cpu/invariance.py's attention; deterministic mode would look for a GPU's
         "attention-backend": "torch_native",
         "disable-overlap-schedule": None,
-        "max-total-tokens": max(KV_TOKENS, context),
+        "max-total-tokens": kv_tokens(context, config),
     }
 
 

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
+from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
@@ -200,6 +201,9 @@ def local_facts(
     finished = batch.kept + batch.dropped + filtered
     keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
     wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
+    if c.state.step == 1 and wrong and len(wrong) == len(keyed):
+        one = (c.report.decode(wrong[0].response), wrong[0].answer_key)
+        c.report.note(none_right(c.config, len(wrong), *one))
     num_kept = len({sample.prompt_id for sample in batch.kept + batch.dropped})
     means = {
         "reward/mean": [s.reward for s in batch.kept],

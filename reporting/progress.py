@@ -21,8 +21,10 @@ class Progress:
             total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False
         )
 
-    def resume_at(self, step: int) -> None:
-        self._bar.initial = self._bar.n = step
+    def resume_at(self, done: int, total: int | None = None) -> None:
+        """Count on, the time from now; with `total` other things than steps."""
+        self._bar.reset(total)
+        self._bar.initial = self._bar.n = done
 
     def done(self) -> None:
         self._bar.update()

@@ -64,7 +64,7 @@ def make_out(out: Path) -> Path:
 
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """Move what an earlier run left, if there is anything. UserError where it can't be moved."""
-    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
+    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval*.json", "spans/rank*.jsonl")
     if not any(any(out.glob(name)) for name in left):
         return
     # behind a link, which stays: the new run has to write to the same disk

@@ -26,6 +26,7 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
 def train(reference: dict, sizes: dict, path: str) -> dict:
     """Three steps under one layout."""
     from actor import Actor
+    from examples.make_demo.closing import close
 
     actor, samples = Actor(image_config(**sizes), reference["model_dir"]), reference["samples"]
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
@@ -33,7 +34,7 @@ def train(reference: dict, sizes: dict, path: str) -> dict:
     steps = [step(actor, samples) for _ in range(3)]
     weights = weights_of(actor)
     logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
-    actor.close()
+    close(actor)
     return {"logprobs": logprobs, "steps": steps, "weights": weights}
 
 

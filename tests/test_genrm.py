@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,104 @@ def test_how_chat_is_read():
     """The last box, else what follows the last ####, else the last line; the last `Verdict:`."""
     assert {text: genrm.chat_answer(text) for text in ANSWERS} == ANSWERS
     assert {text: genrm.chat_parse(text) for text in VERDICTS} == VERDICTS
+
+
+NUMBERS = {  # text -> its last number
+    "7": "7",
+    "3 + 4 = 7": "7",
+    "So it is 7.": "7",
+    "7.0": "7",
+    "7.50 m": "7.5",
+    "007": "7",
+    "0.070": "0.07",
+    ".5": "0.5",
+    "It is -.5": "-0.5",
+    "and so on ...5": "5",
+    "100": "100",
+    "1,234": "1234",
+    "$1,234.50.": "1234.5",
+    "12,345,678 people": "12345678",
+    "1,2,3": "3",
+    "1, 234": "234",
+    "1,234,56": "56",
+    "12,34": "34",
+    "-3": "-3",
+    "= -3": "-3",
+    "(-3)": "-3",
+    "-$3": "-3",
+    "$-3": "-3",
+    "\u22123": "-3",  # MINUS SIGN
+    "+3": "3",
+    "- 3": "3",  # of a list
+    "-0": "0",
+    "-0.00": "0",
+    "10-3": "3",  # an operator, or a range
+    "x-3": "3",
+    "(5)-3": "3",
+    "10%-20%": "20",
+    "10 - 3": "3",
+    "5--3": "-3",
+    "10 -3": "-3",
+    "3/4": "3/4",
+    "It is -3/4.": "-3/4",
+    "6/3=2": "2",
+    "half of 12/25/2024": "2024",
+    "1.2.3": "3",
+    "10:30": "30",
+    "50%": "50",
+    "7cm\u00b2": "7",
+    "x2": "2",
+    "1e5": "5",
+    r"$\boxed{-\$18}$": "-18",
+    r"\boxed{1,000}.": "1000",
+    "**42**": "42",
+    "48/2 = <<48/2=24>>24 clips.\n#### 1,072": "1072",
+    "9" * 5000: "9" * 5000,  # int() takes 4300 digits
+    "0" * 5000: "0",
+    "": None,
+    "Paris": None,
+    "\u00bd": None,  # one half
+    "-, $. and ./": None,
+}
+
+
+def test_the_last_number_of_a_text():
+    """By hand. 3/4 is one number, neither 4 nor 0.75; of dates, times and powers the last, as graders do."""
+    assert {text: genrm.number_answer(text) for text in NUMBERS} == NUMBERS
+
+
+SENTENCES = [
+    "{}",
+    "It is {}.",
+    "2 + 3: {}",
+    "**{}**",
+    "(-1, {})",
+    "**Answer:** {}\n",
+    r"\boxed{{{}}}",
+]
+
+
+@given(
+    st.booleans(),
+    st.integers(0, 10**30),
+    st.text("0123456789", max_size=30),
+    st.tuples(st.sampled_from(["-", "\u2212"]), st.sampled_from(["", "$", r"\$"])),
+    st.booleans(),
+    st.integers(0, 3),
+    st.sampled_from(SENTENCES),
+)
+def test_a_number_is_read_back_however_it_is_written(
+    minus, whole, decimals, signs, commas, zeros, around
+):
+    """Exactly: with commas, signs, zeros at both ends, a sentence around it; what it says reads as itself."""
+    digits = f"{whole:,}" if commas else "0" * zeros + str(whole)
+    if decimals or zeros:
+        decimals += "0" * zeros
+        digits += f".{decimals}"
+    found = genrm.number_answer(around.format(signs[0] * minus + signs[1] + digits))
+    value = Fraction(f"{whole}.{decimals or 0}") * (-1 if minus else 1)
+    assert Fraction(found) == value and genrm.number_answer(found) == found
+    assert "," not in found and ("." not in found or found[-1] != "0")
 
 
 class Characters(FakeTokenizer):
@@ -340,6 +439,19 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     plain, *attacked = ([token for token in prompt if token in special] for prompt in seen)
     assert attacked == [plain, plain]
     assert all("im_" in tokenizer.decode(prompt) for prompt in seen[1:] if "im_" in attack)
+
+
+@pytest.mark.parametrize("text,answer", [("So 3 + 4 = 7.0.", "7"), ("I can't say", None)])
+def test_a_judge_that_writes_is_shown_the_number(text, answer):
+    """Asked as `chat` asks, and not at all where there is none."""
+    listed, engine, judged = (
+        make_rewards("number"),
+        Engine(always("Verdict: correct")),
+        sample(text),
+    )
+    score_all(listed, Pool(engine), [judged])
+    assert judged.reward == float(answer is not None) == len(engine.asked)
+    assert all(asked.endswith(f"Final answer:\n{answer}") for asked in engine.asked)
 
 
 SILENT = [([5, 0], [0, 8], "judge A: none of the first 5 .*-format addition harm")]

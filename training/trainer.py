@@ -136,23 +136,6 @@ class Trainer:
         self.optimizer = get_megatron_optimizer(adamw, [self.ddp], **groups)
         model_config.grad_scale_func = self.optimizer.scale_loss
 
-    def close(self) -> None:
-        """Destroy the model and all trainers' process groups: others can be built (collective).
-
-        DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see. Megatron
-        only forgets its groups; each is a pair of threads that wake up all the time.
-        """
-        dist.barrier()  # nobody may still talk in a group that another has destroyed
-        for node in self.ddp.grad_accs:
-            # a new hook's handle leads to all hooks; `print` is never called
-            node.register_hook(print).hooks_dict_ref().clear()
-        if self.pipeline.down is not self.pipeline.up:
-            dist.destroy_process_group(self.pipeline.down)
-        if mpu.model_parallel_is_initialized():  # not closed with another trainer
-            for group in mpu._global_process_group_list[1:]:  # the first is None, the world's
-                dist.destroy_process_group(group)
-            mpu.destroy_model_parallel()
-
     def sleep(self) -> None:
         """Move weights and optimizer to the host, free gradients; on CPU nothing. Not collective."""
         assert self.awake, f"the {self.title} already sleeps"
