@@ -2,7 +2,7 @@
 
 For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
 to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; a third number is more for each
-prompt that is read. With it, bench/served_load.py has servers run this module.
+prompt that is read. With it, bench/served_load.py has servers run this module. It takes a C++ compiler.
 """
 
 import math
@@ -10,10 +10,11 @@ import os
 import time
 
 from cpu import sglang
+from cpu.decoder import Decoder
 
 
 def at_pace(forward, pace):
-    """`forward` of SGLang's ModelRunner, made to last as long as `pace` says.
+    """`forward` of a model, made to last as long as `pace` says.
 
     Sampling and scheduling between two steps hide behind the device, as they do on a GPU: a step that comes
     in less time than it lasts begins where the one before ended.
@@ -21,7 +22,7 @@ def at_pace(forward, pace):
     fixed_ms, each_ms, *read_ms = map(float, pace.split(","))
     ended = -math.inf
 
-    def paced(self, forward_batch, *args, **kwargs):
+    def paced(self, input_ids, positions, forward_batch, *args, **kwargs):
         nonlocal ended
         sequence_ms = each_ms
         if read_ms and forward_batch.forward_mode.is_extend():
@@ -30,7 +31,7 @@ def at_pace(forward, pace):
         now = time.perf_counter()
         begin = ended if now - ended < seconds else now
         due = begin + seconds
-        result = forward(self, forward_batch, *args, **kwargs)
+        result = forward(self, input_ids, positions, forward_batch, *args, **kwargs)
         time.sleep(max(0.0, due - time.perf_counter()))
         ended = max(due, time.perf_counter())
         return result
@@ -41,11 +42,6 @@ def at_pace(forward, pace):
 if __name__ == "__main__":
     sglang.die_with_parent()
     library = sglang.install()
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-    from cpu import windows
-
-    # SGLang's processes are forked from this one
-    ModelRunner.forward = at_pace(ModelRunner.forward, os.environ["BENCH_PACE_MS"])
-    windows.MOST_STEPS = 1  # each step has its pace
+    Decoder.run_layers = at_pace(Decoder.run_layers, os.environ["BENCH_PACE_MS"])
+    Decoder.most_steps = 1  # each step has its pace
     sglang.main()

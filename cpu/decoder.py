@@ -32,6 +32,8 @@ def rules_of(info) -> tuple[Tensor, Tensor, Tensor]:
 class Decoder:
     """The model of an SGLang ModelRunner, over its KV cache. Matrices are packed copies."""
 
+    most_steps = 16  # of a window
+
     def __init__(self, library: Path, runner):
         self._library = ctypes.CDLL(str(library))
         self._runner = runner

@@ -18,7 +18,6 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from cpu import compiler
 from cpu.decoder import STOPS, Decoder, rules_of
 
-MOST_STEPS = 16
 LIMIT_MS = 20  # of CPU time: what is asked meanwhile, an abort above all, waits so long
 # what a request of a window may choose; and all else as it then must be
 FREE = dict(max_new_tokens=1, temperature=1.0, stop_token_ids=None, ignore_eos=False)
@@ -59,7 +58,7 @@ class WindowScheduler(scheduler.Scheduler):
         if batch.forward_mode.is_decode() and all(map(is_plain, batch.reqs)):
             left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
             # slots of the KV cache, besides the one that each has
-            more = torch.tensor(left).clamp(max=MOST_STEPS) - 1
+            more = torch.tensor(left).clamp(max=self.decoder.most_steps) - 1
             room = self.token_to_kv_pool_allocator.available_size()
             if 0 < more.sum() <= room + self.tree_cache.evictable_size():
                 return take_window(self.decoder, batch, left, more)
@@ -71,7 +70,8 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
 
     Returns the last step's result. SGLang deals with its tokens, those before are written here.
     """
-    row, step = (torch.arange(MOST_STEPS) < more[:, None]).nonzero(as_tuple=True)  # of each slot
+    steps = int(more.max()) + 1
+    row, step = (torch.arange(steps) < more[:, None]).nonzero(as_tuple=True)  # of each slot
     slots = alloc_token_slots(batch.tree_cache, len(row))
     table = batch.req_to_token_pool.req_to_token
     table[batch.req_pool_indices[row], batch.seq_lens[row] + step] = slots.to(table.dtype)
@@ -80,7 +80,7 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
     stops = torch.tensor([some + [-1] * (STOPS - len(some)) for some in stops])
     columns = [batch.input_ids, batch.seq_lens - 1, batch.req_pool_indices, seeds, greedy]
     requests = torch.stack([*columns, torch.tensor(left), *stops.T], 1)
-    tokens, logprobs, counts = decoder.decode(requests, temperatures, MOST_STEPS, LIMIT_MS)
+    tokens, logprobs, counts = decoder.decode(requests, temperatures, steps, LIMIT_MS)
     batch.token_to_kv_pool_allocator.free(slots[step >= counts[row] - 1])
     batch.seq_lens = batch.seq_lens + counts - 1
     batch.seq_lens_cpu = batch.seq_lens_cpu + counts - 1
