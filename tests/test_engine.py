@@ -531,7 +531,7 @@ def test_what_a_window_lacks_is_written_step_by_step(engine, run):
 
 
 def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_path, monkeypatch):
-    """By plain torch, whose log-probabilities have other last bits."""
+    """By plain torch, whose log-probabilities have other last bits, the same beside any neighbours."""
     asked = [tokens_of(i, 5 + i) for i in range(16)]
     answers = run(ask(engine, asked, Sampling(1.0, 60), seeds=range(16)))
     (tmp_path / "lscpu").symlink_to(shutil.which("lscpu"))  # all that SGLang looks for
@@ -539,12 +539,15 @@ def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_pat
     other = launch(models[0], tmp_path / "engine.log")
     try:
         run(other.ready(START_S))
-        for one, plain in zip(
-            answers, run(ask(other, asked, Sampling(1.0, 60), seeds=range(16))), strict=True
-        ):
+        plain_answers = run(ask(other, asked, Sampling(1.0, 60), seeds=range(16)))
+        for one, plain in zip(answers, plain_answers, strict=True):
             assert one.tokens == plain.tokens
             assert one.logprobs == pytest.approx(plain.logprobs, rel=0, abs=1e-5)
             assert one.logprobs != plain.logprobs
+        for some in (slice(3, 4), slice(0, 16, 3)):  # alone, and beside fewer
+            again = run(ask(other, asked[some], Sampling(1.0, 60), seeds=range(16)[some]))
+            expected = [(each.tokens, each.logprobs) for each in plain_answers[some]]
+            assert [(each.tokens, each.logprobs) for each in again] == expected
     finally:
         run(other.close())
 
