@@ -517,12 +517,13 @@ def test_what_a_window_lacks_is_written_step_by_step(engine, run):
     async def ask_all():
         biased = ask_raw(sampling_params={"logit_bias": {"9": 1000.0}})
         penalized = ask_raw(sampling_params={"frequency_penalty": 2.0})
-        return await asyncio.gather(biased, penalized, ask_raw(top_logprobs_num=2), ask_raw())
+        ruled = await asyncio.gather(biased, penalized, ask_raw())
+        return ruled + await asyncio.gather(ask_raw(top_logprobs_num=2), ask_raw())
 
     plain, info = run(ask_raw())
-    (biased, _), (penalized, _), (listed, lists), (beside, _) = run(ask_all())
+    (biased, _), (penalized, _), (beside, _), (listed, lists), (beside_lists, _) = run(ask_all())
     assert biased == [9] * 40 and penalized != plain
-    assert listed == beside == plain
+    assert listed == beside == beside_lists == plain
     assert lists["output_token_logprobs"] == info["output_token_logprobs"]
     for (logprob, *_), top in zip(
         info["output_token_logprobs"], lists["output_top_logprobs"], strict=True
