@@ -159,9 +159,7 @@ def check_port(host: str, port: int, name: str) -> None:
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a private folder."""
 
-    def __init__(
-        self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]
-    ):
+    def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
         self._command = command
         self._log = log
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)

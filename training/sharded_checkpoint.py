@@ -134,9 +134,7 @@ class PlanOnly(mcore.TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def plan_save(
-    trainer: Trainer, folder: Path
-) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
