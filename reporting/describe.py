@@ -27,10 +27,8 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
     text += f"  {config.steps} steps of {step}\n"
     text += f"  settings other than the defaults:{changed}"
     if config.device == "cuda" and not config.deterministic:
-        text += (
-            "\n  tokens differ from run to run, also of one seed; --deterministic: they don't, and "
-        )
-        text += "engines decode 25 to 45 % slower (SGLang's figures)"
+        text += "\n  tokens differ from run to run, also of one seed; --deterministic: they don't,"
+        text += " and engines decode 25 to 45 % slower (SGLang's figures)"
     return text
 
 
