@@ -269,7 +269,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     scores = rewards.build(config, judges, decode, readers)
     collect = rollout.collect
     if config.train_only:
-        collect = replay.Replay(Path(config.replay), config.algorithm[0]).collect
+        steps = replay.read_replay(Path(config.replay), config.algorithm[0])
+        collect = partial(replay.collect, steps)
     texts = []
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -147,13 +146,6 @@ def context_length(model_dir: str | Path, config: Config) -> int:
         missing = f"{model_dir}/config.json names no max_position_embeddings"
         raise UserError(f"{missing}: say --max-model-len")
     return found["max_position_embeddings"]
-
-
-def check_port(host: str, port: int, name: str) -> None:
-    """Raise a UserError if somebody listens on the port that the engine `name` is to have."""
-    with socket.socket() as probe:
-        if probe.connect_ex((host, port)) == 0:
-            raise UserError(f"port {port}, wanted by the {name}, is in use: choose another --port")
 
 
 class ServerProcess:
