@@ -362,7 +362,6 @@ class Reference:
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
         """Fill `reference_logprobs` and, for a KL in the reward, `policy_logprobs` (collective)."""
-        assert self._actor.awake, "the actor sleeps: wake it before its reference is asked"
         samples = flat(mini_batches)
         micro_batches = list(chain(*mini_batches))
         if self._actor.algorithm.kl_in == "reward":

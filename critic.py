@@ -123,16 +123,14 @@ def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
     return head
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
-) -> tuple[Tensor, Tensor]:
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """The clipped squared error of each token, and whether the clip cut its gradient: [tokens].
 
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
     than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2).
     """
     # bit for bit `values` inside
-    clipped_values = values.clamp(old_values - clip, old_values + clip)
+    clipped_values = values.clamp(old - clip, old + clip)
     plain = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
@@ -144,18 +142,18 @@ class ValueLoss:
 
     read: Read  # the values
     returns: Tensor  # [slots], see packing.MicroBatch
-    old_values: Tensor  # [slots]
+    old: Tensor  # [slots]
     clip: float
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
         """The loss of a micro-batch, from the model's output."""
         slots = batch.slots[batch.slots != NO_TARGET]
         returns = self.returns[slots]
-        old_values = self.old_values[slots]
-        loss, clipped = value_loss(self.read(batch, output), old_values, returns, self.clip)
+        old = self.old[slots]
+        loss, clipped = value_loss(self.read(batch, output), old, returns, self.clip)
         # in float64: a variance is a small difference of these sums
         returns = returns.double()
-        errors = returns - old_values.double()
+        errors = returns - old.double()
         stats = {
             "clipped": clipped.sum(),
             "returns": returns.sum(),

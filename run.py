@@ -156,8 +156,8 @@ async def evaluate_model(config: Config, stop: Stop) -> str:
     from training import model
 
     model.check_models(config)
-    memory.check_fits(config, [], ranks=1)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    memory.check_fits(config, [], ranks=1)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.resume_at(0, 0)  # it counts prompts, once they are known
         stopped = await evaluate.evaluate(config, fleet, progress, stop)
@@ -269,7 +269,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     scores = rewards.build(config, judges, decode, readers)
     collect = rollout.collect
     if config.train_only:
-        collect = replay.Replay(Path(config.replay), config.algorithm[0]).collect
+        steps = replay.read_replay(Path(config.replay), config.algorithm[0])
+        collect = partial(replay.collect, steps)
     texts = []
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)

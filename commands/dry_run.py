@@ -23,7 +23,7 @@ from runtime import devices, rendezvous, supported
 
 END = "nothing was started"
 DISK_MB = 1000  # of what a run leaves
-SHARED_MB = 16  # besides weights on their way, see `pushed`
+SHARED_MB = 16  # besides weights on their way
 NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
@@ -82,7 +82,10 @@ def check(config: Config) -> int:
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    can_read = all(row.is_good for row in rows)  # the shapes of a model's tensors
+    pushed = 0  # bytes of weights on their way through /dev/shm at once, to all engines
+    if all(row.is_good for row in rows):  # else nothing reads the shapes of a model's tensors
+        engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
+        pushed = bucket_bytes(config) * engines
     rows += graphics(config)
     ports = range(config.port, config.port + 2 * ranks)
     connections = psutil.net_connections("tcp")
@@ -90,7 +93,7 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    rows += space(config, ranks, pushed(config, ranks) if can_read else 0)
+    rows += space(config, ranks, pushed)
     for row in rows:
         print(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}")
     missing = [row.name for row in rows if not row.is_good]
@@ -98,15 +101,9 @@ def check(config: Config) -> int:
     return int(bool(missing))
 
 
-def pushed(config: Config, ranks: int) -> int:
-    """The bytes of weights on their way through /dev/shm at once, to all engines."""
-    engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
-    return bucket_bytes(config) * engines
-
-
-def space(config: Config, ranks: int, pushed_bytes: int) -> list[Row]:
-    """The room on the disk, in memory and in shared memory."""
-    shared = 1e6 * SHARED_MB + pushed_bytes
+def space(config: Config, ranks: int, pushed: int) -> list[Row]:
+    """The room on the disk, in memory and in shared memory; pushed: bytes of weights on their way."""
+    shared = 1e6 * SHARED_MB + pushed
     memory = PROCESS * ranks
     if config.device == "cuda":
         shared = 1e6 * NCCL_MB * ranks

@@ -170,9 +170,8 @@ def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
         role = name.split()[0]
         leads = {rank for plan in plans for rank in plan.leads(role)} or {0}  # eval has no plan
         count = len(leads) // models[role]
-        parts.update(
-            {part: count * size for part, size in engine.items()}, libraries=PROCESS * count
-        )
+        parts.update({part: count * size for part, size in engine.items()})
+        parts["libraries"] += PROCESS * count
     return dict(parts)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -149,19 +148,10 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     return found["max_position_embeddings"]
 
 
-def check_port(host: str, port: int, name: str) -> None:
-    """Raise a UserError if somebody listens on the port that the engine `name` is to have."""
-    with socket.socket() as probe:
-        if probe.connect_ex((host, port)) == 0:
-            raise UserError(f"port {port}, wanted by the {name}, is in use: choose another --port")
-
-
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a private folder."""
 
-    def __init__(
-        self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]
-    ):
+    def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
         self._command = command
         self._log = log
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)

@@ -31,10 +31,8 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
         program = compiler.program_for(config.model, config.dtype)
         text += f"\n  rollout engines run {program}"
     if config.device == "cuda" and not config.deterministic:
-        text += (
-            "\n  tokens differ from run to run, also of one seed; --deterministic: they don't, and "
-        )
-        text += "engines decode 25 to 45 % slower (SGLang's figures)"
+        text += "\n  tokens differ from run to run, also of one seed; --deterministic: they don't,"
+        text += " and engines decode 25 to 45 % slower (SGLang's figures)"
     return text
 
 

@@ -137,7 +137,10 @@ class Report:
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
         problem = max(each.problem for each in gathered)
         try:
-            self._write_samples(step, shown)
+            for sample in shown:
+                row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
+                row["response"] = self.decode(sample.response)
+                atomic_files.append(self.out / "samples.jsonl", [row])
         except OSError as error:
             problem = str(error)
         self._writer.write(step, metrics | self._evaluated, problem)
@@ -173,12 +176,6 @@ class Report:
             figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
-
-    def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        for sample in samples:
-            row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-            row["response"] = self.decode(sample.response)
-            atomic_files.append(self.out / "samples.jsonl", [row])
 
 
 class Facts(NamedTuple):

@@ -23,11 +23,10 @@ def plan_batch(
 ) -> list[list[list[list[Key]]]]:
     """Plan what each data-parallel rank trains on: keys as [rank][mini-batch][micro-batch][sample].
 
-    tokens: of each sample, prompt and response together; cost(tokens): its work. image_costs, by
-    prompt_id: the work on a prompt's images, which every answer counts in full, though those in one
-    micro-batch share it. The answers of a group spread over all mini-batches. Of each every rank
-    gets the same number of micro-batches, as pipelines need it, which come close in work; some are
-    empty if there are fewer samples.
+    tokens: of each sample, prompt and response together; cost(tokens): its work. image_costs, by prompt_id:
+    the work on a prompt's images, which every answer counts in full, though those in one micro-batch share
+    it. The answers of a group spread over all mini-batches. Of each every rank gets the same number of
+    micro-batches, as pipelines need it, which come close in work; some are empty if there are fewer samples.
     """
     keys = sorted(tokens)
     image_costs = image_costs or {}

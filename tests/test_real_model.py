@@ -19,7 +19,7 @@ MODEL = FOLDER / "model"
 SUMS = FOLDER / "sums.jsonl"
 SIZES = ("--model", MODEL, "--max-model-len", "128", "--max-new-tokens", "24")
 RL = (*SIZES, "--data", SUMS, "--lr", "1e-5", "--steps", "3", "--prompts-per-step", "8")
-RL += ("--eval-every", "100", "--judge-format", "number")
+RL += ("--eval-every", "100", "--judge-format", "number", "--max-tokens-per-micro-batch", "512")
 NUMBER = ("--rule", "number")
 LOGPROB_DIFF = 1e-4  # between engine and trainer, at most
 

@@ -17,11 +17,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -328,11 +325,11 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    layers = [layer] * get_num_layers_to_build(config, pp_rank=stage)
+    layers = [layer] * transformer_block.get_num_layers_to_build(config, pp_rank=stage)
     sees = stage == 0 and "vision" in hf
     gpt = (VisionModel if sees else GPTModel)(
         config,
-        TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=hf["vocab_size"],
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=stage == 0,
