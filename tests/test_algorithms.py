@@ -429,7 +429,7 @@ def exact(targets: PackedTargets, samples: list[Sample], config: Algorithm) -> P
     mean = algorithms.MEANS[config.mean]
     weights = [w for s in samples for w in mean(len(s.response), config.max_new_tokens)[0]]
     advantages = [advantage for sample in samples for advantage in sample.advantages]
-    rows = {"weights": weights, "advantages": advantages}
+    rows = {"mean_weights": weights, "advantages": advantages}
     columns = {name: torch.tensor(row, dtype=torch.float64) for name, row in rows.items()}
     for name in ("engine_logprobs", "proximal_logprobs", "reference_logprobs"):
         columns[name] = vars(targets)[name]
