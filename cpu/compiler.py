@@ -19,7 +19,7 @@ def program_for(model_dir: str | Path, dtype: str) -> str:
     """Name what serves a model, for people."""
     if library_for(model_dir, dtype):
         return "cpu/decoder.cpp"
-    takes = "cpu/decoder.cpp takes g++ or clang++ and Qwen2, Qwen3 or Llama in float32"
+    takes = "cpu/decoder.cpp takes g++ or clang++, a ~/.cache, and Qwen2, Qwen3 or Llama in float32"
     return f"plain torch, 3 to 5 times slower: {takes}"
 
 
@@ -47,6 +47,9 @@ def compiled() -> Path | None:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoyatt")
     library = folder / f"decoder-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     if not library.exists():
+        parent = next(each for each in (folder, *folder.parents) if each.exists())
+        if not os.access(parent, os.W_OK):
+            return None
         folder.mkdir(parents=True, exist_ok=True)
         # several processes may compile at once: the library is there whole or not at all
         with tempfile.TemporaryDirectory(dir=folder) as private:

@@ -278,10 +278,14 @@ def fake_compiler(folder, text, monkeypatch):
 
 
 def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatch, capfd):
-    """Or with one that fails, which says why, or on another kind of processor."""
+    """Or with one that fails, which says why, without a home, or on another kind of processor."""
     fake_compiler(tmp_path / "bin", 'echo "error: no such thing" >&2; exit 1', monkeypatch)
     assert compiler.compiled() is None and not list(empty_cache.iterdir())
     assert "error: no such thing" in capfd.readouterr().err
+    with monkeypatch.context() as home:
+        home.setattr(os, "access", lambda path, how: path != tmp_path)  # one that can't be written
+        home.setenv("XDG_CACHE_HOME", str(tmp_path / "missing" / "cache"))
+        assert compiler.compiled() is None and not (tmp_path / "missing").exists()
     monkeypatch.setattr(compiler.platform, "machine", lambda: "aarch64")
     assert compiler.compiled() is None
     monkeypatch.undo()
