@@ -150,10 +150,7 @@ def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
     tokens = server.kv_tokens(context, config)
-    weights = sum(map(prod, shapes.values()))
-    counts = {"weights": weights, "KV cache": tokens * rows}
-    if config.device == "cpu":
-        counts["packed copies"] = weights  # cpu/decoder.py's, of the matrices
+    counts = {"weights": sum(map(prod, shapes.values())), "KV cache": tokens * rows}
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
 

@@ -15,7 +15,7 @@ typedef int64_t i64;
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
 typedef uint32_t u16 __attribute__((vector_size(64)));
-static const int PANEL = 32;   // columns of a matrix that stand side by side, see `pack`
+static const int PANEL = 32;   // columns of a matrix that stand side by side, see `pack` in decoder.py
 static const int DEPTH = 128;  // terms of a sum that are added up before they join the rest: less is rounded
 static const int BLOCK = 192;  // rows that go through a layer together, so that they stay in the cache
 static const int STOPS = 8;    // tokens that end an answer, at most
@@ -261,13 +261,6 @@ static i64 sample_row(const float *scores, i64 vocab, float temperature, bool gr
     }
     *logprob = x[best] - most + logf(factor);
     return best;
-}
-
-// weight [n, k] -> packed [n / PANEL, k, PANEL], the last panel filled up with zeros
-extern "C" void pack(const float *weight, i64 n, i64 k, float *packed) {
-    for (i64 j = 0; j < n; j += PANEL)
-        for (i64 i = 0; i < k; i++)
-            for (i64 c = j; c < j + PANEL; c++) *packed++ = c < n ? weight[c * k + i] : 0;
 }
 
 // token, position and request of each row -> hidden [rows, hidden], behind the last norm

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 PANEL = 32  # as in decoder.cpp
 STOPS = 8  # likewise: tokens that end an answer, at most
@@ -13,6 +14,12 @@ STOPS = 8  # likewise: tokens that end an answer, at most
 LAYER = ("input_layernorm.weight", "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias")
 LAYER += ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.weight")
 LAYER += ("post_attention_layernorm.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight")
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return a matrix [rows, width] as [rows / PANEL, width, PANEL], the last panel filled up with zeros."""
+    whole = pad(weight.data, (0, 0, 0, -len(weight) % PANEL))
+    return whole.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 def as_numbers(arguments: Sequence[Tensor | int]) -> list[int]:
@@ -30,7 +37,7 @@ def rules_of(info) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Decoder:
-    """The model of an SGLang ModelRunner, over its KV cache. Matrices are packed copies."""
+    """The model of an SGLang ModelRunner, over its KV cache. Its matrices are kept packed alone."""
 
     most_steps = 16  # of a window
 
@@ -39,6 +46,8 @@ class Decoder:
         self._runner = runner
         self._model: Tensor | None = None  # decoder.cpp's Model. None: weights have changed since
         self._kept: list[Tensor | int] = []  # what the addresses in `_model` lead to
+        # a matrix of SGLang's, emptied; its rows; what it is packed into
+        self._packed: list[tuple[Tensor, int, Tensor]] = []
         self._load_weights = runner.model.load_weights
         self._sample_by_torch = runner.sampler.forward
         runner.model.load_weights = self._renew
@@ -54,9 +63,13 @@ class Decoder:
 
     def _renew(self, weights):
         self._model = None  # until the next pass: a push comes in several parts
+        self._kept = []
+        while self._packed:
+            weight, rows, panels = self._packed.pop()
+            weight.data = panels.transpose(1, 2).flatten(0, 1)[:rows]
         return self._load_weights(weights)
 
-    def _packed(self) -> Tensor:
+    def _whole(self) -> Tensor:
         """Return decoder.cpp's Model, of the weights as they are now."""
         if self._model is not None:
             return self._model
@@ -65,12 +78,13 @@ class Decoder:
         table = self._runner.req_to_token_pool.req_to_token
         angles = model.model.layers[0].self_attn.rotary_emb.cos_sin_cache
         weights = dict(model.named_parameters(remove_duplicate=False))
+        embedding = weights["model.embed_tokens.weight"]
         for name, weight in weights.items():
             if name.endswith(("proj.weight", "lm_head.weight")):
-                rows, width = weight.shape
-                packed = torch.empty(-(-rows // PANEL) * PANEL * width)
-                self._call("pack", weight, rows, width, packed)
-                weights[name] = packed
+                weights[name] = pack(weight)
+                if weight is not embedding:
+                    self._packed.append((weight, len(weight), weights[name]))
+                    weight.data = torch.empty(0)
         c = model.config
         _, kv_heads, dim = buffers(0)[0].shape
         assert angles.shape[1] == dim, "only a part of each head is rotated"
@@ -80,7 +94,7 @@ class Decoder:
             layers += [weights.get(f"model.layers.{i}.{name}", 0) for name in LAYER]
             layers += buffers(i)
         whole = [torch.tensor(c.rms_norm_eps, dtype=torch.float64)]
-        whole += [weights["model.embed_tokens.weight"], weights["model.norm.weight"], angles]
+        whole += [embedding, weights["model.norm.weight"], angles]
         whole += [weights.get("lm_head.weight", 0), table, torch.tensor(as_numbers(layers))]
         self._kept = layers + whole
         sizes += [c.intermediate_size, c.vocab_size, table.shape[1]]
@@ -94,13 +108,13 @@ class Decoder:
             requests = requests.repeat_interleave(batch.extend_seq_lens)
         hidden = torch.empty(len(ids), self._runner.model.config.hidden_size)
         columns = (ids.long(), positions.long(), requests.long())
-        self._call("forward", self._packed(), len(ids), *columns, hidden)
+        self._call("forward", self._whole(), len(ids), *columns, hidden)
         return hidden
 
     def logits(self, hidden: Tensor, *_, **__) -> Tensor:
         """Return [rows, vocab] of hidden states [rows, hidden]."""
         logits = torch.empty(len(hidden), self._runner.model.config.vocab_size)
-        self._call("logits", self._packed(), len(hidden), hidden.contiguous(), logits)
+        self._call("logits", self._whole(), len(hidden), hidden.contiguous(), logits)
         return logits
 
     def sample(self, output, info, wants_logprobs, top_nums, lists, positions, **others) -> Tensor:
@@ -131,5 +145,5 @@ class Decoder:
         logprobs = torch.zeros(len(requests), steps)
         counts = torch.zeros(len(requests), dtype=torch.int64)
         asked = (len(requests), steps, limit_ms, requests, temperatures)
-        self._call("decode", self._packed(), *asked, tokens, logprobs, counts)
+        self._call("decode", self._whole(), *asked, tokens, logprobs, counts)
         return tokens, logprobs, counts
