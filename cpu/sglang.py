@@ -105,13 +105,7 @@ def replace_torchvision():
 
 
 # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
-CHATTY = (
-    "sglang.srt.entrypoints.engine",
-    "sglang.srt.managers.scheduler_components.metrics_reporter",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.tokenizer_manager",
-    "sglang.srt.managers.tokenizer_control_mixin",
-)
+CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
 NAMED_KERNELS = (  # by models at their import, on which those that see depend
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
