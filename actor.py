@@ -124,20 +124,16 @@ class Actor(Trainer):
 
     def read_targets(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Log-probabilities of the targets at the temperature of sampling: [targets]."""
-        return self._read(batch, hidden, self.config.temperature)[0]
+        return lm_head.read_targets(self.gpt, batch, hidden, self.config.temperature)[0]
 
     def own_logprobs(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """The same at temperature 1, the model's own."""
-        return self._read(batch, hidden, 1.0)[0]
+        return lm_head.read_targets(self.gpt, batch, hidden, 1.0)[0]
 
     def read_with_entropy(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities, and entropies, which have a gradient if they are in the loss: [targets]."""
         entropy_learns = self.algorithm.entropy_coef > 0
-        return self._read(batch, hidden, self.config.temperature, entropy_learns)
-
-    def _read(
-        self, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        temperature = self.config.temperature
         return lm_head.read_targets(self.gpt, batch, hidden, temperature, entropy_learns)
 
     def cross_entropy_loss(self, batch: MicroBatch, hidden: Tensor) -> LossSums:

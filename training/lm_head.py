@@ -40,7 +40,7 @@ def leave_out_logits(gpt: GPTModel) -> None:
 
 
 def read_targets(
-    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns: bool
+    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns=False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
