@@ -91,13 +91,15 @@ class Actor(Trainer):
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
-        wanted = flat(mini_batches)
-        if not self.algorithm.corrects_mismatch:
-            wanted = [s for s in wanted if min(s.versions, default=self.version) < self.version]
+        limit = math.inf if self.algorithm.corrects_mismatch else self.version
+        micro_batches = []
+        for samples in chain(*mini_batches):
+            micro_batches.append([s for s in samples if min(s.versions, default=limit) < limit])
+        wanted = flat([micro_batches])
         if len(mini_batches) == 1 or not wanted:
             return {}  # of a single mini-batch the pass that trains gives them
         if any(sample.policy_logprobs is None for sample in wanted):
-            for sample, row in zip(wanted, self.logprobs(wanted), strict=True):
+            for sample, row in zip(wanted, self.read_tokens(micro_batches), strict=True):
                 sample.policy_logprobs = row
         return {sample.key: sample.policy_logprobs for sample in wanted}
 
@@ -140,16 +142,6 @@ class Actor(Trainer):
         """The mean of -log p(token) over targets, as TRL's SFTTrainer with completion_only_loss."""
         logprobs = self.own_logprobs(batch, hidden)
         return loss_sums(-logprobs.sum(), len(logprobs), {})
-
-    def logprobs(self, samples: list[Sample]) -> list[list[float]]:
-        """Log-probabilities of responses, a row a sample (collective: model-parallel group)."""
-        packed = self.pack([(sample.prompt, sample.response) for sample in samples])
-        micro_batches = []
-        for chosen in packed:
-            micro_batches.append([samples[index] for index in chosen])
-        rows = self.read_tokens(micro_batches)
-        row_of = dict(zip(flat([packed]), rows, strict=True))
-        return [row_of[index] for index in range(len(samples))]
 
 
 @dataclass
