@@ -344,7 +344,7 @@ class Reference:
         self._actor = actor
         has_gpu = actor.device.type == "cuda"
         self._host = []
-        for parameter in actor.parameters():
+        for parameter in actor.gpt.parameters():
             copy = torch.empty_like(parameter.detach(), device="cpu", pin_memory=has_gpu)
             self._host.append(copy.copy_(parameter.detach()))
 
@@ -355,7 +355,7 @@ class Reference:
         if self._actor.algorithm.kl_in == "reward":
             for sample, row in zip(samples, self._actor.read_tokens(micro_batches), strict=True):
                 sample.policy_logprobs = row
-        parameters = self._actor.parameters()
+        parameters = list(self._actor.gpt.parameters())
         own = [parameter.data for parameter in parameters]
         for parameter, host in zip(parameters, self._host, strict=True):
             parameter.data = host.to(self._actor.device, non_blocking=True)

@@ -229,7 +229,7 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     if where == "loss":
         samples[3].advantages = [float(value)] * len(samples[3].advantages)
     else:
-        weight = next(iter(actor.parameters()))
+        weight = next(iter(actor.gpt.parameters()))
         hook = weight.register_hook(lambda gradient: gradient + float(value))
     metrics = update(actor, samples)
     names = ("not_finite", "skipped", "grad_norm")

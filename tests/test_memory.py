@@ -25,7 +25,7 @@ def shallow_and_deep(tmp_path_factory) -> list[str]:
 
 def kept_by(actor) -> int:
     """Bytes that a forward pass keeps for the gradient, weights aside."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in actor.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in actor.gpt.parameters()}
     found = {}
 
     def keep(tensor):

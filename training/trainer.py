@@ -165,15 +165,12 @@ class Trainer:
     def _state_tensors(self) -> Iterator[Tensor]:
         """Yield weights, the optimizer's copies and moments of them, not its counts of steps."""
         yield from (buffer.param_data for buffer in self.ddp.buffers)
-        yield from (parameter for parameter in self.parameters() if not parameter.requires_grad)
+        yield from (weight for weight in self.gpt.parameters() if not weight.requires_grad)
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
             for state in part.optimizer.state.values():
                 yield from (tensor for tensor in state.values() if tensor.ndim)
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return list(self.gpt.parameters())
 
     def update(self, mini_batches: list, beside: Iterable[Trainer] = ()) -> dict[str, float]:
         """Update this model and those beside it: the metrics of all (collective); see executor.py."""
