@@ -4,8 +4,6 @@ It is the policy's architecture with one number a token in place of the logits, 
 predicts the token: the value of the state before it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """The memory that a run takes, about: what each model holds, and whether that fits the devices."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import replace

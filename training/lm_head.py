@@ -7,8 +7,6 @@ two copies of a chunk live at once, six where the entropy learns. Chunks are of 
 one chunk the sums have the same bits as without.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -4,8 +4,6 @@ hf_weights.py fills it. Two modules are our own, RMSNorm and the attention: Mega
 Engine and Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import groupby
 from typing import NamedTuple
