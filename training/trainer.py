@@ -4,8 +4,6 @@ Parallelism is Megatron's: tensor, pipeline, context, sequence; and for data Dis
 with the DistributedOptimizer, which shards AdamW over the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -172,7 +170,7 @@ class Trainer:
             for state in part.optimizer.state.values():
                 yield from (tensor for tensor in state.values() if tensor.ndim)
 
-    def update(self, mini_batches: list, beside: Iterable[Trainer] = ()) -> dict[str, float]:
+    def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
         """Update this model and those beside it: the metrics of all (collective); see executor.py."""
         trainers = [self, *beside]
         updates = [trainer.updating(mini_batches) for trainer in trainers]
