@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import save_file
 from torch import Tensor
 
 from config import Config
@@ -312,8 +313,6 @@ class Trainer:
 
     def write_hf(self, weights: dict[str, Tensor], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
-        from safetensors.torch import save_file
-
         Path(path).mkdir(parents=True, exist_ok=True)
         for file in Path(self.model_dir).iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
