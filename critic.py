@@ -4,14 +4,11 @@ It is the policy's architecture with one number a token in place of the logits, 
 predicts the token: the value of the state before it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms import algorithm_of
@@ -29,14 +26,12 @@ from training.trainer import LossSums, Read, Trainer, as_sequences, loss_sums, m
 STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")  # sums over targets
 
 
-class ValueHead(torch.nn.Module):
+class ValueHead(torch.nn.Linear):
     """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer, whole on every rank."""
 
     def __init__(self, config: models.TransformerConfig):
-        super().__init__()
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.config = config
-        zeros = torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(zeros)
         self.weight.tensor_model_parallel = False
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
@@ -45,7 +40,7 @@ class ValueHead(torch.nn.Module):
             # every rank makes all values: their gradients are equal, and must not be summed
             gather = models.gather_from_sequence_parallel_region
             hidden = gather(hidden, tensor_parallel_output_grad=False)
-        return F.linear(hidden, self.weight), None
+        return super().forward(hidden), None
 
 
 class Critic(Trainer):

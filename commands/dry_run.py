@@ -1,7 +1,5 @@
 """Checks before a run. `--dry-run`: who would run where, in how much memory; `check`: what is free here."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform

@@ -29,6 +29,7 @@ from commands import memory
 from config import HELD_OUT, Config, UserError
 from controller import MAX_SKIPS
 from critic import Critic
+from demo.pairs import example_rows
 from images.reader import sees
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -237,8 +238,6 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
     archive(out, say)
     (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     if not config.data:
-        from demo.pairs import example_rows
-
         rows = example_rows(config.command, config.seed)
         (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

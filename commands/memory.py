@@ -1,7 +1,5 @@
 """The memory that a run takes, about: what each model holds, and whether that fits the devices."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +11,8 @@ from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server, wire
 from placement import Plan
-from runtime import hf_directory, rendezvous
+from runtime import rendezvous
+from runtime.hf_directory import checkpoint_shapes
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -68,13 +67,13 @@ def trainers_of(config: Config, ranks: int) -> Models:
         return {}
     algorithm = algorithm_of(config)
     dp = ranks // (config.tp * config.cp * config.pp)
-    shapes, _ = read_model(config.model, config)
+    shapes = checkpoint_shapes(config.model)
     actor = trainer_parts(shapes, config, dp)
     if config.rollout_only:
         return {"actor": actor | {"activations": 0, "loss": 0}}
     rows = {"actor": actor}
     for name in algorithm.critics:
-        shapes, _ = read_model(config.critic or config.model, config)
+        shapes = checkpoint_shapes(config.critic or config.model)
         rows[f"{name} critic"] = trainer_parts(shapes, config, dp) | {"loss": 0}
     if algorithm.kl_coef:
         rows[REFERENCE] = {"weights": actor["weights"]}
@@ -102,7 +101,7 @@ def with_micro_batch(config: Config) -> Config:
     """Lower --max-tokens-per-micro-batch to what ACTIVATIONS hold, but not below a sample, on a CPU."""
     if config.device == "cuda":
         return config
-    shapes, _ = read_model(config.model, config)
+    shapes = checkpoint_shapes(config.model)
     fitting = ACTIVATIONS * config.cp // activations(shapes, config, config.cp)
     tokens = 1 << fitting.bit_length() - 1  # a power of two
     if config.command == "rl":
@@ -138,25 +137,21 @@ def engines_of(config: Config) -> Models:
     """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
     if not config.asks_engines:
         return {}
-    policy = engine_parts(*read_model(config.model, config), config, config.rollout_tp)
+    policy = engine_parts(config.model, config, config.rollout_tp)
     rows = {f"rollout {config.model}": policy}
     for path in config.judge_models:
-        rows[f"genrm {path}"] = engine_parts(*read_model(path, config), config, config.genrm_tp)
+        rows[f"genrm {path}"] = engine_parts(path, config, config.genrm_tp)
     return rows
 
 
-def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts:
+def engine_parts(path: str, config: Config, tp: int) -> Parts:
     """A token's keys and values: a number for each row of the weights that make them."""
+    shapes = checkpoint_shapes(path)
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
-    tokens = server.kv_tokens(context, config)
+    tokens = server.kv_tokens(server.context_length(path, config), config)
     counts = {"weights": sum(map(prod, shapes.values())), "KV cache": tokens * rows}
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
-
-
-def read_model(path: str, config: Config) -> tuple[Shapes, int]:
-    """Read the tensors' shapes and the context of a model's directory."""
-    return hf_directory.checkpoint_shapes(path), server.context_length(path, config)
 
 
 def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
@@ -262,6 +257,6 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
 
 def bucket_bytes(config: Config) -> int:
     """The most weights on their way to an engine: a bucket with its last tensor."""
-    shapes, _ = read_model(config.model, config)
+    shapes = checkpoint_shapes(config.model)
     sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
     return min(sum(sizes), wire.BUCKET_BYTES + max(sizes))

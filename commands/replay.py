@@ -7,8 +7,6 @@ The loop is controller.train: `record` and `collect` here take the places of its
 is a whole Sample, its `step` and the row of ALGORITHMS. Neither half saves checkpoints.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

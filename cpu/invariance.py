@@ -18,8 +18,7 @@ def at_least_four(linear):
     def padded(x, weight, bias=None):
         rows = x.shape[0]
         columns = weight.shape[0]
-        # [1, patches, width] of an image has four at least
-        if rows < LEAST and x.ndim == 2:
+        if rows < LEAST and x.ndim == 2:  # [1, patches, width] of an image has four at least
             x = F.pad(x, (0, 0, 0, LEAST - rows))
         if columns < LEAST:
             weight = F.pad(weight, (0, 0, 0, LEAST - columns))

@@ -17,9 +17,11 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import types
+from pathlib import Path
 
 import numpy
 import torch
@@ -36,34 +38,24 @@ def die_with_parent():
     os.environ["NANOYATT_PARENT"] = str(os.getpid())
 
 
-class StandIn(types.ModuleType):
-    """A module that is imported but never used: every attribute exists, and any call is an idle decorator."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        # a capital letter means a class: it may be subclassed, or stand in an isinstance call or annotation
-        value = type(name, (), {}) if name[0].isupper() else StandIn(f"{self.__name__}.{name}")
-        setattr(self, name, value)
-        return value
-
-    def __call__(self, *args, **kwargs):
-        bare_decorator = len(args) == 1 and callable(args[0]) and not kwargs
-        return args[0] if bare_decorator else lambda function: function
-
-
 class StandInFinder:
-    """The import hook by which `import name` and `import name.anything` give stand-ins."""
+    """The import hook by which `import name` and `import name.anything` give modules that are never used.
+
+    They are SGLang's own, which it has for Macs: every attribute exists, and any call is an idle decorator.
+    """
 
     def __init__(self, name):
         self.name = name
+        # `import sglang` would need them already
+        file = Path(importlib.util.find_spec("sglang").origin).with_name("_platform_stubs.py")
+        self.stubs = runpy.run_path(str(file))
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == self.name:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec):
-        return StandIn(spec.name)
+        return self.stubs["_MockModule"](spec.name)
 
     def exec_module(self, module):
         pass
@@ -105,13 +97,7 @@ def replace_torchvision():
 
 
 # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
-CHATTY = (
-    "sglang.srt.entrypoints.engine",
-    "sglang.srt.managers.scheduler_components.metrics_reporter",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.tokenizer_manager",
-    "sglang.srt.managers.tokenizer_control_mixin",
-)
+CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
 NAMED_KERNELS = (  # by models at their import, on which those that see depend
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",

@@ -210,7 +210,7 @@ class Pool:
     def pop_stats(self) -> RequestStats:
         """Return the figures of the requests since the last call; the timeline gets them, too."""
         for rank, (sent, end, *_) in self._served:
-            self.timeline.request(self.role, rank, sent, end)
+            self.timeline.add("span", self.role, rank, sent, end)
         stats = RequestStats.of([row for _, row in self._served], self._wakes, self._stalls)
         self._served = []
         self._wakes = 0

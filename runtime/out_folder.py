@@ -63,8 +63,7 @@ def archive(out: Path, say: Callable[[str], None]) -> None:
     left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval*.json", "spans/rank*.jsonl")
     if not any(any(out.glob(name)) for name in left):
         return
-    # behind a link, which stays: the new run has to write to the same disk
-    there = out.resolve()
+    there = out.resolve()  # behind a link, which stays: the new run has to write to the same disk
     try:
         # relative paths would lead to the folder that was moved
         if Path.cwd().is_relative_to(there):

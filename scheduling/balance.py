@@ -3,8 +3,6 @@
 A packing is a list of micro-batches, each a list of samples: their places in the list of lengths.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step
 flight, is estimated from experience (`groups_per_kept`), so that a refill begins before all are judged.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect
 from itertools import islice, takewhile

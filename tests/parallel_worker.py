@@ -128,7 +128,7 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
     actor, metrics, distance = Actor(actor_config(**sizes), reference["model_dir"]), [], 0.0
     for batch in reference["batches"]:
         mine = batch[actor.dp_rank :: actor.dp_size]
-        for sample, row in zip(mine, actor.logprobs(mine), strict=True):
+        for sample, row in zip(mine, actor.read_tokens([mine]), strict=True):
             pairs = zip(sample.true_logprobs, row, strict=True)
             distance = max([distance, *(abs(true - logprob) for true, logprob in pairs)])
         metrics.append(actor.update(balanced(batch, actor)))

@@ -7,8 +7,6 @@ two copies of a chunk live at once, six where the entropy learns. Chunks are of 
 one chunk the sums have the same bits as without.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -40,7 +38,7 @@ def leave_out_logits(gpt: GPTModel) -> None:
 
 
 def read_targets(
-    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns: bool
+    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns=False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 

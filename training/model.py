@@ -4,8 +4,6 @@ hf_weights.py fills it. Two modules are our own, RMSNorm and the attention: Mega
 Engine and Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import groupby
 from typing import NamedTuple
@@ -22,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import data
 from config import Config, UserError
@@ -154,8 +153,6 @@ def read_family(model_dir: str, setting: str) -> str:
 
 def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
     """Return config.json with transformers' defaults. UserErrors name the setting and the directory."""
-    from transformers import AutoConfig
-
     where = f"{setting} {model_dir}"
     model_type = read_family(model_dir, setting)
     try:
@@ -273,8 +270,6 @@ def check_sizes(hf: dict, config: Config) -> None:
 
 def tensor_names(hf: dict) -> set[str]:
     """Return the names of a directory's tensors, the output layer's among them even if it is tied."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     family = FAMILIES[hf["model_type"]]
     kind = AutoModelForImageTextToText if family.tower else AutoModelForCausalLM
     with torch.device("meta"):  # no numbers, only names

@@ -4,8 +4,6 @@ Parallelism is Megatron's: tensor, pipeline, context, sequence; and for data Dis
 with the DistributedOptimizer, which shards AdamW over the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -25,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import save_file
 from torch import Tensor
 
 from config import Config
@@ -165,17 +164,14 @@ class Trainer:
     def _state_tensors(self) -> Iterator[Tensor]:
         """Yield weights, the optimizer's copies and moments of them, not its counts of steps."""
         yield from (buffer.param_data for buffer in self.ddp.buffers)
-        yield from (parameter for parameter in self.parameters() if not parameter.requires_grad)
+        yield from (weight for weight in self.gpt.parameters() if not weight.requires_grad)
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
             for state in part.optimizer.state.values():
                 yield from (tensor for tensor in state.values() if tensor.ndim)
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return list(self.gpt.parameters())
-
-    def update(self, mini_batches: list, beside: Iterable[Trainer] = ()) -> dict[str, float]:
+    def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
         """Update this model and those beside it: the metrics of all (collective); see executor.py."""
         trainers = [self, *beside]
         updates = [trainer.updating(mini_batches) for trainer in trainers]
@@ -317,8 +313,6 @@ class Trainer:
 
     def write_hf(self, weights: dict[str, Tensor], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
-        from safetensors.torch import save_file
-
         Path(path).mkdir(parents=True, exist_ok=True)
         for file in Path(self.model_dir).iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):

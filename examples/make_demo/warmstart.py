@@ -139,7 +139,7 @@ class MuonActor(Actor):
 
     def _apply_gradients(self, lr: float) -> float:
         """Make a step; `lr` scales both learning rates. Returns the gradients' norm before clipping."""
-        parameters = self.parameters()
+        parameters = list(self.gpt.parameters())
         for parameter in parameters:
             parameter.grad = parameter.main_grad  # where Megatron's DDP summed them
         norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.CLIP_GRAD)
