@@ -161,7 +161,8 @@ class Config:
         no_room = f"leaves prompts no room in --max-model-len {context}"
         if 0 < context <= self.max_new_tokens:
             raise UserError(f"--max-new-tokens {self.max_new_tokens} {no_room}")
-        if self.judge_models and 0 < context <= self.judge_max_new_tokens:
+        writes = self.judge_models and self.judge_format != ("score",)
+        if writes and 0 < context <= self.judge_max_new_tokens:
             raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
         longest = max(context, self.max_new_tokens + 1)
         if self.command == "rl" and longest > self.token_budget:
