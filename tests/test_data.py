@@ -321,6 +321,7 @@ def test_the_key_of_an_answer(tmp_path):
 
 
 SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nTogether 72.\n#### 1,072"
+CODE = "assert f(1)\n#### a comment\nassert f(2)"
 KEYS = {
     ("chat", SOLUTION): "1,072",
     ("number", SOLUTION): "1072",
@@ -332,10 +333,7 @@ KEYS = {
     ("chat", "Paris"): "Paris",
     ("chat", "$18.00"): "$18.00",
     ("addition", "125"): "125",
-    (
-        "chat",
-        "assert f(1)\n#### a comment\nassert f(2)",
-    ): "assert f(1)\n#### a comment\nassert f(2)",
+    ("chat", CODE): CODE,
     ("number", None): None,
 }
 

@@ -113,10 +113,8 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluat
         """>7, but of the sampled ones >8 with an odd index, and the last of them is cut off."""
         for index in range(len(requests)):
             text = ">8" if index in (1, 3) else ">7"
-            tokens = [
-                *tokenizer(text, add_special_tokens=False)["input_ids"],
-                tokenizer.eos_token_id,
-            ]
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens.append(tokenizer.eos_token_id)
             yield Answer(index, tokens, [], "length" if index == 4 else "stop", [])
 
     pool = FakePool(write)

@@ -45,55 +45,35 @@ def test_how_chat_is_read():
 NUMBERS = {  # text -> its last number
     "7": "7",
     "3 + 4 = 7": "7",
-    "So it is 7.": "7",
     "7.0": "7",
     "7.50 m": "7.5",
-    "007": "7",
-    "0.070": "0.07",
     ".5": "0.5",
     "It is -.5": "-0.5",
     "and so on ...5": "5",
-    "100": "100",
     "1,234": "1234",
-    "$1,234.50.": "1234.5",
-    "12,345,678 people": "12345678",
     "1,2,3": "3",
-    "1, 234": "234",
     "1,234,56": "56",
-    "12,34": "34",
     "-3": "-3",
-    "= -3": "-3",
     "(-3)": "-3",
     "-$3": "-3",
-    "$-3": "-3",
     "\u22123": "-3",  # MINUS SIGN
     "+3": "3",
     "- 3": "3",  # of a list
-    "-0": "0",
     "-0.00": "0",
     "10-3": "3",  # an operator, or a range
-    "x-3": "3",
     "(5)-3": "3",
-    "10%-20%": "20",
-    "10 - 3": "3",
     "5--3": "-3",
     "10 -3": "-3",
     "3/4": "3/4",
-    "It is -3/4.": "-3/4",
     "6/3=2": "2",
     "half of 12/25/2024": "2024",
     "1.2.3": "3",
     "10:30": "30",
-    "50%": "50",
     "7cm\u00b2": "7",
-    "x2": "2",
     "1e5": "5",
     r"$\boxed{-\$18}$": "-18",
-    r"\boxed{1,000}.": "1000",
-    "**42**": "42",
     "48/2 = <<48/2=24>>24 clips.\n#### 1,072": "1072",
     "9" * 5000: "9" * 5000,  # int() takes 4300 digits
-    "0" * 5000: "0",
     "": None,
     "Paris": None,
     "\u00bd": None,  # one half
@@ -106,15 +86,7 @@ def test_the_last_number_of_a_text():
     assert {text: genrm.number_answer(text) for text in NUMBERS} == NUMBERS
 
 
-SENTENCES = [
-    "{}",
-    "It is {}.",
-    "2 + 3: {}",
-    "**{}**",
-    "(-1, {})",
-    "**Answer:** {}\n",
-    r"\boxed{{{}}}",
-]
+SENTENCES = ["{}", "It is {}.", "2 + 3: {}", "**{}**", "(-1, {})", "**Answer:** {}\n"]
 
 
 @given(
@@ -444,12 +416,9 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
 @pytest.mark.parametrize("text,answer", [("So 3 + 4 = 7.0.", "7"), ("I can't say", None)])
 def test_a_judge_that_writes_is_shown_the_number(text, answer):
     """Asked as `chat` asks, and not at all where there is none."""
-    listed, engine, judged = (
-        make_rewards("number"),
-        Engine(always("Verdict: correct")),
-        sample(text),
-    )
-    score_all(listed, Pool(engine), [judged])
+    judged = sample(text)
+    engine = Engine(always("Verdict: correct"))
+    score_all(make_rewards("number"), Pool(engine), [judged])
     assert judged.reward == float(answer is not None) == len(engine.asked)
     assert all(asked.endswith(f"Final answer:\n{answer}") for asked in engine.asked)
 
