@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import os
 import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -330,20 +329,3 @@ def test_the_command_that_goes_on(monkeypatch, given):
         monkeypatch.setenv(name, "2")
     line = asyncio.run(run.run(settings, [], run.shutdown.Stop()))
     assert line.endswith("go on with: torchrun --nproc-per-node 2 run.py --mode full --out 'a b'")
-
-
-def test_the_command_that_goes_on_with_an_evaluation(monkeypatch):
-    """The very same, without torchrun."""
-    command = "run.py eval --model m --out 'a b'"
-    monkeypatch.setattr("training.model.check_models", lambda _: None)
-    monkeypatch.setattr(run.memory, "check_fits", lambda *_, **__: None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    joined = nullcontext((FakeWorld(0, 1, {}), Mock()))
-    monkeypatch.setattr(run, "joined", lambda _: joined)
-    monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext())
-    stopped = "stopped after 3 of 5 prompts"
-    monkeypatch.setattr(run.evaluate, "evaluate", AsyncMock(side_effect=[stopped, ""]))
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
-    settings = config.parse_config(shlex.split(command)[1:])
-    lines = [asyncio.run(run.evaluate_model(settings, run.shutdown.Stop())) for _ in range(2)]
-    assert lines == [f"{stopped}; go on with: python {command}", ""]

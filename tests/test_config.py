@@ -220,7 +220,6 @@ def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
     assert check_settings(config, ranks) == [expected]
     described = describe(config, [expected], ranks)
     assert str(expected) in described and f"{config.prompts_per_step * 8} samples" in described
-    assert "rollout engines run some program" in described
 
 
 def test_a_judge_that_writes_nothing_needs_no_room_for_it():

@@ -309,14 +309,6 @@ def test_several_processes_compile_at_once(empty_cache):
     assert compiler.compiled() == library and library.stat().st_mtime_ns == changed
 
 
-def test_no_library_is_found_before_it_is_whole(empty_cache, tmp_path, monkeypatch):
-    text = '[ "$1" = --version ] && exit; for last; do :; done; echo > "$last"; '
-    text += 'ls "$XDG_CACHE_HOME/nanoyatt" > "$XDG_CACHE_HOME/seen"'
-    fake_compiler(tmp_path / "bin", text, monkeypatch)
-    library = compiler.compiled()
-    assert library.exists() and library.name not in (empty_cache.parent / "seen").read_text()
-
-
 def test_its_name_is_of_all_that_the_code_depends_on(empty_cache, tmp_path, monkeypatch):
     """A shared home serves machines of several kinds."""
     # the last argument is where the library goes

@@ -553,21 +553,6 @@ def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_pat
         run(other.close())
 
 
-def test_a_cache_too_small_for_all_writes_the_same(engine, run, models, tmp_path, monkeypatch):
-    """1,024 tokens for 48 answers of 100 to 147: some are taken back and go on later."""
-    prompts = [tokens_of(i, 10 + i) for i in range(48)]
-    requests = requests_of(prompts, Sampling(1.0, 90, ignore_eos=True), seeds=range(48))
-    roomy = run(ask_for(engine, requests))
-    monkeypatch.setattr(server, "kv_tokens", lambda context, config: context)
-    other = launch(models[0], tmp_path / "engine.log")
-    try:
-        run(other.ready(START_S))
-        for one, narrow in zip(roomy, run(ask_for(other, requests)), strict=True):
-            assert (one.tokens, one.logprobs) == (narrow.tokens, narrow.logprobs)
-    finally:
-        run(other.close())
-
-
 def test_another_seed_writes_another_answer(engine, run):
     """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
     sampling, seeds = Sampling(1.0, 30, ignore_eos=True), [1, 2, 1, 1 + 2**62]

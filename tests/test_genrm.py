@@ -43,36 +43,17 @@ def test_how_chat_is_read():
 
 
 NUMBERS = {  # text -> its last number
-    "7": "7",
     "3 + 4 = 7": "7",
-    "7.0": "7",
-    "7.50 m": "7.5",
     ".5": "0.5",
-    "It is -.5": "-0.5",
-    "and so on ...5": "5",
-    "1,234": "1234",
-    "1,2,3": "3",
     "1,234,56": "56",
-    "-3": "-3",
-    "(-3)": "-3",
     "-$3": "-3",
     "\u22123": "-3",  # MINUS SIGN
-    "+3": "3",
     "- 3": "3",  # of a list
-    "-0.00": "0",
     "10-3": "3",  # an operator, or a range
     "(5)-3": "3",
-    "5--3": "-3",
-    "10 -3": "-3",
     "3/4": "3/4",
-    "6/3=2": "2",
     "half of 12/25/2024": "2024",
-    "1.2.3": "3",
-    "10:30": "30",
-    "7cm\u00b2": "7",
-    "1e5": "5",
     r"$\boxed{-\$18}$": "-18",
-    "48/2 = <<48/2=24>>24 clips.\n#### 1,072": "1072",
     "9" * 5000: "9" * 5000,  # int() takes 4300 digits
     "": None,
     "Paris": None,
@@ -411,16 +392,6 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     plain, *attacked = ([token for token in prompt if token in special] for prompt in seen)
     assert attacked == [plain, plain]
     assert all("im_" in tokenizer.decode(prompt) for prompt in seen[1:] if "im_" in attack)
-
-
-@pytest.mark.parametrize("text,answer", [("So 3 + 4 = 7.0.", "7"), ("I can't say", None)])
-def test_a_judge_that_writes_is_shown_the_number(text, answer):
-    """Asked as `chat` asks, and not at all where there is none."""
-    judged = sample(text)
-    engine = Engine(always("Verdict: correct"))
-    score_all(make_rewards("number"), Pool(engine), [judged])
-    assert judged.reward == float(answer is not None) == len(engine.asked)
-    assert all(asked.endswith(f"Final answer:\n{answer}") for asked in engine.asked)
 
 
 SILENT = [([5, 0], [0, 8], "judge A: none of the first 5 .*-format addition harm")]

@@ -123,11 +123,6 @@ def test_cut_in_parts(tmp_path, cut, ranks):
     assert max(column(run.out, "train/engine_logprob_diff_max")) < LOGPROB_DIFF
 
 
-def test_a_cut_that_does_not_divide_the_heads_is_one_line(tmp_path):
-    run = Run(tmp_path, *RL, *NUMBER, "--tp", "2").start().finish()
-    run.check_one_line("--tp 2 does not divide num_attention_heads = 9")
-
-
 @pytest.mark.parametrize("command", ["sft", "dpo"])
 def test_learning_from_examples(tmp_path, rows, command):
     """The loss on what is held out falls, and SGLang serves what was learned."""
