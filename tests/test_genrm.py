@@ -44,7 +44,6 @@ def test_how_chat_is_read():
 
 NUMBERS = {  # text -> its last number
     "3 + 4 = 7": "7",
-    ".5": "0.5",
     "1,234,56": "56",
     "-$3": "-3",
     "\u22123": "-3",  # MINUS SIGN
@@ -52,11 +51,9 @@ NUMBERS = {  # text -> its last number
     "10-3": "3",  # an operator, or a range
     "(5)-3": "3",
     "3/4": "3/4",
-    "half of 12/25/2024": "2024",
     r"$\boxed{-\$18}$": "-18",
     "9" * 5000: "9" * 5000,  # int() takes 4300 digits
     "": None,
-    "Paris": None,
     "\u00bd": None,  # one half
     "-, $. and ./": None,
 }
