@@ -91,13 +91,15 @@ class Actor(Trainer):
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
-        wanted = flat(mini_batches)
-        if not self.algorithm.corrects_mismatch:
-            wanted = [s for s in wanted if min(s.versions, default=self.version) < self.version]
+        limit = math.inf if self.algorithm.corrects_mismatch else self.version
+        micro_batches = []
+        for samples in chain(*mini_batches):
+            micro_batches.append([s for s in samples if min(s.versions, default=limit) < limit])
+        wanted = flat([micro_batches])
         if len(mini_batches) == 1 or not wanted:
             return {}  # of a single mini-batch the pass that trains gives them
         if any(sample.policy_logprobs is None for sample in wanted):
-            for sample, row in zip(wanted, self.logprobs(wanted), strict=True):
+            for sample, row in zip(wanted, self.read_tokens(micro_batches), strict=True):
                 sample.policy_logprobs = row
         return {sample.key: sample.policy_logprobs for sample in wanted}
 
@@ -124,38 +126,22 @@ class Actor(Trainer):
 
     def read_targets(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Log-probabilities of the targets at the temperature of sampling: [targets]."""
-        return self._read(batch, hidden, self.config.temperature)[0]
+        return lm_head.read_targets(self.gpt, batch, hidden, self.config.temperature)[0]
 
     def own_logprobs(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """The same at temperature 1, the model's own."""
-        return self._read(batch, hidden, 1.0)[0]
+        return lm_head.read_targets(self.gpt, batch, hidden, 1.0)[0]
 
     def read_with_entropy(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities, and entropies, which have a gradient if they are in the loss: [targets]."""
         entropy_learns = self.algorithm.entropy_coef > 0
-        return self._read(batch, hidden, self.config.temperature, entropy_learns)
-
-    def _read(
-        self, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        # by a tensor as engines do: by a number CUDA would multiply by its reciprocal
-        temperatures = torch.full_like(batch.targets, temperature, dtype=torch.float32)
-        return lm_head.read_targets(self.gpt, batch, hidden, temperatures, entropy_learns)
+        temperature = self.config.temperature
+        return lm_head.read_targets(self.gpt, batch, hidden, temperature, entropy_learns)
 
     def cross_entropy_loss(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         """The mean of -log p(token) over targets, as TRL's SFTTrainer with completion_only_loss."""
         logprobs = self.own_logprobs(batch, hidden)
         return loss_sums(-logprobs.sum(), len(logprobs), {})
-
-    def logprobs(self, samples: list[Sample]) -> list[list[float]]:
-        """Log-probabilities of responses, a row a sample (collective: model-parallel group)."""
-        packed = self.pack([(sample.prompt, sample.response) for sample in samples])
-        micro_batches = []
-        for chosen in packed:
-            micro_batches.append([samples[index] for index in chosen])
-        rows = self.read_tokens(micro_batches)
-        row_of = dict(zip(flat([packed]), rows, strict=True))
-        return [row_of[index] for index in range(len(samples))]
 
 
 @dataclass
@@ -358,19 +344,18 @@ class Reference:
         self._actor = actor
         has_gpu = actor.device.type == "cuda"
         self._host = []
-        for parameter in actor.parameters():
+        for parameter in actor.gpt.parameters():
             copy = torch.empty_like(parameter.detach(), device="cpu", pin_memory=has_gpu)
             self._host.append(copy.copy_(parameter.detach()))
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
         """Fill `reference_logprobs` and, for a KL in the reward, `policy_logprobs` (collective)."""
-        assert self._actor.awake, "the actor sleeps: wake it before its reference is asked"
         samples = flat(mini_batches)
         micro_batches = list(chain(*mini_batches))
         if self._actor.algorithm.kl_in == "reward":
             for sample, row in zip(samples, self._actor.read_tokens(micro_batches), strict=True):
                 sample.policy_logprobs = row
-        parameters = self._actor.parameters()
+        parameters = list(self._actor.gpt.parameters())
         own = [parameter.data for parameter in parameters]
         for parameter, host in zip(parameters, self._host, strict=True):
             parameter.data = host.to(self._actor.device, non_blocking=True)

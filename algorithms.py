@@ -185,9 +185,7 @@ class Settings:
     lagrange_lr: float = 0.1  # ln(lambda) grows by this times lambda times (cost - cost_limit)
     critic_epochs: int = 1  # passes of a critic over a step's answers; the actor makes one
     critic_warmup: int = 0  # first steps in which the critic learns alone
-    value_clip: float = (
-        0.2  # a value that moved by more to its return isn't pulled on; inf: no limit
-    )
+    value_clip: float = 0.2  # a value that moved by more to its return isn't pulled on; inf: none
 
 
 LIMITS = {field.name: (0.0, math.inf) for field in fields(Settings) if field.type != "str"}

@@ -78,8 +78,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "files": c.checkpoints.files,
         "prompts": c.prompts.state(),
         "split": c.placement.plan.split,
-    }
-    common |= asdict(c.state)
+    } | asdict(c.state)
     own = {"groups": [], "rewards": c.rewards.counts(), "random": torch.get_rng_state().tolist()}
     for group in c.prompts.groups.values():
         own["groups"].append([dict(vars(sample)) for sample in group])

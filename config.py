@@ -42,6 +42,7 @@ class Config:
     device: str = "cpu"  # cpu | cuda, one for each rank; default: cuda where there is one
     host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on
     timeout_s: float = 600.0  # the longest wait for another rank; other timeouts are parts of it
+    memory_check: bool = True  # end before a start if --dry-run says: too little memory
     # ---- model and data
     model: str = ""  # Hugging Face directory of the policy; default: the demo's
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
@@ -77,7 +78,7 @@ class Config:
     lr: float = 1e-6  # AdamW
     lr_warmup_steps: int = 5  # linear; the first update has a fifth
     lr_decay_to: float = 1.0  # part of --lr at the end, linear; sft, rm, dpo, demo: 0.1
-    max_tokens_per_micro_batch: int = 8192  # prompts and responses packed into one forward pass
+    max_tokens_per_micro_batch: int = 8192  # most in a forward pass; on CPUs fewer of a large model
     tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
     cp: int = 1  # context-parallel ranks
@@ -98,7 +99,6 @@ class Config:
     rollout_tp: int = 1  # ranks that one rollout engine spans
     genrm_tp: int = 1  # ranks that one genrm engine spans
     mem_fraction: float = 0.7  # CUDA: of a device, for an awake engine's weights and cache
-    memory_check: bool = True  # CUDA: end before a start if --dry-run says: too small
     deterministic: bool = True  # same seed, same tokens; costs speed, with CUDA off by default
     port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
     # ---- checkpoints
@@ -161,7 +161,8 @@ class Config:
         no_room = f"leaves prompts no room in --max-model-len {context}"
         if 0 < context <= self.max_new_tokens:
             raise UserError(f"--max-new-tokens {self.max_new_tokens} {no_room}")
-        if self.judge_models and 0 < context <= self.judge_max_new_tokens:
+        writes = self.judge_models and self.judge_format != ("score",)
+        if writes and 0 < context <= self.judge_max_new_tokens:
             raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
         longest = max(context, self.max_new_tokens + 1)
         if self.command == "rl" and longest > self.token_budget:

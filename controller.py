@@ -67,9 +67,7 @@ class Controller:
     checkpoints: Checkpoints
     references: list[Reference] = field(default_factory=list)  # one, if the KL to it is asked for
     collect: Callable[[Controller], Awaitable[RolloutBatch]] = rollout.collect  # or a replay's
-    learn: Callable[[Controller, MiniBatches], Awaitable[dict]] = field(
-        default_factory=lambda: learn
-    )
+    learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
     stopping: int = 0  # the signal that asked one of the controllers to stop, once all know

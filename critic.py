@@ -4,14 +4,11 @@ It is the policy's architecture with one number a token in place of the logits, 
 predicts the token: the value of the state before it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from algorithms import algorithm_of
@@ -29,14 +26,12 @@ from training.trainer import LossSums, Read, Trainer, as_sequences, loss_sums, m
 STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")  # sums over targets
 
 
-class ValueHead(torch.nn.Module):
+class ValueHead(torch.nn.Linear):
     """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer, whole on every rank."""
 
     def __init__(self, config: models.TransformerConfig):
-        super().__init__()
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.config = config
-        zeros = torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        self.weight = torch.nn.Parameter(zeros)
         self.weight.tensor_model_parallel = False
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
@@ -45,7 +40,7 @@ class ValueHead(torch.nn.Module):
             # every rank makes all values: their gradients are equal, and must not be summed
             gather = models.gather_from_sequence_parallel_region
             hidden = gather(hidden, tensor_parallel_output_grad=False)
-        return F.linear(hidden, self.weight), None
+        return super().forward(hidden), None
 
 
 class Critic(Trainer):
@@ -123,16 +118,14 @@ def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
     return head
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
-) -> tuple[Tensor, Tensor]:
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """The clipped squared error of each token, and whether the clip cut its gradient: [tokens].
 
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
     than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2).
     """
     # bit for bit `values` inside
-    clipped_values = values.clamp(old_values - clip, old_values + clip)
+    clipped_values = values.clamp(old - clip, old + clip)
     plain = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
@@ -144,18 +137,18 @@ class ValueLoss:
 
     read: Read  # the values
     returns: Tensor  # [slots], see packing.MicroBatch
-    old_values: Tensor  # [slots]
+    old: Tensor  # [slots]
     clip: float
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
         """The loss of a micro-batch, from the model's output."""
         slots = batch.slots[batch.slots != NO_TARGET]
         returns = self.returns[slots]
-        old_values = self.old_values[slots]
-        loss, clipped = value_loss(self.read(batch, output), old_values, returns, self.clip)
+        old = self.old[slots]
+        loss, clipped = value_loss(self.read(batch, output), old, returns, self.clip)
         # in float64: a variance is a small difference of these sums
         returns = returns.double()
-        errors = returns - old_values.double()
+        errors = returns - old.double()
         stats = {
             "clipped": clipped.sum(),
             "returns": returns.sum(),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from jinja2 import TemplateError
 
@@ -152,7 +152,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 class PromptRow(NamedTuple):
     where: str  # file and line
     prompt: Text
-    answer: Any
+    answer_key: str | None
     images: Callable[[], list]  # paths and bytes, as `image_file` takes them
 
 
@@ -170,6 +170,7 @@ class PromptFile(Sequence[Prompt]):
     skip_long: bool = False  # leave out longer ones
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
+    read_key: Callable[[str], str | None] = str  # as JudgeFormat.read_key
 
     def __post_init__(self):
         self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
@@ -204,7 +205,10 @@ class PromptFile(Sequence[Prompt]):
             if self.reader:
                 check_places(str(prompt).count(IMAGE), files, where)
             images = partial(list, files)
-        return PromptRow(where, prompt, row.get("answer"), images)
+        key = answer_key(row.get("answer"))
+        if key is not None and (key := self.read_key(key)) is None:
+            raise UserError(f"{where}: --judge-format finds none in `answer`: {row['answer']!r}")
+        return PromptRow(where, prompt, key, images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
         if self.reader is None:
@@ -247,7 +251,7 @@ class PromptFile(Sequence[Prompt]):
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
         # of Parquet, turns may hold times, which a checkpoint's JSON has no word for
         several = json.loads(json.dumps(turns, default=str)) if len(turns) > 1 else []
-        return Prompt(tokens, question, answer_key(row.answer), partial(self._images, row), several)
+        return Prompt(tokens, question, row.answer_key, partial(self._images, row), several)
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:

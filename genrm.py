@@ -1,7 +1,7 @@
 """GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
-A `JudgeFormat` says what a judge is asked and how its text is read, in small pure functions to be edited for
-one of your own: `chat` is for any instruction-following model, `harm` for costs, `score` for a scalar model.
+A `JudgeFormat` says what a judge is asked and how texts are read, in small pure functions to be edited for
+one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs, `score` scalar.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class JudgeFormat:
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
+    read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
 
     def answer_of(self, text: str, finish: str) -> str | None:
         """The final answer of a response; None when it has none or was cut off before its end."""
@@ -74,6 +75,23 @@ def chat_answer(text: str) -> str | None:
     return tail.splitlines()[-1].strip() if tail else None
 
 
+# a minus behind an operand is an operator, as in 10-3; commas stand between thousands; 3/4 is one number
+NUMBER = re.compile(
+    r"(?:(?<![\w)\]}%])([-−]))?\\?[$€£]?"
+    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))(?:\.[0-9]+)?)(/[0-9]+)?"
+)
+
+
+def number_answer(text: str) -> str | None:
+    """The last number, in digits that are the same however it is written: -$1,234.50 is -1234.5, 7.0 is 7."""
+    if not (found := NUMBER.findall(text)):
+        return None
+    minus, digits, divisor = found[-1]
+    whole, _, decimals = digits.replace(",", "").partition(".")
+    number = f"{whole.lstrip('0') or 0}.{decimals}".rstrip("0").rstrip(".") + divisor
+    return f"-{number}" if minus and number != "0" else number
+
+
 def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
     return [{"role": "user", "content": instruction.format(question=question, answer=answer)}]
 
@@ -100,6 +118,7 @@ Response:
 
 FORMATS = {  # the demo adds rows of its own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
+    "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_answer),
     "harm": JudgeFormat(
         lambda text: text.strip() or None,  # all of the response
         partial(chat_prompt, instruction=HARM_JUDGE),  # what is accepted costs 1 (--cost-judge)
@@ -121,6 +140,13 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     if unknown:
         wrong = f"{unknown[0]} is unknown"
     raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
+
+
+def none_right(config: Config, count: int, text: str, key: str) -> str:
+    """Say that no answer is right, what one looks like, and which formats there are to read it."""
+    by = f"none of {count} answers is right by --judge-format {config.judge_format[0]}"
+    one = f"one ends in {text[-60:]!r}, and its key is {key[-60:]!r}"
+    return f"{by}; {one}; formats: {', '.join(FORMATS)}"
 
 
 class Judgement(NamedTuple):

@@ -45,8 +45,7 @@ class Plan:
 
     def leads(self, role: str) -> tuple[int, ...]:
         """The ranks that own a server of `role`."""
-        steps = {"rollout": self.rollout_tp, "genrm": self.genrm_tp}
-        return vars(self)[role][:: steps[role]]
+        return vars(self)[role][:: vars(self)[f"{role}_tp"]]
 
     @property
     def units(self) -> list[tuple[int, ...]]:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import data
 from config import Config, UserError
 from engines.pool import Pool
-from genrm import Judge, Judgement, formats_of
+from genrm import FORMATS, Judge, Judgement, formats_of
 from sample import Sample
 
 Decode = Callable[[list[int]], str]  # the policy's tokens -> text
@@ -36,15 +36,20 @@ class TextSample(Sample):
     answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
 
 
-def exact_match(sample: TextSample) -> float:
-    """Compare the final answer with the answer key (`right`): 1 if they are the same, else 0."""
-    if sample.answer_key is None:
+def exact_match(sample: TextSample, how: str) -> float:
+    """Compare the final answer (`right`) or the last number (`number`) with the answer key's: 1 or 0."""
+    answer = sample.answer
+    key = sample.answer_key
+    if how == "number":
+        answer = FORMATS[how].answer_of(sample.text, sample.finish)
+        key = FORMATS[how].read_key(key or "")
+    if key is None:
         raise UserError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
-    return float(sample.answer == sample.answer_key)
+    return float(answer == key)
 
 
 RULES = {  # how a rule is spelled -> its function, which takes the groups of the pattern, too
-    r"right": exact_match,
+    r"(?P<how>right|number)": exact_match,
     # `length:40`: tokens of the answer, divided by 40; `forbidden:7`: 1 if the answer's text has a 7, else 0
     r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
     r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.text),
@@ -95,7 +100,7 @@ def load(signal: str, spec: str) -> Rule:
     named = f"{spec}:{signal}" if spec.endswith(".py") else spec
     path, _, name = named.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        specs = "FILE.py, FILE.py:name, right, length:40 or forbidden:7"
+        specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
         raise UserError(f"{title}: no such file; say {specs}")
     code = UserCode(title, str(Path(path).resolve()))
     found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", code.file)

@@ -90,7 +90,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     if config.command != "eval" and not ranks:
         raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
     if config.command == "eval":
-        work = evaluate_model(config)
+        work = evaluate_model(config, stop)
     elif config.command == "rl":
         work = run(config, plans, stop)
     else:
@@ -151,16 +151,17 @@ async def learn_from_examples(config: Config) -> str:
     return ""
 
 
-async def evaluate_model(config: Config) -> str:
+async def evaluate_model(config: Config, stop: Stop) -> str:
     """Evaluate on one rank with one engine, without torchrun."""
     from training import model
 
     model.check_models(config)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    memory.check_fits(config, [], ranks=1)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        progress.close()  # there are no steps to count
-        await evaluate.evaluate(config, fleet, progress.line)
-    return ""
+        progress.resume_at(0, 0)  # it counts prompts, once they are known
+        stopped = await evaluate.evaluate(config, fleet, progress, stop)
+    return stopped and f"{stopped}; go on with: python {shlex.join(sys.argv)}"
 
 
 @contextlib.asynccontextmanager
@@ -185,22 +186,29 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 async def build(
     config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
 ) -> Controller:
-    """Build this rank's controller, new or as a checkpoint has it (collective)."""
+    """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
     inputs = await world.run(load_inputs, config, progress.line)
+    config = memory.with_micro_batch(config)
     memory.check_fits(config, plans, world.size)
     point = await prepare_out(config, world, progress.line)
     progress.line(describe(config, plans, world.size))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
     timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
-    placement, references = await start_models(config, plans, world, fleet, inputs, timeline)
+    await fleet.launch(servers_of(world.rank, config, plans))
+    if world.rank == 0:
+        metadata = json.dumps(run_metadata(config), indent=1)
+        (out / "config.json").write_text(metadata + "\n")
+    trainers, references = await world.run(build_trainers, config, inputs)  # while servers load
+    await fleet.ready()
+    pools = await fleet.connect(timeline)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        placement=placement,
+        placement=Placement(plans, trainers, pools, world, timeline),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
@@ -217,25 +225,6 @@ async def build(
     await stop.until_all_are_ready(world)  # from here on every rank stops by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
-
-
-async def start_models(
-    config: Config,
-    plans: list[Plan],
-    world: World,
-    fleet: Fleet,
-    inputs: Inputs,
-    timeline: Timeline,
-) -> tuple[Placement, list[Reference]]:
-    """Start this rank's servers, and build its trainers while they load (collective)."""
-    await fleet.launch(servers_of(world.rank, config, plans))
-    if world.rank == 0:
-        metadata = json.dumps(run_metadata(config), indent=1)
-        Path(config.out, "config.json").write_text(metadata + "\n")
-    trainers, references = await world.run(build_trainers, config, inputs)
-    await fleet.ready()
-    pools = await fleet.connect(timeline)
-    return Placement(plans, trainers, pools, world, timeline), references
 
 
 def tell_phase(world: World, progress: Progress, name: str, step: int) -> None:
@@ -269,7 +258,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     if config.data:
         room = longest - config.max_new_tokens
-        rows = data.PromptFile(Path(config.data), tokenizer, room, config.skip_long, say, reader)
+        how = (config.skip_long, say, reader, formats_of(config)[0].read_key)
+        rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
     sees = reader is not None
@@ -279,7 +269,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     scores = rewards.build(config, judges, decode, readers)
     collect = rollout.collect
     if config.train_only:
-        collect = replay.Replay(Path(config.replay), config.algorithm[0]).collect
+        steps = replay.read_replay(Path(config.replay), config.algorithm[0])
+        collect = partial(replay.collect, steps)
     texts = []
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)

@@ -51,7 +51,8 @@ class MeasuredRun:
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         spans = list(c.timeline.events)
-        await self._own.report.step(c, step, batch, samples, stats)
+        own = dataclasses.replace(c, report=self._own.report)
+        await own.report.step(own, step, batch, samples, stats)
         now = self._meter.mark()
         self._meter.rows[-1] |= {
             "step": self._last.to(now),

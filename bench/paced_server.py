@@ -2,7 +2,7 @@
 
 For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
 to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; a third number is more for each
-prompt that is read. With it, bench/served_load.py has servers run this module.
+prompt that is read. With it, bench/served_load.py has servers run this module. It takes a C++ compiler.
 """
 
 import math
@@ -10,6 +10,7 @@ import os
 import time
 
 from cpu import sglang
+from cpu.decoder import Decoder
 
 
 def at_pace(forward, pace):
@@ -41,5 +42,6 @@ def at_pace(forward, pace):
 if __name__ == "__main__":
     sglang.die_with_parent()
     library = sglang.install()
-    sglang.decoder_forward = at_pace(sglang.decoder_forward, os.environ["BENCH_PACE_MS"])
+    Decoder.run_layers = at_pace(Decoder.run_layers, os.environ["BENCH_PACE_MS"])
+    Decoder.most_steps = 1  # each step has its pace
     sglang.main()

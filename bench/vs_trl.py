@@ -3,14 +3,16 @@
     python bench/vs_trl.py                           3 repeats of each: a table, runs/vs_trl-demo/results.json
     python bench/vs_trl.py --repeats 1 --steps 4     a quick look
     python bench/vs_trl.py --size larger             nine times the parameters, so that arithmetic counts
+    python bench/vs_trl.py --model DIR --steps 3     any other model
     python bench/vs_trl.py --no-deterministic        nanoYATT without answers that are equal to the last bit
 
-Model: the demo's actor, or a larger one that has learnt the demo's task from examples. Task: addition, reward
-1 for the exact answer. A step is 16 prompts x 8 answers of up to 72 tokens and one update on all of them, on
-two ranks. Every repeat is a fresh torchrun, whose first steps are left out of the step figures; sides
-alternate. CPU-seconds and memory count every process of a side: ranks, servers, schedulers, the launcher. TRL
-has an environment of its own, .venv-trl, made on first use. One unmeasured run of each side comes first, so
-that both find their files cached. TRL's step is on_step_begin to on_step_end, ours one report to the next.
+Model: the demo's actor, a larger one that has learnt the demo's task from examples, or any other. Task:
+addition, reward 1 for the exact answer. A step is 16 prompts x 8 answers of up to 72 tokens (of another model
+24) and one update on all of them, on two ranks. Every repeat is a fresh torchrun, whose first steps are left
+out of the step figures; sides alternate. CPU-seconds and memory count every process of a side: ranks,
+servers, schedulers, the launcher. TRL has an environment of its own, .venv-trl, made on first use. One
+unmeasured run of each side comes first, so that both find their files cached. TRL's step is on_step_begin to
+on_step_end, ours one report to the next.
 """
 
 import json
@@ -38,11 +40,12 @@ RANKS = 2
 LAUNCH = ("--standalone", "--nproc-per-node", RANKS)
 RUN_LIMIT_S = 900.0
 SIDES = ("nanoYATT", "TRL")
-LR = {"demo": 5e-4, "larger": 1e-4}  # at 5e-4 the larger model's reward falls on either side
+# at 5e-4 the larger model's reward falls on either side; other models don't know the task
+LR = {"demo": 5e-4, "larger": 1e-4, "other": 1e-6}
 PORT = 31000  # of nanoYATT's first engine
 PROMPTS = 16  # of a step
 ANSWERS = 8  # to a prompt
-MAX_NEW_TOKENS = 72
+MAX_NEW_TOKENS = {"demo": 72, "larger": 72, "other": 24}
 
 
 # ---------------------------------------------------------------- what both sides are given
@@ -63,7 +66,9 @@ def make_trl_environment() -> None:
 
 
 def make_model(settings: Namespace) -> Path:
-    """The demo's policy, or a larger one, which learns the demo's task on first use."""
+    """The demo's policy, a larger one, which learns the demo's task on first use, or --model."""
+    if settings.model:
+        return settings.model.resolve()
     if settings.size == "demo":
         return DEMO_MODELS / "written" / "actor"
     if not (LARGER / "hf").is_dir():
@@ -102,7 +107,7 @@ def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
         command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py"]
         command += ["--prompts", PROMPTS, "--answers", ANSWERS, "--problems", settings.problems]
     command += ["--model", settings.model, "--steps", steps, "--lr", LR[settings.size]]
-    command += ["--seed", 0, "--max-new-tokens", MAX_NEW_TOKENS]
+    command += ["--seed", 0, "--max-new-tokens", MAX_NEW_TOKENS[settings.size]]
     meter = {"METER_FOLDER": str(folder), "METER_LAUNCHED": str(time.monotonic())}
     run_to_its_end(command, folder / "log.txt", RUN_LIMIT_S, meter)
     return merge([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)])
@@ -186,10 +191,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of a repeat")
     parser.add_argument("--warmup", type=int, default=2, help="steps before those")
-    parser.add_argument("--size", choices=LR, default="demo", help="of the model")
+    parser.add_argument("--size", choices=("demo", "larger"), default="demo", help="of the model")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory, in its place")
     unequal = "nanoYATT without answers that are equal to the last bit"
     parser.add_argument("--no-deterministic", action="store_true", help=unequal)
     settings = parser.parse_args()
+    settings.size = "other" if settings.model else settings.size
     settings.out = RUNS / f"vs_trl-{settings.size}{'-no-deterministic' * settings.no_deterministic}"
     make_trl_environment()
     shutil.rmtree(settings.out, ignore_errors=True)

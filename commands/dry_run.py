@@ -1,7 +1,5 @@
 """Checks before a run. `--dry-run`: who would run where, in how much memory; `check`: what is free here."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform
@@ -15,7 +13,7 @@ from typing import NamedTuple
 
 import psutil
 
-from commands.memory import PROCESS, SERVER, bucket_bytes, memory
+from commands.memory import PROCESS, SERVER, bucket_bytes, memory, with_micro_batch
 from config import Config, as_text, dashed, why_unusable
 from placement import Plan, make_plans
 from reporting.describe import describe
@@ -23,7 +21,7 @@ from runtime import devices, rendezvous, supported
 
 END = "nothing was started"
 DISK_MB = 1000  # of what a run leaves
-SHARED_MB = 16  # besides weights on their way, see `pushed`
+SHARED_MB = 16  # besides weights on their way
 NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
@@ -34,6 +32,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
 
     rendezvous.interface_of(config.host)
     model.check_models(config)
+    config = with_micro_batch(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
     values = dataclasses.asdict(config).items()
     text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in values)
@@ -81,7 +80,10 @@ def check(config: Config) -> int:
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    can_read = all(row.is_good for row in rows)  # the shapes of a model's tensors
+    pushed = 0  # bytes of weights on their way through /dev/shm at once, to all engines
+    if all(row.is_good for row in rows):  # else nothing reads the shapes of a model's tensors
+        engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
+        pushed = bucket_bytes(config) * engines
     rows += graphics(config)
     ports = range(config.port, config.port + 2 * ranks)
     connections = psutil.net_connections("tcp")
@@ -89,7 +91,7 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    rows += space(config, ranks, pushed(config, ranks) if can_read else 0)
+    rows += space(config, ranks, pushed)
     for row in rows:
         print(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}")
     missing = [row.name for row in rows if not row.is_good]
@@ -97,15 +99,9 @@ def check(config: Config) -> int:
     return int(bool(missing))
 
 
-def pushed(config: Config, ranks: int) -> int:
-    """The bytes of weights on their way through /dev/shm at once, to all engines."""
-    engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
-    return bucket_bytes(config) * engines
-
-
-def space(config: Config, ranks: int, pushed_bytes: int) -> list[Row]:
-    """The room on the disk, in memory and in shared memory."""
-    shared = 1e6 * SHARED_MB + pushed_bytes
+def space(config: Config, ranks: int, pushed: int) -> list[Row]:
+    """The room on the disk, in memory and in shared memory; pushed: bytes of weights on their way."""
+    shared = 1e6 * SHARED_MB + pushed
     memory = PROCESS * ranks
     if config.device == "cuda":
         shared = 1e6 * NCCL_MB * ranks

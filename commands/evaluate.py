@@ -12,17 +12,21 @@ from pathlib import Path
 from statistics import fmean
 
 import data
+from checkpoint import FREE, sums_of_files
 from config import Config, UserError
 from demo.task import Addition
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
 from engines.pool import EngineStatus, Pool
 from engines.server import context_length
-from genrm import formats_of
+from genrm import formats_of, none_right
 from images.reader import ImageReader, reader_of
+from reporting.progress import Progress
 from reporting.timeline import Timeline
 from rollout import Tasks
+from runtime.atomic_files import append, complete_rows, keep_rows
 from runtime.out_folder import archive
+from runtime.shutdown import Stop
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -38,40 +42,17 @@ def read_problems(
         encode = partial(data.encode_prompt, tokenizer, reader)
         return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    rows = data.PromptFile(Path(config.data), tokenizer, longest, config.skip_long, reader=reader)
+    how = (config.skip_long, print, reader, formats_of(config)[0].read_key)
+    rows = data.PromptFile(Path(config.data), tokenizer, longest, *how)
     if not (problems := [row for row in rows if row.answer_key is not None]):
         raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
     return problems
 
 
-async def generate(
-    config: Config, fleet: Fleet, prompts: list[data.Prompt], sampling: Sampling
-) -> list[list[Answer]]:
-    """Start an engine. Returns `samples` sampled answers to each prompt, and a greedy one at the end."""
-    await fleet.launch([ServerSpec("rollout", config.port, config.model)])
-    await fleet.ready()
-    pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
-    await pools["rollout"].wake()
-    return await ask_all(prompts, pools["rollout"], sampling, config)
-
-
-async def ask_all(
-    prompts: list[data.Prompt], pool: Pool, sampling: Sampling, config: Config
-) -> list[list[Answer]]:
-    """The answers to each prompt. UserError as soon as no engine is left to ask."""
-    tasks = Tasks()
-    for number, prompt in enumerate(prompts):
-        tasks.start(number, ask(number, prompt, pool, sampling, config))
-    asked = list(tasks.running.values())
-    while tasks.running:
-        pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
-        await tasks.poll()
-    return [task.result() for task in asked]
-
-
 async def ask(
     number: int, prompt: data.Prompt, pool: Pool, sampling: Sampling, config: Config
 ) -> list[Answer]:
+    """Return `samples` sampled answers to a prompt, and a greedy one at the end."""
     greedy = dataclasses.replace(sampling, temperature=0.0)
     images = prompt.images()
     requests = []
@@ -82,33 +63,95 @@ async def ask(
     return sorted(found, key=lambda answer: answer.index)
 
 
-async def evaluate(config: Config, fleet: Fleet, say: Callable[[str], None]) -> None:
-    """Write OUT/eval.json and OUT/answers.jsonl, say the figures. UserError for what can't be used."""
+async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop) -> str:
+    """Write OUT/answers.jsonl, then OUT/eval.json. Returns how far it came if it is stopped. UserErrors."""
     tokenizer = data.load_tokenizer(config.model)
     reader = reader_of(config.model)
     problems = read_problems(config, tokenizer, reader)
+    stop_tokens = data.stop_tokens(config.model, tokenizer, reader, progress.line)
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop_tokens)
+    rows = begin(config, progress.line)  # by the problem's number
+    if rows:
+        progress.line(f"goes on after {len(rows)} of {len(problems)} prompts")
+    progress.doing("starting an engine")
+    await fleet.launch([ServerSpec("rollout", config.port, config.model)])
+    await fleet.ready()
+    pools = await fleet.connect(Timeline(0, asyncio.get_running_loop().time))
+    pool = pools["rollout"]
+    await pool.wake()
+    stop.graceful = True
+    progress.resume_at(len(rows), len(problems))
+    tasks = Tasks()
+
+    async def answer(number: int, problem: data.Prompt) -> None:
+        answers = await ask(number, problem, pool, sampling, config)
+        texts = [data.decode(tokenizer, answer.tokens) for answer in answers]
+        row = row_of(problem, texts, [answer.finish for answer in answers], config)
+        rows[number] = {"prompt": number} | row
+        append(Path(config.out, "answers.jsonl"), [rows[number]])
+        progress.done()
+
+    for number, problem in enumerate(problems):
+        if number not in rows:
+            tasks.start(number, answer(number, problem))
+    rate = await wait_for_answers(tasks, pool, stop, progress)
+    if len(rows) < len(problems):
+        return f"stopped after {len(rows)} of {len(problems)} prompts"
+    finish(config, list(rows.values()), rate, progress.line)
+    return ""
+
+
+async def wait_for_answers(tasks: Tasks, pool: Pool, stop: Stop, progress: Progress) -> float:
+    """Wait for all, or for a stop. Returns the tokens a second. UserError as soon as no engine is left."""
+    clock = asyncio.get_running_loop().time
+    tokens = rate = 0
+    while tasks.running and not stop.asked:
+        pool.apply_status(EngineStatus.total([pool.status()]))  # a meeting of one
+        await tasks.poll()
+        tokens += pool.pop_stats().tokens
+        rate = tokens / (clock() - pool.woke_at)
+        progress.doing(f"{rate:.0f} tokens/s")
+    return rate
+
+
+def begin(config: Config, say: Callable[[str], None]) -> dict[int, dict]:
+    """Return the rows of an unfinished evaluation of the same. Anything else in OUT is moved aside."""
+    settings = {name: value for name, value in vars(config).items() if name not in FREE}
+    times = {path.name: path.stat().st_mtime for path in Path(config.model).iterdir()}
+    same = json.dumps([settings, sums_of_files(config), times], sort_keys=True)
+    begun = Path(config.out, "eval_begun.json")
+    if not begun.exists() or begun.read_text() != same:
+        archive(begun.parent, say)
+        begun.write_text(same)
+    keep_rows(begun.with_name("answers.jsonl"), lambda row: True)  # but one that was cut short
+    return {row["prompt"]: row for row in complete_rows(begun.with_name("answers.jsonl"))}
+
+
+def row_of(problem: data.Prompt, texts: list[str], finish: list[str], config: Config) -> dict:
+    """Tell which answers are right, the greedy one last, in a row of OUT/answers.jsonl."""
     answer_of = formats_of(config)[0].answer_of
-    stop = data.stop_tokens(config.model, tokenizer, reader, say)
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop)
-    out = Path(config.out)
-    archive(out, say)
-    answers = await generate(config, fleet, problems, sampling)
-    rows = []
-    for problem, of_problem in zip(problems, answers, strict=True):
-        texts = [data.decode(tokenizer, answer.tokens) for answer in of_problem]
-        finish = [answer.finish for answer in of_problem]
-        found = map(answer_of, texts, finish)
-        right = [answer == problem.answer_key for answer in found]
-        row = {"question": problem.question, "answer": problem.answer_key, "greedy": texts[-1]}
-        rows.append(row | {"sampled": texts[:-1], "right": right, "finish": finish})
+    found = map(answer_of, texts, finish)
+    right = [answer == problem.answer_key for answer in found]
+    row = {"question": problem.question, "answer": problem.answer_key, "greedy": texts[-1]}
+    return row | {"sampled": texts[:-1], "right": right, "finish": finish}
+
+
+def finish(config: Config, rows: list[dict], rate: float, say: Callable[[str], None]) -> None:
+    """Write the figures to OUT/eval.json and say them. rate: tokens a second."""
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
     for power in range(config.samples.bit_length()):
         passed = [pass_at_k(config.samples, sum(row["right"][:-1]), 2**power) for row in rows]
         figures[f"eval/pass@{2**power}"] = fmean(passed)
-    facts = figures | {"prompts": len(problems), "config": dataclasses.asdict(config)}
-    (out / "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (out / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items()]
-    counts = f"({len(problems)} prompts, {config.samples} samples each)"
+    figures["eval/truncated_frac"] = fmean(row["finish"].count("length") for row in rows)
+    figures["eval/truncated_frac"] /= config.samples + 1
+    figures["eval/tokens_per_s"] = rate
+    facts = figures | {"prompts": len(rows), "config": dataclasses.asdict(config)}
+    Path(config.out, "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
+    Path(config.out, "eval_begun.json").unlink()  # the same command begins anew
+    counts = f"({len(rows)} prompts, {config.samples} samples each, {rate:.0f} tokens/s)"
     say(f"{config.model}: {'  '.join(shown)}  {counts}")
-    say(f"wrote {out}/")
+    right = [flag for row in rows for flag in row["right"]]
+    if not any(right):
+        say(none_right(config, len(right), rows[0]["greedy"], rows[0]["answer"]))
+    say(f"wrote {config.out}/")

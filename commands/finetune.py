@@ -25,9 +25,11 @@ from torch import Tensor
 
 import data
 from actor import Actor, Reference, learning_rate
+from commands import memory
 from config import HELD_OUT, Config, UserError
 from controller import MAX_SKIPS
 from critic import Critic
+from demo.pairs import example_rows
 from images.reader import sees
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -236,8 +238,6 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
     archive(out, say)
     (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     if not config.data:
-        from demo.pairs import example_rows
-
         rows = example_rows(config.command, config.seed)
         (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -252,6 +252,8 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     held_out = [examples[number] for number in sorted(order.held_out)]
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
     source = f"{order.count} examples of {path}"
+    config = memory.with_micro_batch(config)
+    memory.check_fits(config, [], torch.distributed.get_world_size())
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}, {sizes}")
     learner = Learner(config)
     writer = MetricsWriter(out, progress.line) if rank == 0 else None

@@ -1,9 +1,8 @@
 """The memory that a run takes, about: what each model holds, and whether that fits the devices."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
+from dataclasses import replace
 from math import prod
 
 import psutil
@@ -12,7 +11,8 @@ from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server, wire
 from placement import Plan
-from runtime import hf_directory
+from runtime import rendezvous
+from runtime.hf_directory import checkpoint_shapes
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,11 +24,14 @@ RESIDENT = 2_500_000_000
 # of a further rank of an engine on its lead's device, where it reads what is pushed
 CONTEXT = 500_000_000
 PROCESS = 1_200_000_000  # about, of libraries: each rank, and each server with its children
+ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
 SERVER = 4_000_000_000  # the same of a server with CUDA, whose children load all anew; an estimate
 SIZES = (24e9, 48e9, 80e9, 141e9)  # what is asked about where there is no GPU
-HINTS = {  # by the first word of a peak
+HINTS = {  # by the first word of a peak of a device, or of a part of the host's memory
     "serving": "another --mem-fraction, --rollout-tp, --genrm-tp",
     "training": "--recompute, a smaller --max-tokens-per-micro-batch, --tp with --sp",
+    "activations": "--recompute, a smaller --max-tokens-per-micro-batch",
+    "KV": "a smaller --max-model-len",
 }
 REFERENCE = "reference, in the host's memory"
 
@@ -51,21 +54,26 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         lines.append(f"    {name}: {each}; together {total(parts) / 1e6:.1f}")
     if config.device == "cpu":
         lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and server")
-        return [*lines, on_this_machine(plans, ranks, trainers, engines)]
+        needed = total(host_parts(config, plans, ranks)) / 1e9
+        free = psutil.virtual_memory().available / 1e9
+        fits = "fit into" if needed <= free else "DON'T FIT INTO"
+        return [*lines, f"  {needed:.1f} GB {fits} the {free:.1f} GB that are free on this machine"]
     return [*lines, *verdicts(config, plans, ranks), host_memory(config, plans, trainers, engines)]
 
 
 def trainers_of(config: Config, ranks: int) -> Models:
     """Each trainer's part of a device while it learns, and the host's copy of the reference."""
+    if config.command == "eval":
+        return {}
     algorithm = algorithm_of(config)
     dp = ranks // (config.tp * config.cp * config.pp)
-    shapes, _ = read_model(config.model, config)
+    shapes = checkpoint_shapes(config.model)
     actor = trainer_parts(shapes, config, dp)
     if config.rollout_only:
         return {"actor": actor | {"activations": 0, "loss": 0}}
     rows = {"actor": actor}
     for name in algorithm.critics:
-        shapes, _ = read_model(config.critic or config.model, config)
+        shapes = checkpoint_shapes(config.critic or config.model)
         rows[f"{name} critic"] = trainer_parts(shapes, config, dp) | {"loss": 0}
     if algorithm.kl_coef:
         rows[REFERENCE] = {"weights": actor["weights"]}
@@ -85,11 +93,25 @@ def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
     loss = 2 * chunk + 2 * head  # copies of a chunk's logits; gradients of the head
     parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
-    return parts | {"activations": activations(shapes, config), "loss": loss}
+    kept = activations(shapes, config, config.max_tokens_per_micro_batch)
+    return parts | {"activations": kept, "loss": loss}
 
 
-def activations(shapes: Shapes, config: Config) -> int:
-    """The full micro-batches that a pipeline's first rank keeps, without a tower's."""
+def with_micro_batch(config: Config) -> Config:
+    """Lower --max-tokens-per-micro-batch to what ACTIVATIONS hold, but not below a sample, on a CPU."""
+    if config.device == "cuda":
+        return config
+    shapes = checkpoint_shapes(config.model)
+    fitting = ACTIVATIONS * config.cp // activations(shapes, config, config.cp)
+    tokens = 1 << fitting.bit_length() - 1  # a power of two
+    if config.command == "rl":
+        tokens = max(tokens, config.max_model_len, config.max_new_tokens + 1)
+    tokens = min(tokens, config.max_tokens_per_micro_batch)
+    return replace(config, max_tokens_per_micro_batch=tokens)
+
+
+def activations(shapes: Shapes, config: Config, tokens: int) -> int:
+    """Bytes of the micro-batches of so many tokens that a pipeline's first rank keeps, less a tower's."""
     inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
     rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
     layers = sum(name.endswith("k_proj.weight") for name in rows)
@@ -103,7 +125,7 @@ def activations(shapes: Shapes, config: Config) -> int:
     if config.recompute:  # the layers' inputs, and all of the one that is computed again
         kept += layers * BYTES[config.dtype] * widths[0] // whole
         layers = 1
-    return kept * layers * config.max_tokens_per_micro_batch // config.cp
+    return kept * layers * tokens // config.cp
 
 
 def embedding(shapes: Shapes) -> list[int]:
@@ -113,39 +135,39 @@ def embedding(shapes: Shapes) -> list[int]:
 
 def engines_of(config: Config) -> Models:
     """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
-    if config.train_only:
+    if not config.asks_engines:
         return {}
-    policy = engine_parts(*read_model(config.model, config), config, config.rollout_tp)
+    policy = engine_parts(config.model, config, config.rollout_tp)
     rows = {f"rollout {config.model}": policy}
     for path in config.judge_models:
-        rows[f"genrm {path}"] = engine_parts(*read_model(path, config), config, config.genrm_tp)
+        rows[f"genrm {path}"] = engine_parts(path, config, config.genrm_tp)
     return rows
 
 
-def engine_parts(shapes: Shapes, context: int, config: Config, tp: int) -> Parts:
+def engine_parts(path: str, config: Config, tp: int) -> Parts:
     """A token's keys and values: a number for each row of the weights that make them."""
+    shapes = checkpoint_shapes(path)
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
-    tokens = max(server.KV_TOKENS, context)
+    tokens = server.kv_tokens(server.context_length(path, config), config)
     counts = {"weights": sum(map(prod, shapes.values())), "KV cache": tokens * rows}
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
 
-def read_model(path: str, config: Config) -> tuple[Shapes, int]:
-    """Read the tensors' shapes and the context of a model's directory."""
-    return hf_directory.checkpoint_shapes(path), server.context_length(path, config)
-
-
-def on_this_machine(plans: list[Plan], ranks: int, trainers: Models, engines: Models) -> str:
-    """A line on the processes and models of all ranks, if they are on this machine."""
-    needed = ranks * (PROCESS + sum(map(total, trainers.values())))
-    for role in ("rollout", "genrm"):
-        sizes = [total(parts) for name, parts in engines.items() if name.startswith(role)]
-        leads = {rank for plan in plans for rank in plan.leads(role)}
-        needed += len(leads) * (PROCESS + max(sizes, default=0))
-    free = psutil.virtual_memory().available
-    fits = "fit into" if needed <= free else "DON'T FIT INTO"
-    return f"  {needed / 1e9:.1f} GB {fits} the {free / 1e9:.1f} GB that are free on this machine"
+def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
+    """The bytes that all ranks and engines take without CUDA, if they are on this machine."""
+    parts = Counter(libraries=PROCESS * ranks)
+    for trainer in trainers_of(config, ranks).values():
+        parts.update({name: ranks * size for name, size in trainer.items()})
+    engines = engines_of(config)
+    models = Counter(name.split()[0] for name in engines)  # of a role
+    for name, engine in engines.items():
+        role = name.split()[0]
+        leads = {rank for plan in plans for rank in plan.leads(role)} or {0}  # eval has no plan
+        count = len(leads) // models[role]
+        parts.update({part: count * size for part, size in engine.items()})
+        parts["libraries"] += PROCESS * count
+    return dict(parts)
 
 
 def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Models) -> str:
@@ -183,20 +205,28 @@ def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
 
 
 def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
-    """Raise UserError if this rank's GPU is too small for the loop, by `peaks_of`. See --memory-check."""
-    if config.device == "cpu" or not config.memory_check:
+    """Raise UserError if the run won't fit: each model's peak this rank's GPU, or all of it this machine."""
+    if not config.memory_check:
         return
-    from torch import cuda
+    if config.device == "cuda":
+        from torch import cuda
 
-    size = cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).total_memory
-    peaks = peaks_of(config, plans, ranks, size)
-    name = max(peaks, key=peaks.get)
-    if peaks[name] > size:
-        needed = f"about {peaks[name] / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
-        hint = HINTS.get(name.split()[0], "--tp with --sp")
-        raise UserError(
-            f"{name} takes {needed}: try {hint} or more ranks; --no-memory-check starts anyway"
-        )
+        size = cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).total_memory
+        peaks = peaks_of(config, plans, ranks, size)
+        name = max(peaks, key=peaks.get)
+        needed = peaks[name]
+        what = f"{name} takes about {needed / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
+        hint = HINTS.get(name.split()[0], "--tp with --sp") + " or more ranks"
+    else:
+        parts = host_parts(config, plans, ranks)
+        name = max(parts, key=parts.get)
+        needed = total(parts) if rendezvous.is_local() else 0
+        size = psutil.virtual_memory().available
+        most = f"{needed / 1e9:.1f} GB of memory, {parts[name] / 1e9:.1f} of them for {name}"
+        what = f"the run takes about {most}, and {size / 1e9:.1f} are free"
+        hint = HINTS.get(name.split()[0], "--tp") + " or fewer ranks"
+    if needed > size:
+        raise UserError(f"{what}: try {hint}; --no-memory-check starts anyway")
 
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
@@ -227,6 +257,6 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
 
 def bucket_bytes(config: Config) -> int:
     """The most weights on their way to an engine: a bucket with its last tensor."""
-    shapes, _ = read_model(config.model, config)
+    shapes = checkpoint_shapes(config.model)
     sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
     return min(sum(sizes), wire.BUCKET_BYTES + max(sizes))

@@ -3,11 +3,9 @@
     torchrun --nproc-per-node 2 run.py --rollout-only --steps 3    samples go to OUT/replay.jsonl
     torchrun --nproc-per-node 2 run.py --train-only --replay OUT/replay.jsonl --steps 3    starts no engine
 
-The loop is controller.train: `record` takes the place of its `learn`, `Replay` that of its `collect`. A row
+The loop is controller.train: `record` and `collect` here take the places of its `learn` and `collect`. A row
 is a whole Sample, its `step` and the row of ALGORITHMS. Neither half saves checkpoints.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import itertools
@@ -34,37 +32,32 @@ async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
     return {}
 
 
-class Replay:
-    """The samples of a replay from its first step on, as if just served; from the second on stale ones."""
+async def collect(steps: list[list[Sample]], c: Controller) -> RolloutBatch:
+    """Take this controller's share of the first of `steps`: whole groups (collective). UserError: too few.
 
-    def __init__(self, path: Path, name: str):
-        """name: of the algorithm. UserError names the file, and the line that isn't a sample of its."""
-        self._path = path
-        self._steps = read_replay(path, name)
-
-    async def collect(self, c: Controller) -> RolloutBatch:
-        """This controller's share of a step: whole groups (collective). UserError if there is none."""
-        await sync_controllers(c, 0)
-        left = c.config.steps - c.state.step
-        if len(self._steps) < left:
-            held = f"--replay {self._path} holds {len(self._steps)} steps"
-            raise UserError(f"{held}, but {left} are left up to --steps {c.config.steps}")
-        samples = self._steps.pop(0)
-        actor = c.placement.actor
-        newest = max((version for sample in samples for version in sample.versions), default=0)
-        if newest > actor.version:
-            newer = f"step {c.state.step} is of weights v{newest}, newer than the actor's v{actor.version}"
-            raise UserError(f"--replay {self._path}: {newer}")
-        by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
-        groups = [list(group) for _, group in by_prompt]
-        mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
-        unserved = dict(waves=0, serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
-        stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), **unserved)
-        return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
+    They are as if just served; from the second step on stale.
+    """
+    await sync_controllers(c, 0)
+    left = c.config.steps - c.state.step
+    if len(steps) < left:
+        held = f"--replay {c.config.replay} holds {len(steps)} steps"
+        raise UserError(f"{held}, but {left} are left up to --steps {c.config.steps}")
+    samples = steps.pop(0)
+    actor = c.placement.actor
+    newest = max((version for sample in samples for version in sample.versions), default=0)
+    if newest > actor.version:
+        weights = f"weights v{newest}, newer than the actor's v{actor.version}"
+        raise UserError(f"--replay {c.config.replay}: step {c.state.step} is of {weights}")
+    by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
+    groups = [list(group) for _, group in by_prompt]
+    mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
+    unserved = dict(waves=0, serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
+    stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), **unserved)
+    return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 
 def read_replay(path: Path, name: str) -> list[list[Sample]]:
-    """The samples of each step in the order of drawing; none for a step that kept nothing."""
+    """The samples of each step in drawing order; none for a step that kept nothing. name: the algorithm's."""
     by_step = {}
     for number, row in read_rows(path, "--replay"):
         if row.keys() != FIELDS or not isinstance(row["step"], int):

@@ -5,64 +5,42 @@ ships this as GPU kernels. What it takes here was measured for float32 with torc
 thread; tests/test_engine.py shows it. Attention is over the whole batch: a call per request costs more.
 """
 
-from functools import partial
-from typing import NamedTuple
-
 import torch
 from torch.nn import functional as F
 
-# MKL multiplies a matrix of 1, 2 or 3 rows by other code, whose sums differ in the last bits
-LEAST_ROWS = 4
+LEAST = 4  # MKL multiplies fewer rows or columns by other code, whose sums differ in the last bits
 UNSPLIT = 192  # MKL cuts a longer sum into nearly equal parts, which then depend on all of it
 
 
-def at_least_four_rows(multiply):
-    """Pad x [rows, width] in `multiply(x, ...)`: a row has the same bits, however few there are."""
-
-    def padded(x, *args, **kwargs):
-        rows = x.shape[0]
-        # [1, patches, width] of an image, which has four at least
-        if rows >= LEAST_ROWS or x.ndim > 2:
-            return multiply(x, *args, **kwargs)
-        padded = F.pad(x, (0, 0, 0, LEAST_ROWS - rows))
-        return multiply(padded, *args, **kwargs)[:rows]
-
-    return padded
-
-
-def at_least_four_columns(linear):
-    """Pad the weight in `linear(x, weight, bias)`, of a head of fewer numbers: its sums would differ, too."""
+def at_least_four(linear):
+    """Pad x [rows, width] and the weight in `linear(x, weight, bias)`: a row has the same bits beside any."""
 
     def padded(x, weight, bias=None):
+        rows = x.shape[0]
         columns = weight.shape[0]
-        if columns >= LEAST_ROWS:
-            return linear(x, weight, bias)
-        missing = (0, LEAST_ROWS - columns)
-        bias = bias if bias is None else F.pad(bias, missing)
-        return linear(x, F.pad(weight, (0, 0, *missing)), bias)[..., :columns]
+        if rows < LEAST and x.ndim == 2:  # [1, patches, width] of an image has four at least
+            x = F.pad(x, (0, 0, 0, LEAST - rows))
+        if columns < LEAST:
+            weight = F.pad(weight, (0, 0, 0, LEAST - columns))
+            bias = bias if bias is None else F.pad(bias, (0, LEAST - columns))
+        return linear(x, weight, bias)[:rows, ..., :columns]
 
     return padded
-
-
-class Plan(NamedTuple):
-    order: torch.Tensor  # the query tokens, group by group, padding included
-    groups: list[tuple]  # KV slots [b, k], additive mask [b, 1, q, k]: one call for each layer
-    back: torch.Tensor  # [tokens]: where in `order` each query token stands
 
 
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
     """Group requests of equal padded lengths: of seq_lens [n] tokens, the last new_lens [n] queries.
 
     A request is padded by its own length alone, never to its longest neighbour: the order of the sums, and so
-    the last bits of a logit, would otherwise depend on which other requests share the batch.
+    the last bits of a logit, would otherwise depend on which other requests share the batch. Returns of each
+    group the query tokens [b, q], padding included, KV slots [b, k], and an additive mask [b, 1, q, k].
     """
     members_of = {}
     for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
-        rows = LEAST_ROWS if new == 1 else round_up(new)
+        rows = LEAST if new == 1 else round_up(new)
         members_of.setdefault((rows, padded_keys(length)), []).append(i)
     first_row = new_lens.cumsum(0) - new_lens
     groups = []
-    rows = []  # of query tokens, group by group
     for (q, k), members in members_of.items():
         members = torch.tensor(members)
         new = new_lens[members, None]
@@ -70,12 +48,9 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
         slots = req_to_token[req_pool_indices[members], :k]
         slots = F.pad(slots, (0, k - slots.shape[1]))  # the table is as wide as the context
         hidden = torch.arange(k) > (seq_lens[members, None] - new + position)[:, None, :, None]
-        groups.append((slots, torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)))
-        rows.append((first_row[members, None] + position).flatten())
-    order = torch.cat(rows)
-    back = torch.empty(int(new_lens.sum()), dtype=torch.int64)
-    back[order] = torch.arange(len(order))
-    return Plan(order, groups, back)
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        groups.append((first_row[members, None] + position, slots, mask))
+    return groups
 
 
 def padded_keys(length):
@@ -87,24 +62,22 @@ def round_up(length, multiple=16):
     return -(-length // multiple) * multiple
 
 
-def attend(query, k_cache, v_cache, plan, scaling, enable_gqa):
-    """Attend from query [tokens, heads, dim] to caches [slots, kv heads, dim] by a Plan; returns as query."""
+def attend(query, k_cache, v_cache, groups, scaling, enable_gqa):
+    """Attend from query [tokens, heads, dim] to caches [slots, kv heads, dim]; returns as query."""
 
     def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
         found = F.embedding(slots, cache.flatten(1))
         return found.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
-    sizes = [mask.shape[0] * mask.shape[2] for _, mask in plan.groups]
-    queries = query.index_select(0, plan.order).split(sizes)
-    outputs = []
-    for q, (slots, mask) in zip(queries, plan.groups, strict=True):
-        q = q.unflatten(0, (len(slots), -1)).transpose(1, 2)  # [b, heads, q, dim]
+    output = torch.empty_like(query)
+    for rows, slots, mask in groups:
+        q = query[rows].transpose(1, 2)  # [b, heads, q, dim]
         k = gather(k_cache, slots)
         v = gather(v_cache, slots)
         mask = mask.to(q.dtype)
         out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=enable_gqa)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, plan.back)
+        output[rows] = out.transpose(1, 2)  # padding has the bits of the query that it repeats
+    return output
 
 
 def batched_attention():
@@ -118,7 +91,7 @@ def batched_attention():
             decodes = batch.forward_mode.is_decode()
             new_lens = torch.ones_like(batch.seq_lens) if decodes else batch.extend_seq_lens
             table = self.req_to_token_pool.req_to_token
-            self.plan = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
+            self.groups = group_by_length(table, batch.req_pool_indices, batch.seq_lens, new_lens)
 
         def forward(self, q, k, v, layer, batch, save_kv_cache=True):
             is_plain = layer.attn_type == AttentionType.DECODER and layer.sliding_window_size == -1
@@ -129,7 +102,7 @@ def batched_attention():
             query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             grouped = layer.tp_q_head_num != layer.tp_k_head_num
             k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
-            return attend(query, k_cache, v_cache, self.plan, layer.scaling, grouped).flatten(1)
+            return attend(query, k_cache, v_cache, self.groups, layer.scaling, grouped).flatten(1)
 
     return BatchedAttention
 
@@ -170,14 +143,9 @@ def install():
 
     # these are triton kernels
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
-    F.linear = at_least_four_rows(at_least_four_columns(F.linear))
+    F.linear = at_least_four(F.linear)
     processor = logits_processor.LogitsProcessor
-    head = processor._compute_lm_head
-
-    def padded_head(self, hidden, *args, **kwargs):
-        return at_least_four_rows(partial(head, self))(hidden, *args, **kwargs)
-
-    processor._compute_lm_head = padded_head
+    processor._compute_lm_head = lambda self, x, head, *_, **__: F.linear(x, head.weight)
     attention_registry.register_attention_backend("torch_native")(batched_attention())
     from sglang.srt.models import qwen2_5_vl, qwen3_vl
 

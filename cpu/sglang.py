@@ -17,14 +17,16 @@ import importlib.util
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import types
+from pathlib import Path
 
+import numpy
 import torch
-from torch.nn import functional as F
 
-from cpu import invariance
+from cpu import compiler, invariance
 
 
 def die_with_parent():
@@ -36,34 +38,24 @@ def die_with_parent():
     os.environ["NANOYATT_PARENT"] = str(os.getpid())
 
 
-class StandIn(types.ModuleType):
-    """A module that is imported but never used: every attribute exists, and any call is an idle decorator."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        # a capital letter means a class: it may be subclassed, or stand in an isinstance call or annotation
-        value = type(name, (), {}) if name[0].isupper() else StandIn(f"{self.__name__}.{name}")
-        setattr(self, name, value)
-        return value
-
-    def __call__(self, *args, **kwargs):
-        bare_decorator = len(args) == 1 and callable(args[0]) and not kwargs
-        return args[0] if bare_decorator else lambda function: function
-
-
 class StandInFinder:
-    """The import hook by which `import name` and `import name.anything` give stand-ins."""
+    """The import hook by which `import name` and `import name.anything` give modules that are never used.
+
+    They are SGLang's own, which it has for Macs: every attribute exists, and any call is an idle decorator.
+    """
 
     def __init__(self, name):
         self.name = name
+        # `import sglang` would need them already
+        file = Path(importlib.util.find_spec("sglang").origin).with_name("_platform_stubs.py")
+        self.stubs = runpy.run_path(str(file))
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == self.name:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec):
-        return StandIn(spec.name)
+        return self.stubs["_MockModule"](spec.name)
 
     def exec_module(self, module):
         pass
@@ -105,13 +97,7 @@ def replace_torchvision():
 
 
 # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
-CHATTY = (
-    "sglang.srt.entrypoints.engine",
-    "sglang.srt.managers.scheduler_components.metrics_reporter",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.tokenizer_manager",
-    "sglang.srt.managers.tokenizer_control_mixin",
-)
+CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
 NAMED_KERNELS = (  # by models at their import, on which those that see depend
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
@@ -154,58 +140,20 @@ def unavailable_kernel(name):
 
 def murmur_hash32(seed, positions, columns):
     """Hash seeds by MurmurHash3, as a GPU does: int64 seed, positions [n], columns [m] -> uint32 [n, m]."""
-    low32 = 0xFFFFFFFF  # torch has no uint32 product
 
     def rotate(x, bits):
-        return ((x << bits) | (x >> (32 - bits))) & low32
+        return (x << bits) | (x >> (32 - bits))
 
-    # the product may not fit int64: it wraps around; its low 32 bits stay right
-    def multiply(x, constant):
-        return (x * constant) & low32
-
-    def mix(state, block):
-        block = multiply(rotate(multiply(block, 0xCC9E2D51), 15), 0x1B873593)
-        return (multiply(rotate(state ^ block, 13), 5) + 0xE6546B64) & low32
-
-    seed = seed.view(torch.int64)
-    positions = positions.to(torch.int64)
-    columns = columns.to(torch.int64)
-    state = torch.zeros_like(seed)
-    for block in (seed, seed >> 32, positions):
-        state = mix(state, block & low32)
-    state = mix(state[:, None], (columns & low32)[None, :]) ^ 16  # 16 bytes were hashed
-    state = multiply(state ^ (state >> 16), 0x85EBCA6B)
-    state = multiply(state ^ (state >> 13), 0xC2B2AE35)
-    return (state ^ (state >> 16)).to(torch.uint32)
-
-
-def decoder_forward(self, input_ids, positions, forward_batch, *_, **__):
-    """Do Qwen3Model.forward in 0.7 x its time, less Python: ids, positions [tokens] -> [tokens, hidden]."""
-
-    def norm(x, module):
-        return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
-
-    cache = self.layers[0].self_attn.rotary_emb.cos_sin_cache
-    cos, sin = cache[positions].unsqueeze(1).chunk(2, -1)  # [tokens, 1, head / 2]
-    cos = torch.cat((cos, cos), -1)
-    sin = torch.cat((-sin, sin), -1)
-    x = F.embedding(input_ids, self.embed_tokens.weight)
-    for layer in self.layers:
-        attn = layer.self_attn
-        qkv = F.linear(norm(x, layer.input_layernorm), attn.qkv_proj.weight)
-        heads, v = qkv.split((attn.q_size + attn.kv_size, attn.kv_size), -1)
-        heads = heads.unflatten(-1, (-1, attn.head_dim))  # norm, then rotary embedding
-        q_scale = attn.q_norm.weight.expand(attn.num_heads, -1)
-        k_scale = attn.k_norm.weight.expand(attn.num_kv_heads, -1)
-        scale = torch.cat((q_scale, k_scale))
-        heads = F.rms_norm(heads, heads.shape[-1:], None, attn.q_norm.variance_epsilon) * scale
-        heads = torch.addcmul(heads * cos, heads.roll(attn.head_dim // 2, -1), sin)
-        q, k = heads.flatten(1).split((attn.q_size, attn.kv_size), -1)
-        x = x + F.linear(attn.attn(q, k, v, forward_batch), attn.o_proj.weight)
-        gate_up = F.linear(norm(x, layer.post_attention_layernorm), layer.mlp.gate_up_proj.weight)
-        gate, up = gate_up.chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
-    return norm(x, self.norm)
+    seed = seed.view(torch.int64).numpy()[:, None]
+    blocks = (seed, seed >> 32, positions.numpy()[:, None], columns.numpy()[None, :])
+    state = numpy.zeros_like(seed, dtype=numpy.uint32)
+    for block in blocks:  # of 32 bits; products wrap around
+        block = rotate(block.astype(numpy.uint32) * 0xCC9E2D51, 15) * 0x1B873593
+        state = rotate(state ^ block, 13) * 5 + 0xE6546B64
+    state = state ^ 16  # 16 bytes were hashed
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    return torch.from_numpy(state ^ (state >> 16))
 
 
 def install():
@@ -222,18 +170,19 @@ def install():
     return library  # the operator lives as long as this object
 
 
-def run_scheduler_process(*args, **kwargs):
-    """Run SGLang's child process that owns the model, with cpu/invariance.py's part for this device."""
+def run_scheduler_process(server_args, *args, **kwargs):
+    """Run SGLang's child process that owns the model, with this device's parts."""
     from sglang.srt.managers import scheduler
 
     if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
         invariance.repair_sampling()  # with CUDA not run yet
     if not torch.cuda.is_available():
-        from sglang.srt.models import qwen3
-
         invariance.install()
-        qwen3.Qwen3Model.forward = decoder_forward
-    scheduler.run_scheduler_process(*args, **kwargs)
+        if compiler.library_for(server_args.model_path, server_args.dtype):
+            from cpu import windows
+
+            scheduler.Scheduler = windows.WindowScheduler
+    scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
 def fork_children():

@@ -6,6 +6,7 @@ A cell is one feature of the demo's tower. Digits are moved a little in it, brig
 import io
 
 import numpy as np
+from PIL import Image
 
 CELL = 32  # pixels of a digit's cell
 DOT = 4  # pixels of a dot of its glyph
@@ -25,8 +26,6 @@ GLYPHS = np.kron(INK.reshape(7, 10, 5).swapaxes(0, 1), np.ones((1, DOT, DOT)))
 
 def picture(a: int, b: int, key: str) -> bytes:
     """Draw a PNG of `a` above `b`; places, brightness and noise follow from these and `key`."""
-    from PIL import Image
-
     rng = np.random.default_rng(list(f"{a} {b} {key}".encode()))
     width = max(len(str(a)), len(str(b)))
     light = rng.normal(0.1, 0.1, (2 * CELL, width * CELL))

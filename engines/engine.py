@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -120,7 +121,10 @@ class Engine:
     ) -> Self:
         """Start a server, which dies with this thread; then await `ready`. UserError: no port."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key)
-        server.check_port(config.host, port, engine.name)
+        with socket.socket() as probe:
+            if probe.connect_ex((config.host, port)) == 0:
+                wanted = f"port {port}, wanted by the {engine.name}"
+                raise UserError(f"{wanted}, is in use: choose another --port")
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = hf_directory.checkpoint_shapes(model_dir)
         engine._silence_s = config.engine_silence_s

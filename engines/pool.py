@@ -131,9 +131,8 @@ class Pool:
 
     async def _failed(self, engine: Engine, error: EngineLost | TimeoutError, stalls: int) -> int:
         """Pass over an engine that wrote no more; return the stalls in a row, or UserError."""
-        if isinstance(
-            error, EngineLost
-        ):  # as seen here: the owner has time to say so, or it stalled
+        if isinstance(error, EngineLost):
+            # as seen here: the owner has time to say so, or it stalled
             await asyncio.sleep(RECONNECT_S)
         if not self._health.is_up(engine):
             return stalls
@@ -211,7 +210,7 @@ class Pool:
     def pop_stats(self) -> RequestStats:
         """Return the figures of the requests since the last call; the timeline gets them, too."""
         for rank, (sent, end, *_) in self._served:
-            self.timeline.request(self.role, rank, sent, end)
+            self.timeline.add("span", self.role, rank, sent, end)
         stats = RequestStats.of([row for _, row in self._served], self._wakes, self._stalls)
         self._served = []
         self._wakes = 0

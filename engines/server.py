@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from runtime.devices import cuda_libraries
 from runtime.hf_directory import read_model_config
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
-KV_TOKENS = 32768  # in an engine's KV cache without CUDA, if its context isn't longer
+KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
 MOST_COLUMNS = 300  # of a line of its log that is quoted
 LOG_START = "---- a server starts"  # a line of its log begins so
 
@@ -85,6 +84,11 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
     return flags
 
 
+def kv_tokens(context: int, config: Config) -> int:
+    """The tokens of a KV cache without CUDA: those of all requests that are decoded at once, if they fit."""
+    return max(context, min(KV_TOKENS, context * config.max_running_requests))
+
+
 def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
     """Return the flags of an engine without CUDA. UserError if it is to span several ranks."""
     if (tp := vars(config)[f"{role}_tp"]) > 1:
@@ -94,7 +98,7 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
         # cpu/invariance.py's attention; deterministic mode would look for a GPU's
         "attention-backend": "torch_native",
         "disable-overlap-schedule": None,
-        "max-total-tokens": max(KV_TOKENS, context),
+        "max-total-tokens": kv_tokens(context, config),
     }
 
 
@@ -144,19 +148,10 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     return found["max_position_embeddings"]
 
 
-def check_port(host: str, port: int, name: str) -> None:
-    """Raise a UserError if somebody listens on the port that the engine `name` is to have."""
-    with socket.socket() as probe:
-        if probe.connect_ex((host, port)) == 0:
-            raise UserError(f"port {port}, wanted by the {name}, is in use: choose another --port")
-
-
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a private folder."""
 
-    def __init__(
-        self, command: list[str], key: str, log: Path, device: str, environment: dict[str, str]
-    ):
+    def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
         self._command = command
         self._log = log
         self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -88,7 +87,6 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str
     flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
     handles = []
     for _ in range(readers):  # one each: CUDA takes the memory back once all were read
-        payload = io.BytesIO()
-        ForkingPickler(payload).dump(dict(flattened_tensor=flat, metadata=metadata))
-        handles.append(base64.b64encode(payload.getvalue()).decode())
+        payload = ForkingPickler.dumps(dict(flattened_tensor=flat, metadata=metadata))
+        handles.append(base64.b64encode(payload).decode())
     return handles

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from algorithms import Settings, algorithm_of
 from config import Config, as_text, dashed
+from cpu import compiler
 from placement import Plan
 
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
@@ -26,11 +27,12 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
     text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
     text += f"  {config.steps} steps of {step}\n"
     text += f"  settings other than the defaults:{changed}"
+    if config.device == "cpu":
+        program = compiler.program_for(config.model, config.dtype)
+        text += f"\n  rollout engines run {program}"
     if config.device == "cuda" and not config.deterministic:
-        text += (
-            "\n  tokens differ from run to run, also of one seed; --deterministic: they don't, and "
-        )
-        text += "engines decode 25 to 45 % slower (SGLang's figures)"
+        text += "\n  tokens differ from run to run, also of one seed; --deterministic: they don't,"
+        text += " and engines decode 25 to 45 % slower (SGLang's figures)"
     return text
 
 

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
+from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
@@ -136,7 +137,10 @@ class Report:
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
         problem = max(each.problem for each in gathered)
         try:
-            self._write_samples(step, shown)
+            for sample in shown:
+                row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
+                row["response"] = self.decode(sample.response)
+                atomic_files.append(self.out / "samples.jsonl", [row])
         except OSError as error:
             problem = str(error)
         self._writer.write(step, metrics | self._evaluated, problem)
@@ -173,12 +177,6 @@ class Report:
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
 
-    def _write_samples(self, step: int, samples: list[Sample]) -> None:
-        for sample in samples:
-            row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-            row["response"] = self.decode(sample.response)
-            atomic_files.append(self.out / "samples.jsonl", [row])
-
 
 class Facts(NamedTuple):
     """The facts that one controller saw in a step, by how they are reduced over the controllers."""
@@ -200,6 +198,9 @@ def local_facts(
     finished = batch.kept + batch.dropped + filtered
     keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
     wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
+    if c.state.step == 1 and wrong and len(wrong) == len(keyed):
+        one = (c.report.decode(wrong[0].response), wrong[0].answer_key)
+        c.report.note(none_right(c.config, len(wrong), *one))
     num_kept = len({sample.prompt_id for sample in batch.kept + batch.dropped})
     means = {
         "reward/mean": [s.reward for s in batch.kept],

@@ -16,13 +16,13 @@ class Progress:
     def __init__(self, steps: int, is_main: bool):
         self._steps = steps
         self._is_main = is_main
-        disable = None if is_main else True  # None: no bar in a log file, only the lines
-        self._bar = tqdm(
-            total=steps, bar_format=BAR, disable=disable, dynamic_ncols=True, leave=False
-        )
+        off = None if is_main else True  # None: no bar in a log file, only the lines
+        self._bar = tqdm(total=steps, bar_format=BAR, disable=off, dynamic_ncols=True, leave=False)
 
-    def resume_at(self, step: int) -> None:
-        self._bar.initial = self._bar.n = step
+    def resume_at(self, done: int, total: int | None = None) -> None:
+        """Count on, the time from now; with `total` other things than steps."""
+        self._bar.reset(total)
+        self._bar.initial = self._bar.n = done
 
     def done(self) -> None:
         self._bar.update()

@@ -93,7 +93,7 @@ class Timeline:
     def now(self) -> float:
         return self.clock() - self._zero
 
-    def _add(self, kind: str, name: str, rank: int, start: float, end: float, **args: Any) -> None:
+    def add(self, kind: str, name: str, rank: int, start: float, end: float, **args: Any) -> None:
         """Add an event; times of the event loop's clock, as in all methods below."""
         times = (start - self._zero, end - self._zero)
         self.events.append(Event(kind, name, rank, *times, self.step, args or None))
@@ -105,30 +105,26 @@ class Timeline:
         try:
             yield
         finally:
-            self._add("span", name, self.rank, start, self.clock())
-
-    def request(self, role: str, rank: int, start: float, end: float) -> None:
-        """Add one request to the engine of `role` on `rank`."""
-        self._add("span", role, rank, start, end)
+            self.add("span", name, self.rank, start, self.clock())
 
     def sample(
         self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float
     ) -> None:
         """Add one stretch in the life of an answer, on the engine of `rank`."""
-        self._add("sample", state, rank, start, end, answer=f"{prompt_id}.{index}")
+        self.add("sample", state, rank, start, end, answer=f"{prompt_id}.{index}")
 
     def mark(self, kind: str, text: str) -> None:
         """Add what happens on every rank, now. kind: one of MARKS."""
         now = self.clock()
-        self._add(kind, text, self.rank, now, now)
+        self.add(kind, text, self.rank, now, now)
 
     def ran(self, phases: Iterable[Phase]) -> None:
         """Add tables of passes that this rank ran."""
         for phase in phases:
-            self.request("pipeline", self.rank, phase.start, phase.end)
+            self.add("span", "pipeline", self.rank, phase.start, phase.end)
             for model, task, start, end in phase.passes:
                 what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
-                self._add("pass", model, self.rank, start, end, **what)
+                self.add("pass", model, self.rank, start, end, **what)
 
     def drain(self) -> list[Event]:
         """Return the events since the last call. They go to a file, if they can, and are forgotten."""

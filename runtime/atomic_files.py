@@ -37,10 +37,9 @@ def verify(folder: Path, rank: int = 0, size: int = 1) -> str:
     checksums = {}
     try:
         if (folder / CHECKSUMS).is_file():
-            for line in (folder / CHECKSUMS).read_bytes().decode(errors="replace").split("\n"):
+            for line in (folder / CHECKSUMS).read_text(errors="replace").splitlines():
                 checksum, _, name = line.partition("  ")
-                if line:
-                    checksums[name] = checksum
+                checksums[name] = checksum
         missing = [name for name in checksums if not (folder / name).is_file()]
         if missing or not checksums:
             return f"{min(missing, default=CHECKSUMS)} is missing or was changed"

@@ -1,7 +1,5 @@
 """The GPUs of this machine: what a run does before it uses them, and what kernels are compiled with."""
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib.util
 import os

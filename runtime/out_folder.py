@@ -29,7 +29,12 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
     warning = f"LOCK LOST on --out {out}: another run may write there"
     async with contextlib.AsyncExitStack() as locks:
         try:
-            path = make_out(out)
+            out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()  # an error if nothing can be written there
+            folder = out.resolve()  # whatever it is called here
+            # its locks' files lie beside it; in it where it can't be renamed
+            stays = folder.is_mount() or not os.access(folder.parent, os.W_OK)
+            path = folder / ".out" if stays else folder.with_name(f".{folder.name}")
             lock = AsyncFileLock(f"{path}.lock", timeout=ENDING_S, fallback_to_soft=False, **how)
             how |= {"lease_duration": LEASE_S, "timeout": 1.5 * LEASE_S}
             # its heart is a thread, which beats while weights are pushed and the event loop stands still
@@ -53,22 +58,12 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
         yield
 
 
-def make_out(out: Path) -> Path:
-    """Make the folder. Returns how its locks' files begin: beside it; in it where it can't be renamed."""
-    out.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=out).close()  # an error if nothing can be written there
-    folder = out.resolve()  # whatever it is called here
-    stays = folder.is_mount() or not os.access(folder.parent, os.W_OK)
-    return folder / ".out" if stays else folder.with_name(f".{folder.name}")
-
-
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """Move what an earlier run left, if there is anything. UserError where it can't be moved."""
-    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval.json", "spans/rank*.jsonl")
+    left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval*.json", "spans/rank*.jsonl")
     if not any(any(out.glob(name)) for name in left):
         return
-    # behind a link, which stays: the new run has to write to the same disk
-    there = out.resolve()
+    there = out.resolve()  # behind a link, which stays: the new run has to write to the same disk
     try:
         # relative paths would lead to the folder that was moved
         if Path.cwd().is_relative_to(there):

@@ -117,8 +117,10 @@ def transcript(prompt: Text) -> str:
 
 
 def answer_key(answer: Any) -> str | None:
-    """Read a row's `answer` as text. Integers of a column with a gap are floats: 56.0 is 56, NaN is none."""
+    """Read a row's `answer` as text, of a last `#### 72` 72. Columns with a gap hold floats: 56.0 is 56."""
     if answer is None or answer != answer:
         return None
     is_whole = isinstance(answer, float) and answer.is_integer()
-    return str(int(answer) if is_whole else answer).strip()
+    text = str(int(answer) if is_whole else answer).strip()
+    last = text.rpartition("####")[2].strip()
+    return text if "\n" in last else last

@@ -7,6 +7,7 @@ work: 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN
 """
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import logging
@@ -120,12 +121,10 @@ def exit_now(status: int, line: str) -> NoReturn:
     """Say why, unless another rank of this machine has, and end although threads may wait for other ranks."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    try:
+    with contextlib.suppress(FileExistsError):
         if reported := reported_file():
             reported.touch(exist_ok=False)
         print(line, file=sys.stderr, flush=True)
-    except FileExistsError:
-        pass
     sys.stdout.flush()
     os._exit(status)
 

@@ -3,14 +3,12 @@
 A packing is a list of micro-batches, each a list of samples: their places in the list of lengths.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 
 import numpy as np
 
-from config import Config, UserError
+from config import Config
 from sample import Key
 
 
@@ -23,11 +21,10 @@ def plan_batch(
 ) -> list[list[list[list[Key]]]]:
     """Plan what each data-parallel rank trains on: keys as [rank][mini-batch][micro-batch][sample].
 
-    tokens: of each sample, prompt and response together; cost(tokens): its work. image_costs, by
-    prompt_id: the work on a prompt's images, which every answer counts in full, though those in one
-    micro-batch share it. The answers of a group spread over all mini-batches. Of each every rank
-    gets the same number of micro-batches, as pipelines need it, which come close in work; some are
-    empty if there are fewer samples. UserError if a sample alone is over the token budget.
+    tokens: of each sample, prompt and response together; cost(tokens): its work. image_costs, by prompt_id:
+    the work on a prompt's images, which every answer counts in full, though those in one micro-batch share
+    it. The answers of a group spread over all mini-batches. Of each every rank gets the same number of
+    micro-batches, as pipelines need it, which come close in work; some are empty if there are fewer samples.
     """
     keys = sorted(tokens)
     image_costs = image_costs or {}
@@ -56,11 +53,9 @@ def pack_evenly(
     and always less than twice that plus `multiple`. Each number is tried by `karmarkar_karp` and by
     `spread`, which gets along with a few long sequences among many short ones; the more even that
     fits is taken. The longest come first: attention takes neighbours of equal length together.
-    UserError if a sequence alone is over the budget.
+    Where a sequence alone is over the budget, all may be as long as it.
     """
-    if (longest := max(lengths, default=0)) > budget:
-        flag = f"--max-tokens-per-micro-batch {budget}"
-        raise UserError(f"a sequence of {longest} tokens does not fit into {flag}; raise it")
+    budget = max(budget, *lengths, 1)
 
     def fitting(count: int) -> list[list[list[int]]]:
         tried = (karmarkar_karp(costs, count), spread(lengths, costs, budget, count))

@@ -3,8 +3,6 @@
 The constants are the caller's, with the points that they were fitted on.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,12 +1,9 @@
 """Dynamic sampling: which prompts make up a step, how many are drawn next. Pure.
 
-Groups whose rewards are all equal teach nothing: they are dropped, and more prompts are drawn in
-their place. Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still
-needs, beyond groups in flight, is estimated from experience (`groups_per_kept`), so that a refill
-begins before all are judged.
+Groups whose rewards are all equal teach nothing: they are dropped, and more prompts are drawn in their place.
+Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still needs, beyond groups in
+flight, is estimated from experience (`groups_per_kept`), so that a refill begins before all are judged.
 """
-
-from __future__ import annotations
 
 import math
 from bisect import bisect

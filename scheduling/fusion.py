@@ -1,7 +1,5 @@
 """Inter-stage fusion (RLHFuse, arXiv 2409.13221, section 4): who has ranks in the tail; which tail. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Iterable

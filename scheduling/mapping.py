@@ -5,8 +5,6 @@ that share devices, and all numbers of devices for the sets; algorithm 2 finds a
 A stage of the step takes what its models of one set take together, and of several sets the slowest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress

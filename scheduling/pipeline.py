@@ -8,8 +8,6 @@ pipes in one table, where those that run in opposite directions fill each other'
 bench.schedules` shows what it gains.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -225,18 +225,15 @@ class ServingModel:
     def seconds(self, split: Split, work: StepStats) -> float:
         """Seconds of serving with `split` for the work of `work`, which another split may have done."""
         if split.mode == "fused":
-            return self._fused_seconds(split, work)
+            engines = (split.rollout // self.tp["rollout"], split.genrm // self.tp["genrm"])
+            model = FluidModel(engines, **self.latency, capacity=self.capacity, swap_s=self.swap_s)
+            critique = work.genrm.tokens / max(1, work.genrm.requests)
+            return model.seconds(split.tail, work.lengths, work.genrm.requests, critique)
         rollout = self._role_seconds("rollout", split.rollout, work.rollout, work.waves)
         genrm = self._role_seconds("genrm", split.genrm, work.genrm, work.waves)
         if split.mode == "full":
             return rollout + genrm + work.waves * self.swap_s
         return max(rollout + self.latency["genrm"].fixed * work.genrm.longest, genrm)
-
-    def _fused_seconds(self, split: Split, work: StepStats) -> float:
-        engines = (split.rollout // self.tp["rollout"], split.genrm // self.tp["genrm"])
-        model = FluidModel(engines, **self.latency, capacity=self.capacity, swap_s=self.swap_s)
-        critique = work.genrm.tokens / max(1, work.genrm.requests)
-        return model.seconds(split.tail, work.lengths, work.genrm.requests, critique)
 
     def _role_seconds(self, role: str, ranks: int, stats: RequestStats, waves: int) -> float:
         if not stats.tokens:

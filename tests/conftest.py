@@ -105,13 +105,14 @@ def build():
     """Builds trainers of a single rank, (kind, config, directory) each, after taking those before down."""
     import torch.distributed as dist
 
+    from examples.make_demo.closing import close
     from training.trainer import mpu
 
     trainers = []
 
     def take_down() -> None:
         while trainers:
-            trainers.pop().close()
+            close(trainers.pop())
         mpu.destroy_model_parallel()  # that of a constructor that raised, too
         if dist.is_initialized():
             dist.destroy_process_group()

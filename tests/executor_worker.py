@@ -61,11 +61,6 @@ def build(model_dir: str, schedule: str, layout: dict) -> tuple:
     return Actor(actor_config(**settings), model_dir), Critic(critic_config(**settings), model_dir)
 
 
-def close(trainers: tuple) -> None:
-    for trainer in trainers:
-        trainer.close()
-
-
 def batch_of(step: int, samples: list) -> list:
     """Samples of weights `step`, with what PPO knows of them but the values."""
     kept = [sample for sample in samples if sample.advantages is not None]
@@ -99,6 +94,7 @@ def weights_of(trainers: tuple) -> dict:
 
 def train(reference: dict, layout: dict, path: str) -> dict:
     """Three PPO steps under every schedule that the layout names."""
+    from examples.make_demo.closing import close
     from training import trainer
 
     # the norm's last bit depends on where its parts lie, and would show in weights
@@ -111,7 +107,8 @@ def train(reference: dict, layout: dict, path: str) -> dict:
             trainers = build(model_dir, schedule, layout)
             history = [ppo_step(trainers, step, batch) for step, batch in enumerate(batches)]
             results[name] = {"history": history, "weights": weights_of(trainers)}
-            close(trainers)
+            for trainer in trainers:
+                close(trainer)
     return results
 
 

@@ -96,6 +96,10 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return [rng.randrange(2, SIZE.widths["vocab_size"]) for _ in range(count)]
 
 
+def logprobs(actor, samples):
+    return actor.read_tokens([[sample] for sample in samples])
+
+
 def random_samples(actor) -> list[Sample]:
     """Random answers of up to `SIZE.answer` tokens, with the log-probabilities of the actor."""
     samples = []
@@ -105,7 +109,7 @@ def random_samples(actor) -> list[Sample]:
         sample.response = random_tokens(length, -number - 1)
         sample.advantages = [(-1.0) ** number] * length
         samples.append(sample)
-    for sample, row in zip(samples, actor.logprobs(samples), strict=True):
+    for sample, row in zip(samples, logprobs(actor, samples), strict=True):
         sample.logprobs = row
     return samples
 
@@ -251,16 +255,16 @@ async def serve_and_learn(tp: str = "1") -> None:
         memory = dict(before=before, awake=awake, asleep=used_bytes())
         note("release", **memory, share=config.mem_fraction * total)
         actor = Actor(config, MODEL)
-        note("agreement", **differences(written, actor.logprobs(written)))
+        note("agreement", **differences(written, logprobs(actor, written)))
         for version in (1, 2):
             update(actor, written)
-            note("push", stale=differences(written, actor.logprobs(written))["mean"])
+            note("push", stale=differences(written, logprobs(actor, written))["mean"])
             await push(engine, actor)
             written = await sampled(engine)
             assert {v for sample in written for v in sample.versions} == {version}
             await engine.sleep()
             actor.wake()
-            note("push", **differences(written, actor.logprobs(written)))
+            note("push", **differences(written, logprobs(actor, written)))
     finally:
         await engine.close()
 

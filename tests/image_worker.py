@@ -26,14 +26,15 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
 def train(reference: dict, sizes: dict, path: str) -> dict:
     """Three steps under one layout."""
     from actor import Actor
+    from examples.make_demo.closing import close
 
     actor, samples = Actor(image_config(**sizes), reference["model_dir"]), reference["samples"]
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
-    rows = dict(zip(mine, actor.logprobs([samples[number] for number in mine]), strict=True))
+    rows = dict(zip(mine, actor.read_tokens([[samples[number] for number in mine]]), strict=True))
     steps = [step(actor, samples) for _ in range(3)]
     weights = weights_of(actor)
     logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
-    actor.close()
+    close(actor)
     return {"logprobs": logprobs, "steps": steps, "weights": weights}
 
 

@@ -123,11 +123,12 @@ def save(trainer, folder: Path) -> None:
 
 def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
     from actor import Actor
+    from examples.make_demo.closing import close
 
     actor, metrics, distance = Actor(actor_config(**sizes), reference["model_dir"]), [], 0.0
     for batch in reference["batches"]:
         mine = batch[actor.dp_rank :: actor.dp_size]
-        for sample, row in zip(mine, actor.logprobs(mine), strict=True):
+        for sample, row in zip(mine, actor.read_tokens([mine]), strict=True):
             pairs = zip(sample.true_logprobs, row, strict=True)
             distance = max([distance, *(abs(true - logprob) for true, logprob in pairs)])
         metrics.append(actor.update(balanced(batch, actor)))
@@ -136,13 +137,14 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
     everyone = gathered((metrics, distance, far(weights_of(actor), reference["weights"])))
     heads = gathered((actor.is_head, actor.dp_rank))
     mixed = mixed_update(actor, reference["batches"][1])
-    actor.close()
+    close(actor)
     heads = sorted(dp_rank for is_head, dp_rank in heads if is_head)
     return summary(everyone) | {"mixed": mixed, "heads": heads}
 
 
 def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
     from critic import Critic
+    from examples.make_demo.closing import close
 
     critic, metrics, distance = Critic(critic_config(**sizes), reference["model_dir"]), [], 0.0
     for batch in reference["batches"]:
@@ -155,7 +157,7 @@ def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
         metrics.append(critic.update(mine))
     critic.export(export_to)
     everyone = gathered((metrics, distance, far(weights_of(critic), reference["weights"])))
-    critic.close()
+    close(critic)
     return summary(everyone)
 
 

@@ -47,13 +47,14 @@ def gather(actor, carried: Carried) -> dict:
 def work(case: dict, size: int, path: str, carried: Carried) -> dict:
     """By name of the layout, of the layouts of `size` ranks: what every rank found."""
     from actor import Actor
+    from examples.make_demo.closing import close
 
     results = {}
     for name, (model, ranks, sizes) in case["layouts"].items():
         if ranks == size:
             actor = Actor(actor_config(**sizes), case["models"][model])
             results[name] = gathered(gather(actor, carried))
-            actor.close()
+            close(actor)
     return results
 
 

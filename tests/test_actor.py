@@ -109,7 +109,7 @@ def model_dir(tmp_path_factory) -> str:
 
 def on_policy_samples(actor) -> list[Sample]:
     samples = [sample for sample in make_samples(0) if sample.advantages is not None]
-    for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
+    for sample, logprobs in zip(samples, actor.read_tokens([samples]), strict=True):
         sample.logprobs, sample.versions = logprobs, [actor.version] * len(logprobs)
     return samples
 
@@ -229,7 +229,7 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     if where == "loss":
         samples[3].advantages = [float(value)] * len(samples[3].advantages)
     else:
-        weight = next(iter(actor.parameters()))
+        weight = next(iter(actor.gpt.parameters()))
         hook = weight.register_hook(lambda gradient: gradient + float(value))
     metrics = update(actor, samples)
     names = ("not_finite", "skipped", "grad_norm")
@@ -256,11 +256,11 @@ def test_what_cannot_be_trained_on_is_refused(make_actor, model_dir):
     with pytest.raises(AssertionError, match="without advantages"):
         actor.update([[samples]])
     actor.sleep()
-    for call in (actor.sleep, lambda: actor.logprobs(samples), actor.named_weights):
+    for call in (actor.sleep, lambda: actor.read_tokens([samples]), actor.named_weights):
         with pytest.raises(AssertionError):
             call()
     actor.wake()
-    assert actor.logprobs(samples)
+    assert actor.read_tokens([samples])
 
 
 # ------------------------------------------------------------------------------ partial rollout: stale tokens
@@ -273,7 +273,7 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
     up to e. Also returns the same answers as if fresh, whose advantages have the weights that the
     loss of stale tokens should have."""
     actor.version, rng, weights = 1, random.Random(0), []
-    for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
+    for sample, logprobs in zip(samples, actor.read_tokens([samples]), strict=True):
         sample.logprobs, sample.versions = logprobs, [1] * len(logprobs)
     stale, fresh = copy.deepcopy(samples), copy.deepcopy(samples)
     for sample, plain in list(zip(stale, fresh, strict=True))[::3]:
@@ -352,7 +352,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
     assert (tmp_path / "out" / "config.json").stat().st_mode & 0o200
     check_export(tmp_path / "out", expected, tolerance=0.0)
     samples = make_samples(0)
-    for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
+    for sample, logprobs in zip(samples, actor.read_tokens([samples]), strict=True):
         with torch.no_grad():
             expected = plain_logprobs(plain, sample, temperature=0.8)[0].tolist()
         assert logprobs == pytest.approx(expected, abs=1e-5)

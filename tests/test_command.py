@@ -177,7 +177,9 @@ def test_every_command_looks_at_its_model(tmp_path, command):
         if command == "rl":
             dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
         is_eval = command == "eval"
-        work = run.evaluate_model(settings) if is_eval else finetune.prepare(settings, 0, print)
+        work = (
+            run.evaluate_model(settings, None) if is_eval else finetune.prepare(settings, 0, print)
+        )
         asyncio.run(work)
     assert not (tmp_path / "out").exists()
 

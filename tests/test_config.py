@@ -12,6 +12,7 @@ import pytest
 import config as settings
 import placement
 from config import COMMANDS, DEMO_MODELS, PRESETS, Config, documented_settings, parse_config
+from cpu import compiler
 from run import check_settings, describe
 
 ROOT = Path(__file__).parent.parent
@@ -212,12 +213,20 @@ def test_an_engine_stays_on_one_machine(role):
         ("--prompts-per-step 15 --tp 2 --sp", "partial", [(0,), (1,), (0, 1)]),
     ],
 )
-def test_a_batch_that_fits_gives_its_plan(arguments, mode, plan):
+def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
+    monkeypatch.setattr(compiler, "program_for", lambda model, dtype: "some program")
     config, ranks = parse_config(arguments.split()), len(plan[2])
     expected = placement.Plan(mode, *plan)
     assert check_settings(config, ranks) == [expected]
     described = describe(config, [expected], ranks)
     assert str(expected) in described and f"{config.prompts_per_step * 8} samples" in described
+
+
+def test_a_judge_that_writes_nothing_needs_no_room_for_it():
+    needed = "--model m --judge j --max-model-len 128 --max-new-tokens 24"
+    parse_config([*needed.split(), "--judge-format", "score"])
+    with pytest.raises(ValueError, match="--judge-max-new-tokens 1024 leaves prompts no room"):
+        parse_config(needed.split())
 
 
 def test_a_command_has_few_settings_and_its_own():

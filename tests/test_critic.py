@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
+from examples.make_demo.closing import close
 from parallel_worker import critic_config, set_constants, supervised, weights_of
 from sample import Sample
 from test_actor import make_model, make_samples
@@ -135,7 +136,7 @@ def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
     assert metrics["cost_critic/value_loss"] == 0.5
     assert metrics["cost_critic/explained_variance"] == 0
     assert all(name.startswith("cost_critic/") for name in metrics)
-    cost.close()
+    close(cost)
 
 
 # --------------------------------------------------------------------------------------------------- the loss

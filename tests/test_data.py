@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 import data
+import genrm
+from config import UserError
+from demo import task  # noqa: F401  task adds the format
 from examples.make_demo import models
 from fakes import FakeSource, FakeTokenizer
 from models import save_tokenizer
@@ -315,6 +318,37 @@ def test_the_key_of_an_answer(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": each} for each in answers])
     prompts = data.PromptFile(path, Characters(), 100)
     assert [prompt.answer_key for prompt in prompts] == ["56", "0.5", "56.0", "7", None]
+
+
+SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nTogether 72.\n#### 1,072"
+CODE = "assert f(1)\n#### a comment\nassert f(2)"
+KEYS = {
+    ("chat", SOLUTION): "1,072",
+    ("number", SOLUTION): "1072",
+    ("number", "$18.00"): "18",
+    ("number", 7): "7",
+    ("number", "3/4"): "3/4",
+    ("chat", "Paris"): "Paris",
+    ("chat", "$18.00"): "$18.00",
+    ("addition", "125"): "125",
+    ("chat", CODE): CODE,
+}
+
+
+@pytest.mark.parametrize("name, answer", KEYS)
+def test_a_key_is_read_in_the_form_of_final_answers(tmp_path, name, answer):
+    """Of a solution what follows its ####; with `number` its number. Tests of code stay as they are."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": answer}])
+    read_key = genrm.FORMATS[name].read_key
+    [prompt] = data.PromptFile(path, Characters(), 100, read_key=read_key)
+    assert prompt.answer_key == KEYS[name, answer]
+
+
+def test_a_key_without_a_number_is_refused_where_numbers_are_asked_for(tmp_path):
+    rows = [{"prompt": "?", "answer": answer} for answer in ("7", "Paris")]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: --judge-format finds none .* 'Paris'"):
+        data.PromptFile(path, Characters(), 100, read_key=genrm.FORMATS["number"].read_key)
 
 
 def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):

@@ -17,7 +17,7 @@ import run
 import training  # noqa: F401  makes Megatron importable without CUDA
 from commands import dry_run, memory
 from commands.dry_run import device_map, grid
-from commands.memory import engine_parts, read_model, trainer_parts
+from commands.memory import engine_parts, trainer_parts
 from config import Config, parse_config
 from engines import server
 from models import save_model
@@ -48,11 +48,12 @@ def settings(**more):
 
 def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
     """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
-    shapes, context = read_model(settings().model, settings())
-    assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo")) and context == 256
+    shapes = checkpoint_shapes(settings().model)
+    assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo"))
     assert sum(map(prod, shapes.values())) == 366_384
-    _, context = read_model(settings().model, settings(max_model_len=0))
-    assert context == 256  # what the model's config names
+    for length in (256, 0):  # 0: what the model's config names
+        context = server.context_length(settings().model, settings(max_model_len=length))
+        assert context == 256
 
 
 def test_bytes_of_a_trainer_by_hand():
@@ -88,12 +89,13 @@ def test_memory_counts_critics_and_the_reference():
     assert names(train_only=True, replay="r") == ["actor"]
 
 
-def test_bytes_of_an_engine_by_hand():
+def test_bytes_of_an_engine_by_hand(monkeypatch):
     """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
     tokens = server.KV_TOKENS
+    monkeypatch.setattr(memory, "checkpoint_shapes", lambda path: TWO_LAYERS)
     for tp in (1, 2):
         expected = {"weights": 5152 // tp, "KV cache": tokens * 64 // tp}
-        assert engine_parts(TWO_LAYERS, 256, settings(), tp) == expected
+        assert engine_parts("m", settings(), tp) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,8 +175,9 @@ def test_other_ranks_say_nothing(said, monkeypatch):
 def test_a_model_that_sees_is_counted(tmp_path, family):
     """Its tower's tensors have names like the layers', and other widths."""
     config = Config(model="m", rule=("right",), max_tokens_per_micro_batch=2000)
-    shapes, context = read_model(make_vision_model(tmp_path, family, layers=2), config)
-    assert context == 1024 and memory.embedding(shapes) == [64, 96]
+    path = make_vision_model(tmp_path, family, layers=2)
+    shapes = checkpoint_shapes(path)
+    assert server.context_length(path, config) == 1024 and memory.embedding(shapes) == [64, 96]
     parts = trainer_parts(shapes, config, 1)
     assert parts["weights"] == 4 * sum(map(prod, shapes.values()))
     keys, width = 2 * 24, 288  # two key-value heads
@@ -219,7 +222,7 @@ def test_check_names_a_taken_port(capsys):
 def test_check_asks_for_room_for_pushes(capsys, monkeypatch, mode, tensor, needed):
     """MB of two tensors of so many numbers: all of them, or of each engine a bucket with the last."""
     shapes = {"one": [tensor], "other": [tensor]}
-    monkeypatch.setattr(memory, "read_model", lambda path, config: (shapes, 256))
+    monkeypatch.setattr(memory, "checkpoint_shapes", lambda path: shapes)
     usage = SimpleNamespace(free=(15 + needed) * 10**6)
     monkeypatch.setattr(dry_run.shutil, "disk_usage", lambda path: usage)
     dry_run.check(settings(port=23124, mode=mode))

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -337,13 +338,13 @@ def test_batched_attention_equals_one_request_at_a_time(request, kv_heads, decod
     queries = torch.randn(int(new.sum()), 4, 24).split(new.tolist())
 
     def attention(some):
-        plan = group_by_length(table, rows[some], lengths[some], new[some])
-        output = attend(torch.cat(queries[some]), k, v, plan, 0.2, kv_heads != 4)
-        return output.split(new[some].tolist()), plan
+        groups = group_by_length(table, rows[some], lengths[some], new[some])
+        output = attend(torch.cat(queries[some]), k, v, groups, 0.2, kv_heads != 4)
+        return output.split(new[some].tolist()), groups
 
-    outputs, plan = attention(slice(None))
+    outputs, groups = attention(slice(None))
     if decode:  # each is padded to its own length, not to the longest
-        assert {mask.shape[-1] for _, mask in plan[1]} == {16, 32, 48, 80}
+        assert {mask.shape[-1] for _, _, mask in groups} == {16, 32, 48, 80}
     for i, (row, length, query) in enumerate(zip(rows, lengths, queries, strict=True)):
         own = table[row, :length].long()
         keys, values = (each[own].repeat_interleave(4 // kv_heads, 1) for each in (k, v))
@@ -503,6 +504,55 @@ def test_an_answer_does_not_depend_on_its_neighbours(engine, run):
         assert run(ask_all(others)) == alone
 
 
+def test_what_a_window_lacks_is_written_step_by_step(engine, run):
+    """Biased logits, lists of log-probabilities; beside them and after them all others are as they were."""
+
+    async def ask_raw(**asked):
+        params = dict(temperature=1.0, max_new_tokens=40, sampling_seed=5, ignore_eos=True)
+        params |= asked.pop("sampling_params", {})
+        body = dict(input_ids=PROMPT, sampling_params=params, return_logprob=True) | asked
+        reply = await engine._call("POST", "/generate", **body)
+        return reply["output_ids"], reply["meta_info"]
+
+    async def ask_all():
+        biased = ask_raw(sampling_params={"logit_bias": {"9": 1000.0}})
+        penalized = ask_raw(sampling_params={"frequency_penalty": 2.0})
+        ruled = await asyncio.gather(biased, penalized, ask_raw())
+        return ruled + await asyncio.gather(ask_raw(top_logprobs_num=2), ask_raw())
+
+    plain, info = run(ask_raw())
+    (biased, _), (penalized, _), (beside, _), (listed, lists), (beside_lists, _) = run(ask_all())
+    assert biased == [9] * 40 and penalized != plain
+    assert listed == beside == beside_lists == plain
+    assert lists["output_token_logprobs"] == info["output_token_logprobs"]
+    for (logprob, *_), top in zip(
+        info["output_token_logprobs"], lists["output_top_logprobs"], strict=True
+    ):
+        assert len(top) == 2 and top[0][0] > logprob - 1e-5
+
+
+def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_path, monkeypatch):
+    """By plain torch, whose log-probabilities have other last bits, the same beside any neighbours."""
+    asked = [tokens_of(i, 5 + i) for i in range(16)]
+    answers = run(ask(engine, asked, Sampling(1.0, 60), seeds=range(16)))
+    (tmp_path / "lscpu").symlink_to(shutil.which("lscpu"))  # all that SGLang looks for
+    monkeypatch.setenv("PATH", str(tmp_path))
+    other = launch(models[0], tmp_path / "engine.log")
+    try:
+        run(other.ready(START_S))
+        plain_answers = run(ask(other, asked, Sampling(1.0, 60), seeds=range(16)))
+        for one, plain in zip(answers, plain_answers, strict=True):
+            assert one.tokens == plain.tokens
+            assert one.logprobs == pytest.approx(plain.logprobs, rel=0, abs=1e-5)
+            assert one.logprobs != plain.logprobs
+        for some in (slice(3, 4), slice(0, 16, 3)):  # alone, and beside fewer
+            again = run(ask(other, asked[some], Sampling(1.0, 60), seeds=range(16)[some]))
+            expected = [(each.tokens, each.logprobs) for each in plain_answers[some]]
+            assert [(each.tokens, each.logprobs) for each in again] == expected
+    finally:
+        run(other.close())
+
+
 def test_another_seed_writes_another_answer(engine, run):
     """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
     sampling, seeds = Sampling(1.0, 30, ignore_eos=True), [1, 2, 1, 1 + 2**62]
@@ -563,6 +613,9 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
     assert moves[1] == "/resume_memory_occupation weights"
     assert moves[3] == "/update_weights_from_tensor"
     assert moves[-1] == "/resume_memory_occupation kv_cache"
+    [again] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
+    expected = hf_logprobs(hf_model(models[0]), PROMPT, again.tokens)
+    assert again.logprobs == pytest.approx(expected, rel=0, abs=1e-5)
 
 
 # ---- a scalar reward model

@@ -3,6 +3,9 @@
 import asyncio
 import itertools
 import json
+import os
+from collections import Counter
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -14,67 +17,232 @@ from commands.evaluate import pass_at_k
 from config import UserError, parse_config
 from demo import task  # noqa: F401  task adds the format
 from engines.engine import Answer, Sampling, seed_of
-from engines.pool import Pool
+from engines.pool import EngineStatus, Pool
 from examples.make_demo import models
 from models import end_turns_with
 from reporting.timeline import Timeline
+from rollout import Tasks
+from runtime.shutdown import Stop
+from scheduling.rebalance import RequestStats
 from tests.fakes import Device, FakeEngine, FakeWorld, VirtualClock, run_on, text_answer
 
 
-def answers_of(tokenizer, count):
-    """To one prompt: >7, but of the sampled ones >8 with an odd index, and the last of them is cut off."""
-    for index in range(count):
-        text = ">8" if index % 2 and index < count - 1 else ">7"
-        tokens = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        yield Answer(index, tokens, [], "length" if index == count - 2 else "stop", [])
+class FakePool:
+    """Writes what `write` says to a prompt's requests, the latest first; after `most` prompts it breaks."""
+
+    def __init__(self, write, most=10**6, broken=None):
+        self.write, self.left, self.broken, self.asked, self.tokens = write, most, broken, [], 0
+
+    async def wake(self):
+        self.woke_at = asyncio.get_running_loop().time()
+
+    async def generate(self, requests):
+        if not self.left:
+            await asyncio.sleep(5)
+            raise AssertionError("nobody saw that it is broken")
+        self.left -= 1
+        self.asked.append(requests)
+        for answer in reversed([*self.write(requests)]):
+            self.tokens += len(answer.tokens)
+            yield answer
+
+    def status(self):
+        return EngineStatus(Counter(), Counter(), {})
+
+    def apply_status(self, status):
+        if not self.left:
+            self.broken()
+
+    def pop_stats(self):
+        came, self.tokens = self.tokens, 0
+        return RequestStats(came)
 
 
-def test_an_evaluation_compares_answers_with_their_keys(tmp_path, monkeypatch, capsys):
+class FakeProgress:
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.lines, self.bar, self.at = [], [], None
+        self.line, self.doing = self.lines.append, self.bar.append
+
+    def resume_at(self, done, total):
+        self.at = (done, total)
+
+    def done(self):
+        self.at = (self.at[0] + 1, self.at[1])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory, its tokenizer, and what else ends an answer."""
+    folder = tmp_path_factory.mktemp("model")
+    models.new_model(folder, 0)
+    end = end_turns_with(folder, "<unused59>")
+    return folder, data.load_tokenizer(str(folder)), end
+
+
+@pytest.fixture
+def evaluate_in(model, tmp_path):
+    """A function that evaluates on a pool, in OUT, and returns its last word and what it has said."""
+    (tmp_path / "out").mkdir()
+
+    def evaluated(pool, *more, stop=None):
+        given = f"--data {tmp_path}/rows.jsonl --out {tmp_path}/out --model {model[0]}".split()
+        given += ["--judge-format", "addition", "--max-new-tokens", "72", *more]
+        fleet = AsyncMock(connect=AsyncMock(return_value={"rollout": pool}))
+        progress = FakeProgress()
+        config = parse_config(["eval", *given])
+        return asyncio.run(evaluate.evaluate(config, fleet, progress, stop or Stop())), progress
+
+    return evaluated
+
+
+def read(out):
+    """The rows, as the problems stand."""
+    rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    return sorted(rows, key=lambda row: row["prompt"])
+
+
+def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluate_in):
     """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems."""
-    models.new_model(tmp_path / "model", 0)
-    end = end_turns_with(tmp_path / "model", "<unused59>")
-    tokenizer = data.load_tokenizer(str(tmp_path / "model"))
+    _, tokenizer, end = model
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked, out = [], tmp_path / "out"
-    out.mkdir()
 
-    async def generate(config, fleet, prompts, sampling):
-        asked.extend(prompts)
-        assert sampling.stop_token_ids == (tokenizer.eos_token_id, end)
-        return [[*answers_of(tokenizer, config.samples + 1)] for _ in prompts]
+    def write(requests):
+        """>7, but of the sampled ones >8 with an odd index, and the last of them is cut off."""
+        for index in range(len(requests)):
+            text = ">8" if index in (1, 3) else ">7"
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens.append(tokenizer.eos_token_id)
+            yield Answer(index, tokens, [], "length" if index == 4 else "stop", [])
 
-    monkeypatch.setattr(evaluate, "generate", generate)
-    given = f"--data {tmp_path}/rows.jsonl --out {out} --model {tmp_path}/model"
-    given += " --judge-format addition --samples 5 --max-new-tokens 72"
-    asyncio.run(evaluate.evaluate(parse_config(["eval", *given.split()]), None, print))
+    pool = FakePool(write)
+    last, progress = evaluate_in(pool, "--samples", "5")
     encoded = [data.encode(tokenizer, row["prompt"]) for row in rows[:2]]
-    assert [prompt.tokens for prompt in asked] == encoded
-    found = json.loads((out / "eval.json").read_text())
+    assert [requests[0].prompt for requests in pool.asked] == encoded
+    assert pool.asked[0][0].sampling.stop_token_ids == (tokenizer.eos_token_id, end)
+    found = json.loads((tmp_path / "out" / "eval.json").read_text())
     # of the first, 3 of the 10 ways to draw 2 have no right one, and none of those to draw 4
     by_hand = {"accuracy": 1, "pass@1": 2 / 5, "pass@2": 1 - 3 / 10, "pass@4": 1}
     for name, of_first in by_hand.items():
         assert found[f"eval/{name}"] == pytest.approx(of_first / 2)
-    assert found["prompts"] == 2 and "pass@2 0.350" in capsys.readouterr().out
-    first, second = (json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines())
+    assert found["prompts"] == 2 and found["eval/truncated_frac"] == pytest.approx(2 / 12)
+    first, second = read(tmp_path / "out")
+    assert (first["prompt"], second["prompt"]) == (0, 1)
     assert (first["question"], first["greedy"], first["sampled"][1]) == ("3+4=", ">7", ">8")
     assert first["right"] == [True, False, True, False, False, True] and not any(second["right"])
     assert first["finish"] == ["stop"] * 4 + ["length", "stop"]
+    rate = f"{found['eval/tokens_per_s']:.0f} tokens/s"
+    said = progress.lines[-2]
+    assert found["eval/tokens_per_s"] > 0 and progress.at == (2, 2) and last == ""
+    assert "pass@2 0.350  pass@4" in said and said.endswith(f"each, {rate})")
 
 
-class FakePool:
-    """Writes what it was asked for, the latest first."""
+@pytest.mark.parametrize("name, accuracy", [("chat", 0), ("number", 0.5)])
+def test_without_a_right_answer_one_is_shown(tmp_path, model, evaluate_in, name, accuracy):
+    """`>7` is no 7 to `chat`. A whole solution as the key is read, too; a word isn't by `number`."""
+    _, tokenizer, _ = model
+    rows = [{"prompt": "3+4=", "answer": "3+4=7\n#### 7.0"}, {"prompt": "3+5=", "answer": 9}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokens = [*tokenizer(">7", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
-    async def generate(self, requests):
-        for index, request in reversed([*enumerate(requests)]):
-            is_greedy = request.sampling.temperature == 0
-            yield Answer(index, [*request.prompt, request.seed, is_greedy], [], "stop", [])
+    def write(requests):
+        for index in range(len(requests)):
+            yield Answer(index, tokens, [], "stop", [])
+
+    _, progress = evaluate_in(FakePool(write), "--samples", "5", "--judge-format", name)
+    said = "\n".join(progress.lines)
+    assert f"accuracy {accuracy:.3f}" in said
+    by = "none of 12 answers is right by --judge-format chat"
+    line = f"{by}; one ends in '>7', and its key is"
+    assert (line in said) == (name == "chat") == ("none of" in said)
+
+
+# ---------------------------------------------------------------- what was begun goes on
+
+
+@pytest.fixture
+def five(model, tmp_path):
+    """Five problems, and what writes answers that follow from the seeds alone."""
+    rows = [{"prompt": f"{n}+4=", "answer": n + 4} for n in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = model[1]
+
+    def write(requests):
+        for index, request in enumerate(requests):
+            tokens = tokenizer(f">{request.seed % 10}", add_special_tokens=False)["input_ids"]
+            yield Answer(index, [*tokens, tokenizer.eos_token_id], [], "stop", [])
+
+    return write
+
+
+def lose_the_engine():
+    raise UserError("no rollout engine is left to ask")
+
+
+def stopped_evaluation(evaluate_in, five):
+    """Lose the engine of an evaluation after two prompts."""
+    with pytest.raises(UserError, match="no rollout engine is left"):
+        evaluate_in(FakePool(five, 2, lose_the_engine), "--samples", "3")
+
+
+def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path, evaluate_in, five):
+    """It asks what wasn't answered alone, and comes to an unbroken one's rows and figures."""
+    out = tmp_path / "out"
+    evaluate_in(FakePool(five), "--samples", "3")
+    unbroken = [json.loads((out / "eval.json").read_text()), read(out)]
+    out.rename(tmp_path / "unbroken")
+    out.mkdir()
+    stopped_evaluation(evaluate_in, five)
+    with (out / "answers.jsonl").open("a") as file:
+        file.write('{"prompt": 2, "qu')  # kill -9 while it is written
+    assert not (out / "eval.json").exists()
+    stop = Stop()
+    pool = FakePool(five, 1, lambda: vars(stop).update(asked=15))
+    last, progress = evaluate_in(pool, "--samples", "3", stop=stop)
+    assert stop.graceful and last == "stopped after 3 of 5 prompts" and progress.at == (3, 5)
+    assert progress.lines[-1] == "goes on after 2 of 5 prompts"
+    pool = FakePool(five)
+    last, progress = evaluate_in(pool, "--samples", "3", "--port", "7000")
+    assert last == "" and len(pool.asked) == 2 and "goes on after 3 of 5 prompts" in progress.lines
+    found = [json.loads((out / "eval.json").read_text()), read(out)]
+    for figures, _ in (found, unbroken):
+        del figures["eval/tokens_per_s"], figures["config"]
+    assert found == unbroken
+    assert not (tmp_path / "out-1").exists()
+
+
+@pytest.mark.parametrize("change", ["setting", "data", "model", "finished"])
+def test_another_evaluation_begins_anew(tmp_path, model, evaluate_in, five, change):
+    """The one before is moved aside, whole."""
+    stopped_evaluation(evaluate_in, five)
+    more = ["--samples", "2" if change == "setting" else "3"]
+    if change == "data":
+        with (tmp_path / "rows.jsonl").open("a") as file:
+            file.write('{"prompt": "5+5=", "answer": 10}\n')
+    if change == "model":
+        os.utime(model[0] / "model.safetensors", (1, 1))
+    if change == "finished":
+        evaluate_in(FakePool(five), *more)
+    before = read(tmp_path / "out")
+    pool = FakePool(five)
+    _, progress = evaluate_in(pool, *more)
+    assert len(pool.asked) == (6 if change == "data" else 5) == len(read(tmp_path / "out"))
+    assert read(tmp_path / "out-1") == before
+    assert progress.lines[1].startswith("moved the earlier run in ")
 
 
 def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
     """In one request, the greedy one last; seeds follow from the run's and from both numbers."""
+
+    def write(requests):
+        for index, request in enumerate(requests):
+            is_greedy = request.sampling.temperature == 0
+            yield Answer(index, [*request.prompt, request.seed, is_greedy], [], "stop", [])
+
     config = parse_config(["eval", "--model", "m", "--samples", "3"])
-    what = (data.Prompt([5], "", None), FakePool(), Sampling(1.0, 9), config)
+    what = (data.Prompt([5], "", None), FakePool(write), Sampling(1.0, 9), config)
     for number in (4, 5):
         answers = asyncio.run(evaluate.ask(number, *what))
         seeds = [seed_of(0, "eval", number, index) for index in range(4)]
@@ -91,8 +259,13 @@ def test_an_engine_that_is_gone_ends_an_evaluation(verb):
         pool = Pool([engine], FakeWorld(0, 1, {}), Timeline(0, clock.time), config)
         await pool.wake()
         clock.call_later(5, engine.die if verb == "die" else engine.hang)
-        prompts = [data.Prompt([ord("7"), ord("+")], "", None)] * 3
-        await asyncio.wait_for(evaluate.ask_all(prompts, pool, Sampling(1.0, 5000), config), 30)
+        prompts = dict.fromkeys(range(3), data.Prompt([ord("7"), ord("+")], "", None))
+        async with asyncio.timeout(30):
+            tasks = Tasks()
+            for number, prompt in prompts.items():
+                asked = evaluate.ask(number, prompt, pool, Sampling(1.0, 5000), config)
+                tasks.start(number, asked)
+            await evaluate.wait_for_answers(tasks, pool, Stop(), FakeProgress())
 
     line = "no genrm engine is left to ask: the genrm engine of rank 0 (died|gave no sign of life)"
     with pytest.raises(UserError, match=line):

@@ -22,6 +22,7 @@ from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
 from config import Config, parse_config
 from engines.engine import Answer
 from examples.make_demo import models
+from examples.make_demo.closing import close
 from models import end_turns_with, save_tokenizer
 from parallel_worker import far, set_constants
 from sample import Sample
@@ -154,7 +155,7 @@ def test_a_command_learns_as_the_plain_reference(command, references, single_ran
             row, wanted = row | {"accuracy": 0.0}, wanted | {"accuracy": 0.0}
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert far(dict(learner.trainer.named_weights()), reference["weights"]) < 5e-5
-    learner.trainer.close()
+    close(learner.trainer)
 
 
 # ---------------------------------------------------------------- rows

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +40,54 @@ def test_how_chat_is_read():
     """The last box, else what follows the last ####, else the last line; the last `Verdict:`."""
     assert {text: genrm.chat_answer(text) for text in ANSWERS} == ANSWERS
     assert {text: genrm.chat_parse(text) for text in VERDICTS} == VERDICTS
+
+
+NUMBERS = {  # text -> its last number
+    "3 + 4 = 7": "7",
+    "1,234,56": "56",
+    "-$3": "-3",
+    "\u22123": "-3",  # MINUS SIGN
+    "- 3": "3",  # of a list
+    "10-3": "3",  # an operator, or a range
+    "(5)-3": "3",
+    "3/4": "3/4",
+    r"$\boxed{-\$18}$": "-18",
+    "9" * 5000: "9" * 5000,  # int() takes 4300 digits
+    "": None,
+    "\u00bd": None,  # one half
+    "-, $. and ./": None,
+}
+
+
+def test_the_last_number_of_a_text():
+    """By hand. 3/4 is one number, neither 4 nor 0.75; of dates, times and powers the last, as graders do."""
+    assert {text: genrm.number_answer(text) for text in NUMBERS} == NUMBERS
+
+
+SENTENCES = ["{}", "It is {}.", "2 + 3: {}", "**{}**", "(-1, {})", "**Answer:** {}\n"]
+
+
+@given(
+    st.booleans(),
+    st.integers(0, 10**30),
+    st.text("0123456789", max_size=30),
+    st.tuples(st.sampled_from(["-", "\u2212"]), st.sampled_from(["", "$", r"\$"])),
+    st.booleans(),
+    st.integers(0, 3),
+    st.sampled_from(SENTENCES),
+)
+def test_a_number_is_read_back_however_it_is_written(
+    minus, whole, decimals, signs, commas, zeros, around
+):
+    """Exactly: with commas, signs, zeros at both ends, a sentence around it; what it says reads as itself."""
+    digits = f"{whole:,}" if commas else "0" * zeros + str(whole)
+    if decimals or zeros:
+        decimals += "0" * zeros
+        digits += f".{decimals}"
+    found = genrm.number_answer(around.format(signs[0] * minus + signs[1] + digits))
+    value = Fraction(f"{whole}.{decimals or 0}") * (-1 if minus else 1)
+    assert Fraction(found) == value and genrm.number_answer(found) == found
+    assert "," not in found and ("." not in found or found[-1] != "0")
 
 
 class Characters(FakeTokenizer):

@@ -151,7 +151,7 @@ def test_a_frozen_tower_sleeps_and_is_saved(references, make_trainer, monkeypatc
         if naps:
             monkeypatch.setattr(actor, "device", torch.device("cuda"))
             actor.sleep()
-            assert all(p.untyped_storage().size() == 0 for p in actor.parameters())
+            assert all(p.untyped_storage().size() == 0 for p in actor.gpt.parameters())
             actor.wake()
             monkeypatch.setattr(actor, "device", torch.device("cpu"))
         loss, norm = step(actor, reference["samples"])

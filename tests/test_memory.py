@@ -25,7 +25,7 @@ def shallow_and_deep(tmp_path_factory) -> list[str]:
 
 def kept_by(actor) -> int:
     """Bytes that a forward pass keeps for the gradient, weights aside."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in actor.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in actor.gpt.parameters()}
     found = {}
 
     def keep(tensor):
@@ -67,7 +67,7 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
         monkeypatch.setattr(lm_head, "CHUNK_BYTES", rows * 4 * 64)
         actor = make_actor(model, recompute=recompute, entropy_coef=entropy_coef)
         samples = make_samples(0)
-        for sample, logprobs in zip(samples, actor.logprobs(samples), strict=True):
+        for sample, logprobs in zip(samples, actor.read_tokens([samples]), strict=True):
             sample.logprobs, sample.versions = logprobs, [0] * len(logprobs)
         metrics = update(actor, samples)
         timeless = {name: value for name, value in metrics.items() if "seconds" not in name}

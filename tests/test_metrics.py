@@ -133,7 +133,13 @@ def controller_of(timeline=None):
     actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
     actor.gathering = received
     placement = SimpleNamespace(actor=actor)
-    return SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
+    c = SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
+    c.state, c.config = State(step=1), Config(judge_format=("chat",))
+    c.said = []
+    c.report = SimpleNamespace(
+        note=c.said.append, decode=lambda tokens: "x" * 90 + "\n3 + 4 = 5\x1b"
+    )
+    return c
 
 
 def batch_of(kept, filtered=(), carried=()):
@@ -179,6 +185,24 @@ def test_failed_judgements_are_counted(kept):
     assert found.sums["genrm/failed"] == 1 and found.means["reward/unfiltered_mean"] == [1.0, 0.0]
     assert found.means["rollout/response_len_mean"] == [1, 2, 3]
     assert found.sums["rollout/tokens_filtered"] == (3 if kept else 6)
+
+
+@pytest.mark.parametrize("step, right, key", [(1, 0, "5"), (2, 0, "5"), (1, 1, "5"), (1, 0, None)])
+def test_a_line_says_what_an_answer_looks_like_if_none_is_right(step, right, key):
+    """After the first step alone, if all of a rank's answers with a key are wrong; printable, cut to 60."""
+    c = controller_of()
+    c.state.step = step
+    group = group_of(4, 1.0, 0.0, 0.0, 0.0)
+    for sample in group:
+        sample.index, sample.answer_key = 1, key
+    group[3].index -= right
+    local_facts(c, batch_of([group]), group, [])
+    by = "none of 4 answers is right by --judge-format chat; one ends in "
+    end = "x" * 49 + r"\n3 + 4 = 5\x1b"
+    line = f"{by}'{end}', and its key is '5'; formats: chat, number, harm, score"
+    assert [each[: len(line)] for each in c.said] == [line] * ((step, right, key) == (1, 0, "5"))
+    local_facts(c, batch_of([]), [], [])
+    assert len(c.said) <= 1
 
 
 def board_in(out):

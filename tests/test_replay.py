@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import replay
-from commands.replay import Replay, read_replay
+from commands.replay import read_replay
 from fakes import simulate, trained
 from sample import Outcome, Sample
 
@@ -27,7 +28,7 @@ def train_only(path, size=1, steps=3, done=0, **more):
     """Controllers of a run on a replay, after so many steps of another."""
 
     def serve_from_file(c):
-        c.collect = Replay(path, c.config.algorithm[0]).collect
+        c.collect = partial(replay.collect, read_replay(path, c.config.algorithm[0]))
         c.state.step = c.placement.actor.version = done
 
     more |= dict(train_only=True, replay=str(path), prepare_controller=serve_from_file)

@@ -193,9 +193,27 @@ def test_the_rules_that_are_there():
     assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>")] == [1.0, 0.0, 1.0]
 
 
-def test_what_has_no_answer_key_can_t_be_compared():
-    with pytest.raises(ValueError, match=r"^--rule right: .*prompt '3\+9=' has no `answer`"):
-        score([], [rewards.load("reward", "right")], question="3+9=")
+@pytest.mark.parametrize(
+    "text, finish, key, is_right",
+    [
+        ("3+9=12", "stop", "12", True),
+        ("It is 12.0, I'd say", "stop", "$12", True),
+        ("It is 13", "stop", "12", False),
+        ("3+9=12", "length", "12", False),
+        ("No idea", "stop", "12", False),
+    ],
+)
+def test_the_rule_number_compares_last_numbers(text, finish, key, is_right):
+    """Whatever the final answer is by --judge-format."""
+    fields = dict(text=text, finish=finish, answer_key=key, answer=text)
+    sample = rewards.TextSample(0, 0, [1], **fields)
+    assert rewards.load("reward", "number").function(sample) == is_right
+
+
+@pytest.mark.parametrize("rule, key", [("right", None), ("number", None), ("number", "Paris")])
+def test_what_has_no_answer_key_can_t_be_compared(rule, key):
+    with pytest.raises(ValueError, match=rf"^--rule {rule}: .*prompt '3\+9=' has no `answer`"):
+        score([], [rewards.load("reward", rule)], question="3+9=", answer_key=key)
 
 
 def safe_rlhf(**settings):

@@ -59,7 +59,7 @@ def test_a_timeline_on_a_clock(tmp_path):
     line.step = 2
     with line.span("serve"):
         now[0] = 112.5
-        line.request("rollout", 1, 111.0, 112.0)
+        line.add("span", "rollout", 1, 111.0, 112.0)
     with pytest.raises(KeyError), line.span("train"):
         now[0] = 113.0
         raise KeyError
@@ -67,7 +67,7 @@ def test_a_timeline_on_a_clock(tmp_path):
     expected += spans_of([(2.5, 0.5)], "train", 3, 2)
     assert line.drain() == expected and line.drain() == []
     assert opened == [("serve", 2), ("train", 2)]
-    line.request("genrm", 0, 113.0, 114.0)
+    line.add("span", "genrm", 0, 113.0, 114.0)
     line.drain()
     assert tl.read(tmp_path) == expected + spans_of([(3.0, 1.0)], "genrm", 0, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["rank3.0.jsonl"]

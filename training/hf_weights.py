@@ -1,7 +1,5 @@
 """Translates weights from and to Hugging Face's names and layout, tensor by tensor. Not collective."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

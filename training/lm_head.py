@@ -7,8 +7,6 @@ two copies of a chunk live at once, six where the entropy learns. Chunks are of 
 one chunk the sums have the same bits as without.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -40,11 +38,11 @@ def leave_out_logits(gpt: GPTModel) -> None:
 
 
 def read_targets(
-    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperatures: Tensor, entropy_learns: bool
+    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns=False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    hidden: [1, T, hidden], the output of `gpt`. temperatures: [T]; SGLang, too, reports log_softmax(logits /
+    hidden: [1, T, hidden], the output of `gpt`. temperature: SGLang, too, reports log_softmax(logits /
     temperature). entropy_learns: whether the entropies have a gradient, which costs four more copies of a
     chunk. Collective over the tensor-parallel group, both ways.
     """
@@ -52,8 +50,8 @@ def read_targets(
     if gpt.share_embeddings_and_output_weights:
         weight = gpt.shared_embedding_or_output_weight()
     rows = max(1, CHUNK_BYTES // (4 * len(weight)))
-    read = partial(_read_chunk, weight, entropy_learns)
-    columns = (hidden[0], batch.targets, temperatures)
+    read = partial(_read_chunk, weight, temperature, entropy_learns)
+    columns = (hidden[0], batch.targets)
     *chunks, last = zip(*(column.split(rows) for column in columns), strict=True)
     parts = []
     for chunk in chunks:
@@ -65,10 +63,13 @@ def read_targets(
 
 
 def _read_chunk(
-    weight: Tensor, entropy_learns: bool, hidden: Tensor, targets: Tensor, temperatures: Tensor
+    weight: Tensor, temperature: float, entropy_learns: bool, hidden: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Read all tokens, also those without a target: to select rows of logits would copy them."""
-    logits = F.linear(hidden.to(weight.dtype), weight).float().div_(temperatures[:, None])
+    logits = F.linear(hidden.to(weight.dtype), weight).float()
+    if temperature != 1:
+        # by a tensor as engines do: by a number CUDA would multiply by its reciprocal
+        logits.div_(torch.full_like(targets[:, None], temperature, dtype=torch.float32))
     maximum = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
     logits.sub_(maximum)

@@ -4,8 +4,6 @@ hf_weights.py fills it. Two modules are our own, RMSNorm and the attention: Mega
 Engine and Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import groupby
 from typing import NamedTuple
@@ -17,14 +15,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import data
 from config import Config, UserError
@@ -157,8 +153,6 @@ def read_family(model_dir: str, setting: str) -> str:
 
 def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
     """Return config.json with transformers' defaults. UserErrors name the setting and the directory."""
-    from transformers import AutoConfig
-
     where = f"{setting} {model_dir}"
     model_type = read_family(model_dir, setting)
     try:
@@ -276,8 +270,6 @@ def check_sizes(hf: dict, config: Config) -> None:
 
 def tensor_names(hf: dict) -> set[str]:
     """Return the names of a directory's tensors, the output layer's among them even if it is tied."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     family = FAMILIES[hf["model_type"]]
     kind = AutoModelForImageTextToText if family.tower else AutoModelForCausalLM
     with torch.device("meta"):  # no numbers, only names
@@ -328,11 +320,11 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
-    layers = [layer] * get_num_layers_to_build(config, pp_rank=stage)
+    layers = [layer] * transformer_block.get_num_layers_to_build(config, pp_rank=stage)
     sees = stage == 0 and "vision" in hf
     gpt = (VisionModel if sees else GPTModel)(
         config,
-        TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=hf["vocab_size"],
         max_sequence_length=hf["max_position_embeddings"],
         pre_process=stage == 0,

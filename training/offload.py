@@ -1,7 +1,5 @@
 """Host memory for what a sleeping trainer takes off its device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

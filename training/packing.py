@@ -1,11 +1,9 @@
 """Micro-batches: sequences packed end to end, with next-token targets. balance.py says what goes in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ class MicroBatch:
     images: tuple[Image, ...] = ()  # each once, however many sequences show it
     places: Tensor | None = None  # [T], the image feature that a token stands for, or NO_FEATURE
 
-    def to(self, device: torch.device) -> MicroBatch:
+    def to(self, device: torch.device) -> Self:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
         moved = {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
         return replace(self, **moved)

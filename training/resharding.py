@@ -6,8 +6,6 @@ micro-data-parallel group and gather among themselves; each takes the part of it
 Whole tensors are pushed so far (t_g = 1, see Trainer): an engine of several ranks cuts them itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -36,8 +36,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from config import UserError
 
 if TYPE_CHECKING:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
     from training.trainer import Trainer
 
 Chunk = dcp.ChunkStorageMetadata  # the place of a box in a full tensor: offsets and sizes
@@ -134,9 +132,7 @@ class PlanOnly(mcore.TorchDistSaveShardedStrategy):
         return AsyncRequest(None, (), [])
 
 
-def plan_save(
-    trainer: Trainer, folder: Path
-) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
+def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
@@ -181,7 +177,11 @@ def optimizer_boxes(trainer: Trainer, model_state: dict) -> Boxes:
     found = {}
     for optimizer in trainer.optimizer.chained_optimizers:
         optimizer.state_dict()  # makes the state of an optimizer that hasn't made a step
-        stretches = stretches_of(optimizer)
+        stretches = {}  # of each flattened parameter, that of which this rank holds the state
+        by_dtype = itertools.chain(*(buffer.values() for buffer in optimizer.gbuf_ranges))
+        for bucket in itertools.chain(*by_dtype):
+            for parameter, ranges in bucket["param_map"].items():
+                stretches[parameter] = range(ranges["param"].start, ranges["param"].end)
         for shard in mine:
             if shard.data in stretches:
                 held = optimizer._get_main_param_and_optimizer_states(shard.data)
@@ -202,16 +202,6 @@ def boxes_of(shard: Shard, held: dict[str, Tensor], stretch: range) -> Boxes:
                 facts = TensorWriteData(chunk, properties, torch.Size(part.global_shape))
                 found[index] = Box(facts, numbers)
     return found
-
-
-def stretches_of(optimizer: DistributedOptimizer) -> dict[Tensor, range]:
-    """Return the stretch of each flattened parameter of which this rank holds the optimizer's state."""
-    stretches = {}
-    by_dtype = itertools.chain(*(buffer.values() for buffer in optimizer.gbuf_ranges))
-    for bucket in itertools.chain(*by_dtype):
-        for parameter, ranges in bucket["param_map"].items():
-            stretches[parameter] = range(ranges["param"].start, ranges["param"].end)
-    return stretches
 
 
 def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk, slice]]:

@@ -4,8 +4,6 @@ Parallelism is Megatron's: tensor, pipeline, context, sequence; and for data Dis
 with the DistributedOptimizer, which shards AdamW over the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -25,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import save_file
 from torch import Tensor
 
 from config import Config
@@ -136,23 +135,6 @@ class Trainer:
         self.optimizer = get_megatron_optimizer(adamw, [self.ddp], **groups)
         model_config.grad_scale_func = self.optimizer.scale_loss
 
-    def close(self) -> None:
-        """Destroy the model and all trainers' process groups: others can be built (collective).
-
-        DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see. Megatron
-        only forgets its groups; each is a pair of threads that wake up all the time.
-        """
-        dist.barrier()  # nobody may still talk in a group that another has destroyed
-        for node in self.ddp.grad_accs:
-            # a new hook's handle leads to all hooks; `print` is never called
-            node.register_hook(print).hooks_dict_ref().clear()
-        if self.pipeline.down is not self.pipeline.up:
-            dist.destroy_process_group(self.pipeline.down)
-        if mpu.model_parallel_is_initialized():  # not closed with another trainer
-            for group in mpu._global_process_group_list[1:]:  # the first is None, the world's
-                dist.destroy_process_group(group)
-            mpu.destroy_model_parallel()
-
     def sleep(self) -> None:
         """Move weights and optimizer to the host, free gradients; on CPU nothing. Not collective."""
         assert self.awake, f"the {self.title} already sleeps"
@@ -182,17 +164,14 @@ class Trainer:
     def _state_tensors(self) -> Iterator[Tensor]:
         """Yield weights, the optimizer's copies and moments of them, not its counts of steps."""
         yield from (buffer.param_data for buffer in self.ddp.buffers)
-        yield from (parameter for parameter in self.parameters() if not parameter.requires_grad)
+        yield from (weight for weight in self.gpt.parameters() if not weight.requires_grad)
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
             for state in part.optimizer.state.values():
                 yield from (tensor for tensor in state.values() if tensor.ndim)
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return list(self.gpt.parameters())
-
-    def update(self, mini_batches: list, beside: Iterable[Trainer] = ()) -> dict[str, float]:
+    def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
         """Update this model and those beside it: the metrics of all (collective); see executor.py."""
         trainers = [self, *beside]
         updates = [trainer.updating(mini_batches) for trainer in trainers]
@@ -334,8 +313,6 @@ class Trainer:
 
     def write_hf(self, weights: dict[str, Tensor], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
-        from safetensors.torch import save_file
-
         Path(path).mkdir(parents=True, exist_ok=True)
         for file in Path(self.model_dir).iterdir():
             if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):

@@ -5,24 +5,20 @@ Qwen3-VL's tower makes more of them in its lower layers; they are added behind t
 model (DeepStack, arXiv 2406.04334).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from transformers import AutoModel, PretrainedConfig
 
 from images.reader import ImageReader
 from images.tokens import Image
 from training.packing import NO_FEATURE, MicroBatch
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass
@@ -43,8 +39,6 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
 
     Images are runs of image tokens. Attention's windows count as full.
     """
-    from transformers import AutoModel
-
     vision = hf["vision"]
     image_token = hf["reader"].image_token
     with torch.device("meta"):  # no numbers, only shapes
@@ -73,8 +67,6 @@ class VisionModel(GPTModel):
 
     def add_tower(self, vision: PretrainedConfig, reader: ImageReader) -> None:
         """Add the tower that config.json describes, with random weights."""
-        from transformers import AutoModel
-
         self.reader = reader
         self.visual = AutoModel.from_config(vision, dtype=self.config.params_dtype)
         for parameter in self.visual.parameters():
@@ -131,7 +123,7 @@ class VisionModel(GPTModel):
         hidden = self._put(hidden, context[0], options["packed_seq_params"].batch, adds=True)
         return hidden, context[1:] if len(context) > 1 else None
 
-    def bfloat16(self) -> VisionModel:
+    def bfloat16(self) -> Self:
         """Round all but the tower's rotary frequencies, which engines have in float32; for Float16Module."""
         rotary = self.visual.rotary_pos_emb
         frequencies = rotary.inv_freq

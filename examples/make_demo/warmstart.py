@@ -34,6 +34,7 @@ from config import Config, parse_config
 from demo import task
 from demo.pairs import corrupted
 from demo.task import shown_work, training_problem
+from examples.make_demo.closing import close
 from examples.make_demo.models import new_model
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
 from images.reader import ImageReader, reader_of
@@ -114,7 +115,7 @@ def train(
         stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), scale)
         assert not stats["skipped"], "the gradient isn't finite"
     actor.export(end)
-    actor.close()
+    close(actor)
 
 
 class MuonActor(Actor):
@@ -138,7 +139,7 @@ class MuonActor(Actor):
 
     def _apply_gradients(self, lr: float) -> float:
         """Make a step; `lr` scales both learning rates. Returns the gradients' norm before clipping."""
-        parameters = self.parameters()
+        parameters = list(self.gpt.parameters())
         for parameter in parameters:
             parameter.grad = parameter.main_grad  # where Megatron's DDP summed them
         norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.CLIP_GRAD)

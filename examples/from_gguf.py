@@ -1,0 +1,29 @@
+"""Make a Hugging Face directory, in float32, of a GGUF file whose architecture transformers can read.
+
+pip install accelerate gguf
+python examples/from_gguf.py FILE.gguf DIR
+"""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    if missing := [name for name in ("accelerate", "gguf") if not find_spec(name)]:
+        sys.exit(f"error: to read GGUF files, pip install {' '.join(missing)}")
+    file, folder = map(Path, sys.argv[1:])
+    from_file = dict(gguf_file=file.name)
+    AutoTokenizer.from_pretrained(file.parent, **from_file).save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(file.parent, **from_file, dtype="float32")
+    # a model of its own, of plain numbers: the one that was loaded would be saved as a quantized one
+    del loaded.config.quantization_config
+    model = AutoModelForCausalLM.from_config(loaded.config, dtype="float32")
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

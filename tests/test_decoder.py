@@ -1,0 +1,342 @@
+"""decoder.cpp against transformers and torch; the bits of a row, whatever is beside it; its compilation."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from cpu import compiler
+from cpu.decoder import STOPS, Decoder
+from cpu.sglang import murmur_hash32
+
+ROOT = Path(__file__).parent.parent
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+LLAMA3 |= {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0}
+SIZES = dict(hidden_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
+SIZES |= dict(intermediate_size=72, vocab_size=77, max_position_embeddings=256, pad_token_id=0)
+MODELS = {
+    "Qwen2, biases, untied": partial(Qwen2Config, head_dim=24, tie_word_embeddings=False),
+    "Qwen3, norms of q and k, tied": partial(Qwen3Config, head_dim=64, tie_word_embeddings=True),
+    "Llama, its rope, heads of 8": partial(LlamaConfig, head_dim=8, rope_parameters=LLAMA3),
+    "Llama, heads of 128": partial(LlamaConfig, head_dim=128, tie_word_embeddings=True),
+}
+SLOTS, REQUESTS = 8192, 70
+LIMIT_MS = 1_000_000
+
+
+class Loaded:
+    """A random model of transformers as SGLang would have loaded it, and a decoder of it."""
+
+    def __init__(self, make_config, seed=0):
+        torch.manual_seed(seed)
+        config = make_config(**({"rope_parameters": ROPE} | SIZES))
+        self.oracle = AutoModelForCausalLM.from_config(config).double().eval()
+        for name, weight in self.oracle.named_parameters():
+            about = 1.0 if "norm" in name else 0.0
+            torch.nn.init.normal_(weight, mean=about, std=0.2).copy_(weight.float())
+        self.weights = sglang_weights(self.oracle)
+        order = torch.randperm(SLOTS - 1)[: REQUESTS * 100] + 1
+        table = order.view(REQUESTS, 100).to(torch.int32)
+        self.decoder = Decoder(compiler.compiled(), self.runner(config, table))
+
+    def runner(self, config, table):
+        shape = (SLOTS, config.num_key_value_heads, config.head_dim)
+        caches = [[torch.full(shape, torch.nan) for _ in "kv"] for _ in range(3)]
+        angles = self.oracle.model.rotary_emb(torch.zeros(1).double(), torch.arange(256)[None])
+        table_of_angles = torch.cat([each[0].chunk(2, -1)[0] for each in angles], -1).float()
+        attention = SimpleNamespace(rotary_emb=SimpleNamespace(cos_sin_cache=table_of_angles))
+        body = SimpleNamespace(layers=[SimpleNamespace(self_attn=attention)])
+        model = SimpleNamespace(model=body, config=config, load_weights=self.load)
+        model.named_parameters = lambda remove_duplicate: self.weights.items()
+        model.named_children = lambda: [("logits_processor", SimpleNamespace())]
+        return SimpleNamespace(
+            model=model,
+            sampler=SimpleNamespace(forward=None),
+            attn_backend=SimpleNamespace(),
+            token_to_kv_pool=SimpleNamespace(get_kv_buffer=lambda layer: caches[layer]),
+            req_to_token_pool=SimpleNamespace(req_to_token=table),
+        )
+
+    def load(self, weights):
+        for name, weight in weights:
+            self.weights[name].copy_(weight)
+
+    def logits(self, *parts):
+        """Of rows (request, position of the first, tokens), all in one pass."""
+        ids = torch.cat([tokens for _, _, tokens in parts])
+        places = torch.cat([start + torch.arange(len(tokens)) for _, start, tokens in parts])
+        requests = torch.cat([torch.full_like(tokens, request) for request, _, tokens in parts])
+        return self.decoder.logits(self.hidden(ids, places, requests))
+
+    def hidden(self, ids, places, requests):
+        batch = SimpleNamespace(req_pool_indices=requests)
+        batch.forward_mode = SimpleNamespace(is_decode=lambda: True)
+        return self.decoder.run_layers(ids, places, batch)
+
+    def decode(self, requests, steps, temperatures=None):
+        """The tokens of each request, their log-probabilities, and how many they are, in windows."""
+        if temperatures is None:
+            temperatures = torch.ones(len(requests))
+        rows = torch.tensor(requests)
+        columns = dict(last=0, position=1, index=2, seed=3, greedy=4, left=5)
+        tokens, logprobs = [[] for _ in rows], [[] for _ in rows]
+        while len(active := rows[:, columns["left"]].nonzero().flatten()):
+            asked = rows[active].contiguous()
+            found = self.decoder.decode(asked, temperatures[active], steps, LIMIT_MS)
+            for row, new, values, count in zip(active.tolist(), *found, strict=True):
+                tokens[row] += new[:count].tolist()
+                logprobs[row] += values[:count].tolist()
+                rows[row, 0] = new[count - 1]
+                rows[row, 1] += count
+                rows[row, 5] -= count
+                if set(new[:count].tolist()) & set(rows[row, 6:].tolist()):
+                    rows[row, 5] = 0
+        return tokens, logprobs
+
+
+def sglang_weights(model):
+    """Of transformers' names, with q, k, v and gate, up joined."""
+    named = {
+        name: weight.float() for name, weight in model.named_parameters(remove_duplicate=False)
+    }
+    for name in list(named):
+        for first, others, joined in (
+            ("q_proj", ("k_proj", "v_proj"), "qkv_proj"),
+            ("gate_proj", ("up_proj",), "gate_up_proj"),
+        ):
+            if first in name:
+                parts = [named[name.replace(first, other)] for other in (first, *others)]
+                named[name.replace(first, joined)] = torch.cat(parts)
+    return named
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda name: name.split(",")[0])
+def loaded(request):
+    with torch.no_grad():
+        yield Loaded(MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    with torch.no_grad():
+        return Loaded(MODELS["Llama, its rope, heads of 8"])
+
+
+def some_tokens(length, seed=0):
+    return torch.randint(77, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- what it computes
+
+
+def test_logprobs_are_transformers(loaded):
+    """In float64: what the decoder rounds is within 1e-5."""
+    tokens = some_tokens(90)
+    with torch.no_grad():
+        expected = loaded.oracle(tokens[None]).logits[0].log_softmax(-1)
+    found = loaded.logits((0, 0, tokens)).double().log_softmax(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.5
+
+
+def test_bits_of_a_row_do_not_depend_on_the_pass(loaded):
+    """All at once, or with a part in the cache, or one by one; alone or beside 63 others of all lengths."""
+    tokens = some_tokens(90)
+    whole = loaded.logits((0, 0, tokens))
+    for first in (1, 8, 47, 89):
+        loaded.logits((1, 0, tokens[:first]))
+        assert torch.equal(loaded.logits((1, first, tokens[first:])), whole[first:])
+    one_by_one = [loaded.logits((2, i, tokens[i : i + 1])) for i in range(90)]
+    assert torch.equal(torch.cat(one_by_one), whole)
+    others = [(3 + i, 0, some_tokens(1 + i, i)) for i in range(63)]
+    beside = loaded.logits(*others[:30], (1, 0, tokens), *others[30:])
+    start = sum(len(each) for _, _, each in others[:30])
+    assert torch.equal(beside[start : start + 90], whole)
+    decoded = [(request, len(each), some_tokens(1, 99)) for request, _, each in others]
+    last = loaded.logits(*decoded[:9], (1, 89, tokens[89:]), *decoded[9:])
+    assert torch.equal(last[9], whole[89])
+
+
+def requests_of(count, left=40):
+    """Rows of `decode`: last token, its position, request, seed, greedy, left, stops."""
+    rows = [[7 + i, i, i, 2**40 * i + 5, i % 5 == 4, left - i % 7, 3] for i in range(count)]
+    return [row + [-1] * (STOPS - 1) for row in rows]
+
+
+def test_bits_do_not_depend_on_the_window(loaded):
+    """Of 1, 4 and 16 steps, alone or beside others; some end early; a decoding step is a row of a prefill."""
+    count = 20
+    for i in range(count):
+        if i:
+            loaded.logits((i, 0, some_tokens(i, i)))
+    tokens, logprobs = loaded.decode(requests_of(count), 1)
+    for steps in (4, 16):
+        assert loaded.decode(requests_of(count), steps) == (tokens, logprobs)
+    assert loaded.decode(requests_of(count)[7:8], 16) == (tokens[7:8], logprobs[7:8])
+    lengths = {len(each) for each in tokens}
+    assert len(lengths) > 3 and all((each[-1] == 3) == (3 in each) for each in tokens)
+    prompt = torch.tensor([*some_tokens(7, 7), 14, *tokens[7]])
+    read = loaded.logits((69, 0, prompt))[7:-1].log_softmax(-1)
+    expected = read.gather(1, prompt[8:, None]).flatten().tolist()
+    assert logprobs[7] == pytest.approx(expected, rel=0, abs=3e-6)
+
+
+def test_a_window_ends_with_its_time_and_its_requests(llama):
+    rows = torch.tensor(requests_of(3, left=40))
+    tokens, _, counts = llama.decoder.decode(rows, torch.ones(3), 16, 0)
+    assert counts.tolist() == [1, 1, 1]
+    rows[:, 5] = torch.tensor([2, 5, 1])
+    rows[:, 6:] = -1
+    tokens, _, counts = llama.decoder.decode(rows, torch.ones(3), 16, LIMIT_MS)
+    assert counts.tolist() == [2, 5, 1] and not tokens[0, 2:].any()
+
+
+def test_other_weights_are_packed_anew(llama):
+    """When they have been loaded, in two parts; what a part lacks stays as it was."""
+    other = Loaded(MODELS["Llama, its rope, heads of 8"], seed=1)
+    tokens = some_tokens(9)
+    before = llama.logits((0, 0, tokens))
+    new = list(other.weights.items())
+    llama.decoder._runner.model.load_weights([])
+    assert torch.equal(before, llama.logits((0, 0, tokens)))
+    for part in (new[::2], new[1::2]):
+        llama.decoder._runner.model.load_weights(part)
+    after = llama.hidden(tokens, torch.arange(9), torch.zeros(9).long())
+    expected = other.hidden(tokens, torch.arange(9), torch.zeros(9).long())
+    assert torch.equal(after, expected) and not torch.equal(before, llama.logits((0, 0, tokens)))
+
+
+# ---- sampling
+
+
+def rules_for(temperatures, is_greedy, seeds):
+    """What SGLang's SamplingBatchInfo has of them, no row with top-p and the like."""
+    rules = SimpleNamespace(
+        temperatures=temperatures[:, None], sampling_seed=seeds, vocab_size=10**6
+    )
+    rules.top_ks = torch.where(is_greedy, 1, 2**30)
+    rules.top_ps = torch.ones(len(seeds))
+    rules.min_ps = torch.zeros(len(seeds))
+    return rules
+
+
+def sampled_by_torch(logits, rules, positions):
+    """The formula: the largest of logit / temperature + Gumbel noise, which the hash decides."""
+    x = (logits / rules.temperatures).double()
+    hashed = murmur_hash32(rules.sampling_seed, positions, torch.arange(logits.shape[1]))
+    noise = -(hashed.double() / (2**32 - 1)).log().clamp(max=-(2.0**-32)).neg().log()
+    tokens = torch.where(rules.top_ks == 1, x.argmax(-1), (x + noise).argmax(-1))
+    return tokens, x.log_softmax(-1).gather(1, tokens[:, None]).flatten()
+
+
+@pytest.mark.parametrize("vocab", [7, 64, 77, 49152])
+def test_tokens_are_those_of_the_formula(llama, vocab):
+    """Whether few or all tokens are likely, some of them impossible; log-probabilities in float64."""
+    rows = 400 if vocab < 100 else 48
+    generator = torch.Generator().manual_seed(vocab)
+    spread = torch.tensor([0.0, 1.0, 4.0, 30.0]).repeat(rows // 4)[:, None]
+    logits = torch.randn(rows, vocab, generator=generator) * spread
+    logits[::3, ::5] = -torch.inf
+    temperatures = torch.tensor([1.0, 0.7, 1.3, 0.2, 1.0]).repeat(rows)[:rows].clone()
+    seeds = torch.randint(2**63 - 1, (rows,), generator=generator)
+    rules = rules_for(temperatures, torch.arange(rows) % 5 == 4, seeds)
+    positions = torch.arange(rows) * 37
+    output = SimpleNamespace(next_token_logits=logits)
+    tokens = llama.decoder.sample(output, rules, True, None, None, positions)
+    expected, their_logprobs = sampled_by_torch(logits, rules, positions)
+    assert torch.equal(tokens, expected)
+    found = output.next_token_logprobs.double()
+    torch.testing.assert_close(found, their_logprobs, rtol=0, atol=1e-5)
+    assert len(tokens.unique()) > min(rows, vocab) / 3
+
+
+def test_numbers_that_are_none_give_a_token(llama):
+    rules = rules_for(torch.ones(1), torch.tensor([False]), torch.ones(1).long())
+    output = SimpleNamespace(next_token_logits=torch.full((1, 40), torch.nan))
+    token = llama.decoder.sample(output, rules, True, None, None, torch.ones(1))
+    assert 0 <= token.item() < 40 and output.next_token_logprobs.isnan()
+
+
+# ---- how it is compiled
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "nanoyatt"
+
+
+def fake_compiler(folder, text, monkeypatch):
+    folder.mkdir()
+    (folder / "g++").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatch, capfd):
+    """Or with one that fails, which says why, without a home, or on another kind of processor."""
+    fake_compiler(tmp_path / "bin", 'echo "error: no such thing" >&2; exit 1', monkeypatch)
+    assert compiler.compiled() is None and not list(empty_cache.iterdir())
+    assert "error: no such thing" in capfd.readouterr().err
+    with monkeypatch.context() as home:
+        home.setattr(os, "access", lambda path, how: path != tmp_path)  # one that can't be written
+        home.setenv("XDG_CACHE_HOME", str(tmp_path / "missing" / "cache"))
+        assert compiler.compiled() is None and not (tmp_path / "missing").exists()
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "aarch64")
+    assert compiler.compiled() is None
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert compiler.compiled() is None
+
+
+def test_several_processes_compile_at_once(empty_cache):
+    """Each finds a whole library under the same name, and no other file is left."""
+    code = "from cpu import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled()))"
+    how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    both = [subprocess.Popen([sys.executable, "-c", code], **how) for _ in range(3)]
+    assert all("decoder-" in process.communicate()[0] for process in both)
+    assert len(list(empty_cache.iterdir())) == 1
+    [library] = empty_cache.iterdir()
+    changed = library.stat().st_mtime_ns
+    assert compiler.compiled() == library and library.stat().st_mtime_ns == changed
+
+
+def test_its_name_is_of_all_that_the_code_depends_on(empty_cache, tmp_path, monkeypatch):
+    """A shared home serves machines of several kinds."""
+    # the last argument is where the library goes
+    text = '[ "$1" = --version ] && cat "$0" && exit; for last; do :; done; echo > "$last"'
+    fake_compiler(tmp_path / "bin", text, monkeypatch)
+    names = {compiler.compiled()}
+    fake_compiler(tmp_path / "newer", f"{text}  # 13", monkeypatch)
+    names.add(compiler.compiled())
+    monkeypatch.setattr(compiler, "FLAGS", (*compiler.FLAGS, "-g"))
+    names.add(compiler.compiled())
+    for name, text in {"CPU_INFO": "flags\t\t: fpu avx2\n", "SOURCE": "int x;"}.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(compiler, name, tmp_path / name)
+        names.add(compiler.compiled())
+    assert len(names) == 5 and names == set(empty_cache.iterdir())
+
+
+def test_which_models_it_is_for(tmp_path):
+    def choice(dtype="float32", **changed):
+        hf = dict(model_type="llama", hidden_size=64, num_attention_heads=4, intermediate_size=96)
+        (tmp_path / "config.json").write_text(json.dumps(hf | changed))
+        return compiler.library_for(tmp_path, dtype)
+
+    assert choice() == compiler.compiled() is not None
+    assert compiler.program_for(tmp_path, "float32") == "cpu/decoder.cpp"
+    assert choice(model_type="qwen3", head_dim=24)
+    for changed in ({"model_type": "qwen3_vl"}, {"dtype": "bfloat16"}, {"head_dim": 12}):
+        assert choice(**changed) is None
+    for changed in ({"attention_bias": True}, {"use_sliding_window": True}, {"hidden_size": 68}):
+        assert choice(**changed) is None
+    assert "plain torch, 3 to 5 times slower" in compiler.program_for(tmp_path, "float32")
