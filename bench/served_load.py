@@ -39,9 +39,8 @@ class GivenPrompts(data.Prompts):
     """The demo's prompts, none held out. `keys` says whose answer a request's seed stands for."""
 
     def __init__(self, c: Controller, config: Config):
-        source = copy.copy(c.prompts.source)
-        source.held_out = []  # nothing is evaluated
-        super().__init__(source, config.answers_per_prompt)
+        c.prompts.source.held_out = []  # nothing is evaluated
+        super().__init__(c.prompts.source, config.answers_per_prompt)
         self.keys: dict[int, Key] = {}
         self._seed = config.seed
 
