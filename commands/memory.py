@@ -23,7 +23,7 @@ KEPT = {"float32": (40, 12, 20), "bfloat16": (28, 6, 10)}
 RESIDENT = 2_500_000_000
 # of a further rank of an engine on its lead's device, where it reads what is pushed
 CONTEXT = 500_000_000
-PROCESS = 1_200_000_000  # about, of libraries: each rank, and each server with its children
+PROCESS = 900_000_000  # about, of libraries: each rank, and each server with its children
 ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
 SERVER = 4_000_000_000  # the same of a server with CUDA, whose children load all anew; an estimate
 SIZES = (24e9, 48e9, 80e9, 141e9)  # what is asked about where there is no GPU

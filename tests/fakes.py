@@ -459,9 +459,7 @@ class FakeReport:
     def __init__(self):
         self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
         self.carried, self.requeued, self.cursors, self.restarts = [], [], [], []
-
-    def note(self, text):
-        self.notes.append(text)
+        self.note, self.decode = self.notes.append, str
 
     def dump(self, samples):
         self.dumped = samples
