@@ -235,7 +235,7 @@ def test_check_names_what_is_not_there(capsys, monkeypatch):
     names = [name for name in dry_run.PACKAGES if name != "sglang"]
     here = [SimpleNamespace(name=name, version="1.0") for name in names]
     monkeypatch.setattr(dry_run, "distributions", lambda: here)
-    monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // 10**9 + 1))
+    monkeypatch.setenv("WORLD_SIZE", str(psutil.virtual_memory().total // dry_run.PROCESS + 1))
     assert dry_run.check(settings(port=23024)) == 1
     printed = capsys.readouterr().out
     assert "! sglang         not installed (pinned: ==0.5.23)" in printed
