@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config, UserError
@@ -27,9 +29,10 @@ from sample import Key, Sample
 from scheduling.balance import flat
 from training import lm_head, ptx
 from training.executor import Update, Work
+from training.groups import Groups
 from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.trainer import LossSums, Trainer, all_reduce, as_sequences, loss_sums, means, totals
+from training.trainer import LossSums, Trainer, as_sequences, loss_sums, means, totals
 
 # Trainer and engine may differ by this much in the mean over tokens. Single tokens are far apart in bfloat16,
 # and say little.
@@ -45,10 +48,10 @@ class Actor(Trainer):
 
     title = "actor"
 
-    def __init__(self, config: Config, model_dir: str):
+    def __init__(self, config: Config, model_dir: str, groups: Groups | None = None):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
-        super().__init__(config, model_dir)
+        super().__init__(config, model_dir, groups)
 
     def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
         """Take an optimizer step for each mini-batch (collective: all ranks); see executor.py."""
@@ -59,7 +62,7 @@ class Actor(Trainer):
         for number, micro_batches in enumerate(mini_batches):
             samples = flat([micro_batches])
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
-            loss = PolicyLoss(self.read_with_entropy, targets, self.algorithm)
+            loss = PolicyLoss(self.read_with_entropy, targets, self.algorithm, self.groups.cp)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
                 self._add_texts(work, number, targets)
@@ -111,12 +114,12 @@ class Actor(Trainer):
         # every rank of a model-parallel group counts the same tokens: the ratio is right
         tokens = float(sum(len(response) for _, response in mine))
         counts = {"divisor": targets.divisors.sum().item(), "tokens": tokens}
-        total = all_reduce(counts, dist.ReduceOp.SUM)
+        total = self.all_reduce(counts, dist.ReduceOp.SUM)
         packed = []
         for chosen in self.pack(mine):
             packed.append([mine[index] for index in chosen])
         # as many micro-batches on every rank: with other tables replicas would sum gradients in another order
-        most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
+        most = self.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
         while len(packed) < most["count"]:
             packed.append([])
         weight = self.algorithm.ptx_coef * total["divisor"] / total["tokens"]
@@ -205,6 +208,7 @@ class PolicyLoss:
     read: Callable  # see Actor.read_with_entropy
     targets: PackedTargets
     algorithm: Algorithm
+    cp: ProcessGroup  # the context-parallel group
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp, cp)."""
@@ -221,7 +225,7 @@ class PolicyLoss:
             advantages=targets.advantages,
             sequence=targets.sequence,
             lengths=targets.lengths,
-            total=over_context_parallel,
+            total=partial(over_context_parallel, self.cp),
         )
         loss, clipped = algorithm.loss(inputs, algorithm)
         loss = correction.importance * loss

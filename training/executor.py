@@ -22,18 +22,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from scheduling.pipeline import SCHEDULES, Pipe, Table, Task
 from training.model import packing_of
@@ -191,46 +189,6 @@ def rank_of(pipes: list[Pipe], task: Task) -> int | None:
     """The rank that runs a task, or None if the pipe has no such stage."""
     ranks = pipes[task.pipe].ranks
     return ranks[task.stage] if 0 <= task.stage < len(ranks) else None
-
-
-class Pipeline(NamedTuple):
-    """The ranks that share the stages of models, in Megatron's order."""
-
-    rank: int  # this one's place among them
-    ranks: list[int]  # in the world
-    up: ProcessGroup  # of them all, Megatron's own
-    down: ProcessGroup  # the same from the last to the first, as a reversed model's stages lie
-
-
-def join_pipeline(device: torch.device) -> Pipeline:
-    """Make the groups of this rank's pipeline (collective: every rank)."""
-    up = mpu.get_pipeline_model_parallel_group()
-    own = dist.get_process_group_ranks(up)
-    if len(own) == 1:
-        return Pipeline(0, own, up, up)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    pipelines = sorted(set(map(tuple, every)))
-    # every rank makes the groups of all: with use_local_synchronization=True gloo hangs
-    down = {ranks: dist.new_group(ranks[::-1], sort_ranks=False) for ranks in pipelines}
-    pipeline = Pipeline(up.rank(), own, up, down[tuple(own)])
-    connect(pipeline, device)
-    return pipeline
-
-
-def connect(pipeline: Pipeline, device: torch.device) -> None:
-    """Pass one number between all neighbours in both groups (collective over the pipeline).
-
-    At the first message of two ranks in a group NCCL connects them, and both wait for that. In a table ranks
-    first turn to different neighbours, and would wait for ever.
-    """
-    number = torch.zeros(1, device=device)
-    for group in (pipeline.up, pipeline.down):
-        for low, high in pairwise(range(len(pipeline.ranks))):
-            if pipeline.rank == low:
-                dist.send(number, pipeline.ranks[high], group)
-            if pipeline.rank == high:
-                dist.recv(number, pipeline.ranks[low], group)
 
 
 class Messages:

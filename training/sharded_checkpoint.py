@@ -65,14 +65,17 @@ class Box(NamedTuple):
 Boxes = dict[dcp.MetadataIndex, Box]  # by the full tensor's name and the place in it
 
 
-def metadata() -> dict:
-    group = mpu.get_data_parallel_group(with_context_parallel=True)  # who has the same weights
+def metadata(trainer: Trainer) -> dict:
+    group = trainer.groups.dp_cp  # who has the same weights
     return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": group}
 
 
 def model_state(trainer: Trainer) -> dict:
     """Describe the model's tensors. Each says where it belongs: this name isn't in a checkpoint."""
-    return {"gpt": trainer.gpt.sharded_state_dict(metadata=metadata())}
+    mpu.set_data_parallel_rank(trainer.groups.dp_cp.rank())  # a tied copy asks nobody else
+    for module in trainer.gpt.modules():
+        vars(module).setdefault("tp_group", trainer.groups.tp)  # nor does one without a group
+    return {"gpt": trainer.gpt.sharded_state_dict(metadata=metadata(trainer))}
 
 
 class CommonLater(common.TorchCommonSaveStrategy):
@@ -255,7 +258,9 @@ def load(trainer: Trainer, folder: Path) -> None:
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
     model = model_state(trainer)
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
+    optimizer = trainer.optimizer.sharded_state_dict(
+        model, is_loading=True, metadata=metadata(trainer)
+    )
     template = {"version": trainer.version, "model": model, "optimizer": optimizer}
     loaded = dist_checkpointing.load(template, str(folder))
     trainer.gpt.load_state_dict(loaded["model"]["gpt"])

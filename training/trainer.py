@@ -14,12 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,9 +27,11 @@ from torch import Tensor
 from config import Config
 from sample import Sample
 from scheduling.balance import flat, pack_evenly, packed_length
+from scheduling.layout import Shape
 from training import hf_weights, sharded_checkpoint, vision
 from training import model as models
-from training.executor import Phase, Update, Work, join_pipeline, run
+from training.executor import Phase, Update, Work, run
+from training.groups import Groups, make_groups
 from training.offload import HostCopies
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 from training.resharding import Gathering
@@ -57,8 +57,13 @@ class Trainer:
     `title` names the model in messages.
     """
 
-    def __init__(self, config: Config, model_dir: str, reverse: bool = False):
-        """Load a directory (collective), else UserError. reverse: stage 0 on the last rank."""
+    def __init__(
+        self, config: Config, model_dir: str, groups: Groups | None = None, reverse: bool = False
+    ):
+        """Load a directory (collective: the model's ranks), else UserError.
+
+        groups: of the model's ranks, by default all of the run. reverse: stage 0 on the last rank.
+        """
         self.config = config
         self.model_dir = model_dir
         self.reverse = reverse
@@ -75,21 +80,18 @@ class Trainer:
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
-        if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
-            mpu.initialize_model_parallel(
-                tensor_model_parallel_size=config.tp,
-                pipeline_model_parallel_size=config.pp,
-                context_parallel_size=config.cp,
-                distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
-            )
-            model_parallel_cuda_manual_seed(config.seed)
-        self.dp_rank = mpu.get_data_parallel_rank()
-        self.dp_size = mpu.get_data_parallel_world_size()
-        self.pipeline = join_pipeline(self.device)
-        self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        model_parallel = (self.groups.tp, self.groups.pp, self.groups.cp)
-        self.is_head = all(group.rank() == 0 for group in model_parallel)
-        self.groups.pp = self.pipeline.down if reverse else self.pipeline.up
+        if groups is None:
+            shape = Shape.of(config, tuple(range(dist.get_world_size())))
+            groups = make_groups(shape, config.timeout_s, self.device)
+        self.own_groups = groups
+        self.shape = groups.shape
+        self.dp_rank, self.is_head = self.shape.place(dist.get_rank())
+        self.dp_size = self.shape.dp
+        self.pipeline = groups.pipeline
+        self.everyone = groups.everyone
+        self.groups = groups.collection(reverse)
+        tp_rank = self.groups.tp.rank()
+        model_parallel_cuda_manual_seed(config.seed, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
         model_config = models.transformer_config(hf, config)
         # of a token, about: schedules compare models by it
         self.activations = model_config.num_layers * model_config.hidden_size
@@ -216,7 +218,7 @@ class Trainer:
         grad_norm = self._apply_gradients(lr) if learns else 0.0
         is_finite = is_finite and math.isfinite(grad_norm)
         own = sum(done.end - done.start for done in work.passes)
-        extremes = all_reduce({"slowest": own, "fastest": -own}, dist.ReduceOp.MAX)
+        extremes = self.all_reduce({"slowest": own, "fastest": -own}, dist.ReduceOp.MAX)
         stats["slowest_s"] = extremes["slowest"]
         stats["fastest_s"] = -extremes["fastest"]
         stats["grad_norm"] = grad_norm
@@ -252,7 +254,7 @@ class Trainer:
         """Prepare passes for executor.run. A rank without sequences has an empty micro-batch."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         config = self.config
-        cp_rank = mpu.get_context_parallel_rank()
+        cp_rank = self.groups.cp.rank()
         tp_with_sp = config.tp if config.sp else 1
         micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, tp_with_sp)
         return Work(self, micro_batches, [loss] * len(micro_batches), forward_only)
@@ -275,9 +277,17 @@ class Trainer:
             for name, value in zip(stats, values.tolist(), strict=True):
                 if name in maxima:
                     maxima[name] = max(maxima[name], value)
-                elif mpu.get_tensor_model_parallel_rank() == 0:  # the others hold copies
+                elif self.groups.tp.rank() == 0:  # the others hold copies
                     sums[name] += value
-        return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
+        sums = self.all_reduce(sums, dist.ReduceOp.SUM)
+        return sums | self.all_reduce(maxima, dist.ReduceOp.MAX)
+
+    def all_reduce(self, values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
+        """Reduce values, name by name, over all ranks of the model (collective)."""
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64)
+        if values:
+            dist.all_reduce(tensor, op, group=self.everyone)
+        return dict(zip(values, tensor.tolist(), strict=True))
 
     def _apply_gradients(self, lr: float) -> float:
         """Take AdamW's step if gradients are finite; return their norm, unclipped (collective)."""
@@ -304,7 +314,7 @@ class Trainer:
         """Write a Hugging Face directory: weights, config.json, `stop_tokens`, other files (collective)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
-        dist.barrier()
+        dist.barrier(self.everyone)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Copy the tensors to the one rank that writes them, nothing to the others (collective)."""
@@ -354,14 +364,6 @@ def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
     for samples in micro_batches:
         packed.append([Sequence(s.prompt, s.response, s.media) for s in samples])
     return packed
-
-
-def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
-    """Reduce values, name by name, over all ranks (collective)."""
-    tensor = torch.tensor(list(values.values()), dtype=torch.float64)
-    if values:
-        dist.all_reduce(tensor, op)
-    return dict(zip(values, tensor.tolist(), strict=True))
 
 
 def totals(steps: list[dict[str, float]]) -> dict[str, float]:
