@@ -22,7 +22,7 @@ HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, 
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
 LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
-LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "lr_decay_to": (0, 1)}
+LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "lr_decay_to": (0, 1), "ahead": (0, 1)}
 LIMITS |= {"mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
@@ -48,7 +48,9 @@ class Config:
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
     # ---- the loop
-    mode: str = "partial"  # who holds the devices when: full | partial | fused | auto
+    mode: str = "partial"  # how engines share their ranks: full | partial | fused | auto
+    placement: str = "colocate"  # colocate | split | standalone, or ranks: engines=0-1 actor=2:tp1
+    ahead: int = 0  # 1: serve the next batch while one is trained on; needs ranks of its own
     algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then its settings: kl_coef=0.01
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group

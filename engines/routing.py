@@ -61,8 +61,8 @@ class Load:
         for model in +waiting:
             serving = [engine for engine in engines if engine.model == model]
             serving.sort(key=lambda engine: (outstanding[engine.rank], engine.rank))
-            first = sum(there[model] for there in waiting_by_rank[: world.rank])
-            turns = range(first, first + waiting_by_rank[world.rank][model])
+            first = sum(there[model] for there in waiting_by_rank[: world.place])
+            turns = range(first, first + waiting_by_rank[world.place][model])
             self._dealt[model] = deque(serving[turn % len(serving)] for turn in turns if serving)
 
     def next_dealt(self, model: int) -> Engine | None:

@@ -1,10 +1,15 @@
-"""Layouts: which ranks hold a model, and how they cut it. Pure."""
+"""Layouts: which ranks hold a model, how they cut it, and how people write that. Pure."""
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
 from typing import NamedTuple
 
-from config import Config
+from config import Config, UserError
+
+SIZES = ("tp", "pp", "cp")
+RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 class Place(NamedTuple):
@@ -28,8 +33,13 @@ class Shape(NamedTuple):
         return Shape(ranks, config.tp, config.pp, config.cp)
 
     @property
+    def unit(self) -> int:
+        """The ranks of one copy of the model."""
+        return self.tp * self.pp * self.cp
+
+    @property
     def dp(self) -> int:
-        return len(self.ranks) // (self.tp * self.pp * self.cp)
+        return len(self.ranks) // self.unit
 
     @property
     def copies(self) -> list[list[int]]:
@@ -45,3 +55,79 @@ class Shape(NamedTuple):
             if rank in copy:
                 return Place(dp_rank, rank == copy[0])
         return None
+
+    def __str__(self) -> str:
+        """As `shape_from` reads it: 0-3:tp2."""
+        sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
+        return "".join((ranks_in_words(self.ranks), *sizes))
+
+
+def ranks_in_words(ranks: tuple[int, ...]) -> str:
+    """Write ascending ranks as people do: 0-3,6."""
+    words = []
+    for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0]):
+        first, *_, last = [rank for _, rank in run] * 2
+        words.append(f"{first}-{last}" if last > first else str(first))
+    return ",".join(words)
+
+
+def ranks_from(text: str) -> tuple[int, ...]:
+    """Read ranks such as 0-3,6. UserError."""
+    if not RANKS.fullmatch(text):
+        raise UserError(f"{text!r} names no ranks: write them as 0-3,6")
+    ranks = []
+    for word in text.split(","):
+        first, _, last = word.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+def shape_from(text: str, default: Shape) -> Shape:
+    """Read ranks and sizes such as 0-3:tp2; those that aren't named are the default's. UserError."""
+    ranks, *words = text.split(":")
+    sizes = {}
+    for word in words:
+        if not re.fullmatch(f"({'|'.join(SIZES)})[1-9]\\d*", word):
+            raise UserError(f"{word!r} is no size: write it as tp2, pp2 or cp2")
+        sizes[word[:2]] = int(word[2:])
+    return default._replace(ranks=ranks_from(ranks), **sizes)
+
+
+class Holders(NamedTuple):
+    """The ranks of the engines and of each model that is trained, or read for training."""
+
+    engines: tuple[int, ...]
+    actor: Shape
+    critic: Shape  # of every critic
+    reference: Shape
+
+    @property
+    def learners(self) -> set[int]:
+        """The ranks that hold a model."""
+        return {*self.actor.ranks, *self.critic.ranks, *self.reference.ranks}
+
+    @property
+    def is_apart(self) -> bool:
+        """True if no rank both serves and trains."""
+        return bool(self.engines) and not self.learners & {*self.engines}
+
+    def __str__(self) -> str:
+        """As `holders_from` reads it."""
+        words = [f"engines={ranks_in_words(self.engines)}", f"actor={self.actor}"]
+        words += [f"critic={self.critic}", f"reference={self.reference}"]
+        return " ".join(words)
+
+
+def holders_from(text: str, default: Shape) -> Holders:
+    """Read ranks such as engines=0-3 actor=0-1 critic=2-3:tp2. UserError.
+
+    Engines and the actor that aren't named have the default's ranks, other models the actor's.
+    """
+    words = dict(word.partition("=")[::2] for word in text.split())
+    if unknown := words.keys() - Holders._fields:
+        raise UserError(f"{min(unknown)} is none of {', '.join(Holders._fields)}")
+    engines = ranks_from(words["engines"]) if "engines" in words else default.ranks
+    actor = shape_from(words["actor"], default) if "actor" in words else default
+    critic = shape_from(words["critic"], actor) if "critic" in words else actor
+    reference = shape_from(words["reference"], actor) if "reference" in words else actor
+    return Holders(engines, actor, critic, reference)
