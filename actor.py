@@ -51,6 +51,7 @@ class Actor(Trainer):
     def __init__(self, config: Config, model_dir: str, groups: Groups | None = None):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
+        self.lag = config.ahead  # updates that the weights which wrote a token may be behind
         super().__init__(config, model_dir, groups)
 
     def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
@@ -76,7 +77,7 @@ class Actor(Trainer):
 
     def _check_samples(self, samples: list[Sample]) -> None:
         """Assert that samples have advantages and are of the step's weights, or rightly stale."""
-        oldest = 0 if self.config.continues_answers else self.version
+        oldest = 0 if self.config.continues_answers else self.version - self.lag
         for sample in samples:
             assert sample.advantages is not None, "a sample without advantages cannot be trained on"
             fits = all(oldest <= version <= self.version for version in sample.versions)
@@ -334,8 +335,9 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     stale_tokens = total["stale_token_frac"]
     metrics["stale_weight_mean"] = total["stale_weight"] / stale_tokens if stale_tokens else 1.0
     # later steps have moved the weights: only the first one's are those that the engine had
-    metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
-    metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
+    if steps[0]["fresh_tokens"]:  # served ahead, none is
+        metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
+        metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
     if total["ptx_tokens"]:
         metrics["ptx_loss"] = total["ptx"] / total["ptx_tokens"]
     return {f"train/{name}": value for name, value in metrics.items()}
@@ -346,6 +348,9 @@ class Reference:
 
     def __init__(self, actor: Actor):
         self._actor = actor
+        self.shape = actor.shape
+        self.holds = True
+        self.dp_rank = actor.dp_rank
         has_gpu = actor.device.type == "cuda"
         self._host = []
         for parameter in actor.gpt.parameters():

@@ -52,10 +52,12 @@ from runtime.devices import choose_device
 from runtime.out_folder import held
 from runtime.shutdown import Stop
 from runtime.world import World, raise_on_all
+from scheduling.layout import Shape
 from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
     from actor import Reference
+    from training.push import Route
     from training.trainer import Trainer
 
 
@@ -201,21 +203,24 @@ async def build(
     if world.rank == 0:
         metadata = json.dumps(run_metadata(config), indent=1)
         (out / "config.json").write_text(metadata + "\n")
-    trainers, references = await world.run(build_trainers, config, inputs)  # while servers load
+    models = await world.run(build_models, config, inputs, plans)  # while servers load
     await fleet.ready()
-    pools = await fleet.connect(timeline)
+    holders = plans[0].holders
+    team = world.part(holders.engines) if holders.is_apart else world
+    pools = await fleet.connect(timeline, team)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        placement=Placement(plans, trainers, pools, world, timeline),
+        placement=Placement(plans, models.trainers, pools, world, timeline, models.route),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
-        references=references,
+        references=models.references,
+        team=team,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,
         stop=stop,
@@ -290,24 +295,48 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
     return specs
 
 
-def build_trainers(config: Config, inputs: Inputs) -> tuple[list[Trainer], list[Reference]]:
-    """Build actor and critics, asleep; the reference, with the weights of before a restore (collective)."""
+class Models(NamedTuple):
+    """The models that are trained, or read for training, and the way of the weights to the engines."""
+
+    trainers: list[Trainer]  # the actor, then the critics
+    references: list[Reference]
+    route: Route | None
+
+
+def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
+    """Build this rank's models, asleep; the reference has the weights of before a restore (collective)."""
     from actor import Actor, Reference
     from critic import Critic
+    from training import push
+    from training.elsewhere import Elsewhere
+    from training.groups import make_groups
 
-    actor = Actor(config, config.model)
+    holders = plans[0].holders
+    groups = {}
+    for shape in dict.fromkeys((holders.actor, holders.critic)):
+        groups[shape] = make_groups(shape, config.timeout_s)
+
+    def build(kind: type, shape: Shape, model: str, *name: str) -> Trainer | Elsewhere:
+        own = shape.sized(config)
+        if groups[shape] is None:
+            return Elsewhere(own, model, shape, *name)
+        return kind(own, model, *name, groups=groups[shape])
+
+    actor = build(Actor, holders.actor, config.model)
     actor.texts = inputs.texts
     actor.stop_tokens = inputs.sampling.stop_token_ids
-    trainers = [actor]
     references = []
     if inputs.algorithm.kl_coef and not config.rollout_only:
-        references.append(Reference(actor))
+        references.append(Reference(actor) if actor.holds else actor)
     actor.sleep()
+    critics = []
     for name in () if config.rollout_only else inputs.algorithm.critics:
-        critic = Critic(config, config.critic or config.model, name)
-        critic.sleep()
-        trainers.append(critic)
-    return trainers, references
+        critics.append(build(Critic, holders.critic, config.critic or config.model, name))
+        critics[-1].sleep()
+    leads = {rank for plan in plans for rank in plan.leads("rollout")}
+    heads = [copy[0] for copy in holders.actor.copies]
+    receivers = sorted(leads - {*holders.actor.ranks})
+    return Models([actor, *critics], references, push.connect(heads, receivers))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -48,6 +49,10 @@ class Shape(NamedTuple):
         for place, rank in enumerate(self.ranks):
             copies[place // (self.tp * self.cp) % self.dp].append(rank)
         return copies
+
+    def sized(self, config: Config) -> Config:
+        """The settings of a model that is cut like this."""
+        return replace(config, tp=self.tp, pp=self.pp, cp=self.cp, sp=config.sp and self.tp > 1)
 
     def place(self, rank: int) -> Place | None:
         """The place of a rank; None of one that doesn't hold the model."""

@@ -115,6 +115,13 @@ class StepStats:
         lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
         return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *slowest, lengths)
 
+    @staticmethod
+    def of_json(row: dict) -> StepStats:
+        """Return the inverse of asdict."""
+        fields = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
+        fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
+        return StepStats(**row | fields)
+
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
         if role == "rollout":
             return self.split.rollout, self.rollout

@@ -82,7 +82,14 @@ class Maker:
         return own
 
 
-def make_groups(shape: Shape, timeout_s: float, device: torch.device) -> Groups | None:
+def own_device() -> torch.device:
+    """Return this rank's device."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
     """Make the groups of a shape (collective: every rank of the run). None on ranks outside of it."""
     maker = Maker(shape, timeout_s)
     by_name = {name: maker.make(maker.rows(kind)) for name, kind in KINDS.items()}
@@ -103,7 +110,7 @@ def make_groups(shape: Shape, timeout_s: float, device: torch.device) -> Groups 
     if mpu._GLOBAL_MEMORY_BUFFER is None:
         mpu._set_global_memory_buffer()  # what sequence parallelism gathers in
     pipeline = Pipeline(up.rank(), dist.get_process_group_ranks(up), up, down)
-    connect(pipeline, device)
+    connect(pipeline, own_device())
     return Groups(shape, everyone, by_name, pipeline, made)
 
 

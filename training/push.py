@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from engines.wire import buckets
+from training.groups import own_device
 
 Named = Iterator[tuple[str, Tensor]]  # tensors by their Hugging Face names
 
@@ -26,7 +27,6 @@ class Route:
 
     head: int
     group: ProcessGroup
-    device: torch.device
 
     def carry(self, named: Named) -> Named:
         """Yield the head's tensors, from there also to the receivers (collective over the route)."""
@@ -45,7 +45,7 @@ class Route:
         while facts := self._broadcast_object(None):
             sizes = [shape.numel() for _, shape, _ in facts]
             _, _, dtype = facts[0]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            flat = torch.empty(sum(sizes), dtype=dtype, device=own_device())
             dist.broadcast(flat, self.head, self.group)
             for (name, shape, _), part in zip(facts, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
@@ -56,7 +56,7 @@ class Route:
         return box[0]
 
 
-def connect(heads: Sequence[int], receivers: Sequence[int], device: torch.device) -> Route | None:
+def connect(heads: Sequence[int], receivers: Sequence[int]) -> Route | None:
     """Deal the receivers to the heads in turns; return this rank's route (collective: every rank)."""
     own = None
     for number, head in enumerate(heads):
@@ -64,5 +64,5 @@ def connect(heads: Sequence[int], receivers: Sequence[int], device: torch.device
         if len(ranks) > 1:
             group = dist.new_group(ranks, sort_ranks=False)
             if dist.get_rank() in ranks:
-                own = Route(head, group, device)
+                own = Route(head, group)
     return own

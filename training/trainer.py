@@ -31,7 +31,7 @@ from scheduling.layout import Shape
 from training import hf_weights, sharded_checkpoint, vision
 from training import model as models
 from training.executor import Phase, Update, Work, run
-from training.groups import Groups, make_groups
+from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 from training.resharding import Gathering
@@ -57,6 +57,8 @@ class Trainer:
     `title` names the model in messages.
     """
 
+    holds = True  # the model: see Elsewhere for other ranks
+
     def __init__(
         self, config: Config, model_dir: str, groups: Groups | None = None, reverse: bool = False
     ):
@@ -73,16 +75,13 @@ class Trainer:
         self.phases: list[Phase] = []  # of the last update
         self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
         self._host_copies = HostCopies()
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        else:
-            self.device = torch.device("cpu")
+        self.device = own_device()
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
         if groups is None:
             shape = Shape.of(config, tuple(range(dist.get_world_size())))
-            groups = make_groups(shape, config.timeout_s, self.device)
+            groups = make_groups(shape, config.timeout_s)
         self.own_groups = groups
         self.shape = groups.shape
         self.dp_rank, self.is_head = self.shape.place(dist.get_rank())
@@ -309,6 +308,11 @@ class Trainer:
         """Every tensor, or a view, by its Hugging Face name (collective: model-parallel group)."""
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return iter(self.gathering)
+
+    @property
+    def received_bytes(self) -> int:
+        """The bytes that reached this rank while it gathered the tensors the last time."""
+        return self.gathering.received
 
     def export(self, path: str | Path) -> None:
         """Write a Hugging Face directory: weights, config.json, `stop_tokens`, other files (collective)."""
