@@ -318,7 +318,7 @@ async def share_columns(c: Controller, shares: Shares) -> None:
                 if rank == c.world.rank:
                     senders.add(makers[0])
     if len(shares.deals) > 1:
-        for columns_of in (await c.world.exchange(parcels, senders)).values():
+        for columns_of in (await c.team.exchange(parcels, senders)).values():
             for key, columns in columns_of.items():
                 shares.samples[key].fill(columns)
 

@@ -160,7 +160,7 @@ async def measure_side(c: Controller, side: Side) -> int:
     """Some steps of one side, under the first of the placement's plans (collective)."""
     rollout = c.placement.rollout
     workload = WORKLOADS[side.workload]
-    c.placement.plan = c.placement.plans[0]
+    c.placement.switch(c.placement.plans[0])
     c.timeline.step = 0
     config = dataclasses.replace(c.config, steps=side.steps, prompts_per_step=PROMPTS)
     prompts = GivenPrompts(c, config)

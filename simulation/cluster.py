@@ -218,11 +218,13 @@ class Simulation:
         passes = {"actor": cluster.actor}
         passes |= dict.fromkeys(algorithm_of(self.config).critics, cluster.critic or cluster.actor)
         moves = cluster.moves.get("train", Moves())
+        holders = self.plans[0].holders
+        parts = {shape: world.part(shape.ranks) for shape in (holders.actor, holders.critic)}
         trainers = []
         for name, each in passes.items():
-            costs = coarse(each, cluster.grain)
-            how = (costs, moves, cluster.group, cluster.speed_up)
-            trainers.append(SimulatedTrainer(name, world, *how))
+            shape = holders.actor if name == "actor" else holders.critic
+            how = (coarse(each, cluster.grain), moves, shape, cluster.speed_up)
+            trainers.append(SimulatedTrainer(name, parts[shape], *how))
         return trainers
 
     def _controller(self, world: SimulatedWorld, trainers: list[SimulatedTrainer]) -> Controller:
@@ -231,9 +233,11 @@ class Simulation:
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
+        holders = self.plans[0].holders
+        team = world.part(holders.engines) if holders.is_apart else world
         pools = {}
         for role, engines in self.engines.items():
-            pools[role] = pool.Pool(engines, world, timeline, config)
+            pools[role] = pool.Pool(engines, team, timeline, config)
         c = Controller(
             config,
             algorithm,
@@ -246,6 +250,7 @@ class Simulation:
             report=self,
             checkpoints=self,
             references=trainers[:1] if algorithm.kl_coef else [],
+            team=team,
         )
         # as a run has learnt after some steps
         c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
@@ -301,6 +306,7 @@ def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -
         judge_format=("simulated scores" if cluster.scores else "simulated",),
         save_every=0,
         timeout_s=1e6,
+        tp=cluster.group,
         max_new_tokens=most,
         judge_max_new_tokens=judge_most,
         max_model_len=context,

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,7 +50,7 @@ class Meeting:
 
 @dataclass(eq=False)
 class SimulatedWorld:
-    """The runtime.world.World of one rank. meetings: by number, one dict for all ranks.
+    """The runtime.world.World of one rank. meetings: by number, one dict for all ranks, in it those of parts.
 
     What is gathered is the same object on every rank. A meeting is forgotten when all have come: a long run
     would hold the facts of every one.
@@ -58,9 +58,27 @@ class SimulatedWorld:
 
     rank: int
     size: int
-    meetings: dict[int, Meeting]
+    meetings: dict
     network: Network = field(default_factory=Network)
     calls: int = 0  # meetings that this rank came to
+
+    def __post_init__(self) -> None:
+        self.ranks = range(self.size)
+        self.place = self.rank
+
+    def part(self, ranks: Sequence[int]) -> SimulatedWorld:
+        others = [rank for rank in self.ranks if rank not in ranks]
+        if not others:
+            return self
+        part = copy.copy(self)
+        part.ranks = ranks if self.rank in ranks else others
+        part.size = len(part.ranks)
+        part.place = part.ranks.index(self.rank)
+        part.meetings = self.meetings.setdefault(f"of {[*part.ranks]}", {})
+        part.calls = 0
+        return part
+
+    async def wait_for_all(self) -> None: ...
 
     async def run(self, function: Callable, *args: Any) -> Any:
         result = function(*args)
@@ -81,7 +99,7 @@ class SimulatedWorld:
         assert self.rank not in meeting.values, "a rank came twice to one meeting"
         meeting.values[self.rank] = value
         if len(meeting.values) == self.size:
-            values = [meeting.values[rank] for rank in range(self.size)]
+            values = [meeting.values[rank] for rank in self.ranks]
             seconds = (seconds_of or self.network.gather_s)(values)
             del self.meetings[call]
             if seconds:
@@ -94,7 +112,7 @@ class SimulatedWorld:
 
     async def gather_on_0(self, value: Any) -> list[Any]:
         values = await self.gather(value)
-        return values if self.rank == 0 else []
+        return [] if self.place else values
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
         reduced = partial(self.network.reduced, total)
@@ -109,7 +127,7 @@ class SimulatedWorld:
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
         sent = await self._meet(outgoing, list, self.network.exchange_s)
         incoming = {}
-        for sender, parcels in enumerate(sent):
+        for sender, parcels in zip(self.ranks, sent, strict=True):
             if self.rank in parcels:
                 parcel = parcels[self.rank]
                 incoming[sender] = parcel if sender == self.rank else self._received(parcel)

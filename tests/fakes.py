@@ -11,7 +11,6 @@ import random
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import controller
 import demo.task  # noqa: F401 (it adds a judge format)
@@ -289,11 +288,13 @@ def check_image(prompt, images):
 class FakeTrainer:
     """What actor and critic have in common. Its weights are its version."""
 
-    def __init__(self, title, rank, size, device, tp):
+    received_bytes = 0
+
+    def __init__(self, title, rank, shape, device):
         self.title, self.device, self.version, self.awake = title, device, 0, False
         self.batches, self.log, self.phases = [], [], []
-        self.gathering = SimpleNamespace(received=0)
-        self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
+        self.shape, place = shape, shape.place(rank)
+        self.holds, (self.dp_rank, self.is_head) = place is not None, place or (-1, False)
 
     def wake(self):
         assert not self.awake, "woken while awake"
@@ -306,7 +307,7 @@ class FakeTrainer:
         self.device.give(self.title, f"{self.title}'s leftovers")
 
     def trim(self):
-        assert self.awake, "trimmed while asleep"
+        assert self.awake or not self.holds, "trimmed while asleep"
         self.device.give(f"{self.title}'s leftovers")
 
     async def update(self, mini_batches, beside=()):
@@ -314,6 +315,9 @@ class FakeTrainer:
         return {name: value for each in metrics for name, value in each.items()}
 
     async def learn(self, mini_batches):
+        if not self.holds:
+            self.version += 1
+            return {}
         assert self.awake, "trained while asleep"
         for sample in flat(mini_batches):
             self.check(sample)
@@ -325,12 +329,12 @@ class FakeTrainer:
         return {"train/loss": 0.0, "train/not_finite": 0.0}
 
     def snapshot(self, folder):
-        assert self.awake, "saved while asleep"
+        assert self.awake or not self.holds, "saved while asleep"
         rank, version = self.device.rank, self.version
 
         def write():
             (folder / f"__{rank}_0.distcp").write_text(str(version))
-            if rank == 0:
+            if rank == self.shape.ranks[0]:
                 (folder / "common.pt").write_text("")
             return [rank]
 
@@ -342,16 +346,16 @@ class FakeTrainer:
         return write, complete
 
     def restore(self, folder):
-        assert self.awake, "restored while asleep"
+        assert self.awake or not self.holds, "restored while asleep"
         self.version = int((folder / "__0_0.distcp").read_text())
 
 
 class FakeActor(FakeTrainer):
     update_s = 0.5
 
-    def __init__(self, rank, size, device, tp=1, takes_stale=False):
-        self.takes_stale = takes_stale
-        super().__init__("actor", rank, size, device, tp)
+    def __init__(self, rank, shape, device, takes_stale=False, lag=0):
+        self.takes_stale, self.lag = takes_stale, lag
+        super().__init__("actor", rank, shape, device)
 
     def named_weights(self):
         return iter(())
@@ -367,7 +371,8 @@ class FakeActor(FakeTrainer):
         assert {len(sample.response)} == {*map(len, facts)} != {0}, "a token without its facts"
         assert versions == sorted(versions), "written by older weights than before"
         assert versions[-1] <= self.version, "written by weights to come"
-        assert self.takes_stale or {*versions} == {self.version}, "off-policy sample"
+        expected = max(0, self.version - self.lag)
+        assert self.takes_stale or {*versions} == {expected}, "off-policy sample"
         check_image(sample.prompt, sample.media)
 
 
@@ -381,7 +386,7 @@ class FakeCritic(FakeTrainer):
         super().__init__(f"{name} critic", *place)
 
     async def compute_values(self, mini_batches):
-        assert self.awake, "asked while asleep"
+        assert self.awake or not self.holds, "asked while asleep"
         self.log.append("values")
         for sample in flat(mini_batches):
             assert sample.advantages is None, "asked after the advantages were made"
@@ -397,9 +402,10 @@ class FakeReference:
 
     def __init__(self, actor):
         self.actor, self.log = actor, []
+        self.shape, self.holds, self.dp_rank = actor.shape, actor.holds, actor.dp_rank
 
     async def compute_ref_logprobs(self, mini_batches):
-        assert self.actor.awake, "asked while the actor sleeps"
+        assert self.actor.awake or not self.holds, "asked while the actor sleeps"
         self.log.append("reference")
         for sample in flat(mini_batches):
             assert sample.advantages is None, "asked after the advantages were made"
@@ -631,7 +637,7 @@ def simulate(
     checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
     controllers)), called when it is time. look: called likewise whenever nothing can run but later.
     """
-    config = fake_config(mode, out=str(out), **settings)
+    config = fake_config(mode, out=str(out), tp=tp, **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
     engines = fake_engines(config, plans, devices, write, verdict)
@@ -641,7 +647,7 @@ def simulate(
     clock = VirtualClock(look=lambda: look(servers, controllers))
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
-        c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer, tp)
+        c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer)
         controllers.append(c)
         prepare_controller(c)
     for seconds, event in events:
@@ -678,14 +684,15 @@ def fake_engines(config, plans, devices, write, verdict):
     return engines
 
 
-def fake_controller(config, plans, world, engines, device, clock, out, writer, tp):
+def fake_controller(config, plans, world, engines, device, clock, out, writer):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    pools = {}
+    pools, holders = {}, plans[0].holders
+    team = world.part(holders.engines) if holders.is_apart else world
     for role in ("rollout", "genrm"):
-        pools[role] = Pool([e for e in engines if e.role == role], world, timeline, config)
-    actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
-    critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
+        pools[role] = Pool([e for e in engines if e.role == role], team, timeline, config)
+    actor = FakeActor(world.rank, holders.actor, device, config.continues_answers, config.ahead)
+    critics = [FakeCritic(name, world.rank, holders.critic, device) for name in algorithm.critics]
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
@@ -697,6 +704,7 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer, t
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
         references=[FakeReference(actor)] if algorithm.kl_coef else [],
+        team=team,
         **given,
     )
 

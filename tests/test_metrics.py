@@ -129,9 +129,8 @@ def controller_of(timeline=None):
     """Odd answers are wrong; a token costs 10."""
     final_answer = lambda sample: "5" if sample.index % 2 == 0 else "6"  # noqa: E731
     rewards = SimpleNamespace(final_answer=final_answer, latencies=[0.5])
-    received = SimpleNamespace(received=2_500_000)
-    actor = SimpleNamespace(dp_rank=1, dp_size=1, cost=lambda tokens: 10 * tokens)
-    actor.gathering = received
+    actor = SimpleNamespace(dp_rank=1, holds=True, cost=lambda tokens: 10 * tokens)
+    actor.received_bytes = 2_500_000
     placement = SimpleNamespace(actor=actor)
     c = SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
     c.state, c.config = State(step=1), Config(judge_format=("chat",))

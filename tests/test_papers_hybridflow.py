@@ -9,6 +9,7 @@ from papers import hybridflow
 from papers.hybridflow import FIGURES, PPO, SAFE, setting_of
 from papers.tables import COLUMNS, ROOT, Paper, Point, command, read_constants, read_points
 from scheduling import mapping
+from scheduling.balance import flat
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")
 FILES = sorted((ROOT / "published").glob("hybridflow_*.csv"))
@@ -65,9 +66,9 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
     """A little more: they route by chance. A scorer more takes its pass, and room for weights."""
     trained, steps = [], controller.learn
 
-    async def count(c, mini_batches):
-        trained.append(sum(len(micro) for mini_batch in mini_batches for micro in mini_batch))
-        return await steps(c, mini_batches)
+    async def count(c, shares):
+        trained.append(len(flat(shares.of(c.placement.actor))))
+        return await steps(c, shares)
 
     monkeypatch.setattr(controller, "learn", count)
     p = point(figure, "7B", 16)

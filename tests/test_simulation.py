@@ -11,6 +11,7 @@ import pytest
 from engines.engine import Request, Sampling
 from sample import Sample
 from scheduling.costs import Device, Model, Passes, passes_of
+from scheduling.layout import Shape
 from simulation.clock import VirtualClock, end_all
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from simulation.engine import FULL, Batch, EngineCosts, Moves, Reply, Sequence, SimulatedEngine
@@ -262,8 +263,9 @@ def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():
     passes = Passes(0.01, update=1.0)
 
     async def work(world):
-        actor = SimulatedTrainer("actor", world, passes, Moves(2.0, 3.0))
-        critic = SimulatedTrainer("reward", world, passes, Moves(), speed_up=1.5)
+        shape = Shape((0, 1))
+        actor = SimulatedTrainer("actor", world, passes, Moves(2.0, 3.0), shape)
+        critic = SimulatedTrainer("reward", world, passes, Moves(), shape, speed_up=1.5)
         await actor.wake()
         critic.awake = True
         sample = Sample(0, 0, [1] * 10, response=[1] * 90)
