@@ -480,7 +480,7 @@ class FakeReport:
         self.carried.append(copy.deepcopy(facts))
         self.requeued.append(list(c.prompts.requeued))
         self.cursors.append(c.prompts.cursor)
-        self.restarts.append(stats["faults/engine_restarts"])
+        self.restarts.append(stats.get("faults/engine_restarts"))
         events = c.timeline.drain()
         self.marks += of_kind(events, *MARKS)
         self.steps.append((step, batch, samples, of_kind(events, "span")))
