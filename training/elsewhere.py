@@ -23,7 +23,7 @@ class Elsewhere:
     dp_rank = -1
     received_bytes = 0
 
-    def __init__(self, config: Config, model_dir: str, shape: Shape, name: str):
+    def __init__(self, config: Config, model_dir: str, shape: Shape, name: str = "actor"):
         """Read a directory, while the model's ranks build it (collective: every rank of the run)."""
         self.config = config
         self.shape = shape
