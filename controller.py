@@ -283,7 +283,8 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     """Give every sample its advantages. Returns metrics of a constraint, if any."""
     actor = c.placement.actor
     for reference in c.references:
-        await c.placement.give_device_to(actor)
+        await c.placement.give_device_to(actor, *c.placement.frozen)
+        await c.team.run(actor.compute_policy_logprobs, shares.of(actor))
         await c.team.run(reference.compute_ref_logprobs, shares.of(reference))
     for critic in c.placement.critics:
         await c.placement.give_device_to(critic)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -271,8 +271,12 @@ class Placement:
         world: World,
         timeline: Timeline,
         route: Route | None = None,
+        frozen: Sequence[Trainer] = (),
     ):
-        """trainers: the actor, then the critics. pools: by role. route: of a push between ranks."""
+        """trainers: the actor, then the critics. pools: by role. route: of a push between ranks.
+
+        frozen: a reference on ranks of its own.
+        """
         self.plans = plans
         self.plan = plans[0]
         self.next = plans[0]  # from the next hand-over to serving on
@@ -280,6 +284,7 @@ class Placement:
         self.is_apart = holders.is_apart  # engines and trainers share no rank
         self.serves = not self.is_apart or world.rank in holders.engines
         self.actor, *self.critics = trainers
+        self.frozen = frozen
         self.rollout = pools["rollout"]
         self.genrm = pools["genrm"]
         self._world = world
@@ -341,16 +346,20 @@ class Placement:
             self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
-        """Wake trainers of this rank, once those that have the device sleep. Not collective."""
-        held = [trainer for trainer in (self.actor, *self.critics) if trainer.holds]
+        """Wake those of this rank, once others that have its device sleep. Not collective."""
+        models = (self.actor, *self.critics, *self.frozen)
+        held = [model for model in models if model.holds]
+        wanted = [model for model in held if model in trainers]
+        if trainers and not wanted:
+            return  # they are on other ranks: who has this device keeps it
         for other in held:
-            if other.awake and other not in trainers:
+            if other.awake and other not in wanted:
                 with self._timeline.span("switch"):
                     await self._world.run(other.sleep)
-        for trainer in held:
-            if trainer in trainers and not trainer.awake:
+        for model in wanted:
+            if not model.awake:
                 with self._timeline.span("switch"):
-                    await self._world.run(trainer.wake)
+                    await self._world.run(model.wake)
 
     async def to_serving(self) -> None:
         """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
