@@ -66,11 +66,8 @@ class Plan:
 
     def __str__(self) -> str:
         parts = []
-        ranks_of = {"rollout": self.rollout, "genrm": self.genrm, "actor": self.holders.actor.ranks}
-        if self.holders.critic != self.holders.actor:
-            ranks_of["critic"] = self.holders.critic.ranks
-        if self.holders.reference != self.holders.actor:
-            ranks_of["reference"] = self.holders.reference.ranks
+        ranks_of = {"rollout": self.rollout, "genrm": self.genrm}
+        ranks_of |= {name: shape.ranks for name, shape in self.holders.shapes.items()}
         for role, ranks in ranks_of.items():
             if ranks:
                 parts.append(f"{role} on ranks {ranks_in_words(ranks)}")

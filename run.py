@@ -191,7 +191,7 @@ async def build(
     """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
-    inputs = await world.run(load_inputs, config, progress.line)
+    inputs = await world.run(load_inputs, config, plans, progress.line)
     config = memory.with_micro_batch(config)
     memory.check_fits(config, plans, world.size)
     point = await prepare_out(config, world, progress.line)
@@ -252,11 +252,11 @@ class Inputs(NamedTuple):
     texts: list[list[int]]  # of the pretraining term
 
 
-def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
+def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -> Inputs:
     """Read models, data and rewards. UserError for what can't be used."""
     from training import model, ptx
 
-    model.check_models(config)
+    model.check_models(config, plans[0].holders)
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))

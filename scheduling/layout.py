@@ -107,6 +107,13 @@ class Holders(NamedTuple):
     reference: Shape
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        """The actor's, and by name those of models that aren't where it is."""
+        shapes = {"actor": self.actor}
+        others = {"critic": self.critic, "reference": self.reference}
+        return shapes | {name: shape for name, shape in others.items() if shape != self.actor}
+
+    @property
     def learners(self) -> set[int]:
         """The ranks that hold a model."""
         return {*self.actor.ranks, *self.critic.ranks, *self.reference.ranks}

@@ -24,7 +24,7 @@ from config import PRESETS, UserError, parse_config
 from cpu.sglang import CHATTY
 from engines.server import server_environment, server_flags
 from fakes import LEFTOVERS, simulate
-from placement import make_plans
+from placement import colocate, make_plans
 from reporting.describe import describe
 from runtime import devices, supported
 
@@ -143,7 +143,8 @@ def test_what_cuda_leaves_out_by_default_is_said(models, given, is_so):
 def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more, algorithm, mode):
     """The loop's own takes and gives, with the sizes of each part: all fits a device of 141 GB, with room."""
     config = settings(models, name, *more, "--mode", mode, "--algorithm", *algorithm)
-    trainers, engines = trainers_of(config, ranks), engines_of(config)
+    holders = colocate(tuple(range(ranks)), config)
+    trainers, engines = trainers_of(config, holders), engines_of(config)
     _, log = simulate(mode, 4, algorithm=algorithm)
     learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
     states = {who: p["weights"] + p["optimizer"] for who, p in learners.items()}
