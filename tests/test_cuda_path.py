@@ -400,7 +400,7 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     memory.check_fits(config, plans, 1)
     device_of(70e9)
     trains_nothing = replace(config, rollout_only=True, mem_fraction=0.5)
-    memory.check_fits(trains_nothing, plans, 8)
+    memory.check_fits(trains_nothing, make_plans(config, 8), 8)
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -412,7 +412,8 @@ def test_a_model_is_looked_at_before_it_is_measured(
     arguments = ["--device", "cuda", "--preset", "cuda", "--model", "/nowhere", "--rule", "right"]
     if launched:
         with pytest.raises(UserError, match=r"^--model /nowhere"):
-            run.load_inputs(parse_config(arguments), print)
+            config = parse_config(arguments)
+            run.load_inputs(config, make_plans(config, 1), print)
     else:
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         with pytest.raises(UserError, match=r"^start with: torchrun"):
@@ -426,8 +427,7 @@ def test_the_push_needs_no_gradients_but_a_bucket(models):
     expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
     assert peaks_of(config, plans, 8, H200)["the push"] == pytest.approx(expected, rel=1e-6)
     with_tp = settings(models, "7B", "--mode", "full", "--tp", "2")
-    copies = (
-        peaks_of(with_tp, plans, 8, H200)["the push"] - peaks_of(config, plans, 8, H200)["the push"]
-    )
+    sharded = peaks_of(with_tp, make_plans(with_tp, 8), 8, H200)["the push"]
+    copies = sharded - peaks_of(config, plans, 8, H200)["the push"]
     # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
     assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)
