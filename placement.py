@@ -119,37 +119,24 @@ def make_holders(config: Config, world_size: int) -> Holders:
             raise UserError(f"choose {', '.join(PLACEMENTS)}, or ranks: engines=0-1 actor=2-3")
         if config.train_only:
             holders = holders._replace(engines=())
-        for problem in problems_of(holders, config, everyone):
+        for problem in (*holders.problems(world_size), *problems_of(holders, config)):
             raise UserError(problem)
     except UserError as error:
         raise UserError(f"--placement {text}: {error}") from None
     return holders
 
 
-def problems_of(holders: Holders, config: Config, everyone: tuple[int, ...]) -> Iterator[str]:
-    """Yield what can't be, a sentence each."""
+def problems_of(holders: Holders, config: Config) -> Iterator[str]:
+    """Yield what the other settings don't go with, a sentence each."""
     algorithm = algorithm_of(config)
     row = f"--algorithm {config.algorithm[0]}"
-    shapes = {"actor": holders.actor, "critic": holders.critic, "reference": holders.reference}
-    ranks_of = {"engines": holders.engines} | {name: shape.ranks for name, shape in shapes.items()}
-    for name, ranks in ranks_of.items():
-        if [*ranks] != sorted({*ranks}):
-            yield f"the ranks of {name} aren't each named once, in order"
-        if strange := {*ranks} - {*everyone}:
-            yield f"{name} on rank {min(strange)}: there are {len(everyone)} ranks, from 0"
-    for name, shape in shapes.items():
-        if not shape.ranks or len(shape.ranks) % shape.unit:
-            sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
-            yield f"{sizes} doesn't divide the {len(shape.ranks)} ranks of {name}"
-    if idle := {*everyone} - {*holders.engines} - holders.learners:
-        yield f"rank {min(idle)} holds nothing"
     if 0 not in holders.engines and not config.train_only:
         yield "rank 0, which keeps the prompts, needs an engine"
-    if holders.critic != holders.actor and not algorithm.critics:
+    if "critic" in holders.shapes and not algorithm.critics:
         yield f"{row} has no critic"
-    if holders.critic != holders.actor and schedule_of(config).fuses:
+    if "critic" in holders.shapes and schedule_of(config).fuses:
         yield f"--schedule {config.schedule} needs actor and critic on the same ranks"
-    if holders.reference != holders.actor and not algorithm.kl_coef:
+    if "reference" in holders.shapes and not algorithm.kl_coef:
         yield f"{row} without kl_coef has no reference"
     if config.ahead and not holders.is_apart:
         yield "--ahead 1 needs engines on ranks that train nothing, as --placement standalone"
