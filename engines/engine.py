@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -18,6 +17,7 @@ import aiohttp
 
 from config import Config, UserError
 from engines import server, wire
+from engines.process import ServerProcess
 from images.tokens import Image, collapse
 from runtime import hf_directory
 
@@ -106,7 +106,7 @@ class Engine:
         self.model = model
         self.capacity = capacity
         self.name = f"{role} engine of rank {rank}"
-        self._process: server.ServerProcess | None = None
+        self._process: ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._tp = 1
         self._shapes: dict[str, list[int]] = {}  # of the weights, by Hugging Face name
@@ -130,10 +130,10 @@ class Engine:
         engine._silence_s = config.engine_silence_s
         engine._move_s = config.stalled_s
         flags = server.server_flags(role, rank, port, model_dir, config)
-        command = [sys.executable, "-m", cls.module, *flags, *cls.flags]
+        command = [cls.module, *flags, *cls.flags]
         # no cache of image features: a push may bring another tower
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
-        engine._process = server.ServerProcess(command, key, log, config.device, environment)
+        engine._process = ServerProcess(command, key, log, config.device, environment)
         engine._process.start()
         return engine
 
