@@ -2,8 +2,8 @@
 
     python -m cpu.forks DESCRIPTOR   (a listening socket that it inherits; engines/process.py starts it)
 
-An asker sends a command, [module, flag, ...], and variables, as JSON, with its log as a descriptor. It gets the
-process id with a pidfd, and at the engine's end the status. An engine lives while its asker is connected, and
+An asker sends a command, [module, flag, ...], and variables, as JSON, and the log's descriptor. It gets the
+process id and a pidfd, and at the engine's end the status. An engine lives while its asker is connected and
 the fork server lives: the kernel kills what a killed one had forked.
 """
 
@@ -18,6 +18,8 @@ import sys
 import tempfile
 from contextlib import suppress
 from typing import NamedTuple
+
+import setproctitle
 
 MOST_BYTES = 1 << 20  # of a request; Linux takes a fifth of that
 
@@ -84,12 +86,11 @@ def become(command: list[str], environment: dict[str, str], log: int):
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
+    # before the variables, among which it finds the old name
+    setproctitle.setproctitle(f"{sys.executable} -m {' '.join(command)}")
     os.environ |= environment
     tempfile.tempdir = None  # found anew, by TMPDIR
     sys.argv = command
-    import setproctitle
-
-    setproctitle.setproctitle(f"{sys.executable} -m {' '.join(command)}")
 
 
 def bury(child: Child, watched: selectors.BaseSelector):

@@ -24,7 +24,8 @@ from runtime import hf_directory
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOOK_S = 0.5  # between two looks at whether a server is ready, or down
+LOOK_S = 0.5  # between two looks at whether a server is down
+START_LOOK_S = 0.1  # between two looks at whether it is ready
 HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
 WARM_UP_TOKENS = 2  # one that a prompt's pass gives, and one of a decoding step
 
@@ -141,12 +142,12 @@ class Engine:
         """Wait until the server generates. UserError with its log's end if it dies or is slow."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + deadline_s
-        while not await self.is_healthy(self._silence_s):
+        while not await self.is_healthy(self._silence_s, "/ready"):
             if self.exit_status():
                 raise self._start_error("stopped while starting")
             if clock() > deadline:
                 raise self._start_error(f"wasn't ready within {deadline_s:g} s")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(START_LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             other = f"found another server at {self.url}"
             raise UserError(f"the {self.name} {other}: choose another --port")
@@ -335,10 +336,13 @@ class Engine:
         except (TimeoutError, aiohttp.ClientError) as error:
             raise EngineLost(f"didn't answer {path}: {error!r}") from error
 
-    async def is_healthy(self, deadline_s: float) -> bool:
-        """Ask whether it takes another step, or if it has nothing to do generates one token."""
+    async def is_healthy(self, deadline_s: float, path: str = "/health") -> bool:
+        """Ask whether it takes another step, or if it has nothing to do generates one token.
+
+        path: /ready asks whether it has started, and isn't answered a second later.
+        """
         with suppress(EngineLost, UserError):
-            async with self._open("GET", "/health", {}, max(HEALTH_S, deadline_s)):
+            async with self._open("GET", path, {}, max(HEALTH_S, deadline_s)):
                 return True
         return False
 

@@ -29,7 +29,7 @@ for_us_alone = partial(os.open, mode=0o600)
 
 
 def forks_address() -> str:
-    """The fork server's socket: the ranks of one launcher share it, a process without launcher has its own."""
+    """The fork server's socket: one for the ranks of a launcher; a process without launcher has its own."""
     own = "" if "TORCHELASTIC_RUN_ID" in os.environ else f"-{os.getpid()}"
     # a socket's path has 107 characters at most, and $TMPDIR may be long
     return f"/proc/self/fd/{rendezvous.hold(rendezvous.private_folder())}/forks{own}"
