@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -24,6 +25,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +39,7 @@ from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
 from demo.task import Addition
-from engines import server
+from engines import process, server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
@@ -171,11 +173,18 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     """The World of all ranks and the progress bar, while they are together and hold --out (collective)."""
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
-        # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
-        thread = ThreadPoolExecutor(1)
+        if config.asks_engines and config.device == "cpu" and os.environ["LOCAL_RANK"] == "0":
+            process.start_forks()  # it imports beside us
+        # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for;
+        # nice, as the fork server has more to import
+        thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(5,))
         loop = asyncio.get_running_loop()
+        gc.disable()  # it would take a fifth of the time, as what is imported stays
         world = await loop.run_in_executor(thread, rendezvous.join, config)
         opened.callback(world.close)
+        await loop.run_in_executor(thread, import_module, "training.trainer")
+        gc.freeze()
+        gc.enable()
         world.enter_device()
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)

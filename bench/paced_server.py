@@ -39,9 +39,8 @@ def at_pace(forward, pace):
     return paced
 
 
-if __name__ == "__main__":
-    sglang.die_with_parent()
-    library = sglang.install()
+def main():
+    """Serve at a pace, in a process that the fork server made."""
     Decoder.run_layers = at_pace(Decoder.run_layers, os.environ["BENCH_PACE_MS"])
     Decoder.most_steps = 1  # each step has its pace
     sglang.main()

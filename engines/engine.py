@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -18,13 +17,15 @@ import aiohttp
 
 from config import Config, UserError
 from engines import server, wire
+from engines.process import ServerProcess
 from images.tokens import Image, collapse
 from runtime import hf_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOOK_S = 0.5  # between two looks at whether a server is ready, or down
+LOOK_S = 0.5  # between two looks at whether a server is down
+START_LOOK_S = 0.1  # between two looks at whether it is ready
 HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
 WARM_UP_TOKENS = 2  # one that a prompt's pass gives, and one of a decoding step
 
@@ -106,7 +107,7 @@ class Engine:
         self.model = model
         self.capacity = capacity
         self.name = f"{role} engine of rank {rank}"
-        self._process: server.ServerProcess | None = None
+        self._process: ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._tp = 1
         self._shapes: dict[str, list[int]] = {}  # of the weights, by Hugging Face name
@@ -130,10 +131,10 @@ class Engine:
         engine._silence_s = config.engine_silence_s
         engine._move_s = config.stalled_s
         flags = server.server_flags(role, rank, port, model_dir, config)
-        command = [sys.executable, "-m", cls.module, *flags, *cls.flags]
+        command = [cls.module, *flags, *cls.flags]
         # no cache of image features: a push may bring another tower
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
-        engine._process = server.ServerProcess(command, key, log, config.device, environment)
+        engine._process = ServerProcess(command, key, log, config.device, environment)
         engine._process.start()
         return engine
 
@@ -141,12 +142,12 @@ class Engine:
         """Wait until the server generates. UserError with its log's end if it dies or is slow."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + deadline_s
-        while not await self.is_healthy(self._silence_s):
+        while not await self.is_healthy(self._silence_s, "/ready"):
             if self.exit_status():
                 raise self._start_error("stopped while starting")
             if clock() > deadline:
                 raise self._start_error(f"wasn't ready within {deadline_s:g} s")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(START_LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             other = f"found another server at {self.url}"
             raise UserError(f"the {self.name} {other}: choose another --port")
@@ -335,10 +336,13 @@ class Engine:
         except (TimeoutError, aiohttp.ClientError) as error:
             raise EngineLost(f"didn't answer {path}: {error!r}") from error
 
-    async def is_healthy(self, deadline_s: float) -> bool:
-        """Ask whether it takes another step, or if it has nothing to do generates one token."""
+    async def is_healthy(self, deadline_s: float, path: str = "/health") -> bool:
+        """Ask whether it takes another step, or if it has nothing to do generates one token.
+
+        path: /ready asks whether it has started, and isn't answered a second later.
+        """
         with suppress(EngineLost, UserError):
-            async with self._open("GET", "/health", {}, max(HEALTH_S, deadline_s)):
+            async with self._open("GET", path, {}, max(HEALTH_S, deadline_s)):
                 return True
         return False
 

@@ -1,14 +1,7 @@
-"""The process of an SGLang server: flags, life, end. sglang isn't imported: that takes 10 s."""
+"""The flags and variables of an SGLang server. sglang isn't imported: that takes 6 s."""
 
-import asyncio
-import contextlib
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +12,6 @@ from runtime.hf_directory import read_model_config
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
-MOST_COLUMNS = 300  # of a line of its log that is quoted
-LOG_START = "---- a server starts"  # a line of its log begins so
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
@@ -146,56 +137,3 @@ def context_length(model_dir: str | Path, config: Config) -> int:
         missing = f"{model_dir}/config.json names no max_position_embeddings"
         raise UserError(f"{missing}: say --max-model-len")
     return found["max_position_embeddings"]
-
-
-class ServerProcess:
-    """A server on this machine: a group of processes, a log, a private folder."""
-
-    def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
-        self._command = command
-        self._log = log
-        self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
-        self._environment = server_environment(key, self.folder.name, device) | environment
-        self._process: subprocess.Popen | None = None
-        log.parent.mkdir(parents=True, exist_ok=True)
-
-    def start(self) -> None:
-        """Start the server. What earlier ones said stays in the log: it may say why they ended."""
-        assert self._process is None, f"{self._log.stem} still runs"
-        Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
-        root = Path(__file__).parents[1]
-        how = {"cwd": root, "env": self._environment, "start_new_session": True}
-        for_us_alone = partial(os.open, mode=0o600)
-        with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
-            log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, **how)
-
-    def exit_status(self) -> str:
-        """Return how it ended; empty while it runs."""
-        if self._process is None:
-            return "killed"
-        status = self._process.poll()
-        if status is None:
-            return ""
-        return f"signal {-status}" if status < 0 else f"exit status {status}"
-
-    async def kill(self) -> None:
-        """End the group, and return when it is gone."""
-        process = self._process
-        if process is None:
-            return
-        self._process = None
-        # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
-        process.kill()
-        process.wait()
-        try:
-            # multiprocessing's tracker, the last of them, removes the semaphores
-            await asyncio.sleep(0.5)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-    def log_tail(self) -> str:
-        newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
-        lines = [line[:MOST_COLUMNS] for line in newest.splitlines()[1:][-15:]]
-        return "\n".join((f"the end of {self._log}:", *lines))

@@ -37,7 +37,7 @@ FINAL = f"checkpoints/step_{STEPS}"
 CLEAR_STOPS = ("is left to ask", "third failure in a row", "didn't start again", "doesn't end:")
 ENGINE = ("sglang::scheduler", "sglang::detokenizer", "cpu.sglang")  # words of command lines
 RANK = " -u "  # as torchrun starts it; what it forks for a save has the same command line
-ALL = (*ENGINE, "bin/torchrun", RANK)
+ALL = (*ENGINE, "bin/torchrun", RANK, "cpu.forks")
 
 
 def send(processes: list[psutil.Process], number: int) -> None:

@@ -53,6 +53,13 @@ def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; see test_gpu.py")
 
 
+def pytest_unconfigure() -> None:
+    """Remove the folder of fork servers that tests started."""
+    from runtime import rendezvous
+
+    rendezvous.close()
+
+
 def pytest_terminal_summary(terminalreporter, config) -> None:
     """After `-m gpu` a table: what, passed or not, its figures or why it was skipped. A file has more."""
     if config.option.markexpr != "gpu":

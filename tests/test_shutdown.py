@@ -164,7 +164,7 @@ def come_out_later(world):
 
 async def work(stop):
     shutdown.GONE_S = 1.0
-    async with run.joined(Config(timeout_s=60, out=sys.argv[1])) as (world, _):
+    async with run.joined(Config(command="sft", timeout_s=60, out=sys.argv[1])) as (world, _):
         try:
             come_out_later(world)
             await stop.until_all_are_ready(world)
