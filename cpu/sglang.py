@@ -170,6 +170,13 @@ def install():
     return library  # the operator lives as long as this object
 
 
+def share_group():
+    """Have one group of this rank alone: SGLang's dozen have a thread each, awake 100 times a second."""
+    from torch import distributed
+
+    distributed.new_group = lambda *args, **kwargs: distributed.group.WORLD
+
+
 def run_scheduler_process(server_args, *args, **kwargs):
     """Run SGLang's child process that owns the model, with this device's parts."""
     from sglang.srt.managers import scheduler
@@ -178,6 +185,7 @@ def run_scheduler_process(server_args, *args, **kwargs):
         invariance.repair_sampling()  # with CUDA not run yet
     if not torch.cuda.is_available():
         invariance.install()
+        share_group()
         if compiler.library_for(server_args.model_path, server_args.dtype):
             from cpu import windows
 
