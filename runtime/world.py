@@ -20,7 +20,6 @@ from config import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store
 
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
 # gloo's words where a rank hangs or is gone
@@ -29,15 +28,14 @@ BROKEN = ("imed out", "closed by peer", "reset by peer")
 
 @dataclass
 class Notes:
-    """The ranks' notes of what they do, so that an error can name the rank that didn't come.
+    """The notes of one machine's ranks on what they do: an error names the rank that didn't come.
 
     torch's monitored_barrier names it to rank 0 alone, and to nobody where a rank has died.
     """
 
     rank: int
     size: int
-    store: Store  # of the process group
-    folder: Path | None  # one that all ranks share: used in place of the store
+    folder: Path | None  # that all ranks share; None: they are on several machines, without notes
     arrivals: int = 0  # the collectives that this rank has come to
     phase: str = "starting"
 
@@ -47,36 +45,29 @@ class Notes:
         self.write()
 
     def write(self) -> None:
-        name = f"note of rank {self.rank}"
-        note = f"{self.arrivals} {os.getpid()} {self.phase}"
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
-            if self.folder:
-                (self.folder / name).write_text(note)
-            else:
-                self.store.set(name, note)
+        if self.folder:
+            with contextlib.suppress(OSError):  # a full disk
+                note = f"{self.arrivals} {os.getpid()} {self.phase}"
+                (self.folder / f"note of rank {self.rank}").write_text(note)
 
     def _read(self, rank: int) -> str:
-        """Return a rank's note; OSError or RuntimeError if the folder or the store is gone."""
+        """Return a rank's note; OSError if the folder is gone."""
         name = f"note of rank {rank}"
-        note = b""
-        if self.folder and name in os.listdir(self.folder):
-            note = (self.folder / name).read_bytes()
-        elif not self.folder and self.store.check([name]):
-            note = self.store.get(name)
-        return note.decode() or "0 0 starting"
+        note = (self.folder / name).read_text() if name in os.listdir(self.folder) else ""
+        return note or "0 0 starting"
 
     def late(self) -> list[str]:
-        """Name those who have come to fewer collectives: the dead of this machine alone, if any are."""
+        """Name those who have come to fewer collectives: the dead alone, if any are."""
         late = []
         dead = []
-        for rank in [rank for rank in range(self.size) if rank != self.rank]:
+        for rank in range(self.size) if self.folder else ():
             try:
                 arrivals, pid, phase = self._read(rank).split(" ", 2)
-            except (OSError, RuntimeError):
+            except OSError:
                 return ["the ranks' notes are gone, so who didn't come is unknown"]
-            if int(arrivals) < self.arrivals:
+            if rank != self.rank and int(arrivals) < self.arrivals:
                 late.append(f"rank {rank} didn't come, last seen in phase: {phase}")
-                if self.folder and not is_alive(int(pid)):
+                if not is_alive(int(pid)):
                     dead.append(late[-1])
         return dead or late
 
@@ -95,8 +86,7 @@ class World:
         self.device = device
         self._timeout_s = timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        store = dist.distributed_c10d._get_default_store()
-        self._notes = Notes(self.rank, self.size, store, notes)
+        self._notes = Notes(self.rank, self.size, notes)
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
         self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
 
