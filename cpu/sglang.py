@@ -21,6 +21,7 @@ import runpy
 import signal
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -186,10 +187,10 @@ def run_scheduler_process(server_args, *args, **kwargs):
     if not torch.cuda.is_available():
         invariance.install()
         share_group()
-        if compiler.library_for(server_args.model_path, server_args.dtype):
+        if library := compiler.library_for(server_args.model_path, server_args.dtype):
             from cpu import windows
 
-            scheduler.Scheduler = windows.WindowScheduler
+            scheduler.Scheduler = partial(windows.WindowScheduler, library)
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
