@@ -18,8 +18,6 @@ import dataclasses
 import gc
 import json
 import os
-import re
-import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -124,8 +122,9 @@ async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
         await world.barrier()
         stop.neighbours = {}  # who is through may leave
         if stopped_by:
-            is_saved = c.checkpoints.newest == c.state.step
-            saved = f"go on with: {launch_to_resume(config)}" if is_saved else "nothing was saved"
+            saved = "nothing was saved"
+            if c.checkpoints.newest == c.state.step:
+                saved = "the same command, without --resume, goes on"
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
@@ -133,15 +132,6 @@ async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
             again = f"--train-only --replay {config.out}/replay.jsonl"
             progress.line(f"to train on what was served: {again}")
         return ""
-
-
-def launch_to_resume(config: Config) -> str:
-    """The command of this run without its --resume, which was obeyed."""
-    if not rendezvous.is_local():
-        return "the same command on each machine"
-    obeyed = re.escape(shlex.quote(config.resume))
-    words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
-    return f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {words}"
 
 
 async def learn_from_examples(config: Config) -> str:
@@ -165,7 +155,7 @@ async def evaluate_model(config: Config, stop: Stop) -> str:
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.resume_at(0, 0)  # it counts prompts, once they are known
         stopped = await evaluate.evaluate(config, fleet, progress, stop)
-    return stopped and f"{stopped}; go on with: python {shlex.join(sys.argv)}"
+    return stopped and f"{stopped}; the same command goes on"
 
 
 @contextlib.asynccontextmanager

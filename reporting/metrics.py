@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollout import RolloutBatch
 
 SAMPLES_PER_STEP = 2  # written to samples.jsonl, each of another group
+STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 # spans that have a time/*_s
@@ -172,7 +173,7 @@ class Report:
         self._writer.write(self.config.steps, self._evaluated)
         try:
             self._writer.close()
-            tl.write_trace(tl.read(self.out / "spans", -tl.STEPS_PER_FILE), self.out / "trace.json")
+            tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
             figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")

@@ -436,6 +436,12 @@ def test_answers_of_one_request_come_when_they_are_done(engine, run):
         assert sum(len(part.tokens) for part in parts if part.index == index) == limit
 
 
+def test_few_threads_wait_beside_the_model(engine):
+    """SGLang's dozen groups of one rank had one or two each, which woke up 100 times a second."""
+    children = psutil.Process(engine._process._process.pid).children(recursive=True)
+    assert max(child.num_threads() for child in children) < 20
+
+
 def test_a_refused_request_says_why(engine, run):
     with pytest.raises(ValueError, match="rollout engine of rank 0 refused"):
         run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
