@@ -16,7 +16,7 @@ from runtime.world import World
 
 def in_ranks(folder, program, timeout_s, size=2, notes=None):
     """Run `program(world)` in forked ranks; returns what each printed, an exception's text at the
-    end. notes: the folder where they note, as ranks of one machine do."""
+    end. notes: the folder where they note, as ranks of one machine do; else in the store."""
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -65,8 +65,9 @@ def test_reduce_is_the_total_in_the_order_of_the_ranks(tmp_path, size):
     assert in_ranks(tmp_path, total, 30.0, size) == ["01234567"[:size] + "\n"] * size
 
 
+@pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
-def test_who_did_not_come(tmp_path, how):
+def test_who_did_not_come(tmp_path, how, in_folder):
     """The error names the rank, and the phase in which it was last seen. The collectives inside of
     an update are none of World's."""
     phase = "train of step 4" if how == "dies" else "serve of step 5"
@@ -86,7 +87,7 @@ def test_who_did_not_come(tmp_path, how):
         else:
             time.sleep(6.0)  # its event loop, too: as if it were stopped
 
-    printed, _ = in_ranks(tmp_path, one_is_late, 2.0, notes=tmp_path)
+    printed, _ = in_ranks(tmp_path, one_is_late, 2.0, notes=tmp_path if in_folder else None)
     waited = "rank 0 waited in vain, for 2 s at most"
     assert printed == f"{waited}: rank 1 didn't come, last seen in phase: {phase}\n"
 
