@@ -266,7 +266,7 @@ class Placement:
         self.next = plans[0]  # from the next hand-over to serving on
         holders = plans[0].holders
         self.is_apart = holders.is_apart  # engines and trainers share no rank
-        self.serves = not self.is_apart or world.rank in holders.engines
+        self.serves = world.rank in holders.servers
         self.actor, *self.critics = trainers
         self.frozen = frozen
         self.rollout = pools["rollout"]

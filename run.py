@@ -200,12 +200,10 @@ async def build(
     timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
     await fleet.launch(servers_of(world.rank, config, plans))
     if world.rank == 0:
-        metadata = json.dumps(run_metadata(config), indent=1)
-        (out / "config.json").write_text(metadata + "\n")
+        (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     models = await world.run(build_models, config, inputs, plans)  # while servers load
     await fleet.ready()
-    holders = plans[0].holders
-    team = world.part(holders.engines) if holders.is_apart else world
+    team = world.part(plans[0].holders.servers)
     pools = await fleet.connect(timeline, team)
     c = Controller(
         config=config,

@@ -233,11 +233,8 @@ def local_facts(
         "sync/received_mb": c.placement.actor.received_bytes / 1e6,
     }
     actor = c.placement.actor
-    work = {}
-    if actor.holds:
-        costs = [actor.cost(len(s.prompt) + len(s.response)) for s in samples]
-        work = {actor.dp_rank: sum(costs)}
-    return Facts(means, sums, maxima, c.rewards.latencies, work)
+    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
+    return Facts(means, sums, maxima, c.rewards.latencies, work if actor.holds else {})
 
 
 def bubble(events: list[tl.Event]) -> list[float]:

@@ -102,8 +102,7 @@ class World:
         self._timeout_s = timeout_s
         store = dist.distributed_c10d._get_default_store()
         self._notes = Notes(self.rank, store, notes)
-        self._parts = 0
-        self._waits = 0
+        self.is_parted = False
         self._join(range(dist.get_world_size()))
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
         self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
@@ -125,18 +124,18 @@ class World:
         others = [rank for rank in self.ranks if rank not in ranks]
         if not others:
             return self
-        self._parts += 1
+        self.is_parted = True
         part = copy.copy(self)
         part._join(ranks, others)
         return part
 
     async def wait_for_all(self) -> None:
         """Return once every rank is here, however long a part of them works (collective)."""
-        if not self._parts:
+        if not self.is_parted:
             return
-        self._waits += 1
+        self._notes.arrive("wait")
         store = self._notes.store
-        name = f"wait {self._waits}"
+        name = f"wait {self._notes.arrivals['wait']}"
         store.add(name, 1)
         while store.add(name, 0) < self.size:
             await asyncio.sleep(WAIT_S)

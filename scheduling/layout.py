@@ -63,7 +63,7 @@ class Shape(NamedTuple):
         return None
 
     def __str__(self) -> str:
-        """As `shape_from` reads it: 0-3:tp2."""
+        """Return the words that `shape_from` reads: 0-3:tp2."""
         sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
         return "".join((ranks_in_words(self.ranks), *sizes))
 
@@ -124,6 +124,11 @@ class Holders(NamedTuple):
         """True if no rank both serves and trains."""
         return bool(self.engines) and not self.learners & {*self.engines}
 
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks whose controllers serve: those of the engines if these are apart, else all."""
+        return self.engines if self.is_apart else tuple(sorted({*self.engines} | self.learners))
+
     def problems(self, world_size: int) -> Iterator[str]:
         """Yield what can't be on so many ranks, a sentence each."""
         models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
@@ -141,7 +146,7 @@ class Holders(NamedTuple):
             yield f"rank {min(idle)} holds nothing"
 
     def __str__(self) -> str:
-        """As `holders_from` reads it."""
+        """Return the words that `holders_from` reads."""
         words = [f"engines={ranks_in_words(self.engines)}", f"actor={self.actor}"]
         words += [f"critic={self.critic}", f"reference={self.reference}"]
         return " ".join(words)

@@ -233,8 +233,7 @@ class Simulation:
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
-        holders = self.plans[0].holders
-        team = world.part(holders.engines) if holders.is_apart else world
+        team = world.part(self.plans[0].holders.servers)
         pools = {}
         for role, engines in self.engines.items():
             pools[role] = pool.Pool(engines, team, timeline, config)

@@ -691,7 +691,7 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
     pools, holders = {}, plans[0].holders
-    team = world.part(holders.engines) if holders.is_apart else world
+    team = world.part(holders.servers)
     for role in ("rollout", "genrm"):
         pools[role] = Pool([e for e in engines if e.role == role], team, timeline, config)
     actor = FakeActor(world.rank, holders.actor, device, config.continues_answers, config.ahead)

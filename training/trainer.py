@@ -85,18 +85,7 @@ class Trainer:
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
-        if groups is None:
-            shape = Shape.of(config, tuple(range(dist.get_world_size())))
-            groups = make_groups(shape, config.timeout_s)
-        self.own_groups = groups
-        self.shape = groups.shape
-        self.dp_rank, self.is_head = self.shape.place(dist.get_rank())
-        self.dp_size = self.shape.dp
-        self.pipeline = groups.pipeline
-        self.everyone = groups.everyone
-        self.groups = groups.collection(reverse)
-        tp_rank = self.groups.tp.rank()
-        model_parallel_cuda_manual_seed(config.seed, tp_rank=tp_rank, ep_rank=0, etp_rank=tp_rank)
+        self._join(groups)
         model_config = models.transformer_config(hf, config)
         # of a token, about: schedules compare models by it
         self.activations = model_config.num_layers * model_config.hidden_size
@@ -113,6 +102,21 @@ class Trainer:
             self._build_optimizer(model_config)
         else:
             self.gpt.requires_grad_(False)
+
+    def _join(self, groups: Groups | None) -> None:
+        """Take this rank's place in the model's groups, by default those of all ranks (collective)."""
+        if groups is None:
+            shape = Shape.of(self.config, tuple(range(dist.get_world_size())))
+            groups = make_groups(shape, self.config.timeout_s)
+        self.own_groups = groups
+        self.shape = groups.shape
+        self.dp_rank, self.is_head = self.shape.place(dist.get_rank())
+        self.dp_size = self.shape.dp
+        self.pipeline = groups.pipeline
+        self.everyone = groups.everyone
+        self.groups = groups.collection(self.reverse)
+        tp = self.groups.tp.rank()
+        model_parallel_cuda_manual_seed(self.config.seed, tp_rank=tp, ep_rank=0, etp_rank=tp)
 
     def _load_stage(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
         """Build the stage on this rank's device, with its weights (collective: pipeline group)."""
