@@ -187,7 +187,7 @@ def test_nothing_is_lost(mode, ahead, over_dispatch, refills, judges, seed):
 
 def test_the_split_moves_between_two_pushes():
     """Engines that serve ahead are busy when it is decided: the plan changes at the hand-over."""
-    how = dict(placement="engines=0-3 actor=4", steps=9, rebalance=True, rollout_ranks=3)
+    how = dict(placement="engines=0-3 actor=4", steps=9, rebalance=True, rollout_ranks=1)
     plain, _ = simulate("partial", 5, **how)
     controllers, _ = simulate("partial", 5, **how, ahead=1)
     for c in (plain, controllers):
