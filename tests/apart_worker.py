@@ -1,8 +1,8 @@
 """What test_apart.py starts as a process: models on ranks of their own learn, are pushed, saved and loaded.
 
 Usage: as parallel_worker.py. A layout says which ranks hold what, as --placement; `meets`: actor and critic
-wait for each other in each update; `saves`: after the first; `resumes`: another layout's save. Models are built,
-samples dealt and columns shared by the real code; engines alone are missing.
+wait for each other in each update; `saves`: after the first; `resumes`: another layout's save. The real code
+builds the models, deals samples and shares columns; engines alone are missing.
 """
 
 import asyncio

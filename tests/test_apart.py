@@ -1,4 +1,4 @@
-"""Actor, critic and reference on ranks of their own, in sizes of their own, against one rank that holds all."""
+"""Actor, critic and reference on ranks and in sizes of their own, against one rank that holds all."""
 
 import pytest
 
@@ -36,8 +36,8 @@ def exact(metrics: dict) -> dict:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_learn_as_on_one_rank(name, results):
-    """Two updates of each model, or one after a load; where they meet, both learn at the same time. Megatron's
-    global state stays empty, every rank counts every model's updates, and all have all metrics."""
+    """Two updates of each model, or one after a load; where they meet, both learn at the same time.
+    Megatron's global state stays empty, and every rank counts all updates and has all metrics."""
     found, one = results[name], results["one"]
     steps = range(1, 2) if "resumes" in LAYOUTS[name][1] else range(2)
     for metrics, step in zip(found["metrics"], steps, strict=True):
@@ -55,7 +55,12 @@ def test_all_learn_as_on_one_rank(name, results):
 
 @pytest.mark.parametrize(
     "name,engines",
-    [("disjoint", range(5)), ("apart", [0]), ("two receivers", [0, 3, 5]), ("interleaved", range(4))],
+    [
+        ("disjoint", range(5)),
+        ("apart", [0]),
+        ("two receivers", [0, 3, 5]),
+        ("interleaved", range(4)),
+    ],
 )
 def test_every_engine_gets_the_actors_weights(name, engines, results):
     """Bit for bit, on whatever rank, from whichever copy's head; who has neither gets nothing."""

@@ -197,7 +197,7 @@ def test_engines_share_the_ranks_that_they_have():
     assert (plan.rollout, plan.genrm, plan.leads("rollout")) == ((0, 1), (2, 3), (0, 1))
     words = "rollout on ranks 0-1, genrm on ranks 2-3, actor on ranks 4-5, critic on ranks 6-7"
     assert str(plan) == words
-    with pytest.raises(UserError, match="--mode partial needs at least 2 ranks, .*this run has 1"):
+    with pytest.raises(UserError, match=r"--mode partial needs at least 2 ranks, .*this run has 1"):
         make_plans(config, 3)
 
 

@@ -31,7 +31,7 @@ IS_APART = ("standalone", "interleaved")
 
 
 def columns_of(controllers, step, digits=20):
-    """By key, what a step trained on: the answer, and all that models said and made of it, on whatever rank."""
+    """By key, what a step trained on: the answer, and all that models said of it, on whatever rank."""
     found = {}
     for c in controllers:
         for trainer in (c.placement.actor, *c.placement.critics):
@@ -170,7 +170,7 @@ def test_the_same_seed_gives_the_same_run(ahead):
     seed=st.integers(0, 10**6),
 )
 def test_nothing_is_lost(mode, ahead, over_dispatch, refills, judges, seed):
-    """No prompt and no token: with replacements, a tail that isn't waited for, two judges, a split that moves."""
+    """No prompt and no token: with replacements, a tail that isn't waited for, two judges, moves."""
     how = dict(placement="engines=0-3 actor=4,6 critic=5", ahead=ahead, rebalance=mode == "partial")
     how |= dict(over_dispatch=over_dispatch, max_refill_waves=refills, steps=5, algorithm=PPO)
     how |= dict(judge=judges, model="m", judge_format=("addition",) * len(judges))
