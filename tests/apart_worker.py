@@ -6,10 +6,10 @@ builds the models, deals samples and shares columns; engines alone are missing.
 """
 
 import asyncio
-import hashlib
 import random
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,11 +94,11 @@ async def step_of(c: SimpleNamespace) -> dict[str, float]:
     return stats
 
 
-def pushed(c: SimpleNamespace, route) -> dict[str, str]:
-    """A digest of each tensor that an engine of this rank would get (collective)."""
+def pushed(c: SimpleNamespace, route) -> dict[str, tuple]:
+    """Shape and digest of each tensor that an engine of this rank would get (collective)."""
     named = c.placement.actor.named_weights()
     named = route.carry(named) if route else named
-    return {name: hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for name, t in named}
+    return {name: (*t.shape, sha256(t.float().numpy().tobytes()).hexdigest()) for name, t in named}
 
 
 async def live(reference: dict, layout: dict, path: str) -> dict:

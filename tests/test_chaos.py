@@ -3,12 +3,12 @@
     python tests/test_chaos.py --seeds 100000 --processes 2    every seed is one run; exit 1 if any broke
     python tests/test_chaos.py --first 4711 --seeds 1          what became of one
 
-A seed draws a run (mode, ranks, who holds what, settings) and its lives: engines die, hang, get slow or lose a reply; the
-checkpoint's writers are late or fail; the run is asked to stop, or crashes at a moment or between two changes
-of a file; a byte of what it left is flipped. Each next life is started as a user would, maybe on other
-ranks, until the steps are done. What must hold is in `check_files`, before each life, in `check_history`, at
-the end, and in what fakes.py asserts of every request, hand-over and training step. The real twin, chaos.py,
-has the numbers of unbroken runs to compare with.
+A seed draws a run (mode, ranks, who holds what, settings) and its lives: engines die, hang, get slow or
+lose a reply; the checkpoint's writers are late or fail; the run is asked to stop, or crashes at a moment or
+between two changes of a file; a byte of what it left is flipped. Each next life is started as a user would,
+maybe on other ranks, until the steps are done. What must hold is in `check_files`, before each life, in
+`check_history`, at the end, and in what fakes.py asserts of every request, hand-over and training step. The
+real twin, chaos.py, has the numbers of unbroken runs to compare with.
 """
 
 import argparse

@@ -126,6 +126,7 @@ def check_problem(changes, size, message):
 
 
 STANDALONE = dict(placement="standalone")
+CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +149,7 @@ STANDALONE = dict(placement="standalone")
         ("standalone", dict(algorithm=PPO), 2, "rank 0, which keeps the prompts, needs an engine"),
         ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
         ("split", dict(ahead=1, algorithm=PPO), 4, "--ahead 1 needs engines on ranks that train"),
+        (CRITIC_BESIDE, dict(ahead=1, algorithm=PPO), 3, "--ahead 1 needs engines on ranks that"),
         ("engines=0-1 actor=1", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train"),
     ],
 )
