@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 import checkpoint
 import controller
@@ -27,6 +26,7 @@ from rollout import RolloutBatch, outcomes_of
 from runtime.shutdown import Stop
 from runtime.world import World
 from sample import Sample
+from training.groups import mpu
 
 PPO = dict(row="ppo", kl_coef=0.1, kl_in="reward", updates_per_step=2)
 
@@ -130,7 +130,7 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
         for found in gathered(trainer.whole_weights()):
             weights |= {name: found} if found else {}
     versions = gathered([trainer.version for trainer in models.trainers])
-    state = gathered(parallel_state.model_parallel_is_initialized())
+    state = gathered(mpu.model_parallel_is_initialized())
     await c.placement.give_device_to(c.placement.actor)
     digests = gathered(pushed(c, models.route))
     c.world.close()
