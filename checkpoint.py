@@ -140,13 +140,15 @@ def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch
     if len(rows) == c.world.size:
         batch = batches[c.world.rank]
     else:
-        batch = rollout.RolloutBatch(waves=total.waves)
+        batch = rollout.RolloutBatch(waves=total.waves, missing_groups=batches[0].missing_groups)
         for part in batches if c.world.rank == 0 else []:
             for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
                 vars(batch)[name] += vars(part)[name]
     nothing = replace(total, rollout=RequestStats(), genrm=RequestStats(), lengths=())
     if c.placement.serves:
         batch.stats = batch.stats or (total if c.world.rank == 0 else nothing)
+        if batch.stats.split not in {plan.split for plan in c.placement.plans}:
+            batch.stats = replace(batch.stats, split=c.placement.plan.split)
     else:
         batch.stats = None
     return batch

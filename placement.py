@@ -353,6 +353,8 @@ class Placement:
         self.plan = self.next
         self.rollout.assign(self.plan.leads("rollout"))
         self.genrm.assign(self.plan.leads("genrm"))
+        if not (self.is_apart or self.actor.holds):
+            await self.give_device_to()  # of ranks that another model trained on
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim)
         await self._world.barrier()  # an engine may hold the devices of other ranks, too

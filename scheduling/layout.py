@@ -63,8 +63,8 @@ class Shape(NamedTuple):
         return None
 
     def __str__(self) -> str:
-        """Return the words that `shape_from` reads: 0-3:tp2."""
-        sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
+        """Return the words that `shape_from` reads, whatever its default is: 0-3:tp2:pp1:cp1."""
+        sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True)]
         return "".join((ranks_in_words(self.ranks), *sizes))
 
 
