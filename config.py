@@ -60,7 +60,7 @@ class Config:
     tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
     rebalance: bool = False  # move ranks between the roles (fused: the tail) by load
     # ---- debugging
-    dry_run: bool = False  # print all settings, who would run where, the memory that takes, and end
+    dry_run: bool = False  # print who would run where, and the memory that takes, and end
     rollout_only: bool = False  # generate and judge alone; samples go to OUT/replay.jsonl
     train_only: bool = False  # train on the samples of --replay; no engine is started
     replay: str = ""  # what a --rollout-only run wrote

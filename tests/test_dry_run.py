@@ -151,7 +151,7 @@ def said(capsys, monkeypatch):
 
 
 def test_a_dry_run_starts_nothing(tmp_path):
-    """As a user starts it: status 0, no folder, every rank and every setting."""
+    """As a user starts it: status 0, no folder, every rank, and what was chosen."""
     out = tmp_path / "out"
     command = [sys.executable, "run.py", "--dry-run", "--out", str(out), "--lr", "0.25"]
     ranks = os.environ | {"WORLD_SIZE": "4"}
@@ -161,9 +161,7 @@ def test_a_dry_run_starts_nothing(tmp_path):
     assert lines[0].startswith("nanoYATT: partial colocation on 4 ranks")
     assert lines[-1] == "nothing was started"
     assert len(re.findall(r"^  rank \d+: ", ran.stdout, re.MULTILINE)) == 4
-    named = set(re.findall(r"(?:^|\s)([a-z0-9-]+)(?=\s)", ran.stdout))
-    assert {field.name.replace("_", "-") for field in dataclasses.fields(Config)} <= named
-    assert "lr 0.25" in ran.stdout and "actor: weights 1.5, gradients 1.5" in ran.stdout
+    assert "--lr 0.25" in ran.stdout and "actor: weights 1.5, gradients 1.5" in ran.stdout
     assert not out.exists()
 
 
