@@ -58,6 +58,7 @@ class FakeWorld(SimulatedWorld):
 
 MAY_SHARE = [{f"{role} weights", f"{role} cache"} for role in ("rollout", "genrm")]
 MAY_SHARE += [{"rollout weights", "actor"}]  # for the push
+MAY_SHARE += [{"actor", "reference"}]  # each reads the answers, one after the other
 TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
 # gradients, and what a pass reserved: gone before anything else comes, a trainer of the same pipeline aside
 LEFTOVERS = {trainer: f"{trainer}'s leftovers" for trainer in sorted(TRAINERS)}
