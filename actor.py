@@ -356,33 +356,3 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     if total["ptx_tokens"]:
         metrics["ptx_loss"] = total["ptx"] / total["ptx_tokens"]
     return {f"train/{name}": value for name, value in metrics.items()}
-
-
-class Reference:
-    """The weights that `actor` has now, kept on the host. They take its place for a pass.
-
-    On ranks of its own the reference is an Actor that never learns.
-    """
-
-    def __init__(self, actor: Actor):
-        self._actor = actor
-        self.shape = actor.shape
-        self.holds = True
-        self.dp_rank = actor.dp_rank
-        has_gpu = actor.device.type == "cuda"
-        self._host = []
-        for parameter in actor.gpt.parameters():
-            copy = torch.empty_like(parameter.detach(), device="cpu", pin_memory=has_gpu)
-            self._host.append(copy.copy_(parameter.detach()))
-
-    def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs` (collective: the actor's model-parallel group)."""
-        parameters = list(self._actor.gpt.parameters())
-        own = [parameter.data for parameter in parameters]
-        for parameter, host in zip(parameters, self._host, strict=True):
-            parameter.data = host.to(self._actor.device, non_blocking=True)
-        try:
-            self._actor.compute_ref_logprobs(mini_batches)
-        finally:  # the own weights stayed: beside a pass without activations there is room for both
-            for parameter, data in zip(parameters, own, strict=True):
-                parameter.data = data

@@ -128,29 +128,22 @@ async def restore(c: Controller, folder: Path) -> None:
 
 
 def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch | None:
-    """Return this rank's part of a batch that was served and not trained on: of all ranks' rows its own.
-
-    On another number of ranks the first takes all of it.
-    """
+    """Return a batch that was served and not trained on: the first rank has all of it."""
     if not rows[0]:
         return None
     c.placement.actor.lag = 1  # older weights than the next step's wrote it
-    batches = [rollout.batch_from(row) for row in rows]
-    total = StepStats.total([batch.stats for batch in batches if batch.stats])
-    if len(rows) == c.world.size:
-        batch = batches[c.world.rank]
-    else:
-        batch = rollout.RolloutBatch(waves=total.waves, missing_groups=batches[0].missing_groups)
-        for part in batches if c.world.rank == 0 else []:
+    parts = [rollout.batch_from(row) for row in rows]
+    total = StepStats.total([part.stats for part in parts if part.stats])
+    if total.split not in {plan.split for plan in c.placement.plans}:
+        total = replace(total, split=c.placement.plan.split)
+    batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
+    if c.world.rank == 0:
+        batch.stats = total
+        for part in parts:
             for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
                 vars(batch)[name] += vars(part)[name]
-    nothing = replace(total, rollout=RequestStats(), genrm=RequestStats(), lengths=())
-    if c.placement.serves:
-        batch.stats = batch.stats or (total if c.world.rank == 0 else nothing)
-        if batch.stats.split not in {plan.split for plan in c.placement.plans}:
-            batch.stats = replace(batch.stats, split=c.placement.plan.split)
-    else:
-        batch.stats = None
+    elif c.placement.serves:
+        batch.stats = replace(total, rollout=RequestStats(), genrm=RequestStats(), lengths=())
     return batch
 
 

@@ -12,7 +12,6 @@ import itertools
 from collections import ChainMap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import algorithms
 import rollout
@@ -33,9 +32,6 @@ from scheduling.balance import flat
 from scheduling.dealing import Held, MiniBatches, Shares, deal
 from scheduling.pipeline import schedule_of
 from scheduling.rebalance import HISTORY, StepStats, choose_split
-
-if TYPE_CHECKING:
-    from actor import Reference
 
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
@@ -67,7 +63,6 @@ class Controller:
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints
-    references: list[Reference] = field(default_factory=list)  # one, if the KL to it is asked for
     team: World = None  # of those that serve, if this one does, or of those that train, or of all
     ahead: RolloutBatch | None = None  # served, and not yet trained on
     collect: Callable[[Controller], Awaitable[RolloutBatch]] = rollout.collect  # or a replay's
@@ -141,7 +136,8 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     if stop and not c.stopping:
         c.ahead = batch
     c.stopping = stop
-    shapes = [model.shape for model in (actor, *c.placement.critics, *c.references)]
+    models = (actor, *c.placement.critics, *c.placement.references)
+    shapes = [model.shape for model in models]
     dealt = deal(held, shapes, actor.cost, c.config)
     parcels = {}
     senders = set()
@@ -187,8 +183,8 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
 async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     """Give every sample its advantages. Returns metrics of a constraint, if any."""
     actor = c.placement.actor
-    for reference in c.references:
-        await c.placement.give_device_to(actor, *c.placement.frozen)
+    for reference in c.placement.references:
+        await c.placement.give_device_to(actor, reference)
         await c.team.run(actor.compute_policy_logprobs, shares.of(actor))
         await c.team.run(reference.compute_ref_logprobs, shares.of(reference))
     for critic in c.placement.critics:

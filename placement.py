@@ -18,9 +18,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms import algorithm_of
 from config import Config, UserError
@@ -244,36 +244,39 @@ def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
     return rank // genrm_tp % judges
 
 
+class Models(NamedTuple):
+    """The models that are trained, or read for training, and the way of the weights to the engines."""
+
+    trainers: list[Trainer]  # the actor, then the critics
+    references: list[Trainer]  # one that never learns, if the KL to the start weights is asked for
+    route: Route | None = None  # of a push between ranks
+
+
 class Placement:
     """The holder of this rank's device now: the plan, the trainers and the engines of both roles."""
 
     def __init__(
         self,
         plans: list[Plan],
-        trainers: list[Trainer],
+        models: Models,
         pools: dict[str, Pool],
         world: World,
         timeline: Timeline,
-        route: Route | None = None,
-        frozen: Sequence[Trainer] = (),
     ):
-        """trainers: the actor, then the critics. pools: by role. route: of a push between ranks.
-
-        frozen: a reference on ranks of its own.
-        """
+        """pools: by role."""
         self.plans = plans
         self.plan = plans[0]
         self.next = plans[0]  # from the next hand-over to serving on
         holders = plans[0].holders
         self.is_apart = holders.is_apart  # engines and trainers share no rank
         self.serves = world.rank in holders.servers
-        self.actor, *self.critics = trainers
-        self.frozen = frozen
+        self.actor, *self.critics = models.trainers
+        self.references = models.references
         self.rollout = pools["rollout"]
         self.genrm = pools["genrm"]
         self._world = world
         self._timeline = timeline
-        self._route = route
+        self._route = models.route
         self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
         self.swap_s = 0.0  # moves between the roles since
         self.restarts = 0  # engines of this rank that the last hand-over to training started again
@@ -331,7 +334,7 @@ class Placement:
 
     async def give_device_to(self, *trainers: Trainer) -> None:
         """Wake those of this rank, once others that have its device sleep. Not collective."""
-        models = (self.actor, *self.critics, *self.frozen)
+        models = (self.actor, *self.critics, *self.references)
         held = [model for model in models if model.holds]
         wanted = [model for model in held if model in trainers]
         if trainers and not wanted:

@@ -42,7 +42,7 @@ from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
 from images.reader import reader_of
-from placement import Placement, Plan, judge_of, make_plans
+from placement import Models, Placement, Plan, judge_of, make_plans
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
@@ -56,8 +56,6 @@ from scheduling.layout import Shape
 from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
-    from actor import Reference
-    from training.push import Route
     from training.trainer import Trainer
 
 
@@ -209,16 +207,13 @@ async def build(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        placement=Placement(
-            plans, models.trainers, pools, world, timeline, models.route, models.frozen
-        ),
+        placement=Placement(plans, models, pools, world, timeline),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
-        references=models.references,
         team=team,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,
@@ -294,18 +289,9 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
     return specs
 
 
-class Models(NamedTuple):
-    """The models that are trained, or read for training, and the way of the weights to the engines."""
-
-    trainers: list[Trainer]  # the actor, then the critics
-    references: list[Reference]
-    frozen: list[Trainer]  # the reference, if it has ranks of its own
-    route: Route | None
-
-
 def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
-    """Build this rank's models, asleep; the reference has the weights of before a restore (collective)."""
-    from actor import Actor, Reference
+    """Build this rank's models, asleep (collective)."""
+    from actor import Actor
     from critic import Critic
     from training import push
     from training.elsewhere import Elsewhere
@@ -325,15 +311,11 @@ def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
     actor = build(Actor, holders.actor, config.model)
     actor.texts = inputs.texts
     actor.stop_tokens = inputs.sampling.stop_token_ids
-    references = []
-    frozen = []
-    needs_reference = inputs.algorithm.kl_coef and not config.rollout_only
-    if needs_reference and holders.reference == holders.actor:
-        references.append(Reference(actor) if actor.holds else actor)
     actor.sleep()
-    if needs_reference and not references:
-        references = frozen = [build(Actor, holders.reference, config.model, learns=False)]
-        frozen[0].sleep()
+    references = []
+    if inputs.algorithm.kl_coef and not config.rollout_only:
+        references.append(build(Actor, holders.reference, config.model, learns=False))
+        references[0].sleep()
     critics = []
     for name in () if config.rollout_only else inputs.algorithm.critics:
         model = config.critic or config.model
@@ -342,7 +324,7 @@ def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
     leads = {rank for plan in plans for rank in plan.leads("rollout")}
     heads = [copy[0] for copy in holders.actor.copies]
     receivers = sorted(leads - {*holders.actor.ranks})
-    return Models([actor, *critics], references, frozen, push.connect(heads, receivers))
+    return Models([actor, *critics], references, push.connect(heads, receivers))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
-from actor import Actor, Reference, learning_rate
+from actor import Actor, learning_rate
 from commands import memory
 from config import HELD_OUT, Config, UserError
 from controller import MAX_SKIPS
@@ -190,7 +190,11 @@ class Learner:
         self.config = replace(config, temperature=1.0)
         self.task = TASKS[config.command]
         self.trainer = self.task.model(self.config, config.model)
-        self.reference = Reference(self.trainer) if self.task.has_reference else None
+        self.reference = None
+        if self.task.has_reference:
+            groups = self.trainer.own_groups
+            self.reference = Actor(self.config, config.model, groups, learns=False)
+            self.reference.sleep()
 
     def step(self, examples: list[Example]) -> dict[str, float]:
         """Learn a batch; returns its metrics from before (collective)."""
@@ -219,7 +223,9 @@ class Learner:
             micro_batches.append(list(chain.from_iterable(chosen)))
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
+            self.reference.wake()
             self.reference.compute_ref_logprobs([micro_batches])
+            self.reference.sleep()
         if not self.task.stats:
             return as_sequences(micro_batches), trainer.cross_entropy_loss
         scale = self.config.dpo_beta if self.task.has_reference else 1.0

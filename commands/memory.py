@@ -34,7 +34,6 @@ HINTS = {  # by the first word of a peak of a device, or of a part of the host's
     "activations": "--recompute, a smaller --max-tokens-per-micro-batch",
     "KV": "a smaller --max-model-len",
 }
-REFERENCE = "reference, in the host's memory"
 
 Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
 Parts = dict[str, int]  # bytes
@@ -68,7 +67,7 @@ def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
 
 
 def trainers_of(config: Config, holders: Holders) -> Models:
-    """Each trainer's part of a device while it learns, and the host's copy of the reference."""
+    """Each trainer's part of a device while it learns, and what the reference keeps beside them."""
     if config.command == "eval":
         return {}
     algorithm = algorithm_of(config)
@@ -80,11 +79,9 @@ def trainers_of(config: Config, holders: Holders) -> Models:
     for name in algorithm.critics:
         shapes = checkpoint_shapes(config.critic or config.model)
         rows[f"{name} critic"] = trainer_parts(shapes, config, holders.critic) | {"loss": 0}
-    if algorithm.kl_coef and holders.reference != holders.actor:
+    if algorithm.kl_coef:
         parts = trainer_parts(policy, config, holders.reference)
-        rows["reference"] = {"weights": parts["weights"], "loss": parts["loss"]}
-    elif algorithm.kl_coef:
-        rows[REFERENCE] = {"weights": actor["weights"]}
+        rows["reference"] = {"weights": parts["weights"]}
     return rows
 
 
@@ -183,7 +180,7 @@ def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
 
 def ranks_of(model: str, holders: Holders) -> tuple[int, ...]:
     """The ranks of a row of `trainers_of`."""
-    kind = model.split(",")[0].split()[-1]  # of reward critic: critic
+    kind = model.split()[-1]  # of reward critic: critic
     return holders._asdict()[kind].ranks
 
 
@@ -262,7 +259,7 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     for name, parts in engines.items():  # one that needs more than its share doesn't start
         needed = total(parts)
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
-    if REFERENCE in trainers:
+    if "reference" in trainers and holders.reference == holders.actor:
         peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
     learners = [name for name in trainers if "optimizer" in trainers[name]]
     needs = {f"training the {name}": total(trainers[name]) for name in learners}

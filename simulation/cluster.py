@@ -237,18 +237,18 @@ class Simulation:
         pools = {}
         for role, engines in self.engines.items():
             pools[role] = pool.Pool(engines, team, timeline, config)
+        models = placement.Models(trainers, trainers[:1] if algorithm.kl_coef else [])
         c = Controller(
             config,
             algorithm,
             world,
-            placement.Placement(self.plans, trainers, pools, world, timeline),
+            placement.Placement(self.plans, models, pools, world, timeline),
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
             Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
             timeline=timeline,
             report=self,
             checkpoints=self,
-            references=trainers[:1] if algorithm.kl_coef else [],
             team=team,
         )
         # as a run has learnt after some steps

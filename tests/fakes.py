@@ -58,6 +58,7 @@ class FakeWorld(SimulatedWorld):
 
 MAY_SHARE = [{f"{role} weights", f"{role} cache"} for role in ("rollout", "genrm")]
 MAY_SHARE += [{"rollout weights", "actor"}]  # for the push
+MAY_SHARE += [{"actor", "reference"}]  # each reads the answers, one after the other
 TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
 # gradients, and what a pass reserved: gone before anything else comes, a trainer of the same pipeline aside
 LEFTOVERS = {trainer: f"{trainer}'s leftovers" for trainer in sorted(TRAINERS)}
@@ -401,29 +402,15 @@ class FakeCritic(FakeTrainer):
         assert {len(sample.response)} == {*map(len, facts)}, "a token without its facts"
 
 
-class FakeReference:
+class FakeReference(FakeTrainer):
     """Its log-probability of a token follows from the token alone. `log`: what it was asked."""
 
-    def __init__(self, actor):
-        self.actor, self.log = actor, []
-        self.shape, self.holds, self.dp_rank = actor.shape, actor.holds, actor.dp_rank
-
     async def compute_ref_logprobs(self, mini_batches):
-        assert self.actor.awake or not self.holds, "asked while the actor sleeps"
+        assert self.awake or not self.holds, "asked while asleep"
         self.log.append("reference")
         for sample in flat(mini_batches):
             assert sample.advantages is None, "asked after the advantages were made"
             sample.reference_logprobs = [token / 200 for token in sample.response]
-
-
-class FakeFrozen(FakeTrainer):
-    """A reference on ranks of its own."""
-
-    compute_ref_logprobs = FakeReference.compute_ref_logprobs
-
-    @property
-    def actor(self):
-        return self
 
 
 class FakeCheckpoints:
@@ -706,9 +693,10 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
         pools[role] = Pool([e for e in engines if e.role == role], team, timeline, config)
     actor = FakeActor(world.rank, holders.actor, device, config.continues_answers, config.ahead)
     critics = [FakeCritic(name, world.rank, holders.critic, device) for name in algorithm.critics]
-    references, frozen = [FakeReference(actor)] if algorithm.kl_coef else [], []
-    if references and "reference" in holders.shapes:
-        references = frozen = [FakeFrozen("reference", world.rank, holders.reference, device)]
+    references = []
+    if algorithm.kl_coef:
+        references.append(FakeReference("reference", world.rank, holders.reference, device))
+    models = placement.Models([actor, *critics], references)
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
@@ -716,12 +704,9 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
-        placement=placement.Placement(
-            plans, [actor, *critics], pools, world, timeline, None, frozen
-        ),
+        placement=placement.Placement(plans, models, pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
-        references=references,
         team=team,
         **given,
     )

@@ -122,14 +122,14 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
     meetings, size = {}, len(held)
     worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
     prompts = SimpleNamespace(attach_images=lambda samples: None)
-    shared = dict(config=config(100, 2), prompts=prompts, references=[], stopping=0)
+    shared = dict(config=config(100, 2), prompts=prompts, stopping=0)
     shared["algorithm"] = ALGORITHMS["grpo"]
 
     def controller_of(world):
         shape = Shape(tuple(range(size)), tp)
         place = dict(shape=shape, holds=True, dp_rank=shape.place(world.rank).dp_rank)
         actor = SimpleNamespace(cost=cost, image_cost=lambda prompt: 0, **place)
-        placement = SimpleNamespace(actor=actor, critics=[], is_apart=False)
+        placement = SimpleNamespace(actor=actor, critics=[], references=[], is_apart=False)
         return SimpleNamespace(world=world, placement=placement, **shared)
 
     async def mini_batches_of(samples, world):

@@ -149,6 +149,7 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
     states = {who: p["weights"] + p["optimizer"] for who, p in learners.items()}
     states |= {LEFTOVERS[who]: p["gradients"] for who, p in learners.items()}
+    states |= {who: p["weights"] for who, p in trainers.items() if who not in learners}
     weights = {who.split()[0]: parts["weights"] for who, parts in engines.items()}
     held, peak = {}, 0.0
     for rank, verb, who in log:

@@ -85,7 +85,7 @@ def test_memory_counts_critics_and_the_reference():
 
     ppo = ("ppo", "kl_coef=0.1")
     assert names() == ["actor", "rollout", "genrm"]
-    learners = ["actor", "reward critic", "reference, in the host's memory"]
+    learners = ["actor", "reward critic", "reference"]
     assert names(algorithm=ppo) == [*learners, "rollout", "genrm"]
     assert names(algorithm=ppo, rollout_only=True) == ["actor", "rollout", "genrm"]
     assert names(train_only=True, replay="r") == ["actor"]

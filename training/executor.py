@@ -113,14 +113,10 @@ def run(works: list[Work], schedule: str) -> Phase:
             tasks[:] = [task for task in tasks if not task.backward]
     for work in works if not forward_only else ():
         work.trainer.ddp.zero_grad_buffer()
-    tasks = table[trainer.pipeline.rank]
-    clock = Clock(trainer.device)
+    start = time.monotonic()
     with torch.set_grad_enabled(not forward_only):
-        run_tasks(works, Messages(table, pipes, works), tasks, clock)
-    start, *times, end = clock.read()
-    for task, begun, done in zip(tasks, times[::2], times[1::2], strict=True):
-        work = works[task.pipe]
-        work.passes.append(Pass(work.trainer.title, task, begun, done))
+        run_tasks(works, Messages(table, pipes, works), table[trainer.pipeline.rank])
+    end = time.monotonic()
     if not forward_only:
         for work in works:
             divisor = torch.as_tensor(work.divisor, dtype=torch.int, device=trainer.device)
@@ -128,14 +124,14 @@ def run(works: list[Work], schedule: str) -> Phase:
     return Phase(start, end, list(chain.from_iterable(work.passes for work in works)))
 
 
-def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: Clock) -> None:
-    """Run this rank's tasks in their order, each between two marks of the clock."""
+def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
+    """Run this rank's tasks in their order, each until the device is done with it."""
     kept = {}  # forward task -> (what it was given, what it made of it), for the way back
     last = {task.pipe: task for task in tasks if task.backward}  # of each: a later one replaces
     for task in tasks:
         work = works[task.pipe]
         received = messages.receive(task)
-        clock.mark()
+        start = now(work.trainer.device)
         if task.backward:
             pair = task._replace(backward=False)
             result = go_back(work, kept.pop(pair), received, task == last[task.pipe])
@@ -144,11 +140,17 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: C
             result = go_forward(work, task, received, task.stage == last_stage)
             if not work.forward_only:
                 kept[task] = (received, result)
-        clock.mark()
+        work.passes.append(Pass(work.trainer.title, task, start, now(work.trainer.device)))
         messages.send(task, result)
         del received, result  # else they would be held while the next task's are waited for
     messages.finish()
-    clock.mark()
+
+
+def now(device: torch.device) -> float:
+    """The time, by time.monotonic, once a device has run what it was given; CUDA not yet run."""
+    if device.type == "cuda":  # as Megatron's own schedules wait at each message
+        torch.cuda.current_stream().synchronize()
+    return time.monotonic()
 
 
 def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: bool) -> Tensor:
@@ -267,28 +269,3 @@ class Messages:
             group = self.pipeline.up if receiver > self.rank else self.pipeline.down
             request = dist.isend(kept, self.pipeline.ranks[receiver], group)
             self.leaving[receiver].append((taker, kept, request))
-
-
-class Clock:
-    """Marks points in a device's work: on CUDA (not yet run) events between its queued kernels."""
-
-    def __init__(self, device: torch.device):
-        self.on_cuda = device.type == "cuda"
-        self.zero = time.monotonic()
-        self.marks = []
-        self.mark()
-
-    def mark(self) -> None:
-        if not self.on_cuda:
-            self.marks.append(time.monotonic())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def read(self) -> list[float]:
-        """Each mark, by time.monotonic, once own kernels are done; other ranks aren't awaited."""
-        if not self.on_cuda:
-            return self.marks
-        torch.cuda.current_stream().synchronize()
-        return [self.zero + self.marks[0].elapsed_time(mark) / 1000 for mark in self.marks]
