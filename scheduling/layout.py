@@ -62,11 +62,6 @@ class Shape(NamedTuple):
                 return Place(dp_rank, rank == copy[0])
         return None
 
-    def __str__(self) -> str:
-        """As `shape_from` reads it: 0-3:tp2."""
-        sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
-        return "".join((ranks_in_words(self.ranks), *sizes))
-
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:
     """Write ascending ranks as people do: 0-3,6."""
@@ -139,12 +134,6 @@ class Holders(NamedTuple):
                 yield f"{sizes} doesn't divide the {len(shape.ranks)} ranks of {name}"
         if idle := {*range(world_size)} - {*self.engines} - self.learners:
             yield f"rank {min(idle)} holds nothing"
-
-    def __str__(self) -> str:
-        """As `holders_from` reads it."""
-        words = [f"engines={ranks_in_words(self.engines)}", f"actor={self.actor}"]
-        words += [f"critic={self.critic}", f"reference={self.reference}"]
-        return " ".join(words)
 
 
 def holders_from(text: str, default: Shape) -> Holders:
