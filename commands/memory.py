@@ -266,9 +266,8 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
     peaks |= {"training all models": total(needs)} if fuses else needs
     if engines:
-        copies = (
-            2 if holders.actor.tp * holders.actor.pp > 1 else 1
-        )  # flat, and gathered whole before
+        # flat, and gathered whole before
+        copies = 2 if holders.actor.tp * holders.actor.pp > 1 else 1
         pushed = copies * bucket_bytes(config)
         rollout, *_ = engines.values()
         weights = 0 if holders.is_apart else rollout["weights"]
