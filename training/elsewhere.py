@@ -31,7 +31,7 @@ class Elsewhere:
         self.shape = shape
         self.name = name
         self.version = 0
-        self.phases = []
+        self.passes = []
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
