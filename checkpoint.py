@@ -134,6 +134,8 @@ def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch
     c.placement.actor.lag = 1  # older weights than the next step's wrote it
     parts = [rollout.batch_from(row) for row in rows]
     total = StepStats.total([part.stats for part in parts if part.stats])
+    if total.split not in {plan.split for plan in c.placement.plans}:
+        total = replace(total, split=c.placement.plan.split)
     batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
     if c.world.rank == 0:
         batch.stats = total
