@@ -1,9 +1,5 @@
 """Learning from examples instead of a model's own answers: SFT, reward models, DPO.
 
-    torchrun --nproc-per-node 2 run.py sft --model DIR --data conversations.jsonl
-    torchrun --nproc-per-node 2 run.py rm  --model DIR --data pairs.jsonl
-    torchrun --nproc-per-node 2 run.py dpo --model DIR --data pairs.jsonl
-
 No engine, no controller. Every rank reads the file and makes the same plan. An example is one Sample, or for
 a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs both.
 """
