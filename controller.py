@@ -176,7 +176,7 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     for first, *beside in turns:
         await c.placement.give_device_to(first, *beside)
         stats |= await c.team.run(first.update, shares.of(first), beside)
-        c.timeline.ran(first.phases)
+        c.timeline.ran(first.passes)
     return stats
 
 

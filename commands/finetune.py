@@ -133,17 +133,13 @@ class PairLoss:
         self.cp = trainer.groups.cp
         self.scale = scale
         self.answers = len(samples)
-        answer_of = []
-        reference = []
+        answer_of = []  # [slots]
+        reference = []  # [slots]
         for number, sample in enumerate(samples):
             answer_of += [number] * len(sample.response)
             reference += sample.reference_logprobs or [0.0] * len(sample.response)
-        self.answer_of = torch.tensor(
-            answer_of, dtype=torch.int64, device=trainer.device
-        )  # [slots]
-        self.reference = torch.tensor(
-            reference, dtype=torch.float32, device=trainer.device
-        )  # [slots]
+        self.answer_of = torch.tensor(answer_of, dtype=torch.int64, device=trainer.device)
+        self.reference = torch.tensor(reference, dtype=torch.float32, device=trainer.device)
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
         """The loss of a micro-batch, from the model's output (collective: the context-parallel group)."""

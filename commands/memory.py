@@ -58,7 +58,7 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         free = psutil.virtual_memory().available / 1e9
         fits = "fit into" if needed <= free else "DON'T FIT INTO"
         return [*lines, f"  {needed:.1f} GB {fits} the {free:.1f} GB that are free on this machine"]
-    return [*lines, *verdicts(config, plans, ranks), host_memory(config, plans, trainers, engines)]
+    return [*lines, *verdicts(config, plans, ranks)]
 
 
 def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
@@ -184,22 +184,6 @@ def ranks_of(model: str, holders: Holders) -> tuple[int, ...]:
     return holders._asdict()[kind].ranks
 
 
-def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Models) -> str:
-    """A line on a rank with CUDA: what sleeps, the copy that a save writes from, processes."""
-    on_rank = Counter()
-    for name, parts in trainers.items():
-        states = parts["weights"] + parts.get("optimizer", 0)
-        on_rank.update(dict.fromkeys(ranks_of(name, plans[0].holders), states))
-    states = max(on_rank.values())
-    held = {"pinned": states, "a save's copy": states * bool(config.save_every)}
-    for name, parts in engines.items():
-        if config.mode != "partial" or name.startswith("genrm"):
-            held["pinned"] += parts["weights"]
-    held["processes"] = PROCESS + SERVER * engines_on_a_device(plans)
-    shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in held.items())
-    return f"  the host holds for each rank at most {total(held) / 1e9:.1f} GB: {shown}"
-
-
 def engines_on_a_device(plans: list[Plan]) -> int:
     """The most engines with a process on one device, in any of the plans; they take turns there."""
     counts = Counter()
@@ -266,9 +250,8 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
     peaks |= {"training all models": total(needs)} if fuses else needs
     if engines:
-        copies = (
-            2 if holders.actor.tp * holders.actor.pp > 1 else 1
-        )  # flat, and gathered whole before
+        # flat, and gathered whole before
+        copies = 2 if holders.actor.tp * holders.actor.pp > 1 else 1
         pushed = copies * bucket_bytes(config)
         rollout, *_ = engines.values()
         weights = 0 if holders.is_apart else rollout["weights"]

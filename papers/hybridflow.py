@@ -3,7 +3,7 @@
     python papers/hybridflow.py                                       all, in a minute or two
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
-Figures 9 and 11 are simulated in full colocation, in sizes by scheduling/mapping.py. Else: closed forms.
+Figures 9 and 11 are simulated in full colocation, in sizes by papers/mapping.py. Else: closed forms.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import UserError
+from papers import mapping
+from papers.mapping import Choice, Speeds, Task
 from papers.tables import Paper, Point, Row, command, known, values
-from scheduling import mapping
 from scheduling.costs import Decode, Device, Model, Passes
-from scheduling.mapping import Choice, Speeds, Task
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from simulation.engine import Moves
 

@@ -33,8 +33,8 @@ SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 # spans that have a time/*_s
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")
-# no costs, judges, keys, training
-MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac", "train/bubble_frac")
+# no costs, judges, keys
+MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac")
 
 Metrics = dict[str, float | str]  # by name; texts such as a split's
 
@@ -214,7 +214,6 @@ def local_facts(
         "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
         "genrm/false_positive_frac": [s.verdict is True for s in wrong],
         "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
-        "train/bubble_frac": bubble(events),
     }
     sums = {
         "rollout/tokens": batch.tokens,
@@ -235,13 +234,6 @@ def local_facts(
     actor = c.placement.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
     return Facts(means, sums, maxima, c.rewards.latencies, work if actor.holds else {})
-
-
-def bubble(events: list[tl.Event]) -> list[float]:
-    """Return the part of its pipelines' time in which this rank ran no pass; [] where it didn't train."""
-    elapsed_s = tl.seconds(events, "pipeline")
-    worked_s = sum(done.end - done.start for done in tl.of_kind(events, "pass"))
-    return [1 - worked_s / elapsed_s] if elapsed_s else []
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:

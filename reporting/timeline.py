@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runtime import atomic_files
 
 if TYPE_CHECKING:
-    from training.executor import Phase
+    from training.executor import Pass
 
 COLORS = dict(rollout="#2a78b8", genrm="#e08a1e", train="#3c9d4e", sync="#8a4fb0", switch="#9a9a9a")
 STATES = {  # of an answer, in the order of its life
@@ -117,13 +117,11 @@ class Timeline:
         now = self.clock()
         self.add(kind, text, self.rank, now, now)
 
-    def ran(self, phases: Iterable[Phase]) -> None:
-        """Add tables of passes that this rank ran."""
-        for phase in phases:
-            self.add("span", "pipeline", self.rank, phase.start, phase.end)
-            for model, task, start, end in phase.passes:
-                what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
-                self.add("pass", model, self.rank, start, end, **what)
+    def ran(self, passes: Iterable[Pass]) -> None:
+        """Add passes that this rank ran."""
+        for model, task, start, end in passes:
+            what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
+            self.add("pass", model, self.rank, start, end, **what)
 
     def drain(self) -> list[Event]:
         """Return the events since the last call. They go to a file, if they can, and are forgotten."""

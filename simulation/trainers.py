@@ -22,13 +22,13 @@ class SimulatedTrainer:
 
     name: str
     world: SimulatedWorld  # of the trainers of its shape alone
-    passes: Passes
+    costs: Passes
     moves: Moves
     shape: Shape
     speed_up: float = 1.0  # of several trainers in one pipeline, over one after the other
     version: int = 0
     awake: bool = False
-    phases: list = field(default_factory=list)
+    passes: list = field(default_factory=list)
 
     def __post_init__(self):
         place = self.shape.place(self.world.rank)
@@ -51,11 +51,11 @@ class SimulatedTrainer:
 
     def cost(self, tokens: int) -> int:
         """Work of a sample, in nanoseconds."""
-        return round(1e9 * self.passes.cost(tokens))
+        return round(1e9 * self.costs.cost(tokens))
 
     async def forward(self, mini_batches: MiniBatches) -> None:
         assert self.awake or not self.holds, "asked while asleep"
-        await asyncio.sleep(sum(forward_s(self.passes, lengths_of(each)) for each in mini_batches))
+        await asyncio.sleep(sum(forward_s(self.costs, lengths_of(each)) for each in mini_batches))
 
     async def compute_values(self, mini_batches: MiniBatches) -> None:
         await self.forward(mini_batches)
@@ -78,7 +78,7 @@ class SimulatedTrainer:
         assert all(t.awake or not t.holds for t in trainers), "trained while asleep"
         for mini_batch in mini_batches:
             lengths = lengths_of(mini_batch)
-            seconds = sum(update_s(trainer.passes, lengths) for trainer in trainers)
+            seconds = sum(update_s(trainer.costs, lengths) for trainer in trainers)
             await asyncio.sleep(seconds / (self.speed_up if beside else 1.0))
             await self.world.barrier()
         for trainer in trainers:

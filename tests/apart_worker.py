@@ -52,14 +52,13 @@ def controller_of(config, plans, models, world: World) -> SimpleNamespace:
     """As much of a Controller as exchange, learn and agree look at."""
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
     how = dict(pools={"rollout": None, "genrm": None}, world=world, timeline=timeline)
-    held = Placement(plans, models.trainers, route=models.route, frozen=models.frozen, **how)
+    held = Placement(plans, models, **how)
     return SimpleNamespace(
         config=config,
         algorithm=algorithm_of(config),
         world=world,
-        team=world.part(plans[0].holders.engines) if held.is_apart else world,
+        team=world.part(plans[0].holders.servers),
         placement=held,
-        references=models.references,
         prompts=SimpleNamespace(attach_images=lambda samples: None),
         timeline=timeline,
         state=controller.State(),

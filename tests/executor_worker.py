@@ -24,7 +24,7 @@ def megatron_run(works: list, schedule: str):
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from scheduling.pipeline import Task
-    from training.executor import Pass, Phase
+    from training.executor import Pass
 
     for work in works:
         module, config = work.trainer.ddp, work.trainer.ddp.config
@@ -43,7 +43,6 @@ def megatron_run(works: list, schedule: str):
             work.stats = run(forward_step_func=step, model=module, **how)
         config.no_sync_func = config.finalize_model_grads_func = None
         work.passes = [Pass("", Task(0, 0, backward, 0), 0.0, 1.0) for backward in (False, True)]
-    return Phase(0.0, 1.0, [])
 
 
 @contextmanager

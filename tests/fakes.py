@@ -293,7 +293,7 @@ class FakeTrainer:
 
     def __init__(self, title, rank, shape, device):
         self.title, self.device, self.version, self.awake = title, device, 0, False
-        self.batches, self.log, self.phases = [], [], []
+        self.batches, self.log, self.passes = [], [], []
         self.shape, place = shape, shape.place(rank)
         self.holds, (self.dp_rank, self.is_head) = place is not None, place or (-1, False)
 

@@ -5,10 +5,9 @@ import statistics
 import pytest
 
 import controller
-from papers import hybridflow
+from papers import hybridflow, mapping
 from papers.hybridflow import FIGURES, PPO, SAFE, setting_of
 from papers.tables import COLUMNS, ROOT, Paper, Point, command, read_constants, read_points
-from scheduling import mapping
 from scheduling.balance import flat
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")

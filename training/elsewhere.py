@@ -31,13 +31,12 @@ class Elsewhere:
         self.shape = shape
         self.name = name
         self.version = 0
-        self.phases = []
+        self.passes = []
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
-        for _ in range(
-            2 if learns else 0
-        ):  # Megatron's optimizer gathers its groups of parameters from all ranks
+        # Megatron's optimizer gathers its groups of parameters from all ranks
+        for _ in range(2 if learns else 0):
             dist.all_gather_object([None] * dist.get_world_size(), [])
 
     def sleep(self) -> None: ...

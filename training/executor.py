@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,14 +47,6 @@ class Pass(NamedTuple):
     task: Task
     start: float
     end: float
-
-
-class Phase(NamedTuple):
-    """A table that was run, as this rank saw it."""
-
-    start: float
-    end: float
-    passes: list[Pass]
 
 
 @dataclass
@@ -102,7 +93,7 @@ class Work:
 Update = Iterator[Work]  # a generator that takes an optimizer step after each work; see above
 
 
-def run(works: list[Work], schedule: str) -> Phase:
+def run(works: list[Work], schedule: str) -> None:
     """Run works as one table (collective: all ranks; forward only: the model-parallel group)."""
     trainer = works[0].trainer
     forward_only = works[0].forward_only
@@ -113,15 +104,12 @@ def run(works: list[Work], schedule: str) -> Phase:
             tasks[:] = [task for task in tasks if not task.backward]
     for work in works if not forward_only else ():
         work.trainer.ddp.zero_grad_buffer()
-    start = time.monotonic()
     with torch.set_grad_enabled(not forward_only):
         run_tasks(works, Messages(table, pipes, works), table[trainer.pipeline.rank])
-    end = time.monotonic()
     if not forward_only:
         for work in works:
             divisor = torch.as_tensor(work.divisor, dtype=torch.int, device=trainer.device)
             finalize_model_grads([work.trainer.ddp], divisor, pg_collection=work.trainer.groups)
-    return Phase(start, end, list(chain.from_iterable(work.passes for work in works)))
 
 
 def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:

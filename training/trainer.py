@@ -9,7 +9,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from scheduling.balance import flat, pack_evenly, packed_length
 from scheduling.layout import Shape
 from training import hf_weights, sharded_checkpoint, vision
 from training import model as models
-from training.executor import Phase, Update, Work, run
+from training.executor import Pass, Update, Work, run
 from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
@@ -78,7 +78,7 @@ class Trainer:
         self.version = 0
         self.awake = True
         self.metrics: dict[str, float] = {}  # of the last update
-        self.phases: list[Phase] = []  # of the last update
+        self.passes: list[Pass] = []  # of the last update, also of models beside this one
         self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
         self._host_copies = HostCopies()
         self.device = own_device()
@@ -198,10 +198,11 @@ class Trainer:
         """Update this model and those beside it: the metrics of all (collective); see executor.py."""
         trainers = [self, *beside]
         updates = [trainer.updating(mini_batches) for trainer in trainers]
-        self.phases = []
+        self.passes = []
         for works in zip_longest(*updates):  # None for a model that has taken all of its steps
             works = [work for work in works if work is not None]
-            self.phases.append(run(works, self.config.schedule))
+            run(works, self.config.schedule)
+            self.passes += chain.from_iterable(work.passes for work in works)
         metrics = {}
         for trainer in trainers:
             metrics |= trainer.metrics
