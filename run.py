@@ -37,7 +37,7 @@ from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config, printable
 from controller import Controller
 from demo.task import Addition
-from engines import process, server
+from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
@@ -162,7 +162,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
         if config.asks_engines and config.device == "cpu" and os.environ["LOCAL_RANK"] == "0":
-            process.start_forks()  # it imports beside us
+            server.start_forks()  # it imports beside us
         # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for;
         # nice, as the fork server has more to import
         thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(5,))

@@ -1,12 +1,13 @@
 """The fork server: it imports SGLang once for all engines of a machine, and forks each of them.
 
-    python -m cpu.forks DESCRIPTOR   (a listening socket that it inherits; engines/process.py starts it)
+    python -m cpu.forks                            the server; stdin: a socket that listens
+    python -m cpu.forks LOG MODULE [--flag ...]    has MODULE.main() run; stdin: a connection to the server
 
-An asker sends a command, [module, flag, ...], and variables, as JSON, and the log's descriptor. It gets the
-process id and a pidfd, and at the engine's end the status. An engine lives while its asker is connected and
-the fork server lives: the kernel kills what a killed one had forked.
+The second is what its owner takes for the engine: it ends as the engine does, and the engine with it. LOG is
+the server's. An engine ends with the fork server, too.
 """
 
+import ctypes
 import gc
 import importlib
 import json
@@ -17,99 +18,104 @@ import socket
 import sys
 import tempfile
 from contextlib import suppress
-from typing import NamedTuple
-
-import setproctitle
+from pathlib import Path
 
 MOST_BYTES = 1 << 20  # of a request; Linux takes a fifth of that
 
 
+def die_with_parent():
+    """Ask Linux for a SIGKILL when the thread that started this process ends, or end if it has already."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
+        print("the process that started this one is gone", file=sys.stderr, flush=True)
+        os._exit(1)  # an exception would be swallowed after a fork
+    os.environ["NANOYATT_PARENT"] = str(os.getpid())
+
+
+def ask(server, command):
+    """Have a process forked that runs the command with this one's variables and output; end as it does."""
+    request = json.dumps([command, dict(os.environ)])
+    socket.send_fds(server, [request.encode()], [sys.stdout.fileno()])
+    status = b""
+    with suppress(ConnectionResetError):  # it ended before it knew of us
+        status = server.recv(64)
+    if not status:
+        sys.exit(f"{Path(sys.argv[1]).read_text(errors='replace')}the fork server ended")
+    if int(status) < 0:
+        os.kill(os.getpid(), -int(status))
+    sys.exit(int(status))
+
+
 def import_engines():
     """Import what engines need, before any of them is forked. Keep what it returns, as `prepare` says."""
-    gc.disable()  # it would take 2 of 7 s, as every object stays
+    gc.disable()  # it would take 2 of 7 s, as what is imported stays
     from cpu import sglang
 
     kept = sglang.prepare()
-    from sglang.srt.entrypoints import http_server  # noqa: F401
-    from sglang.srt.models import registry  # noqa: F401
-
-    from cpu import windows  # noqa: F401
-
+    importlib.import_module("sglang.srt.entrypoints.http_server")
+    importlib.import_module("sglang.srt.models.registry")
+    importlib.import_module("cpu.windows")
     gc.freeze()  # a collection would write to each object, whose page would be shared no more
     gc.enable()
     return kept
 
 
-class Child(NamedTuple):
-    """An engine's first process, and the connection of who asked for it."""
-
-    pid: int
-    pidfd: int
-    asker: socket.socket
-
-
-def serve(listener: socket.socket) -> list[str]:
+def serve(listener):
     """Fork what is asked for. Never returns in this process; in each child its command."""
-    server = os.getpid()
+    os.environ["NANOYATT_PARENT"] = str(os.getpid())
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     while True:
         key, _ = watched.select()[0]  # one alone: the others' descriptors may be closed then
-        child = key.data
-        if child is None:
-            asker, _ = listener.accept()
-            request, descriptors, _, _ = socket.recv_fds(asker, MOST_BYTES, 1)
-            if not request:  # it is gone
-                continue
-            command, environment = json.loads(request)
-            [log] = descriptors
-            pid = os.fork()
-            if pid == 0:
-                become(command, environment | {"NANOYATT_PARENT": str(server)}, log)
-                return command
-            os.close(log)
-            child = Child(pid, os.pidfd_open(pid), asker)
-            watched.register(asker, selectors.EVENT_READ, child)
-            watched.register(child.pidfd, selectors.EVENT_READ, child)
-            with suppress(BrokenPipeError):
-                socket.send_fds(asker, [str(pid).encode()], [child.pidfd])
-        elif key.fileobj is child.asker:  # gone, or it wants the end
-            watched.unregister(child.asker)
-            os.kill(child.pid, signal.SIGKILL)
-        else:
-            bury(child, watched)
+        if key.data:
+            bury(watched, *key.data)
+            continue
+        asker, _ = listener.accept()
+        request, descriptors, _, _ = socket.recv_fds(asker, MOST_BYTES, 1)
+        if not request:  # it is gone
+            continue
+        pid = os.fork()
+        if pid == 0:
+            return become(*json.loads(request), *descriptors)
+        os.close(*descriptors)
+        pidfd = os.pidfd_open(pid)
+        for each in (asker, pidfd):
+            watched.register(each, selectors.EVENT_READ, (asker, pid, pidfd))
 
 
-def become(command: list[str], environment: dict[str, str], log: int):
-    """Make a child look like a program that was started by itself."""
+def become(command, environment, log):
+    """Make this child look like a program of its own. Returns its command."""
     os.setsid()
-    for output in (1, 2):
-        os.dup2(log, output)
-    os.close(log)
-    # before the variables, among which it finds the old name
+    for standard in range(3):
+        os.dup2(log, standard)
+    # before the variables change, behind which it finds the old name
     setproctitle.setproctitle(f"{sys.executable} -m {' '.join(command)}")
-    os.environ |= environment
+    os.environ |= environment | {"NANOYATT_PARENT": os.environ["NANOYATT_PARENT"]}
+    die_with_parent()
     tempfile.tempdir = None  # found anew, by TMPDIR
-    sys.argv = command
+    return command
 
 
-def bury(child: Child, watched: selectors.BaseSelector):
-    """Tell who asked for it how a child ended."""
-    _, status = os.waitpid(child.pid, 0)
-    watched.unregister(child.pidfd)
-    os.close(child.pidfd)
-    if child.asker in watched.get_map():
-        watched.unregister(child.asker)
+def bury(watched, asker, pid, pidfd):
+    """End a child, if it hasn't ended: then its asker has. Tell the asker, if it is there, how."""
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    for each in (asker, pidfd):
+        watched.unregister(each)
+    os.close(pidfd)
     with suppress(BrokenPipeError):
-        child.asker.send(str(os.waitstatus_to_exitcode(status)).encode())
-    child.asker.close()
+        asker.send(str(os.waitstatus_to_exitcode(status)).encode())
+    asker.close()
 
 
 if __name__ == "__main__":
-    kept = import_engines()
-    module = serve(socket.socket(fileno=int(sys.argv[1])))[0]
-    # in a child, which ends as a program does: an exception is printed in its log
-    from cpu import sglang
+    die_with_parent()
+    stdin = socket.socket(fileno=0)
+    if len(sys.argv) > 1:
+        ask(stdin, sys.argv[2:])
+    import setproctitle
 
-    sglang.die_with_parent()
-    importlib.import_module(module).main()
+    kept = import_engines()
+    sys.argv = serve(stdin)
+    # a child, which ends as any program does: an exception is printed in its log
+    importlib.import_module(sys.argv[0]).main()

@@ -10,7 +10,6 @@ Either way the server dies with the process that started it. Run it as a module:
 sys.path and `import sglang` would find this file.
 """
 
-import ctypes
 import importlib
 import importlib.machinery
 import importlib.util
@@ -18,7 +17,6 @@ import logging
 import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import types
 from functools import partial
@@ -28,15 +26,7 @@ import numpy
 import torch
 
 from cpu import compiler, invariance
-
-
-def die_with_parent():
-    """Ask Linux for a SIGKILL when the thread that started this process ends, or end if it has already."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
-        print("the process that started this one is gone", file=sys.stderr, flush=True)
-        os._exit(1)  # an exception would be swallowed after a fork
-    os.environ["NANOYATT_PARENT"] = str(os.getpid())
+from cpu.forks import die_with_parent
 
 
 class StandInFinder:
@@ -235,7 +225,6 @@ def prepare():
     """Begin a process of a server, before anything of sglang is imported. Keep what it returns."""
     # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
     os.environ["HF_MODULES_CACHE"] = os.devnull
-    die_with_parent()
     if not torch.cuda.is_available():
         return install()
     for chatty in CHATTY:
@@ -244,6 +233,7 @@ def prepare():
 
 # With CUDA SGLang spawns its children: such a child imports this file as __mp_main__ before sglang.
 if __name__ in ("__main__", "__mp_main__"):
+    die_with_parent()
     kept = prepare()
 if __name__ == "__main__":
     main()

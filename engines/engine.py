@@ -17,15 +17,13 @@ import aiohttp
 
 from config import Config, UserError
 from engines import server, wire
-from engines.process import ServerProcess
 from images.tokens import Image, collapse
 from runtime import hf_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOOK_S = 0.5  # between two looks at whether a server is down
-START_LOOK_S = 0.1  # between two looks at whether it is ready
+LOOK_S = 0.1  # between two looks at whether a server is ready, or down
 HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
 WARM_UP_TOKENS = 2  # one that a prompt's pass gives, and one of a decoding step
 
@@ -107,7 +105,7 @@ class Engine:
         self.model = model
         self.capacity = capacity
         self.name = f"{role} engine of rank {rank}"
-        self._process: ServerProcess | None = None
+        self._process: server.ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._tp = 1
         self._shapes: dict[str, list[int]] = {}  # of the weights, by Hugging Face name
@@ -134,7 +132,7 @@ class Engine:
         command = [cls.module, *flags, *cls.flags]
         # no cache of image features: a push may bring another tower
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
-        engine._process = ServerProcess(command, key, log, config.device, environment)
+        engine._process = server.ServerProcess(command, key, log, config.device, environment)
         engine._process.start()
         return engine
 
@@ -147,7 +145,7 @@ class Engine:
                 raise self._start_error("stopped while starting")
             if clock() > deadline:
                 raise self._start_error(f"wasn't ready within {deadline_s:g} s")
-            await asyncio.sleep(START_LOOK_S)
+            await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
             other = f"found another server at {self.url}"
             raise UserError(f"the {self.name} {other}: choose another --port")
@@ -337,10 +335,7 @@ class Engine:
             raise EngineLost(f"didn't answer {path}: {error!r}") from error
 
     async def is_healthy(self, deadline_s: float, path: str = "/health") -> bool:
-        """Ask whether it takes another step, or if it has nothing to do generates one token.
-
-        path: /ready asks whether it has started, and isn't answered a second later.
-        """
+        """Ask whether it takes another step, or if idle generates a token. /ready: whether it has started."""
         with suppress(EngineLost, UserError):
             async with self._open("GET", path, {}, max(HEALTH_S, deadline_s)):
                 return True

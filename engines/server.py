@@ -1,17 +1,34 @@
-"""The flags and variables of an SGLang server. sglang isn't imported: that takes 6 s."""
+"""The process of an SGLang server: flags, life, end. sglang isn't imported: that takes 6 s.
 
+Without CUDA a fork server imports it, once for a machine. With CUDA each server does: the imports ask for the
+devices, after which a process must not be forked; a way round that couldn't be tried.
+"""
+
+import asyncio
+import contextlib
 import os
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from config import Config, UserError
 from images.reader import sees
+from runtime import rendezvous
 from runtime.devices import cuda_libraries
 from runtime.hf_directory import read_model_config
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
+MOST_COLUMNS = 300  # of a line of its log that is quoted
+for_us_alone = partial(os.open, mode=0o600)
+LOG_START = "---- a server starts"  # a line of its log begins so
+ROOT = Path(__file__).parents[1]
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
@@ -137,3 +154,96 @@ def context_length(model_dir: str | Path, config: Config) -> int:
         missing = f"{model_dir}/config.json names no max_position_embeddings"
         raise UserError(f"{missing}: say --max-model-len")
     return found["max_position_embeddings"]
+
+
+def forks_path() -> str:
+    """The fork server's socket: one for the ranks of a launcher; a process without launcher has its own."""
+    own = "" if "TORCHELASTIC_RUN_ID" in os.environ else f"-{os.getpid()}"
+    # a socket's path has 107 characters at most, and $TMPDIR may be long
+    return f"/proc/self/fd/{rendezvous.hold(rendezvous.private_folder())}/forks{own}"
+
+
+def start_forks() -> None:
+    """Start a fork server, which dies with this thread, for all of this machine that ask from now on."""
+    own = f"{forks_path()}.{os.getpid()}"
+    environment = server_environment("", str(rendezvous.private_folder()), "cpu")
+    how = {"cwd": ROOT, "env": environment, "start_new_session": True}
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        open(f"{forks_path()}.log", "wb", opener=for_us_alone) as log,
+    ):
+        listener.bind(own)
+        listener.listen()
+        os.rename(own, forks_path())  # over that of one that is gone
+        command = [sys.executable, "-m", "cpu.forks"]
+        subprocess.Popen(command, stdin=listener, stdout=log, stderr=log, **how)
+
+
+def ask_forks() -> socket.socket:
+    """Connect to the fork server. Who finds none starts it."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if connection.connect_ex(forks_path()) != 0:
+        start_forks()
+        connection.connect(forks_path())
+    return connection
+
+
+class ServerProcess:
+    """A server on this machine: a group of processes, a log, a private folder.
+
+    command: a module with a `main` and its flags.
+    """
+
+    def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
+        self._command = command
+        self._log = log
+        self._device = device
+        self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
+        self._environment = server_environment(key, self.folder.name, device) | environment
+        self._process: subprocess.Popen | None = None
+        log.parent.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> None:
+        """Start the server. What earlier ones said stays in the log: it may say why they ended."""
+        assert self._process is None, f"{self._log.stem} still runs"
+        Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
+        how = {"cwd": ROOT, "env": self._environment, "start_new_session": True}
+        with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
+            log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
+            how |= {"stdout": log, "stderr": log}
+            if self._device == "cuda":
+                self._process = subprocess.Popen([sys.executable, "-m", *self._command], **how)
+                return
+            command = [sys.executable, "-m", "cpu.forks", os.path.realpath(f"{forks_path()}.log")]
+            with ask_forks() as server:
+                self._process = subprocess.Popen([*command, *self._command], stdin=server, **how)
+
+    def exit_status(self) -> str:
+        """Return how it ended; empty while it runs."""
+        if self._process is None:
+            return "killed"
+        status = self._process.poll()
+        if status is None:
+            return ""
+        return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+    async def kill(self) -> None:
+        """End the group, and return when it is gone."""
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        # it holds nothing worth saving, and its children die with it; SIGTERM would take 5 s
+        process.kill()
+        process.wait()
+        try:
+            # multiprocessing's tracker, the last of them, removes the semaphores
+            await asyncio.sleep(0.5)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def log_tail(self) -> str:
+        newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
+        lines = [line[:MOST_COLUMNS] for line in newest.splitlines()[1:][-15:]]
+        return "\n".join((f"the end of {self._log}:", *lines))

@@ -35,7 +35,7 @@ SMALL += " --eval-every 100 --timeout-s 120"
 FINAL = f"checkpoints/step_{STEPS}"
 # a role without engines, an engine that stalls or doesn't come up again, a process that can't be ended
 CLEAR_STOPS = ("is left to ask", "third failure in a row", "didn't start again", "doesn't end:")
-ENGINE = ("sglang::scheduler", "sglang::detokenizer", "cpu.sglang")  # words of command lines
+ENGINE = ("sglang::scheduler", "sglang::detokenizer", "-m cpu.sglang")  # words of command lines
 RANK = " -u "  # as torchrun starts it; what it forks for a save has the same command line
 ALL = (*ENGINE, "bin/torchrun", RANK, "cpu.forks")
 

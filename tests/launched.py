@@ -137,7 +137,9 @@ class Run:
         """The process called `name` of a role's server on a rank."""
         everything = list(self.processes())
         port = f"--port {self.port + 2 * rank + (role == 'genrm')} "
-        [server] = [p for p, command in everything if "cpu.sglang" in command and port in command]
+        [server] = [
+            p for p, command in everything if "-m cpu.sglang" in command and port in command
+        ]
         near = [(p, command) for p, command in everything if server.pid in (p.pid, p.ppid())]
         [found] = [p for p, command in near if name in command]
         return found

@@ -239,6 +239,7 @@ class Compiling(Engine):
         self._process = SimpleNamespace(start=lambda: None, **says)
 
     async def is_healthy(self, deadline_s, path):
+        assert path == "/ready"
         return True
 
     async def _call(self, method, path, **body):
@@ -305,6 +306,19 @@ def test_a_server_that_can_not_say_its_score_has_none():
     assert answer.score is None and answer.finish == "stop"
     with pytest.raises(ValueError, match="rank 0 refused /classify: 400"):
         asyncio.run(score([5]))
+
+
+def test_a_log_keeps_what_earlier_servers_said(tmp_path):
+    """Also those of an earlier run; a message quotes the newest's own lines."""
+    log = tmp_path / "logs" / "rollout-0.log"
+
+    for word in ("first", "second"):
+        process = server.ServerProcess(["py_compile", word], "a key", log, "cuda", {})
+        process.start()
+        process._process.wait()
+    [line] = process.log_tail().splitlines()[1:]
+    assert "'second'" in line and "'first'" in log.read_text()
+    assert log.read_text().count("---- a server starts, 20") == 2
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -82,7 +82,7 @@ def test_a_run_loses_an_engine_of_each_role(tmp_path, longer):
     The other ranks' engines go on with their work."""
     run = Run(tmp_path, *FIVE, "--mode", "full").struck(
         (rows_done(1), lambda run: run.engine("rollout", 0, "sglang::scheduler").kill()),
-        (rows_done(3), lambda run: run.engine("genrm", 1, "cpu.sglang").suspend()),
+        (rows_done(3), lambda run: run.engine("genrm", 1, "-m cpu.sglang").suspend()),
     )
     run.check_as(longer)
     assert "the rollout engine of rank 0" in run.stdout
@@ -93,7 +93,7 @@ def test_a_run_loses_an_engine_of_each_role(tmp_path, longer):
 @pytest.mark.slow
 def test_a_run_without_a_judge_ends_in_one_line_and_goes_on(tmp_path, longer):
     """kill -9 of the only genrm server after a save; the same command goes on to the same numbers."""
-    kill = (saved(2), lambda run: run.engine("genrm", 1, "cpu.sglang").kill())
+    kill = (saved(2), lambda run: run.engine("genrm", 1, "-m cpu.sglang").kill())
     run = Run(tmp_path, *FIVE).struck(kill)
     run.check_one_line("no genrm engine is left to ask: the genrm engine of rank 1")
     run.check_nothing_is_left()
@@ -164,7 +164,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path, longer, number):
 
 def starting_engines(run: Run) -> bool:
     """Both servers run, and import."""
-    return sum("cpu.sglang" in command for _, command in run.processes()) >= 2
+    return sum("-m cpu.sglang" in command for _, command in run.processes()) >= 2
 
 
 @pytest.mark.slow

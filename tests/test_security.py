@@ -152,36 +152,18 @@ def refusals(port, key):
     return {ask(port, *route, wrong)[0] for route in routes for wrong in (None, "0" * 64)}
 
 
-# of each process at its start: a rank leaves the key that it draws; all run on rank 0's
-LEAVE_KEY = """
-import os, secrets
-from pathlib import Path
-draw = secrets.token_hex
-
-def token_hex(size=None):
-    drawn = draw(size)
-    if size == 32 and os.environ.get("RANK") == "0":
-        Path({path!r}).write_text(drawn)
-    return drawn
-
-secrets.token_hex = token_hex
-"""
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A --rollout-only run of the demo, what was seen of it, its key, what its servers refuse."""
-    folder, home, seen = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("key"), {}
-    (home / "sitecustomize.py").write_text(LEAVE_KEY.format(path=str(home / "key")))
+    folder, seen = tmp_path_factory.mktemp("run"), {}
     run = Run(folder, *SMALL, "--rollout-only", "--steps", 12, launch=CLOSED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        patch.setenv("PYTHONPATH", str(home))
         run.start()
     try:
         run.wait_for(lambda run: look(run, seen) or run.rows())
-        key = (home / "key").read_text()
-        assert not any(key in str(process.environ()) for process, _ in run.processes())
+        servers = [p for p, command in run.processes() if "cpu.sglang" in command]
+        [key] = {process.environ()["NANOYATT_API_KEY"] for process in servers}
         refused = refusals(run.port, key) | refusals(run.port + 3, key)
         look(run, seen)
         assert run.is_running()

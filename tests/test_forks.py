@@ -1,0 +1,108 @@
+"""The fork server: its engines end with it, and with their owners; else they are as any program."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import psutil
+
+from engines.server import ServerProcess
+from launched import ROOT
+
+OWNER = """
+import sys
+from pathlib import Path
+from engines.server import ServerProcess
+
+sleep = ["timeit", "-n1", "-r1", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"]
+process = ServerProcess(sleep, "a key", Path(sys.argv[1]), "cpu", {})
+for line in sys.stdin:
+    process.start()
+    process._process.wait()
+    print(process.exit_status(), process.log_tail().splitlines()[-1], flush=True)
+    process._process = None
+"""
+
+
+@contextmanager
+def owner_of(log):
+    """A rank that starts a process for each line that it is sent, and says how it ended."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"TMPDIR": str(log.parent), "TORCHELASTIC_RUN_ID": "1"}
+    command = [sys.executable, "-c", OWNER, log]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as owner:
+        try:
+            yield owner
+        finally:
+            owner.kill()
+
+
+def start(owner, log):
+    """Have the owner start a process; return it once it runs, and its fork server."""
+    had = log.read_text().count("pid") if log.exists() else 0
+    owner.stdin.write("\n")
+    owner.stdin.flush()
+    while not log.exists() or log.read_text().count("pid") == had:
+        assert owner.poll() is None
+    found = psutil.Process(int(log.read_text().split()[-1]))
+    return found, found.parent()
+
+
+def run(log, *command, **environment):
+    """A process that runs a module's main, up to its end: how it ended, and what it said."""
+    process = ServerProcess(list(command), "a key", log, "cpu", environment)
+    process.start()
+    process._process.wait()
+    return process.exit_status(), process.log_tail().splitlines()[1:]
+
+
+def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
+    """Two of one launcher. With the fork server all end, and who starts again makes another."""
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    with owner_of(logs[0]) as first, owner_of(logs[1]) as second:
+        kept, forks = start(first, logs[0])
+        lost, same = start(second, logs[1])
+        assert same == forks and forks.ppid() == first.pid
+        second.kill()  # -9
+        assert psutil.wait_procs([lost], 20)[0]
+        assert kept.is_running() and kept.status() != psutil.STATUS_ZOMBIE
+        forks.kill()
+        assert psutil.wait_procs([kept], 20)[0]
+        assert first.stdout.readline() == "exit status 1 the fork server ended\n"
+        again, other = start(first, logs[0])
+        assert other != forks
+        again.kill()
+        assert first.stdout.readline().startswith("signal 9 ")
+        last, _ = start(first, logs[0])
+        first.kill()
+        assert not psutil.wait_procs([last, other], 20)[1]
+
+
+def test_a_forked_process_is_as_one_that_was_started(tmp_path):
+    """Of its own session, with its own variables, folder and name; its status and its log are told."""
+    program = "import os, tempfile; command = open('/proc/self/cmdline').read()\n"
+    program += "print(os.getsid(0) == os.getpid(), os.environ['WORD'], tempfile.gettempdir(), "
+    program += "os.environ['MKL_CBWR'], command.split()[1:4], os.getcwd())"
+    log = tmp_path / "log"
+    status, (line, *_) = run(log, "timeit", "-n1", "-r1", program, WORD="first")
+    assert status == "exit status 0" and log.stat().st_mode & 0o777 == 0o600
+    assert line.startswith("True first /") and "/nanoyatt-" in line.split()[2]
+    assert line.endswith(f"AUTO,STRICT ['-m', 'timeit', '-n1'] {ROOT}")
+    status, lines = run(log, "py_compile", "second")
+    assert status == "exit status 1" and len(lines) == 1 and "'second'" in lines[0]
+    assert run(log, "timeit", "import os; os.kill(os.getpid(), 15)")[0] == "signal 15"
+
+
+def test_a_fork_server_that_can_not_import_says_why(tmp_path, monkeypatch):
+    """In the end of the engine's log. Who is ended meanwhile has nothing to wait for."""
+    (tmp_path / "fastapi.py").write_text("raise ImportError('a broken installation')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # another server than the other tests'
+    ended = ServerProcess(["timeit"], "a key", tmp_path / "ended", "cpu", {})
+    ended.start()
+    asyncio.run(ended.kill())
+    status, lines = run(tmp_path / "log", "timeit")
+    assert status == "exit status 1"
+    assert lines[-2:] == ["ImportError: a broken installation", "the fork server ended"]
