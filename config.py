@@ -179,7 +179,7 @@ class Config:
             raise UserError(f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}")
         if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
-        if self.sp and self.tp == 1:
+        if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
         if self.rebalance and self.mode == "full":
             raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")

@@ -31,8 +31,8 @@ from papers.tables import DOCS, ROOT, read_constants, values
 from papers.wechat_yatt import JUDGES, POLICY
 from rollout import RolloutBatch
 from sample import Sample
-from scheduling.costs import Device, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.costs import Device, decode_of, passes_of
 from simulation.engine import Moves
 from simulation.meetings import Network
 

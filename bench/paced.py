@@ -17,8 +17,8 @@ from typing import NamedTuple
 from bench.workloads import ANSWERS, CRITIQUE, PROMPTS, WORKLOADS, is_kept, length_of
 from papers.tables import COLUMNS, ROOT, Point, read_points
 from rollout import MEETING_INTERVAL_S
-from scheduling.costs import Decode, Passes
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
+from simulation.costs import Decode, Passes
 from simulation.engine import Moves
 
 RANKS = 4

@@ -25,8 +25,8 @@ from config import UserError
 from papers import mapping
 from papers.mapping import Choice, Speeds, Task
 from papers.tables import Paper, Point, Row, command, known, values
-from scheduling.costs import Decode, Device, Model, Passes
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
+from simulation.costs import Decode, Device, Model, Passes
 from simulation.engine import Moves
 
 QUICK = 16  # GPUs

@@ -31,9 +31,9 @@ from engines.engine import Request, Sampling, seed_of
 from reporting import timeline as tl
 from rollout import RolloutBatch
 from sample import Key, Sample
-from scheduling.costs import Decode, Passes
 from scheduling.rebalance import StepStats
 from simulation.clock import VirtualClock, end_all
+from simulation.costs import Decode, Passes
 from simulation.engine import EngineCosts, Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.shared import sharing

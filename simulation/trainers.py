@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from sample import Sample
 from scheduling.balance import flat
-from scheduling.costs import Passes
 from scheduling.layout import Shape
+from simulation.costs import Passes
 from simulation.engine import LOGPROB, Moves
 from simulation.meetings import SimulatedWorld
 

@@ -7,7 +7,7 @@ import pytest
 
 from papers import mapping
 from papers.mapping import Sizes, Speeds, Task
-from scheduling.costs import Device, Model
+from simulation.costs import Device, Model
 from simulation.trainers import forward_s, update_s
 
 DEVICE = Device(flops=312e12, memory=80e9, hbm=2e12, network=3e9, host=2e10, link=2e11)

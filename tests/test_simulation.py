@@ -10,10 +10,10 @@ import pytest
 
 from engines.engine import Request, Sampling
 from sample import Sample
-from scheduling.costs import Device, Model, Passes, passes_of
 from scheduling.layout import Shape
 from simulation.clock import VirtualClock, end_all
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
+from simulation.costs import Device, Model, Passes, passes_of
 from simulation.engine import FULL, Batch, EngineCosts, Moves, Reply, Sequence, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.trainers import SimulatedTrainer, forward_s, update_s
