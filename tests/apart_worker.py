@@ -102,7 +102,8 @@ def pushed(c: SimpleNamespace, route) -> dict[str, tuple]:
 
 async def live(reference: dict, layout: dict, path: str) -> dict:
     size = dist.get_world_size()
-    given = dict(placement=layout["placement"], mode="full", rule=("right",), sp=True)
+    words = layout["placement"]
+    given = dict(placement=words, mode="full", rule=("right",), sp=":tp" in words)
     config = actor_config(**PPO, **given, model=reference["model"], critic=reference["critic"])
     plans = make_plans(config, size)
     inputs = dict(algorithm=algorithm_of(config), texts=[])
