@@ -89,9 +89,9 @@ def ranks_from(text: str) -> tuple[int, ...]:
 
 
 def shape_from(text: str, default: Shape) -> Shape:
-    """Read ranks and sizes such as 0-3:tp2; those that aren't named are the default's. UserError."""
+    """Read ranks and sizes such as 0-3:tp2, others are 1; without any those of the default. UserError."""
     ranks, *words = text.split(":")
-    sizes = {}
+    sizes = dict.fromkeys(SIZES, 1) if words else {}
     for word in words:
         if not re.fullmatch(f"({'|'.join(SIZES)})[1-9]\\d*", word):
             raise UserError(f"{word!r} is no size: write it as tp2, pp2 or cp2")

@@ -1,8 +1,8 @@
 """What test_apart.py starts as a process: models on ranks of their own learn, are pushed, saved and loaded.
 
-Usage: as parallel_worker.py. A layout says which ranks hold what, as --placement; `meets`: actor and critic
-wait for each other in each update; `saves`: after the first; `resumes`: another layout's save. The real code
-builds the models, deals samples and shares columns; engines alone are missing.
+Usage: as parallel_worker.py. A layout says who holds what, as --placement; `sizes` of the run; `meets`:
+actor and critic wait for each other in each update; `saves`: after the first; `resumes`: another layout's
+save. The real code builds the models, deals samples and shares columns; engines alone are missing.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ def pushed(c: SimpleNamespace, route) -> dict[str, tuple]:
 
 async def live(reference: dict, layout: dict, path: str) -> dict:
     size = dist.get_world_size()
-    words = layout["placement"]
-    given = dict(placement=words, mode="full", rule=("right",), sp=":tp" in words)
+    given = dict(placement=layout["placement"], mode="full", rule=("right",))
+    given |= layout.get("sizes", {})
     config = actor_config(**PPO, **given, model=reference["model"], critic=reference["critic"])
     plans = make_plans(config, size)
     inputs = dict(algorithm=algorithm_of(config), texts=[])

@@ -7,14 +7,18 @@ from test_actor import make_model
 from test_critic import make_value_model
 from workers import train_layouts
 
+SP = dict(tp=2, sp=True)
 LAYOUTS = {  # name -> ranks, what is said of it
     "one": (1, dict(placement="colocate")),
     "equal": (2, dict(placement="actor=0-1:tp2 critic=0-1:pp2")),
     "reference": (3, dict(placement="actor=0 critic=1 reference=2", saves=True, meets=True)),
     "resumed together": (4, dict(placement="colocate", resumes="reference")),
-    "interleaved": (4, dict(placement="actor=1,3:cp2 critic=0,2:tp2", meets=True)),
+    "interleaved": (
+        4,
+        dict(placement="actor=1,3:tp1:cp2 critic=0,2:cp1:tp2", sizes=SP, meets=True),
+    ),
     "disjoint": (5, dict(placement="engines=0-4 actor=0-1 critic=2-3", meets=True)),
-    "apart": (5, dict(placement="engines=0 actor=1-2:tp2 critic=3-4:pp2", meets=True)),
+    "apart": (5, dict(placement="engines=0 actor=1-2 critic=3-4:tp1:pp2", sizes=SP, meets=True)),
 }
 LAYOUTS["resumed apart"] = (5, LAYOUTS["apart"][1] | dict(resumes="reference"))
 LAYOUTS |= {"two receivers": (6, dict(placement="engines=0,3,5 actor=1-2 critic=4", meets=True))}
