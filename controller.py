@@ -77,7 +77,7 @@ class Controller:
 
 async def train(c: Controller) -> int:
     """The loop: serve, then train (collective). Returns the signal that ended it, once all is saved, or 0."""
-    await c.placement.begin()
+    await c.placement.to_serving()  # engines come up asleep, as trainers do
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)

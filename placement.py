@@ -281,10 +281,6 @@ class Placement:
         self.swap_s = 0.0  # moves between the roles since
         self.restarts = 0  # engines of this rank that the last hand-over to training started again
 
-    async def begin(self) -> None:
-        """Hand the devices to serving: engines come up asleep, as trainers do (collective)."""
-        await self.to_serving()
-
     def switch(self, plan: Plan) -> None:
         """Serve with the engines of `plan` from the next hand-over on. The same plan on every controller."""
         self.next = plan

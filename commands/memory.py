@@ -243,8 +243,8 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     for name, parts in engines.items():  # one that needs more than its share doesn't start
         needed = total(parts)
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
-    if "reference" in trainers and holders.reference == holders.actor:
-        peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
+    if "reference" in trainers and {*holders.reference.ranks} & {*holders.actor.ranks}:
+        peaks["the reference's pass"] = states + trainers["reference"]["weights"] + actor["loss"]
     learners = [name for name in trainers if "optimizer" in trainers[name]]
     needs = {f"training the {name}": total(trainers[name]) for name in learners}
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
