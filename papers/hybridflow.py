@@ -12,7 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import combinations
@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from config import UserError
 from papers.tables import Paper, Point, Row, command, known, values
 from scheduling import mapping
-from scheduling.costs import Decode, Device, Model, Passes
-from scheduling.mapping import Choice, Speeds, Task
+from scheduling.costs import Decode, Device, Model
+from scheduling.layout import Shape, ranks_in_words
+from scheduling.mapping import Mapping, Speeds, Task
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from simulation.engine import Moves
 
@@ -34,6 +35,7 @@ GRAIN = 16  # all lengths are alike: finer ones change nothing
 MEETING_S = 10.0
 PPO = ("actor", "critic", "reference", "reward")
 SAFE = (*PPO, "cost")
+LEARNT = ("actor", "critic", "reference")  # by trainers; the others score
 PLACEMENTS = {
     "colocate": (PPO,),
     "split": (("actor", "reference"), ("critic", "reward")),
@@ -41,6 +43,7 @@ PLACEMENTS = {
     "HybridFlow": (),  # the best of all
 }
 OURS = ("HybridFlow",)
+COMPARED = ("12", "13")  # figures
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
 TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"  # its settings
 NO_ROOM = "by our account of memory it doesn't fit"
@@ -108,46 +111,62 @@ class Setting(NamedTuple):
     speeds: Speeds
 
 
-def step_s(at: Setting, choice: Choice) -> float:
+def shapes_of(found: Mapping) -> dict[str, Shape]:
+    """The ranks and sizes of each role: those of the actor's set come first, then the scorers'."""
+    shapes = {}
+    first = 0
+    for _, _, by_role in sorted(
+        found.choices,
+        key=lambda choice: ["actor" not in choice.sizes, "reward" not in choice.sizes],
+    ):
+        for role, (pp, tp, dp, _) in by_role.items():
+            shapes[role] = Shape(tuple(range(first, first + pp * tp * dp)), tp, pp)
+        first += pp * tp * dp
+    return shapes
+
+
+def step_s(at: Setting, found: Mapping) -> float:
     """Seconds of a step of the controllers."""
     models, gpus, task, speeds = at
-    sizes = choice.sizes["actor"]
-    critic = choice.sizes["critic"]
+    sizes = {role: each for choice in found.choices for role, each in choice.sizes.items()}
+    (own,) = (choice for choice in found.choices if "actor" in choice.sizes)
+    shapes = shapes_of(found)
     text = task.prompt + task.answer
     more = task.trained / text  # tokens that passes read for each that an engine has
-    scorers = tuple(role for role in models if role not in ("actor", "critic", "reference"))
-    each = [mapping.passes_s(models[role], choice.sizes[role], task, speeds)[0] for role in scorers]
-    scoring_s = sum(each) / len(each) * gpus / task.sequences  # of one GPU, a sequence
-    push_s = mapping.reshard_s(models["actor"], sizes, speeds)
-    learning = coarse(mapping.passes(models["critic"], critic, speeds), more)
+    passes = {}
+    for role in LEARNT:
+        passes[role] = coarse(mapping.passes(models[role], sizes[role], speeds), more)
+    scorers = tuple(role for role in models if role not in LEARNT)
+    each = [mapping.passes_s(models[role], sizes[role], task, speeds)[0] for role in scorers]
+    # of one GPU, a sequence
+    scoring_s = sum(each) / len(each) * len(shapes["reward"].ranks) / task.sequences
+    push_s = mapping.reshard_s(models["actor"], sizes["actor"], speeds)
+    parts = sizes["actor"].parts
     cluster = Cluster(
         decode={
-            "rollout": mapping.engine(models["actor"], sizes.parts, choice.held, speeds),
+            "rollout": mapping.engine(models["actor"], parts, own.held, speeds),
             "genrm": Decode(0.0, prefill=scoring_s / text, most=1),
         },
-        actor=coarse(mapping.passes(models["actor"], sizes, speeds), more),
-        critic=as_dealt(learning, sizes.dp / critic.dp),
+        **passes,
         moves=dict(rollout=Moves(push_s=push_s)),
-        group=sizes.pp * sizes.tp,
         scores=True,
         grain=GRAIN,
         meeting_s=MEETING_S,
     )
+    engines = sorted({*shapes["actor"].ranks, *shapes["reward"].ranks})
+    words = [f"engines={ranks_in_words(tuple(engines))}"]
+    for role in LEARNT:
+        ranks, tp, pp, _ = shapes[role]
+        words.append(f"{role}={ranks_in_words(ranks)}:tp{tp}:pp{pp}")
+    mode = "full" if shapes["actor"].ranks == shapes["reward"].ranks else "partial"
     work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))
-    settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=sizes.parts, judge=scorers)
+    settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=parts, judge=scorers)
+    settings |= dict(placement=" ".join(words), rollout_ranks=len(shapes["actor"].ranks))
     settings |= dict(prompts_per_step=task.sequences, answers_per_prompt=1)
     settings |= dict(updates_per_step=task.updates, steps=1)
     settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
-    step = Simulation("full", gpus, work, cluster, **settings).run()[0]
+    step = Simulation(mode, gpus, work, cluster, **settings).run()[0]
     return step.ended_s - push_s  # it begins with a push, and ends with one
-
-
-def as_dealt(critic: Passes, copies: float) -> Passes:
-    """The passes of a critic, if samples are dealt to the actor's copies, so many for one of its own."""
-    stages = 1 + (critic.stages - 1) / copies
-    return replace(
-        critic, token=critic.token * copies, square=critic.square * copies, stages=stages
-    )
 
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
@@ -182,34 +201,26 @@ def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str]
     return [Row(figure, *row, "not modelled", why) for row in rows]
 
 
-def throughput(paper: Paper, figure: str, roles: tuple[str, ...]) -> list[Row]:
-    """Tokens/s of a step in full colocation."""
-    rows = []
-    for point in asked(paper, figure, OURS):
-        at = setting_of(paper, point, roles)
-        found = mapping.best_of((roles,), *at)
-        tokens = at.task.sequences * at.task.trained
-        rows.append(row_of(paper, point, found and tokens / step_s(at, found.choices[0])))
-    return rows + not_modelled(paper, figure, but=OURS)
-
-
-def placements(paper: Paper, figure: str) -> list[Row]:
+def throughput(paper: Paper, figure: str, roles: tuple[str, ...] = PPO) -> list[Row]:
     """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
+    systems = PLACEMENTS if figure in COMPARED else OURS
     rows = []
     compared = {}  # (setting, GPUs) -> rows
-    for point in asked(paper, figure, PLACEMENTS):
-        at = setting_of(paper, point)
-        placement = PLACEMENTS[point.system]
+    for point in asked(paper, figure, systems):
+        at = setting_of(paper, point, roles)
+        placement = PLACEMENTS[point.system] if figure in COMPARED else (roles,)
         every = [mapping.best_of(placement, *at)] if placement else mapping.search(*at)
         found = every[0] if every else None
         tokens = at.task.sequences * at.task.trained
-        rows.append(row_of(paper, point, found and tokens / found.seconds, "form"))
-        if placement and found:
+        rows.append(row_of(paper, point, found and tokens / step_s(at, found)))
+        if found and point.system not in OURS:
             compared.setdefault((point.setting, point.gpus), []).append(rows[-1])
     pairs = [pair for own in compared.values() for pair in combinations(own, 2)]
     right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in pairs)
-    rows.append(Row(figure, "pairs in their order", None, right, f"of {len(pairs)} pairs", "form"))
-    return rows + not_modelled(paper, figure, but=PLACEMENTS)
+    if pairs:
+        what = f"of {len(pairs)} pairs"
+        rows.append(Row(figure, "pairs in their order", None, right, what, "predicted"))
+    return rows + not_modelled(paper, figure, but=systems)
 
 
 def transitions(paper: Paper) -> list[Row]:
@@ -241,11 +252,11 @@ def table_2(paper: Paper) -> list[Row]:
 
 
 FIGURES = {
-    "9": partial(throughput, figure="9", roles=PPO),
+    "9": partial(throughput, figure="9"),
     "10": partial(not_modelled, figure="10", why=REMAX),
     "11": partial(throughput, figure="11", roles=SAFE),
-    "12": partial(placements, figure="12"),
-    "13": partial(placements, figure="13"),
+    "12": partial(throughput, figure="12"),
+    "13": partial(throughput, figure="13"),
     "14": transitions,
     "15": partial(not_modelled, figure="15", why=GENERATION),
     "16": partial(not_modelled, figure="16", why="seconds of their own program"),

@@ -80,8 +80,8 @@ class Cluster:
     decode: dict[str, Decode]  # by role
     actor: Passes
     critic: Passes | None = None  # default: as the actor
+    reference: Passes | None = None  # if its ranks and sizes aren't the actor's
     moves: dict[str, Moves] = field(default_factory=dict)  # by role; "train": of trainers
-    group: int = 1  # ranks of a trainer's model-parallel group
     speed_up: float = 1.0  # of actor and critics in one pipeline
     scores: bool = False  # the judge is a scalar reward model
     grain: int = 1
@@ -191,8 +191,8 @@ class Simulation:
         self.controllers = []
         for rank in range(ranks):
             world = SimulatedWorld(rank, ranks, meetings, self.network)
-            trainers = self._trainers(SimulatedWorld(rank, ranks, of_trainers))
-            self.controllers.append(self._controller(world, trainers))
+            models = self._models(SimulatedWorld(rank, ranks, of_trainers))
+            self.controllers.append(self._controller(world, **models))
 
     def _engines(self, role: str) -> list[SimulatedEngine]:
         """Make an engine on each rank that leads one in some plan."""
@@ -212,22 +212,27 @@ class Simulation:
             engines.append(SimulatedEngine(role, rank, *how))
         return engines
 
-    def _trainers(self, world: SimulatedWorld) -> list[SimulatedTrainer]:
-        """Make one rank's actor and critics. world: of the trainers alone."""
+    def _models(self, world: SimulatedWorld) -> dict[str, SimulatedTrainer]:
+        """Make one rank's models, by name: reference, actor, critics. world: of the trainers alone."""
         cluster = self.cluster
-        passes = {"actor": cluster.actor}
-        passes |= dict.fromkeys(algorithm_of(self.config).critics, cluster.critic or cluster.actor)
-        moves = cluster.moves.get("train", Moves())
         holders = self.plans[0].holders
-        parts = {shape: world.part(shape.ranks) for shape in (holders.actor, holders.critic)}
-        trainers = []
-        for name, each in passes.items():
-            shape = holders.actor if name == "actor" else holders.critic
+        costs = {"reference": cluster.reference or cluster.actor, "actor": cluster.actor}
+        costs |= dict.fromkeys(algorithm_of(self.config).critics, cluster.critic or cluster.actor)
+        moves = cluster.moves.get("train", Moves())
+        parts = {shape.ranks: world.part(shape.ranks) for shape in holders[1:]}
+        models = {}
+        for name, each in costs.items():
+            shape = holders._asdict().get(name, holders.critic)
             how = (coarse(each, cluster.grain), moves, shape, cluster.speed_up)
-            trainers.append(SimulatedTrainer(name, parts[shape], *how))
-        return trainers
+            models[name] = SimulatedTrainer(name, parts[shape.ranks], *how)
+        models["reference"].awake = True  # nobody else has its place
+        if holders.reference == holders.actor:
+            models["reference"] = models["actor"]
+        return models
 
-    def _controller(self, world: SimulatedWorld, trainers: list[SimulatedTrainer]) -> Controller:
+    def _controller(
+        self, world: SimulatedWorld, reference: SimulatedTrainer, **trainers: SimulatedTrainer
+    ) -> Controller:
         """Build one rank's controller, as run.py does."""
         config = self.config
         author = self._author
@@ -242,14 +247,14 @@ class Simulation:
             config,
             algorithm,
             world,
-            placement.Placement(self.plans, trainers, pools, world, timeline),
+            placement.Placement(self.plans, [*trainers.values()], pools, world, timeline),
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
             Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
             timeline=timeline,
             report=self,
             checkpoints=self,
-            references=trainers[:1] if algorithm.kl_coef else [],
+            references=[reference] if algorithm.kl_coef else [],
             team=team,
         )
         # as a run has learnt after some steps
@@ -306,7 +311,6 @@ def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -
         judge_format=("simulated scores" if cluster.scores else "simulated",),
         save_every=0,
         timeout_s=1e6,
-        tp=cluster.group,
         max_new_tokens=most,
         judge_max_new_tokens=judge_most,
         max_model_len=context,
