@@ -48,11 +48,13 @@ class Actor(Trainer):
 
     title = "actor"
 
-    def __init__(self, config: Config, model_dir: str, groups: Groups | None = None):
+    def __init__(
+        self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
+    ):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         self.lag = config.ahead  # updates that the weights which wrote a token may be behind
-        super().__init__(config, model_dir, groups)
+        super().__init__(config, model_dir, groups, learns=learns)
 
     def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
         """Take an optimizer step for each mini-batch (collective: all ranks); see executor.py."""
@@ -74,6 +76,19 @@ class Actor(Trainer):
         self.version += 1
         self.metrics = update_metrics(steps, lr)
         self.metrics["train/micro_batches"] = float(sum(map(len, mini_batches)))
+
+    def compute_policy_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
+        """Fill `policy_logprobs` where the KL is in the reward (collective: model-parallel group)."""
+        if self.algorithm.kl_in == "reward":
+            rows = self.read_tokens(list(chain(*mini_batches)))
+            for sample, row in zip(flat(mini_batches), rows, strict=True):
+                sample.policy_logprobs = row
+
+    def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
+        """Fill `reference_logprobs` by the present weights (collective: model-parallel group)."""
+        rows = self.read_tokens(list(chain(*mini_batches)))
+        for sample, row in zip(flat(mini_batches), rows, strict=True):
+            sample.reference_logprobs = row
 
     def _check_samples(self, samples: list[Sample]) -> None:
         """Assert that samples have advantages and are of the step's weights, or rightly stale."""
@@ -344,7 +359,10 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
 
 
 class Reference:
-    """The weights that `actor` has now, kept on the host. They take its place for a pass."""
+    """The weights that `actor` has now, kept on the host. They take its place for a pass.
+
+    On ranks of its own the reference is an Actor that never learns.
+    """
 
     def __init__(self, actor: Actor):
         self._actor = actor
@@ -358,20 +376,13 @@ class Reference:
             self._host.append(copy.copy_(parameter.detach()))
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs` and, for a KL in the reward, `policy_logprobs` (collective)."""
-        samples = flat(mini_batches)
-        micro_batches = list(chain(*mini_batches))
-        if self._actor.algorithm.kl_in == "reward":
-            for sample, row in zip(samples, self._actor.read_tokens(micro_batches), strict=True):
-                sample.policy_logprobs = row
+        """Fill `reference_logprobs` (collective: the actor's model-parallel group)."""
         parameters = list(self._actor.gpt.parameters())
         own = [parameter.data for parameter in parameters]
         for parameter, host in zip(parameters, self._host, strict=True):
             parameter.data = host.to(self._actor.device, non_blocking=True)
         try:
-            rows = self._actor.read_tokens(micro_batches)
+            self._actor.compute_ref_logprobs(mini_batches)
         finally:  # the own weights stayed: beside a pass without activations there is room for both
             for parameter, data in zip(parameters, own, strict=True):
                 parameter.data = data
-        for sample, row in zip(samples, rows, strict=True):
-            sample.reference_logprobs = row

@@ -12,7 +12,7 @@ import itertools
 from collections import ChainMap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import algorithms
 import rollout
@@ -28,20 +28,17 @@ from rewards import Rewards
 from rollout import RolloutBatch
 from runtime.shutdown import Stop
 from runtime.world import World
-from sample import Key, Sample
-from scheduling.balance import flat, plan_batch
-from scheduling.layout import Shape
+from sample import Sample
+from scheduling.balance import flat
+from scheduling.dealing import Held, MiniBatches, Shares, deal
 from scheduling.pipeline import schedule_of
 from scheduling.rebalance import HISTORY, StepStats, choose_split
 
 if TYPE_CHECKING:
     from actor import Reference
-    from training.trainer import Trainer
 
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
-
-MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches
 
 
 @dataclass
@@ -71,9 +68,7 @@ class Controller:
     report: Report
     checkpoints: Checkpoints
     references: list[Reference] = field(default_factory=list)  # one, if the KL to it is asked for
-    team: World = (
-        None  # the controllers that work beside this one: those that serve, or train, or all
-    )
+    team: World = None  # of those that serve, if this one does, or of those that train, or of all
     ahead: RolloutBatch | None = None  # served, and not yet trained on
     collect: Callable[[Controller], Awaitable[RolloutBatch]] = rollout.collect  # or a replay's
     learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
@@ -91,16 +86,12 @@ async def train(c: Controller) -> int:
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
-        batch = c.ahead or await c.collect(
-            c
-        )  # generate, judge, refill until the step has its groups
+        batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
         shares = await exchange(batch, c)  # all meet: equal work for every rank
         if c.stopping:
             break
         await c.placement.to_training()  # engines that share ranks sleep; trainers wake as needed
-        c.ahead = await serve_ahead(
-            c
-        )  # on ranks of their own engines serve the next step meanwhile
+        c.ahead = await serve_ahead(c)  # on ranks of their own engines serve the next step
         with c.timeline.span("train"):
             stats = await c.learn(c, shares)
         stats = await agree(c, stats, shares)  # all meet
@@ -130,97 +121,6 @@ async def finish(c: Controller) -> int:
     return c.stopping
 
 
-class Held(NamedTuple):
-    """The samples that a controller holds and what it knows, as it tells the others."""
-
-    lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't held
-    image_costs: dict[int, int]  # prompt_id -> work on its images
-    costs: list[float]  # of the samples, where they are a signal
-    missing_groups: int = 0
-    stop: int = 0  # the signal that asked for one
-
-    @staticmethod
-    def of(batch: RolloutBatch, c: Controller) -> Held:
-        actor = c.placement.actor
-        lengths: dict[int, list[int]] = {}
-        for sample in sorted(batch.kept, key=lambda sample: sample.key):
-            row = lengths.setdefault(sample.prompt_id, [])
-            row += [0] * (sample.index - len(row))
-            row.append(len(sample.prompt) + len(sample.response))
-        image_costs = {
-            s.prompt_id: cost for s in batch.kept if (cost := actor.image_cost(s.prompt))
-        }
-        has_costs = "cost" in c.algorithm.signals
-        costs = [sample.cost for sample in batch.kept] if has_costs else []
-        # on shared ranks controllers agree on a stop while they serve, and give the batch up
-        stop = max(c.stopping, c.stop.asked) if c.placement.is_apart else c.stopping
-        return Held(lengths, image_costs, costs, batch.missing_groups, stop)
-
-    def tokens(self) -> dict[Key, int]:
-        """Return the tokens of each sample, prompt and response together."""
-        rows = self.lengths.items()
-        return {(prompt, i): n for prompt, row in rows for i, n in enumerate(row) if n}
-
-
-class Deal(NamedTuple):
-    """The decision who trains a model of one shape on which sample."""
-
-    plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
-    copies: dict[
-        Key, list[int]
-    ]  # the ranks that get a sample: those of a copy of the model, head first
-
-
-class Deals(NamedTuple):
-    """The same on every controller."""
-
-    holders: dict[Key, int]  # the rank that has a sample
-    of: dict[Shape, Deal]
-
-
-def deal(
-    held: list[Held], shapes: list[Shape], cost: Callable[[int], int], config: Config
-) -> Deals:
-    """Deal all samples in equal work for each shape, from what each rank holds (pure). cost(tokens): work."""
-    tokens = {}
-    holders = {}
-    image_costs = {}
-    for rank, theirs in enumerate(held):
-        image_costs |= theirs.image_costs
-        for key, length in theirs.tokens().items():
-            assert key not in tokens, "two controllers hold the same sample"
-            tokens[key] = length
-            holders[key] = rank
-    deals = {}
-    for shape in dict.fromkeys(shapes):
-        plan = plan_batch(tokens, cost, shape.sized(config), shape.dp, image_costs)
-        copies = {}
-        for share, copy in zip(plan, shape.copies, strict=True):
-            copies |= dict.fromkeys(flat(share), copy)
-        deals[shape] = Deal(plan, copies)
-    return Deals(holders, deals)
-
-
-@dataclass
-class Shares:
-    """The samples that this rank reads or trains on, and which models elsewhere do."""
-
-    deals: dict[Shape, Deal]
-    samples: dict[Key, Sample]  # this rank's, of all its models
-    costs: list[float]  # of all samples of the step, where they are a signal
-
-    def of(self, model: Trainer | Reference) -> MiniBatches:
-        """Return this rank's mini-batches for a model; none for one that other ranks hold."""
-        if not model.holds:
-            return []
-        mini_batches = []
-        for keys_of_mini_batch in self.deals[model.shape].plan[model.dp_rank]:
-            mini_batches.append([])
-            for keys in keys_of_mini_batch:
-                mini_batches[-1].append([self.samples[key] for key in keys])
-        return mini_batches
-
-
 async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     """Deal all samples to the models' data-parallel ranks in equal work (collective).
 
@@ -230,7 +130,12 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     """
     actor = c.placement.actor
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
-    held = await c.world.gather(Held.of(batch, c))
+    # on shared ranks controllers agree on a stop while they serve, and give the batch up
+    asked = c.stop.asked if c.placement.is_apart else 0
+    has_costs = "cost" in c.algorithm.signals
+    facts = Held.of(batch.kept, actor.image_cost, has_costs)
+    facts = facts._replace(missing_groups=batch.missing_groups, stop=max(c.stopping, asked))
+    held = await c.world.gather(facts)
     batch.missing_groups = max(each.missing_groups for each in held)
     stop = max(each.stop for each in held)
     if stop and not c.stopping:
@@ -283,7 +188,8 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     """Give every sample its advantages. Returns metrics of a constraint, if any."""
     actor = c.placement.actor
     for reference in c.references:
-        await c.placement.give_device_to(actor)
+        await c.placement.give_device_to(actor, *c.placement.frozen)
+        await c.team.run(actor.compute_policy_logprobs, shares.of(actor))
         await c.team.run(reference.compute_ref_logprobs, shares.of(reference))
     for critic in c.placement.critics:
         await c.placement.give_device_to(critic)

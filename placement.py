@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -66,11 +66,8 @@ class Plan:
 
     def __str__(self) -> str:
         parts = []
-        ranks_of = {"rollout": self.rollout, "genrm": self.genrm, "actor": self.holders.actor.ranks}
-        if self.holders.critic != self.holders.actor:
-            ranks_of["critic"] = self.holders.critic.ranks
-        if self.holders.reference != self.holders.actor:
-            ranks_of["reference"] = self.holders.reference.ranks
+        ranks_of = {"rollout": self.rollout, "genrm": self.genrm}
+        ranks_of |= {name: shape.ranks for name, shape in self.holders.shapes.items()}
         for role, ranks in ranks_of.items():
             if ranks:
                 parts.append(f"{role} on ranks {ranks_in_words(ranks)}")
@@ -122,37 +119,24 @@ def make_holders(config: Config, world_size: int) -> Holders:
             raise UserError(f"choose {', '.join(PLACEMENTS)}, or ranks: engines=0-1 actor=2-3")
         if config.train_only:
             holders = holders._replace(engines=())
-        for problem in problems_of(holders, config, everyone):
+        for problem in (*holders.problems(world_size), *problems_of(holders, config)):
             raise UserError(problem)
     except UserError as error:
         raise UserError(f"--placement {text}: {error}") from None
     return holders
 
 
-def problems_of(holders: Holders, config: Config, everyone: tuple[int, ...]) -> Iterator[str]:
-    """Yield what can't be, a sentence each."""
+def problems_of(holders: Holders, config: Config) -> Iterator[str]:
+    """Yield what the other settings don't go with, a sentence each."""
     algorithm = algorithm_of(config)
     row = f"--algorithm {config.algorithm[0]}"
-    shapes = {"actor": holders.actor, "critic": holders.critic, "reference": holders.reference}
-    ranks_of = {"engines": holders.engines} | {name: shape.ranks for name, shape in shapes.items()}
-    for name, ranks in ranks_of.items():
-        if [*ranks] != sorted({*ranks}):
-            yield f"the ranks of {name} aren't each named once, in order"
-        if strange := {*ranks} - {*everyone}:
-            yield f"{name} on rank {min(strange)}: there are {len(everyone)} ranks, from 0"
-    for name, shape in shapes.items():
-        if not shape.ranks or len(shape.ranks) % shape.unit:
-            sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
-            yield f"{sizes} doesn't divide the {len(shape.ranks)} ranks of {name}"
-    if idle := {*everyone} - {*holders.engines} - holders.learners:
-        yield f"rank {min(idle)} holds nothing"
     if 0 not in holders.engines and not config.train_only:
         yield "rank 0, which keeps the prompts, needs an engine"
-    if holders.critic != holders.actor and not algorithm.critics:
+    if "critic" in holders.shapes and not algorithm.critics:
         yield f"{row} has no critic"
-    if holders.critic != holders.actor and schedule_of(config).fuses:
+    if "critic" in holders.shapes and schedule_of(config).fuses:
         yield f"--schedule {config.schedule} needs actor and critic on the same ranks"
-    if holders.reference != holders.actor and not algorithm.kl_coef:
+    if "reference" in holders.shapes and not algorithm.kl_coef:
         yield f"{row} without kl_coef has no reference"
     if config.ahead and not holders.is_apart:
         yield "--ahead 1 needs engines on ranks that train nothing, as --placement standalone"
@@ -271,8 +255,12 @@ class Placement:
         world: World,
         timeline: Timeline,
         route: Route | None = None,
+        frozen: Sequence[Trainer] = (),
     ):
-        """trainers: the actor, then the critics. pools: by role. route: of a push between ranks."""
+        """trainers: the actor, then the critics. pools: by role. route: of a push between ranks.
+
+        frozen: a reference on ranks of its own.
+        """
         self.plans = plans
         self.plan = plans[0]
         self.next = plans[0]  # from the next hand-over to serving on
@@ -280,6 +268,7 @@ class Placement:
         self.is_apart = holders.is_apart  # engines and trainers share no rank
         self.serves = not self.is_apart or world.rank in holders.engines
         self.actor, *self.critics = trainers
+        self.frozen = frozen
         self.rollout = pools["rollout"]
         self.genrm = pools["genrm"]
         self._world = world
@@ -341,16 +330,20 @@ class Placement:
             self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
-        """Wake trainers of this rank, once those that have the device sleep. Not collective."""
-        held = [trainer for trainer in (self.actor, *self.critics) if trainer.holds]
+        """Wake those of this rank, once others that have its device sleep. Not collective."""
+        models = (self.actor, *self.critics, *self.frozen)
+        held = [model for model in models if model.holds]
+        wanted = [model for model in held if model in trainers]
+        if trainers and not wanted:
+            return  # they are on other ranks: who has this device keeps it
         for other in held:
-            if other.awake and other not in trainers:
+            if other.awake and other not in wanted:
                 with self._timeline.span("switch"):
                     await self._world.run(other.sleep)
-        for trainer in held:
-            if trainer in trainers and not trainer.awake:
+        for model in wanted:
+            if not model.awake:
                 with self._timeline.span("switch"):
-                    await self._world.run(trainer.wake)
+                    await self._world.run(model.wake)
 
     async def to_serving(self) -> None:
         """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import controller
 import data
@@ -191,7 +191,7 @@ async def build(
     """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
-    inputs = await world.run(load_inputs, config, progress.line)
+    inputs = await world.run(load_inputs, config, plans, progress.line)
     config = memory.with_micro_batch(config)
     memory.check_fits(config, plans, world.size)
     point = await prepare_out(config, world, progress.line)
@@ -212,7 +212,9 @@ async def build(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        placement=Placement(plans, models.trainers, pools, world, timeline, models.route),
+        placement=Placement(
+            plans, models.trainers, pools, world, timeline, models.route, models.frozen
+        ),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
@@ -250,11 +252,11 @@ class Inputs(NamedTuple):
     texts: list[list[int]]  # of the pretraining term
 
 
-def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
+def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -> Inputs:
     """Read models, data and rewards. UserError for what can't be used."""
     from training import model, ptx
 
-    model.check_models(config)
+    model.check_models(config, plans[0].holders)
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
@@ -300,6 +302,7 @@ class Models(NamedTuple):
 
     trainers: list[Trainer]  # the actor, then the critics
     references: list[Reference]
+    frozen: list[Trainer]  # the reference, if it has ranks of its own
     route: Route | None
 
 
@@ -313,30 +316,36 @@ def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
 
     holders = plans[0].holders
     groups = {}
-    for shape in dict.fromkeys((holders.actor, holders.critic)):
+    for shape in dict.fromkeys(holders[1:]):
         groups[shape] = make_groups(shape, config.timeout_s)
 
-    def build(kind: type, shape: Shape, model: str, *name: str) -> Trainer | Elsewhere:
+    def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer | Elsewhere:
         own = shape.sized(config)
         if groups[shape] is None:
-            return Elsewhere(own, model, shape, *name)
-        return kind(own, model, *name, groups=groups[shape])
+            return Elsewhere(own, model, shape, **how)
+        return kind(own, model, groups=groups[shape], **how)
 
     actor = build(Actor, holders.actor, config.model)
     actor.texts = inputs.texts
     actor.stop_tokens = inputs.sampling.stop_token_ids
     references = []
-    if inputs.algorithm.kl_coef and not config.rollout_only:
+    frozen = []
+    needs_reference = inputs.algorithm.kl_coef and not config.rollout_only
+    if needs_reference and holders.reference == holders.actor:
         references.append(Reference(actor) if actor.holds else actor)
     actor.sleep()
+    if needs_reference and not references:
+        references = frozen = [build(Actor, holders.reference, config.model, learns=False)]
+        frozen[0].sleep()
     critics = []
     for name in () if config.rollout_only else inputs.algorithm.critics:
-        critics.append(build(Critic, holders.critic, config.critic or config.model, name))
+        model = config.critic or config.model
+        critics.append(build(Critic, holders.critic, model, name=name))
         critics[-1].sleep()
     leads = {rank for plan in plans for rank in plan.leads("rollout")}
     heads = [copy[0] for copy in holders.actor.copies]
     receivers = sorted(leads - {*holders.actor.ranks})
-    return Models([actor, *critics], references, push.connect(heads, receivers))
+    return Models([actor, *critics], references, frozen, push.connect(heads, receivers))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
 from training.model import check_models
 from training.packing import NO_TARGET, MicroBatch
-from training.trainer import Loss, LossSums, Read, Trainer, as_sequences, loss_sums, means
+from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
@@ -131,9 +131,10 @@ class PairLoss:
     context-parallel rank counts every pair.
     """
 
-    def __init__(self, read: Read, scale: float, samples: list[Sample], device: torch.device):
+    def __init__(self, trainer: Trainer, scale: float, samples: list[Sample]):
         """samples: of all micro-batches, chosen and rejected in turns."""
-        self.read = read
+        self.read = trainer.read_targets
+        self.cp = trainer.groups.cp
         self.scale = scale
         self.answers = len(samples)
         answer_of = []
@@ -141,8 +142,12 @@ class PairLoss:
         for number, sample in enumerate(samples):
             answer_of += [number] * len(sample.response)
             reference += sample.reference_logprobs or [0.0] * len(sample.response)
-        self.answer_of = torch.tensor(answer_of, dtype=torch.int64, device=device)  # [slots]
-        self.reference = torch.tensor(reference, dtype=torch.float32, device=device)  # [slots]
+        self.answer_of = torch.tensor(
+            answer_of, dtype=torch.int64, device=trainer.device
+        )  # [slots]
+        self.reference = torch.tensor(
+            reference, dtype=torch.float32, device=trainer.device
+        )  # [slots]
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
         """The loss of a micro-batch, from the model's output (collective: the context-parallel group)."""
@@ -151,7 +156,7 @@ class PairLoss:
         values = self.read(batch, output) - self.reference[slots]
         both = torch.stack([values, torch.ones_like(values)], -1)
         sums = values.new_zeros(self.answers, 2).index_add(0, self.answer_of[slots], both)
-        sums, targets = over_context_parallel(sums).unbind(-1)  # [answers]
+        sums, targets = over_context_parallel(self.cp, sums).unbind(-1)  # [answers]
         here = targets[::2] > 0  # pairs of this micro-batch
         chosen, rejected = (self.scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
@@ -222,7 +227,7 @@ class Learner:
         if not self.task.stats:
             return as_sequences(micro_batches), trainer.cross_entropy_loss
         scale = self.config.dpo_beta if self.task.has_reference else 1.0
-        loss = PairLoss(trainer.read_targets, scale, samples, trainer.device)
+        loss = PairLoss(trainer, scale, samples)
         return as_sequences(micro_batches), loss
 
 

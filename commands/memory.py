@@ -10,9 +10,10 @@ import psutil
 from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server, wire
-from placement import Plan
+from placement import Plan, colocate
 from runtime import rendezvous
 from runtime.hf_directory import checkpoint_shapes
+from scheduling.layout import Holders, Shape
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -46,7 +47,7 @@ def total(parts: Parts) -> int:
 
 def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """The lines of --dry-run: a rank's part of each trainer, an engine on each of its ranks; if all fits."""
-    trainers = trainers_of(config, ranks)
+    trainers = trainers_of(config, holders_of(config, plans, ranks))
     engines = engines_of(config)
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
     for name, parts in (trainers | engines).items():
@@ -61,33 +62,41 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     return [*lines, *verdicts(config, plans, ranks), host_memory(config, plans, trainers, engines)]
 
 
-def trainers_of(config: Config, ranks: int) -> Models:
+def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
+    """The ranks of each model; of a command without plans all."""
+    return plans[0].holders if plans else colocate(tuple(range(ranks)), config)
+
+
+def trainers_of(config: Config, holders: Holders) -> Models:
     """Each trainer's part of a device while it learns, and the host's copy of the reference."""
     if config.command == "eval":
         return {}
     algorithm = algorithm_of(config)
-    dp = ranks // (config.tp * config.cp * config.pp)
-    shapes = checkpoint_shapes(config.model)
-    actor = trainer_parts(shapes, config, dp)
+    policy = checkpoint_shapes(config.model)
+    actor = trainer_parts(policy, config, holders.actor)
     if config.rollout_only:
         return {"actor": actor | {"activations": 0, "loss": 0}}
     rows = {"actor": actor}
     for name in algorithm.critics:
         shapes = checkpoint_shapes(config.critic or config.model)
-        rows[f"{name} critic"] = trainer_parts(shapes, config, dp) | {"loss": 0}
-    if algorithm.kl_coef:
+        rows[f"{name} critic"] = trainer_parts(shapes, config, holders.critic) | {"loss": 0}
+    if algorithm.kl_coef and holders.reference != holders.actor:
+        parts = trainer_parts(policy, config, holders.reference)
+        rows["reference"] = {"weights": parts["weights"], "loss": parts["loss"]}
+    elif algorithm.kl_coef:
         rows[REFERENCE] = {"weights": actor["weights"]}
     return rows
 
 
-def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
+def trainer_parts(shapes: Shapes, config: Config, shape: Shape) -> Parts:
     """One rank's part, as if tensor and pipeline parallelism cut all tensors evenly."""
     from training.lm_head import CHUNK_BYTES
 
+    config = shape.sized(config)
     size = BYTES[config.dtype]
     count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
     # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
-    states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
+    states = (8 if config.dtype == "float32" else 12) * count // (shape.dp * config.cp)
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
@@ -157,8 +166,10 @@ def engine_parts(path: str, config: Config, tp: int) -> Parts:
 def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
     """The bytes that all ranks and engines take without CUDA, if they are on this machine."""
     parts = Counter(libraries=PROCESS * ranks)
-    for trainer in trainers_of(config, ranks).values():
-        parts.update({name: ranks * size for name, size in trainer.items()})
+    holders = holders_of(config, plans, ranks)
+    for name, trainer in trainers_of(config, holders).items():
+        count = len(ranks_of(name, holders))
+        parts.update({part: count * size for part, size in trainer.items()})
     engines = engines_of(config)
     models = Counter(name.split()[0] for name in engines)  # of a role
     for name, engine in engines.items():
@@ -170,9 +181,19 @@ def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
     return dict(parts)
 
 
+def ranks_of(model: str, holders: Holders) -> tuple[int, ...]:
+    """The ranks of a row of `trainers_of`."""
+    kind = model.split(",")[0].split()[-1]  # of reward critic: critic
+    return holders._asdict()[kind].ranks
+
+
 def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Models) -> str:
     """A line on a rank with CUDA: what sleeps, the copy that a save writes from, processes."""
-    states = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
+    on_rank = Counter()
+    for name, parts in trainers.items():
+        states = parts["weights"] + parts.get("optimizer", 0)
+        on_rank.update(dict.fromkeys(ranks_of(name, plans[0].holders), states))
+    states = max(on_rank.values())
     held = {"pinned": states, "a save's copy": states * bool(config.save_every)}
     for name, parts in engines.items():
         if config.mode != "partial" or name.startswith("genrm"):
@@ -231,7 +252,8 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
-    trainers = trainers_of(config, ranks)
+    holders = holders_of(config, plans, ranks)
+    trainers = trainers_of(config, holders)
     engines = engines_of(config)
     actor = trainers["actor"]
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
@@ -242,15 +264,18 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
     if REFERENCE in trainers:
         peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
-    learners = [name for name in trainers if name != REFERENCE]
+    learners = [name for name in trainers if "optimizer" in trainers[name]]
     needs = {f"training the {name}": total(trainers[name]) for name in learners}
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
     peaks |= {"training all models": total(needs)} if fuses else needs
     if engines:
-        copies = 2 if config.tp * config.pp > 1 else 1  # flat, and gathered whole before
+        copies = (
+            2 if holders.actor.tp * holders.actor.pp > 1 else 1
+        )  # flat, and gathered whole before
         pushed = copies * bucket_bytes(config)
         rollout, *_ = engines.values()
-        peaks["the push"] = states - actor["gradients"] + rollout["weights"] + pushed
+        weights = 0 if holders.is_apart else rollout["weights"]
+        peaks["the push"] = states - actor["gradients"] + weights + pushed
     asleep = RESIDENT * (1 + engines_on_a_device(plans)) + CONTEXT * (config.rollout_tp - 1)
     return {name: needed + asleep for name, needed in peaks.items()}
 

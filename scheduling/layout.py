@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -107,6 +108,13 @@ class Holders(NamedTuple):
     reference: Shape
 
     @property
+    def shapes(self) -> dict[str, Shape]:
+        """The actor's, and by name those of models that aren't where it is."""
+        shapes = {"actor": self.actor}
+        others = {"critic": self.critic, "reference": self.reference}
+        return shapes | {name: shape for name, shape in others.items() if shape != self.actor}
+
+    @property
     def learners(self) -> set[int]:
         """The ranks that hold a model."""
         return {*self.actor.ranks, *self.critic.ranks, *self.reference.ranks}
@@ -115,6 +123,22 @@ class Holders(NamedTuple):
     def is_apart(self) -> bool:
         """True if no rank both serves and trains."""
         return bool(self.engines) and not self.learners & {*self.engines}
+
+    def problems(self, world_size: int) -> Iterator[str]:
+        """Yield what can't be on so many ranks, a sentence each."""
+        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        ranks_of = {"engines": self.engines} | {name: shape.ranks for name, shape in models.items()}
+        for name, ranks in ranks_of.items():
+            if [*ranks] != sorted({*ranks}):
+                yield f"the ranks of {name} aren't each named once, in order"
+            if ranks and max(ranks) >= world_size:
+                yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
+        for name, shape in models.items():
+            if not shape.ranks or len(shape.ranks) % shape.unit:
+                sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
+                yield f"{sizes} doesn't divide the {len(shape.ranks)} ranks of {name}"
+        if idle := {*range(world_size)} - {*self.engines} - self.learners:
+            yield f"rank {min(idle)} holds nothing"
 
     def __str__(self) -> str:
         """As `holders_from` reads it."""

@@ -62,6 +62,8 @@ class SimulatedTrainer:
         for sample in flat(mini_batches):
             sample.values = sample.values | {self.name: [0.0] * len(sample.response)}
 
+    async def compute_policy_logprobs(self, mini_batches: MiniBatches) -> None: ...
+
     async def compute_ref_logprobs(self, mini_batches: MiniBatches) -> None:
         await self.forward(mini_batches)
         for sample in flat(mini_batches):

@@ -360,6 +360,10 @@ class FakeActor(FakeTrainer):
     def named_weights(self):
         return iter(())
 
+    def compute_policy_logprobs(self, mini_batches):
+        for sample in flat(mini_batches):
+            sample.policy_logprobs = sample.logprobs
+
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
@@ -410,7 +414,6 @@ class FakeReference:
         for sample in flat(mini_batches):
             assert sample.advantages is None, "asked after the advantages were made"
             sample.reference_logprobs = [token / 200 for token in sample.response]
-            sample.policy_logprobs = sample.logprobs
 
 
 class FakeCheckpoints:

@@ -23,6 +23,7 @@ from engines import fleet
 from engines.engine import Engine, EngineLost
 from fakes import FakeWorld
 from launched import ROOT, Run
+from placement import make_plans
 from runtime import atomic_files
 
 # ---------------------------------------------------------------- as processes
@@ -71,7 +72,7 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "right", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    return run.load_inputs(settings, print)
+    return run.load_inputs(settings, make_plans(settings, 2), print)
 
 
 def saying(**more):

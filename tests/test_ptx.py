@@ -117,6 +117,7 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     for where, name in [*elsewhere, (run.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())
     monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)
-    longest = run.load_inputs(config, print).texts
+    plans = [SimpleNamespace(holders=None)]
+    longest = run.load_inputs(config, plans, print).texts
     assert packed_length(longest, 3) <= config.max_tokens_per_micro_batch == 8192
     assert longest == 8190

@@ -23,7 +23,9 @@ class Elsewhere:
     dp_rank = -1
     received_bytes = 0
 
-    def __init__(self, config: Config, model_dir: str, shape: Shape, name: str = "actor"):
+    def __init__(
+        self, config: Config, model_dir: str, shape: Shape, name: str = "actor", learns: bool = True
+    ):
         """Read a directory, while the model's ranks build it (collective: every rank of the run)."""
         self.config = config
         self.shape = shape
@@ -33,10 +35,14 @@ class Elsewhere:
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
-        for _ in range(2):  # Megatron's optimizer gathers its groups of parameters from all ranks
+        for _ in range(
+            2 if learns else 0
+        ):  # Megatron's optimizer gathers its groups of parameters from all ranks
             dist.all_gather_object([None] * dist.get_world_size(), [])
 
     def sleep(self) -> None: ...
+
+    def compute_policy_logprobs(self, mini_batches: list) -> None: ...
 
     def compute_ref_logprobs(self, mini_batches: list) -> None: ...
 

@@ -111,7 +111,7 @@ def run(works: list[Work], schedule: str) -> Phase:
     if forward_only:
         for tasks in table:
             tasks[:] = [task for task in tasks if not task.backward]
-    for work in works:
+    for work in works if not forward_only else ():
         work.trainer.ddp.zero_grad_buffer()
     tasks = table[trainer.pipeline.rank]
     clock = Clock(trainer.device)
@@ -153,7 +153,7 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: C
 
 def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: bool) -> Tensor:
     """Run Megatron's forward pass of one stage: its output, or the loss on the last one."""
-    module = work.trainer.ddp
+    module = work.trainer.module
     if received is not None:
         received.requires_grad_(not work.forward_only)
     result, divisor = forward_step(

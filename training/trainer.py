@@ -60,11 +60,17 @@ class Trainer:
     holds = True  # the model: see Elsewhere for other ranks
 
     def __init__(
-        self, config: Config, model_dir: str, groups: Groups | None = None, reverse: bool = False
+        self,
+        config: Config,
+        model_dir: str,
+        groups: Groups | None = None,
+        reverse: bool = False,
+        learns: bool = True,
     ):
         """Load a directory (collective: the model's ranks), else UserError.
 
         groups: of the model's ranks, by default all of the run. reverse: stage 0 on the last rank.
+        learns: otherwise it is frozen, without gradients and optimizer.
         """
         self.config = config
         self.model_dir = model_dir
@@ -98,8 +104,15 @@ class Trainer:
         self.gpt = self._load_stage(hf, model_config)
         self.gathering = Gathering(self.gpt, self.groups.tp)  # whole tensors: t_g = 1
         self.overlaps = models.overlaps(self.device)
-        self.ddp = self._wrapped(self.gpt)
-        self._build_optimizer(model_config)
+        self.module = self.gpt  # what passes run
+        if config.dtype == "bfloat16":
+            self.module = Float16Module(model_config, self.gpt)
+        self.learns = learns
+        if learns:
+            self.module = self.ddp = self._wrapped(self.module)
+            self._build_optimizer(model_config)
+        else:
+            self.gpt.requires_grad_(False)
 
     def _load_stage(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
         """Build the stage on this rank's device, with its weights (collective: pipeline group)."""
@@ -107,9 +120,9 @@ class Trainer:
         hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
 
-    def _wrapped(self, gpt: GPTModel) -> DistributedDataParallel:
+    def _wrapped(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap the stage in DDP, which sums its gradients over the data-parallel ranks."""
-        for name, parameter in gpt.named_parameters():
+        for name, parameter in self.gpt.named_parameters():
             is_frozen = self.config.freeze_vision and name.startswith(hf_weights.TOWER)
             parameter.requires_grad_(not is_frozen)
         settings = DistributedDataParallelConfig(
@@ -118,8 +131,8 @@ class Trainer:
             # on a single rank DDP would insist that the loss reaches every parameter
             overlap_grad_reduce=self.overlaps and self.groups.dp_cp.size() > 1,
         )
-        inner = Float16Module(gpt.config, gpt) if self.config.dtype == "bfloat16" else gpt
-        return DistributedDataParallel(gpt.config, settings, inner, pg_collection=self.groups)
+        config = self.gpt.config
+        return DistributedDataParallel(config, settings, module, pg_collection=self.groups)
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
         adamw = OptimizerConfig(
@@ -149,23 +162,28 @@ class Trainer:
     def trim(self) -> None:
         """Free gradients, until it wakes, and the memory that passes left. Not collective."""
         if self.device.type == "cuda":
-            self.ddp.offload_grad_buffers()
+            if self.learns:
+                self.ddp.offload_grad_buffers()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Undo `sleep`. Not collective. UserError if others hold the memory, and keep it."""
         assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
-            gradients = sum(buffer.grad_data.nbytes for buffer in self.ddp.buffers)
+            buffers = self.ddp.buffers if self.learns else ()
+            gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
             models.check_room(self._host_copies.size + gradients, f"the {self.title}")
             self._host_copies.move_in()
-            self.ddp.restore_grad_buffers()
+            if self.learns:
+                self.ddp.restore_grad_buffers()
         self.awake = True
 
     def _state_tensors(self) -> Iterator[Tensor]:
         """Yield weights, the optimizer's copies and moments of them, not its counts of steps."""
-        yield from (buffer.param_data for buffer in self.ddp.buffers)
         yield from (weight for weight in self.gpt.parameters() if not weight.requires_grad)
+        if not self.learns:
+            return
+        yield from (buffer.param_data for buffer in self.ddp.buffers)
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
