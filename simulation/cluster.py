@@ -225,7 +225,6 @@ class Simulation:
             shape = holders._asdict().get(name, holders.critic)
             how = (coarse(each, cluster.grain), moves, shape, cluster.speed_up)
             models[name] = SimulatedTrainer(name, parts[shape.ranks], *how)
-        models["reference"].awake = True  # nobody else has its place
         if holders.reference == holders.actor:
             models["reference"] = models["actor"]
         return models
@@ -240,6 +239,7 @@ class Simulation:
         timeline = tl.Timeline(world.rank, self.clock.time)
         holders = self.plans[0].holders
         team = world.part(holders.engines) if holders.is_apart else world
+        frozen = [] if reference in trainers.values() else [reference]
         pools = {}
         for role, engines in self.engines.items():
             pools[role] = pool.Pool(engines, team, timeline, config)
@@ -247,7 +247,9 @@ class Simulation:
             config,
             algorithm,
             world,
-            placement.Placement(self.plans, [*trainers.values()], pools, world, timeline),
+            placement.Placement(
+                self.plans, [*trainers.values()], pools, world, timeline, frozen=frozen
+            ),
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
             Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),

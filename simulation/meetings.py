@@ -134,6 +134,6 @@ class SimulatedWorld:
         assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
         return incoming
 
-    def _received(self, parcel: list) -> list:
-        """Copy the samples that another rank sent, not what is in them."""
-        return list(map(copy.copy, parcel))
+    def _received(self, parcel: list | dict) -> list | dict:
+        """Copy the samples that another rank sent, not what is in them; columns as they are."""
+        return list(map(copy.copy, parcel)) if isinstance(parcel, list) else parcel
