@@ -155,9 +155,9 @@ class Author:
 class StepFacts:
     """The facts of a step."""
 
-    waves: int
-    stats: StepStats  # with the split
-    decision: dict[str, float | str]  # about the next one
+    waves: int = 0
+    stats: StepStats | None = None  # with the split
+    decision: dict[str, float | str] = field(default_factory=dict)  # about the next one
     seconds: Counter[str] = field(default_factory=Counter)  # of the slowest rank, by phase
     ended_s: float = 0.0  # on the virtual clock
     trained: dict[int, list[Key]] = field(default_factory=dict)  # the samples of each rank
@@ -288,8 +288,12 @@ class Simulation:
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         if step == len(self.steps):
-            self.steps.append(StepFacts(batch.waves, c.state.history[-1], stats))
+            self.steps.append(StepFacts())
         facts = self.steps[step]
+        if c.placement.serves:
+            facts.waves = batch.waves
+            facts.stats = c.state.history[-1]
+            facts.decision = stats
         spans = c.timeline.drain()
         facts.seconds |= {name: tl.seconds(spans, name) for name in PHASES}
         facts.ended_s = c.timeline.now()

@@ -1,0 +1,91 @@
+"""Which ranks should engines and models have? Seconds of a step by placement, and by the number of ranks
+
+    python bench/placements.py [--quick] [--write]    8 to 128 H20s, simulated; docs/papers/placements.md, too
+    python bench/placements.py --real [--write]       4 ranks of this machine, each at a device's pace, beside it
+
+Simulated: PPO with a reference, a 7B actor and critic in shards of two, 64 prompts of 8 answers (median 600
+tokens, at most 4,096), rewards by a rule. Engines and trainers that share ranks take turns, and what sleeps
+goes to the host. In `ahead` the next batch is served while one is trained on; (24) are the ranks that train,
+half of them the actor's, the best of what was tried. Real: real engines and trainers with a pace, and a judge.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.central import H20
+from bench.measuring import ROOT, TORCHRUN, run_to_its_end
+from bench.paced import SetUp, simulate
+from bench.workloads import Side
+from config import Config, UserError
+from papers.measured import set_up_of
+from papers.tables import DOCS, read_constants
+from papers.tables import ROOT as PAPERS
+from papers.wechat_yatt import POLICY
+from placement import make_holders
+from scheduling.costs import Passes, decode_of
+from scheduling.mapping import Sizes, Speeds, passes
+from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.engine import Moves
+
+RANKS = (8, 16, 32, 64, 128)
+QUICK = (8, 16)
+TP = 2
+STEPS = 4  # the first isn't counted
+PARTS = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the ranks, that train
+PPO = ("ppo", "kl_coef=0.05")
+WORK = Workload(512, Lengths(600, 1.0, 4096), Lengths(1, 0.0, 1))
+SPEEDS = Speeds(H20._replace(link=200e9), mfu=0.4, update_s=0.5)
+
+
+# ---------------------------------------------------------------- simulated
+
+
+def words_of(ranks: int, training: int) -> str:
+    """A placement: the last `training` ranks train, half of them the actor."""
+    first = ranks - training
+    critic = first + training // 2
+    return f"engines=0-{first - 1} actor={first}-{critic - 1} critic={critic}-{ranks - 1}"
+
+
+def step_s(ranks: int, placement: str, ahead: int = 0) -> float:
+    """Seconds of a step. UserError if there is no such placement."""
+    settings: dict[str, Any] = dict(placement=placement, ahead=ahead, tp=TP, algorithm=PPO)
+    holders = make_holders(Config(**settings), ranks)
+    copies = holders.actor.dp
+    learned = passes(POLICY, Sizes(1, TP, copies), SPEEDS)
+    train_s = POLICY.params / TP * (2 + 4 + 12 / copies) / H20.host
+    serve_s = POLICY.bytes / H20.host
+    push_s = POLICY.bytes / (H20.network if holders.is_apart else H20.host)
+    engine = decode_of(POLICY, H20, 1, weights=0.8, kv=0.26, prefill=0.5, layer_s=130e-6)
+    scorer = decode_of(POLICY, H20, 1)
+    moves = dict(rollout=Moves(serve_s, serve_s, push_s), train=Moves(train_s, train_s))
+    decode = dict(rollout=engine, genrm=scorer)
+    cluster = Cluster(decode, learned, moves=moves, scores=True, grain=16, meeting_s=1.0)
+    settings |= dict(prompts_per_step=64, answers_per_prompt=8, updates_per_step=2, steps=STEPS)
+    return between(Simulation("full", ranks, WORK, cluster, **settings).run())
+
+
+def between(steps: list) -> float:
+    """The mean seconds of a step."""
+    return (steps[-1].ended_s - steps[0].ended_s) / (len(steps) - 1)
+
+
+def row_of(ranks: int) -> list[str]:
+    """The cells of a number of ranks."""
+    cells = [str(ranks)]
+    for name in ("colocate", "split", "standalone"):
+        cells.append(f"{step_s(ranks, name):.1f}")
+    unit = 2 * TP
+    training = {max(unit, round(ranks * part / unit) * unit) for part in PARTS}
+    for ahead in (0, 1):
+        took = {n: step_s(ranks, words_of(ranks, n), ahead) for n in sorted(training)}
+        best = min(took, key=took.__getitem__)
+        cells.append(f"{took[best]:.1f} ({best})")
+    return cells
