@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.central import H20
 from bench.measuring import ROOT, TORCHRUN, run_to_its_end
-from bench.paced import SetUp, simulate
+from bench.paced import SetUp, settings_of, simulate
 from bench.workloads import Side
-from config import Config, UserError
+from config import Config
 from papers.measured import set_up_of
 from papers.tables import DOCS, read_constants
 from papers.tables import ROOT as PAPERS
@@ -38,8 +38,17 @@ RANKS = (8, 16, 32, 64, 128)
 QUICK = (8, 16)
 TP = 2
 STEPS = 4  # the first isn't counted
-PARTS = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the ranks, that train
+PARTS = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)  # of the ranks, that train
 PPO = ("ppo", "kl_coef=0.05")
+PACE = Passes(4e-4)  # of a paced trainer: seconds of a token forward
+SIDES = {  # of the paced ranks: what bench/modes.py calls it, and other settings
+    "colocate, full": ("full", {}),
+    "colocate, partial": ("2|2", {}),
+    "colocate, fused": ("fused 0.2", {}),
+    "split": ("full", dict(placement="split")),
+    "standalone": ("full", dict(placement="standalone")),
+    "standalone, ahead": ("full", dict(placement="standalone", ahead=1)),
+}
 WORK = Workload(512, Lengths(600, 1.0, 4096), Lengths(1, 0.0, 1))
 SPEEDS = Speeds(H20._replace(link=200e9), mfu=0.4, update_s=0.5)
 
@@ -83,9 +92,64 @@ def row_of(ranks: int) -> list[str]:
     for name in ("colocate", "split", "standalone"):
         cells.append(f"{step_s(ranks, name):.1f}")
     unit = 2 * TP
-    training = {max(unit, round(ranks * part / unit) * unit) for part in PARTS}
+    training = {max(unit, int(ranks * part) // unit * unit) for part in PARTS}
     for ahead in (0, 1):
         took = {n: step_s(ranks, words_of(ranks, n), ahead) for n in sorted(training)}
         best = min(took, key=took.__getitem__)
         cells.append(f"{took[best]:.1f} ({best})")
     return cells
+
+
+# ---------------------------------------------------------------- paced
+
+
+def measured_s(side: str, settings: dict[str, Any], at: SetUp) -> float:
+    """Seconds of a step of real controllers, engines and trainers, in the median."""
+    mode, named = settings_of(side)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in (named | settings).items()]
+    decode = at.decode["rollout"]
+    seconds = (decode.fixed, decode.each, at.prompt * decode.prefill)
+    pace = {"BENCH_PACE_MS": ",".join(f"{1000 * each:.2f}" for each in seconds)}
+    pace["BENCH_TRAIN_MS"] = str(1000 * PACE.token)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder, "sides.json")
+        measured = Path(folder, "measured.json")
+        plan.write_text(json.dumps([Side("tail", side, 0, [side], STEPS + 2)]))
+        command = [TORCHRUN, "--nproc-per-node", 4, "--master-port", 29670]
+        command += ["bench/served_load.py", "--sides", plan, "--measured", measured]
+        command += ["--out", ROOT / "runs" / "bench" / "placements", "--port", 33000]
+        command += ["--mode", mode, "--algorithm", "ppo", *options]
+        run_to_its_end(command, Path(folder, "log"), env=pace)
+        rows = json.loads(measured.read_text())
+    return statistics.median(row["metrics"]["time/step_s"] for row in rows if row["step"] > 0)
+
+
+def paced_rows() -> list[list[str]]:
+    """The cells of each side: seconds of a step, measured and simulated."""
+    at = set_up_of(read_constants(PAPERS / "measured.toml"))._replace(train=PACE)
+    rows = []
+    for name, (side, settings) in SIDES.items():
+        steps = simulate("tail", side, at, STEPS + 2, algorithm=("ppo",), **settings)
+        rows.append([name, f"{measured_s(side, settings, at):.2f}", f"{between(steps):.2f}"])
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    chosen = parser.parse_args(arguments)
+    head = ("ranks", "colocate", "split", "standalone", "best standalone", "best ahead")
+    lines = [" | ".join(head), "---:|" * len(head)]
+    lines += [" | ".join(row_of(ranks)) for ranks in (QUICK if chosen.quick else RANKS)]
+    if chosen.real:
+        lines += ["", "4 paced ranks | measured, s | simulated, s", "---|--:|--:"]
+        lines += [" | ".join(row) for row in paced_rows()]
+    print(*lines, sep="\n")
+    if chosen.write:
+        (DOCS / "placements.md").write_text("\n".join([f"# {__doc__}", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

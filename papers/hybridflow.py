@@ -52,14 +52,6 @@ OTHER = "another program; no seconds of its stages are published"
 REMAX = "7B on 16 GPUs takes 42 s more than PPO, the other generation 34 s by figure 15, and no critic learns"
 
 
-class Place(NamedTuple):
-    """The place of a rank while it generates."""
-
-    copy: int  # of the model, as data and context parallelism make them
-    part: int  # of its engine
-    member: int  # of its micro-data-parallel group; and which of the copy's engines it is in
-
-
 class Cost(NamedTuple):
     """The cost of resharding for a rank, in fractions of the model's bytes M."""
 
@@ -70,23 +62,12 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Training by `pp` stages of `tp` shards, `copies` times; engines of `parts` ranks. Pure.
-
-    Ranks are numbered as Megatron does: shards of a stage are neighbours, stages are farthest apart.
-    """
+    """Training by `pp` stages of `tp` shards, `copies` times; engines of `parts` ranks. Pure."""
 
     pp: int
     tp: int
     copies: int
     parts: int = 1
-
-    def place(self, rank: int) -> Place:
-        """Put engines on ranks at strides of t / t_g: so a shard lies in its rank's part (section 5.3)."""
-        assert self.tp % self.parts == 0, "a part is made of whole shards"
-        near = self.tp // self.parts
-        others, shard = divmod(rank, self.tp)
-        stage, copy = divmod(others, self.copies)
-        return Place(copy, shard // near, stage * near + shard % near)
 
     def costs(self) -> dict[str, Cost]:
         """Compute table 2, which takes stages for equal and all tensors for cut by tensor parallelism.

@@ -239,8 +239,8 @@ def meet(work, ranks=8, **network):
     return results, seconds, meetings
 
 
-def test_meetings_take_time_and_are_forgotten():
-    network = Network(latency_s=0.01)
+def test_meetings_are_counted_and_forgotten():
+    network = Network()
 
     async def work(world):
         facts = await world.gather("x" * 10)
@@ -256,7 +256,7 @@ def test_meetings_take_time_and_are_forgotten():
     assert not meetings
     assert all(facts is results[0][0] and total == "01234567" for facts, total, _ in results)
     assert len({id(theirs) for *_, theirs in results}) == 8
-    assert seconds == pytest.approx(3 * 0.01 + 3 * 0.01 + 0.01) and network.meetings == 3
+    assert seconds == 0 and network.meetings == 3
 
 
 def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():
