@@ -84,14 +84,19 @@ def serving_s(name: str, side: str, at: SetUp, steps=STEPS, first_counted=1) -> 
     return statistics.median(step.seconds["serve"] for step in counted)
 
 
+def pace_of(at: SetUp, tokens: float) -> str:
+    """The pace of rollout's engines, as bench/modes.py takes it. tokens: of a prompt that is read."""
+    decode = at.decode["rollout"]
+    seconds = (decode.fixed, decode.each, tokens * decode.prefill)
+    return ",".join(f"{1000 * each:.2f}" for each in seconds)
+
+
 def command_of(at: SetUp, tokens: dict[str, float], *options: object) -> list[str]:
     """The command that measures a set-up, of which all roles have one pace.
 
     tokens: of a prompt that is read, by role.
     """
-    decode = at.decode["rollout"]
-    seconds = (decode.fixed, decode.each, tokens["rollout"] * decode.prefill)
-    pace = ",".join(f"{1000 * each:.2f}" for each in seconds)
+    pace = pace_of(at, tokens["rollout"])
     fixed = ["--ranks", RANKS, "--repeats", 1, "--figure", "runs/bench/measured.png"]
     return [sys.executable, *map(str, ["bench/modes.py", *fixed, "--pace", pace, *options])]
 

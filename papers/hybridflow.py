@@ -1,9 +1,9 @@
 """HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, theirs beside ours.
 
-    python papers/hybridflow.py                                       all, in a minute or two
+    python papers/hybridflow.py                                       all, in five minutes
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
-Figures 9 and 11 are simulated in full colocation, in sizes by scheduling/mapping.py. Else: closed forms.
+Figures 9, 11, 12 and 13 are simulated, in sizes by scheduling/mapping.py. Else: closed forms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from papers.tables import Paper, Point, Row, command, known, values
 from scheduling import mapping
 from scheduling.costs import Decode, Device, Model
 from scheduling.layout import Shape, ranks_in_words
-from scheduling.mapping import Mapping, Speeds, Task
+from scheduling.mapping import Mapping, Placement, Speeds, Task
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from simulation.engine import Moves
 
@@ -42,8 +42,6 @@ PLACEMENTS = {
     "standalone": tuple((role,) for role in PPO),
     "HybridFlow": (),  # the best of all
 }
-OURS = ("HybridFlow",)
-COMPARED = ("12", "13")  # figures
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
 TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"  # its settings
 NO_ROOM = "by our account of memory it doesn't fit"
@@ -96,11 +94,9 @@ def shapes_of(found: Mapping) -> dict[str, Shape]:
     """The ranks and sizes of each role: those of the actor's set come first, then the scorers'."""
     shapes = {}
     first = 0
-    for _, _, by_role in sorted(
-        found.choices,
-        key=lambda choice: ["actor" not in choice.sizes, "reward" not in choice.sizes],
-    ):
-        for role, (pp, tp, dp, _) in by_role.items():
+    served = ("actor", "reward")
+    for choice in sorted(found.choices, key=lambda choice: [r not in choice.sizes for r in served]):
+        for role, (pp, tp, dp, _) in choice.sizes.items():
             shapes[role] = Shape(tuple(range(first, first + pp * tp * dp)), tp, pp)
         first += pp * tp * dp
     return shapes
@@ -171,10 +167,6 @@ def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
     return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
 
 
-def row_of(paper: Paper, point: Point, ours: float | None, kind: str = "predicted") -> Row:
-    return paper.row(point, ours, kind) if ours else paper.row(point, None, "not modelled", NO_ROOM)
-
-
 def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
     """One row of each system's points, `but` these."""
     counts = Counter(point.system for point in paper.of(figure) if point.system not in but)
@@ -182,26 +174,26 @@ def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str]
     return [Row(figure, *row, "not modelled", why) for row in rows]
 
 
-def throughput(paper: Paper, figure: str, roles: tuple[str, ...] = PPO) -> list[Row]:
+def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> list[Row]:
     """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
-    systems = PLACEMENTS if figure in COMPARED else OURS
     rows = []
-    compared = {}  # (setting, GPUs) -> rows
-    for point in asked(paper, figure, systems):
-        at = setting_of(paper, point, roles)
-        placement = PLACEMENTS[point.system] if figure in COMPARED else (roles,)
+    compared = []  # rows, each with its setting and GPUs
+    for point in asked(paper, figure, placements):
+        placement = placements[point.system]
+        at = setting_of(paper, point, sum(placement, ()) or PPO)
         every = [mapping.best_of(placement, *at)] if placement else mapping.search(*at)
-        found = every[0] if every else None
-        tokens = at.task.sequences * at.task.trained
-        rows.append(row_of(paper, point, found and tokens / step_s(at, found)))
-        if found and point.system not in OURS:
-            compared.setdefault((point.setting, point.gpus), []).append(rows[-1])
-    pairs = [pair for own in compared.values() for pair in combinations(own, 2)]
+        if not every or not every[0]:
+            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+            continue
+        rows.append(paper.row(point, at.task.sequences * at.task.trained / step_s(at, every[0])))
+        if placement:
+            compared.append((point[2:4], rows[-1]))
+    pairs = [(a, b) for (one, a), (other, b) in combinations(compared, 2) if one == other]
     right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in pairs)
     if pairs:
         what = f"of {len(pairs)} pairs"
         rows.append(Row(figure, "pairs in their order", None, right, what, "predicted"))
-    return rows + not_modelled(paper, figure, but=systems)
+    return rows + not_modelled(paper, figure, but=placements)
 
 
 def transitions(paper: Paper) -> list[Row]:
@@ -233,11 +225,11 @@ def table_2(paper: Paper) -> list[Row]:
 
 
 FIGURES = {
-    "9": partial(throughput, figure="9"),
+    "9": partial(throughput, figure="9", placements={"HybridFlow": (PPO,)}),
     "10": partial(not_modelled, figure="10", why=REMAX),
-    "11": partial(throughput, figure="11", roles=SAFE),
-    "12": partial(throughput, figure="12"),
-    "13": partial(throughput, figure="13"),
+    "11": partial(throughput, figure="11", placements={"HybridFlow": (SAFE,)}),
+    "12": partial(throughput, figure="12", placements=PLACEMENTS),
+    "13": partial(throughput, figure="13", placements=PLACEMENTS),
     "14": transitions,
     "15": partial(not_modelled, figure="15", why=GENERATION),
     "16": partial(not_modelled, figure="16", why="seconds of their own program"),

@@ -96,15 +96,8 @@ class SimulatedWorld:
     async def gather(self, value: Any) -> list[Any]:
         return await self._meet(value, self.network.gathered)
 
-    async def gather_on_0(self, value: Any) -> list[Any]:
-        values = await self.gather(value)
-        return [] if self.place else values
-
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
         return await self._meet(value, partial(self.network.reduced, total))
-
-    async def broadcast(self, value: Any) -> Any:
-        return (await self.gather(value))[0]
 
     async def barrier(self) -> None:
         await self.gather(None)
