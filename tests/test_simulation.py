@@ -292,3 +292,27 @@ def test_sharing_changes_nothing(mode, seed):
     sizes |= dict(work=replace(WORK, seed=seed), cluster=replace(CLUSTER, meeting_s=2.0))
     shared, alone = simulation(mode, **sizes), simulation(mode, **sizes)
     assert shared.run() == alone.run(share=False)
+
+
+SPLIT = "actor=0-3:tp2 critic=4-7 reference=4-7:tp4"
+APART = "engines=0-3 actor=4-5 critic=6:tp1 reference=7"
+
+
+@pytest.mark.parametrize("placement, ahead", [(SPLIT, 0), (APART, 0), (APART, 1)])
+def test_models_have_ranks_of_their_own(placement, ahead):
+    """They train at once, and engines beside them; all train on the same samples, whoever works it out."""
+    settings = dict(ranks=8, algorithm=("ppo", "kl_coef=0.1"), placement=placement, ahead=ahead)
+    cluster = replace(CLUSTER, critic=replace(PASSES, token=4e-5), reference=PASSES)
+    runs = [simulation("full", cluster=cluster, **settings) for _ in range(2)]
+    steps, alone = runs[0].run(), runs[1].run(share=False)
+    assert steps == alone
+    holders = runs[0].plans[0].holders
+    for step in steps:
+        copies = [[step.trained[rank] for rank in copy] for copy in holders.actor.copies]
+        assert all(keys == copy[0] for copy in copies for keys in copy)
+        assert len({key for copy in copies for key in copy[0]}) == 64
+        assert step.waves and step.stats.serve_s
+    train_s = steps[1].seconds["train"]
+    assert steps[1].ended_s - steps[0].ended_s > train_s
+    if ahead:
+        assert steps[1].ended_s - steps[0].ended_s < train_s + steps[1].stats.serve_s
