@@ -63,9 +63,9 @@ class Shape(NamedTuple):
         return None
 
     def __str__(self) -> str:
-        """Return the words that `shape_from` reads, whatever its default is: 0-3:tp2:pp1:cp1."""
-        sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True)]
-        return "".join((ranks_in_words(self.ranks), *sizes))
+        """Return the words that `shape_from` reads, whatever its default is: 0-3:tp2, or 0-3:tp1."""
+        sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
+        return "".join((ranks_in_words(self.ranks), *(sizes or [":tp1"])))
 
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:

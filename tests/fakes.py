@@ -47,6 +47,9 @@ class FakeWorld(SimulatedWorld):
 
         return pickle.loads(await self._meet(value, pickled_total))
 
+    async def broadcast(self, value):
+        return (await self.gather(value))[0]
+
     async def exchange(self, outgoing, senders):
         others = outgoing.keys() - {self.rank}
         sent = {rank: pickle.dumps(outgoing[rank]) for rank in others}

@@ -79,14 +79,14 @@ def test_what_is_written_is_read(engines, actor, critic, reference, default):
 
 
 def test_words_that_people_write():
-    """What isn't named has the default's ranks, a critic and a reference the actor's."""
+    """What isn't named is the default's, of a critic and a reference the actor's; beside a size others are 1."""
     default = Shape((0, 1, 2, 3), tp=2)
     found = holders_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:cp2", default)
     actor = Shape((0, 1), tp=1, pp=2)
-    assert found == Holders((0, 2, 3), actor, Shape((2, 3), pp=2, cp=2), actor)
+    assert found == Holders((0, 2, 3), actor, Shape((2, 3), cp=2), actor)
     expected = Holders(default.ranks, default, default, Shape((1,), tp=2))
     assert holders_from("reference=1", default) == expected
-    words = "engines=0,2-3 actor=0-1:tp1:pp2:cp1 critic=2-3:tp1:pp2:cp2 reference=0-1:tp1:pp2:cp1"
+    words = "engines=0,2-3 actor=0-1:pp2 critic=2-3:cp2 reference=0-1:pp2"
     assert str(found) == words
     assert not found.is_apart and found.learners == {0, 1, 2, 3}
 
