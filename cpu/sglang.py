@@ -2,6 +2,8 @@
 
     python -m cpu.sglang --model-path DIR ...   (from the repository root; the flags of sglang.launch_server)
 
+or, without these imports, `main` in a process that cpu/forks.py forks.
+
 Without a GPU SGLang falls back to plain torch for every layer of a dense model. What is missing in the wheel
 is filled in here, through SGLang's own hooks; cpu/invariance.py has attention over the whole batch. With CUDA
 only the sampling of seeded answers is repaired, and no batch has a line in the log.
