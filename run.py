@@ -163,16 +163,17 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
         opened.callback(rendezvous.close)
         if config.asks_engines and config.device == "cpu" and os.environ["LOCAL_RANK"] == "0":
             server.start_forks()  # it imports beside us
-        # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for;
-        # nice, as the fork server has more to import
-        thread = ThreadPoolExecutor(1, initializer=os.nice, initargs=(5,))
+        # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
+        thread = ThreadPoolExecutor(1)
         loop = asyncio.get_running_loop()
-        gc.disable()  # it would take a fifth of the time, as what is imported stays
-        world = await loop.run_in_executor(thread, rendezvous.join, config)
-        opened.callback(world.close)
-        await loop.run_in_executor(thread, import_module, "training.trainer")
+        # nice: the fork server, which imports more, is waited for
+        nice = ThreadPoolExecutor(1, initializer=os.nice, initargs=(5,))
+        gc.disable()  # it would take a fifth of the time, and what is imported stays
+        await loop.run_in_executor(nice, import_module, "training.trainer")
         gc.freeze()
         gc.enable()
+        world = await loop.run_in_executor(thread, rendezvous.join, config)
+        opened.callback(world.close)
         world.enter_device()
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)

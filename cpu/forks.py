@@ -20,8 +20,6 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-MOST_BYTES = 1 << 20  # of a request; Linux takes a fifth of that
-
 
 def die_with_parent():
     """Ask Linux for a SIGKILL when the thread that started this process ends, or end if it has already."""
@@ -47,11 +45,12 @@ def ask(server, command):
 
 
 def import_engines():
-    """Import what engines need, before any of them is forked. Keep what it returns, as `prepare` says."""
+    """Import what engines need, before any of them is forked. Keep what it returns, as `install` says."""
+    os.environ["HF_MODULES_CACHE"] = os.devnull  # as cpu/sglang.py does
     gc.disable()  # it would take 2 of 7 s, as what is imported stays
     from cpu import sglang
 
-    kept = sglang.prepare()
+    kept = sglang.install()
     importlib.import_module("sglang.srt.entrypoints.http_server")
     importlib.import_module("sglang.srt.models.registry")
     importlib.import_module("cpu.windows")
@@ -62,7 +61,6 @@ def import_engines():
 
 def serve(listener):
     """Fork what is asked for. Never returns in this process; in each child its command."""
-    os.environ["NANOYATT_PARENT"] = str(os.getpid())
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     while True:
@@ -71,7 +69,7 @@ def serve(listener):
             bury(watched, *key.data)
             continue
         asker, _ = listener.accept()
-        request, descriptors, _, _ = socket.recv_fds(asker, MOST_BYTES, 1)
+        request, descriptors, _, _ = socket.recv_fds(asker, 1 << 20, 1)
         if not request:  # it is gone
             continue
         pid = os.fork()

@@ -2,6 +2,8 @@
 
     python -m cpu.sglang --model-path DIR ...   (from the repository root; the flags of sglang.launch_server)
 
+or, without these imports, `main` in a process that cpu/forks.py forks.
+
 Without a GPU SGLang falls back to plain torch for every layer of a dense model. What is missing in the wheel
 is filled in here, through SGLang's own hooks; cpu/invariance.py has attention over the whole batch. With CUDA
 only the sampling of seeded answers is repaired, and no batch has a line in the log.
@@ -221,19 +223,15 @@ def main():
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def prepare():
-    """Begin a process of a server, before anything of sglang is imported. Keep what it returns."""
-    # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
-    os.environ["HF_MODULES_CACHE"] = os.devnull
-    if not torch.cuda.is_available():
-        return install()
-    for chatty in CHATTY:
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-
-
 # With CUDA SGLang spawns its children: such a child imports this file as __mp_main__ before sglang.
 if __name__ in ("__main__", "__mp_main__"):
+    # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
+    os.environ["HF_MODULES_CACHE"] = os.devnull
     die_with_parent()
-    kept = prepare()
+    if torch.cuda.is_available():
+        for chatty in CHATTY:
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+    else:
+        library = install()
 if __name__ == "__main__":
     main()

@@ -26,9 +26,10 @@ from runtime.hf_directory import read_model_config
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
 MOST_COLUMNS = 300  # of a line of its log that is quoted
-for_us_alone = partial(os.open, mode=0o600)
 LOG_START = "---- a server starts"  # a line of its log begins so
 ROOT = Path(__file__).parents[1]
+FORKS = (sys.executable, "-m", "cpu.forks")
+for_us_alone = partial(os.open, mode=0o600)
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
@@ -175,8 +176,7 @@ def start_forks() -> None:
         listener.bind(own)
         listener.listen()
         os.rename(own, forks_path())  # over that of one that is gone
-        command = [sys.executable, "-m", "cpu.forks"]
-        subprocess.Popen(command, stdin=listener, stdout=log, stderr=log, **how)
+        subprocess.Popen(FORKS, stdin=listener, stdout=log, stderr=log, **how)
 
 
 def ask_forks() -> socket.socket:
@@ -214,9 +214,9 @@ class ServerProcess:
             if self._device == "cuda":
                 self._process = subprocess.Popen([sys.executable, "-m", *self._command], **how)
                 return
-            command = [sys.executable, "-m", "cpu.forks", os.path.realpath(f"{forks_path()}.log")]
+            command = [*FORKS, os.path.realpath(f"{forks_path()}.log"), *self._command]
             with ask_forks() as server:
-                self._process = subprocess.Popen([*command, *self._command], stdin=server, **how)
+                self._process = subprocess.Popen(command, stdin=server, **how)
 
     def exit_status(self) -> str:
         """Return how it ended; empty while it runs."""

@@ -162,7 +162,7 @@ def served(tmp_path_factory):
         run.start()
     try:
         run.wait_for(lambda run: look(run, seen) or run.rows())
-        servers = [p for p, command in run.processes() if "cpu.sglang" in command]
+        servers = [p for p, command in run.processes() if "forks.log cpu.sglang" in command]
         [key] = {process.environ()["NANOYATT_API_KEY"] for process in servers}
         refused = refusals(run.port, key) | refusals(run.port + 3, key)
         look(run, seen)
