@@ -42,7 +42,7 @@ def test_what_ours_holds_and_sends_is_flat(found):
 def test_what_grows_is_counted(found):
     """Through one process all goes with the ranks. Of ours, others' facts grow: few beside the samples."""
     for name in ("samples", "sent", "heard", "requests"):
-        assert growth(found["central"], name) == pytest.approx([2.0, 2.0], rel=0.04), name
+        assert growth(found["central"], name) == pytest.approx([2.0, 2.0], rel=0.12), name
     assert all(1 < quotient < 1.2 for quotient in growth(found["ours"], "heard"))
     row = central.row_of("ours", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
     assert row == "| ours | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"
