@@ -1,4 +1,4 @@
-"""Which ranks should engines and models have? Seconds of a step by placement, and by the number of ranks
+"""A comparison of placements: seconds of a step by the ranks of engines and models, and by their number
 
     python bench/placements.py [--quick] [--write]    8 to 128 H20s; docs/papers/placements.md, too
     python bench/placements.py --real [--write]       4 ranks of this machine at a device's pace, too

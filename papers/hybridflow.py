@@ -3,7 +3,8 @@
     python papers/hybridflow.py                                       all, in five minutes
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
-Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py. Else: closed forms.
+Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py. Else: closed forms. Where scorers
+have ranks of their own, ours score an answer before reference and critic read it, theirs at the same time.
 """
 
 from __future__ import annotations
