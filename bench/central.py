@@ -100,12 +100,12 @@ class Counting(Network):
             return SAMPLE_BYTES * len(value) + self.grain * tokens
         return len(pickle.dumps(value))
 
-    def gather_s(self, values: list) -> float:
+    def gathered(self, values: list) -> list:
         sizes = [self._bytes(value) for value in values]
         for unit, size in enumerate(sizes):
             self.sent[unit] += size
             self.heard[unit] += sum(sizes) - size
-        return super().gather_s(values)
+        return super().gathered(values)
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
         """Unit 0 has its total merged with a neighbour's at each distance, and tells all the result."""
@@ -124,7 +124,7 @@ class Counting(Network):
             self.heard[unit] += size
         return values[0]
 
-    def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
+    def exchanged(self, parcels: list[dict[int, Any]]) -> list[dict[int, Any]]:
         for sender, outgoing in enumerate(parcels):
             for receiver, parcel in outgoing.items():
                 size = self._bytes(parcel)
@@ -133,7 +133,7 @@ class Counting(Network):
                 if sender != receiver:
                     self.sent[sender] += size
                     self.heard[receiver] += size
-        return super().exchange_s(parcels)
+        return super().exchanged(parcels)
 
 
 # ---------------------------------------------------------------- two ways
