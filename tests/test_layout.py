@@ -79,7 +79,7 @@ def test_what_is_written_is_read(engines, actor, critic, reference, default):
 
 
 def test_words_that_people_write():
-    """What isn't named is the default's, of a critic and a reference the actor's; beside a size others are 1."""
+    """What isn't named is the default's, or the actor's; beside a size that is, others are 1."""
     default = Shape((0, 1, 2, 3), tp=2)
     found = holders_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:cp2", default)
     actor = Shape((0, 1), tp=1, pp=2)
