@@ -48,7 +48,11 @@ def test_all_learn_as_on_one_rank(name, results):
         expected = exact(one["metrics"][step])
         assert {"train/loss", "train/reference_kl", "critic/value_loss"} <= expected.keys()
         assert expected["train/grad_norm"] > 0.01 and expected["critic/grad_norm"] > 0.01
-        assert exact(metrics) == pytest.approx(expected, rel=2e-7, abs=2e-7), f"update {step}"
+        # a small difference of sums, whose order is another
+        variance = expected.pop("critic/explained_variance")
+        learned = exact(metrics)
+        assert learned.pop("critic/explained_variance") == pytest.approx(variance, rel=1e-6)
+        assert learned == pytest.approx(expected, rel=2e-7, abs=2e-7), f"update {step}"
     for trainer, weights in one["weights"].items():
         assert far(found["weights"][trainer], weights) < 2e-5
     assert len(found["versions"]) == LAYOUTS[name][0]

@@ -279,7 +279,7 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
         async with fleet.Fleet(settings, world) as engines:
             await engines.launch(run.servers_of(number, settings, plans))
             await engines.ready()
-            return await engines.connect(None)
+            return await engines.connect(None, world)
 
     async def all_ranks():
         return await asyncio.gather(*map(rank, range(3)))

@@ -120,7 +120,9 @@ def test_the_device_map_names_who_owns_which_server():
     """Ports are the ranks'; a rank names what it has in any of the plans."""
 
     def lines(config, ranks):
-        return device_map(config, run.check_settings(config, ranks), ranks)
+        words, *lines = device_map(config, run.check_settings(config, ranks), ranks)
+        assert words.startswith('  --placement "engines=')
+        return lines
 
     config = settings(port=23010)
     assert lines(config, 2) == [

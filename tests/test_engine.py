@@ -84,7 +84,7 @@ def engine(shared_engine, run, models):
 
 def pool_of(*engines):
     """The pool of a run of one rank."""
-    world = SimpleNamespace(rank=0, size=1)
+    world = SimpleNamespace(rank=0, size=1, place=0)
     pool = Pool(list(engines), world, Timeline(0, time.monotonic), CONFIG)
     pool.awake = tuple(engine.rank for engine in pool.engines)
     return pool
@@ -452,8 +452,9 @@ def test_answers_of_one_request_come_when_they_are_done(engine, run):
 
 def test_few_threads_wait_beside_the_model(engine):
     """SGLang's dozen groups of one rank had one or two each, which woke up 100 times a second."""
-    children = psutil.Process(engine._process._process.pid).children(recursive=True)
-    assert max(child.num_threads() for child in children) < 20
+    family = psutil.Process().children(recursive=True)
+    schedulers = [each for each in family if "scheduler" in " ".join(each.cmdline())]
+    assert max(each.num_threads() for each in schedulers) < 20
 
 
 def test_a_refused_request_says_why(engine, run):
@@ -677,8 +678,10 @@ def test_a_killed_server_is_found_out(engine, run):
     The fixture starts it again for a test that comes later.
     """
     request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 900, 7)
-    children = psutil.Process(engine._process._process.pid).children(recursive=True)
-    [scheduler] = [child for child in children if "scheduler" in " ".join(child.cmdline())]
+    family = psutil.Process().children(recursive=True)
+    [scheduler] = [each for each in family if "scheduler" in " ".join(each.cmdline())]
+    server = scheduler.parent()
+    children = [server, *server.children(recursive=True)]
 
     async def strike():
         down = asyncio.create_task(engine.until_down())

@@ -87,7 +87,10 @@ def test_a_placement_of_one_s_own_runs(monkeypatch):
     ppo = dict(algorithm=("ppo",), steps=2)
     apart, _ = simulate("partial", 3, placement="last", **ppo)
     together, _ = simulate("partial", 2, **ppo)
-    assert str(apart[0].placement.plan.holders) == "engines=0-1 actor=0-1 critic=2 reference=0-1"
+    assert (
+        str(apart[0].placement.plan.holders)
+        == "engines=0-1 actor=0-1:tp1 critic=2:tp1 reference=0-1:tp1"
+    )
     assert [c.placement.actor.holds for c in apart] == [True, True, False]
     assert [c.placement.critics[0].holds for c in apart] == [False, False, True]
     assert kept(apart, 2) == kept(together, 2)
