@@ -671,8 +671,10 @@ def test_a_killed_server_is_found_out(engine, run):
     The fixture starts it again for a test that comes later.
     """
     request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 900, 7)
-    children = psutil.Process(engine._process._process.pid).children(recursive=True)
-    [scheduler] = [child for child in children if "scheduler" in " ".join(child.cmdline())]
+    family = psutil.Process().children(recursive=True)
+    [scheduler] = [each for each in family if "scheduler" in " ".join(each.cmdline())]
+    server = scheduler.parent()
+    children = [server, *server.children(recursive=True)]
 
     async def strike():
         down = asyncio.create_task(engine.until_down())
