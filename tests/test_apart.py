@@ -10,7 +10,7 @@ from workers import train_layouts
 SP = dict(tp=2, sp=True)
 LAYOUTS = {  # name -> ranks, what is said of it
     "one": (1, dict(placement="colocate")),
-    "equal": (2, dict(placement="actor=0-1:tp2 critic=0-1:pp2")),
+    "equal": (2, dict(placement="actor=0-1:tp2 critic=0-1:tp1:pp2")),
     "reference": (3, dict(placement="actor=0 critic=1 reference=2", saves=True, meets=True)),
     "resumed together": (4, dict(placement="colocate", resumes="reference")),
     "interleaved": (
@@ -48,7 +48,7 @@ def test_all_learn_as_on_one_rank(name, results):
         expected = exact(one["metrics"][step])
         assert {"train/loss", "train/reference_kl", "critic/value_loss"} <= expected.keys()
         assert expected["train/grad_norm"] > 0.01 and expected["critic/grad_norm"] > 0.01
-        assert exact(metrics) == pytest.approx(expected, rel=2e-7, abs=2e-7), f"update {step}"
+        assert exact(metrics) == pytest.approx(expected, rel=1e-6, abs=2e-7), f"update {step}"
     for trainer, weights in one["weights"].items():
         assert far(found["weights"][trainer], weights) < 2e-5
     assert len(found["versions"]) == LAYOUTS[name][0]
