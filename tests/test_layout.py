@@ -126,7 +126,7 @@ CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
         ("engines=0-1 actor=2:tp2", {}, 3, "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 1 ranks of"),
         ("engines=0 actor=1-3", dict(pp=2), 4, "tp 1 x pp 2 x cp 1 = 2 doesn't divide the 3 ranks"),
         ("engines=0-2 actor=1-3", {}, 3, "actor on rank 3: there are 3 ranks, from 0"),
-        ("engines=0-4 actor=1", {}, 3, "engines on rank 3: there are 3 ranks, from 0"),
+        ("engines=0-4 actor=1", {}, 3, "engines on rank 4: there are 3 ranks, from 0"),
         ("engines=1 actor=0", {}, 2, "rank 0, which keeps the prompts, needs an engine"),
         ("engines=3-1 actor=0-1", {}, 2, "rank 0, which keeps the prompts, needs an engine"),
         ("engines=0 actor=0 critic=1", {}, 2, "--algorithm grpo has no critic"),
