@@ -10,7 +10,7 @@ from workers import train_layouts
 SP = dict(tp=2, sp=True)
 LAYOUTS = {  # name -> ranks, what is said of it
     "one": (1, dict(placement="colocate")),
-    "equal": (2, dict(placement="actor=0-1:tp2 critic=0-1:pp2")),
+    "equal": (2, dict(placement="actor=0-1:tp2 critic=0-1:tp1:pp2")),
     "reference": (3, dict(placement="actor=0 critic=1 reference=2", saves=True, meets=True)),
     "resumed together": (4, dict(placement="colocate", resumes="reference")),
     "interleaved": (
