@@ -680,8 +680,8 @@ def test_a_killed_server_is_found_out(engine, run):
     request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 900, 7)
     family = psutil.Process().children(recursive=True)
     [scheduler] = [each for each in family if "scheduler" in " ".join(each.cmdline())]
-    server = scheduler.parent()
-    children = [server, *server.children(recursive=True)]
+    first = scheduler.parent()
+    children = [first, *first.children(recursive=True)]
 
     async def strike():
         down = asyncio.create_task(engine.until_down())
