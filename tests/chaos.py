@@ -61,9 +61,6 @@ def unbroken(mode: str) -> Run:
     return Run(folder, *SMALL.split(), "--mode", mode).ended()
 
 
-# ---------------------------------------------------------------- faults, each tells what it did
-
-
 def moment(run: Run, rng: random.Random) -> str:
     """A while after a step of the run, or after its start."""
     rows = rng.choice([-1, 0, 0, 1, 2, 3, 4])
@@ -100,9 +97,6 @@ def kill_in_a_save(run: Run, rng: random.Random) -> str:
 
 
 FAULTS = [kill] * 4 + [stop] * 3 + [kill_in_a_save] * 2
-
-
-# ---------------------------------------------------------------- trials
 
 
 def trial(number: int, mode: str) -> bool:

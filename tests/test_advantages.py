@@ -50,9 +50,6 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
         assert len({sample.advantages[0] for sample in samples.values()}) > 1
 
 
-# ---------------------------------------------------------------- ReMax
-
-
 def write_or_settle(prompt, index, sampling):
     """As the fakes write, but a greedy answer is right for even prompts and wrong for odd ones."""
     if sampling.temperature > 0:

@@ -8,15 +8,13 @@ from test_critic import make_value_model
 from workers import train_layouts
 
 SP = dict(tp=2, sp=True)
+CROSSED = "actor=1,3:tp1:cp2 critic=0,2:cp1:tp2"
 LAYOUTS = {  # name -> ranks, what is said of it
     "one": (1, dict(placement="colocate")),
     "equal": (2, dict(placement="actor=0-1:tp2 critic=0-1:tp1:pp2")),
     "reference": (3, dict(placement="actor=0 critic=1 reference=2", saves=True, meets=True)),
     "resumed together": (4, dict(placement="colocate", resumes="reference")),
-    "interleaved": (
-        4,
-        dict(placement="actor=1,3:tp1:cp2 critic=0,2:cp1:tp2", sizes=SP, meets=True),
-    ),
+    "interleaved": (4, dict(placement=CROSSED, sizes=SP, meets=True)),
     "disjoint": (5, dict(placement="engines=0-4 actor=0-1 critic=2-3", meets=True)),
     "apart": (5, dict(placement="engines=0 actor=1-2 critic=3-4:tp1:pp2", sizes=SP, meets=True)),
 }
@@ -61,15 +59,10 @@ def test_all_learn_as_on_one_rank(name, results):
     assert all(columns == found["columns"][0] for columns in found["columns"])
 
 
-@pytest.mark.parametrize(
-    "name,engines",
-    [
-        ("disjoint", range(5)),
-        ("apart", [0]),
-        ("two receivers", [0, 3, 5]),
-        ("interleaved", range(4)),
-    ],
-)
+ENGINES = {"disjoint": range(5), "apart": [0], "two receivers": [0, 3, 5], "interleaved": range(4)}
+
+
+@pytest.mark.parametrize("name,engines", ENGINES.items())
 def test_every_engine_gets_the_actors_weights(name, engines, results):
     """Bit for bit, on whatever rank, from whichever copy's head; who has neither gets nothing."""
     digests, weights = results[name]["digests"], results[name]["weights"]["megatron"]

@@ -3,7 +3,6 @@
 import asyncio
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,19 +38,6 @@ def test_karmarkar_karp(costs, shares):
     numbers, loads = [len(share) for share in dealt], sums(costs, dealt)
     assert max(numbers) - min(numbers) <= 1
     assert max(loads) - min(loads) <= max(costs, default=0)
-
-
-@pytest.mark.parametrize(
-    "costs,shares,expected",
-    [
-        # pairs 8-7, 6-5, 4-3; differences 1, 1, 1: 8+5+4 and 7+6+3, or the other way round
-        ([8, 7, 6, 5, 4, 3], 2, [16, 17]),
-        ([9, 1, 1, 1], 2, [2, 10]),  # two each, whatever it costs
-    ],
-)
-def test_karmarkar_karp_by_hand(costs, shares, expected):
-    """Worked out on paper."""
-    assert sorted(sums(costs, karmarkar_karp(costs, shares))) == expected
 
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)

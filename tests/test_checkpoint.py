@@ -46,9 +46,6 @@ def saved_steps(out: Path) -> list[int]:
     return steps
 
 
-# ---------------------------------------------------------------- a run that goes on is the same run
-
-
 def trained(controllers, first=0) -> list[list[tuple]]:
     """By step from `first` on: what was trained on, over all ranks."""
     steps = range(len(controllers[0].report.steps))
@@ -72,10 +69,7 @@ RUNS = {  # name -> settings of a run
 
 
 def exact_times(engines):
-    """Times are sums of powers of two, so they add up exactly; and no answer is due when
-    controllers meet. Else who comes first in one instant would decide what is trained on, and that
-    depends on the hour. They meet every 512 of these units and generate from then on; a token takes
-    an odd number of units."""
+    """Sums of powers of two, exact at any hour; no answer is due when controllers meet, every 512 units."""
     for number, engine in enumerate(engines):
         engine.server.pace, engine.server.swap_s = (65 + 2 * number) / 8192, 1 / 8 + number / 512
 
@@ -97,8 +91,7 @@ def exact_meetings():
 @example(name="tp", stop=3, offset=123649)
 @exact_meetings()
 def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
-    """N steps are k steps and, from their checkpoint, N - k: the same samples by the same weights, carried
-    answers among them. And saving changes nothing of a run."""
+    """As the unbroken one, by the same weights, carried answers among it. Saving changes nothing."""
     out = tmp_path_factory.mktemp("run")
 
     class Shifted(FakeSource):
@@ -122,15 +115,6 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     shutil.rmtree(out)
 
 
-@pytest.mark.parametrize("before,after", [(4, 2), (2, 4)])
-def test_on_another_number_of_ranks_the_same_prompts_are_trained_on(tmp_path, before, after):
-    """With every answer as it was, and nothing trained twice."""
-    simulate("full", before, steps=2, save_every=1, out=tmp_path)
-    unbroken, _ = simulate("full", before, steps=4)
-    controllers, _ = simulate("full", after, steps=4, resumed=tmp_path / "checkpoints" / "step_2")
-    assert trained(controllers) == trained(unbroken, 2)
-
-
 def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     """With the actor awake; complete when its step is reported at the earliest, at the end at the latest."""
     with patch.object(LateWriter, "patience", 2):
@@ -143,9 +127,6 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     assert common["split"] == ["partial", 1, 1, 0.0]
     assert files_of(folder) == EVERY_FILE | {"megatron/__1_0.distcp"}
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
-
-
-# ---------------------------------------------------------------- saves that fail
 
 
 class Failing(FakeActor):
@@ -213,9 +194,6 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert {"hf", "model.safetensors", "megatron", "controllers", CHECKSUMS} < expected
     assert before == expected
     assert synced[at:] == [str(tmp_path / "checkpoints")]
-
-
-# ---------------------------------------------------------------- the policy, on other ranks
 
 
 @pytest.fixture(scope="module")

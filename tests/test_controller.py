@@ -68,9 +68,7 @@ def test_trainers_that_share_a_table_share_the_device():
 
 @pytest.mark.parametrize("mode,size,prompts", [("full", 3, 16), ("partial", 4, 6), ("full", 3, 1)])
 def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
-    """All are served, and all that was kept is trained on once: micro-batches are dealt, not
-    prompts. The ranks differ by one prompt that they serve at most, by one sample that they train
-    on, and its work."""
+    """All is trained on once; ranks differ by a prompt served, a sample trained on, and its work at most."""
     controllers, _ = simulate(mode, size, prompts_per_step=prompts, max_refill_waves=30)
     for step in range(3):
         batches = batches_of(controllers, step)
@@ -88,8 +86,7 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
 
 @pytest.mark.parametrize("mode", ["full", "partial"])
 def test_partial_mode_judges_while_others_are_generated(mode):
-    """Side by side, the first verdict comes before the last answer, and genrm wakes once a step. In
-    turns, it comes after it, and every wave costs a swap."""
+    """Side by side a verdict comes before the last answer; in turns after it, and each wave costs a swap."""
     controllers, log = simulate(mode, 2)
     waves = [batch.waves for _, batch, _, _ in controllers[0].report.steps]
     assert max(waves) > 1
@@ -103,8 +100,7 @@ def test_partial_mode_judges_while_others_are_generated(mode):
 
 
 def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
-    """Before step 0, every eval_every steps, and after the last; one greedy answer each. All are
-    aborted, by nobody's wish: they go on where they were."""
+    """Before step 0, every eval_every steps, after the last; what nobody meant to abort goes on."""
     greedy, held_out = [], FakeSource().held_out
 
     def write(prompt, index, sampling):

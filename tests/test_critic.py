@@ -33,8 +33,7 @@ def plain_values(model, sample: Sample) -> torch.Tensor:
 
 
 def with_returns(samples: list[Sample], values: list[list[float]], seed: int) -> list[Sample]:
-    """Random returns around the values, and `old_values` up to 0.5 away from them, as if the critic had
-    moved since."""
+    """Random returns around the values; `old_values` up to 0.5 away, as if the critic had moved since."""
     noise = random.Random(seed)
     for sample, row in zip(samples, values, strict=True):
         sample.true_values = row
@@ -46,9 +45,6 @@ def with_returns(samples: list[Sample], values: list[list[float]], seed: int) ->
 
 def trained_on(step: int) -> list[Sample]:
     return [sample for sample in make_samples(step) if sample.advantages is not None]
-
-
-# ---------------------------------------------------------------------------------- one rank, in this process
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +98,7 @@ def test_a_critic_begins_at_zero_learns_and_goes_out_and_in(start, model_dir, tm
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
-    """So are the passes of an update. Micro-batches are not: any split of a mini-batch, with empty
-    ones, is the same step."""
+    """So are passes. Any split into micro-batches, with empty ones, is the same step."""
     first, second = slice(None, 5), slice(5, None)
 
     def weights_after(*updates: list[list[slice]], epochs: int = 1) -> dict:
@@ -139,8 +134,6 @@ def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
     close(cost)
 
 
-# --------------------------------------------------------------------------------------------------- the loss
-
 NUMBERS = st.floats(-3, 3, width=32)
 
 
@@ -167,9 +160,6 @@ def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens,
             assert values.grad[row] == 0 and abs(value - before) > clip
         elif further < -1e-9 or value == near:  # beyond the clip, away from the return; or inside
             assert values.grad[row].item() == pytest.approx(value - target)
-
-
-# -------------------------------------------------------------------------------------------------- reference
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -327,10 +327,7 @@ KEYS = {
     ("number", SOLUTION): "1072",
     ("number", "$18.00"): "18",
     ("number", 7): "7",
-    ("number", "3/4"): "3/4",
     ("chat", "Paris"): "Paris",
-    ("chat", "$18.00"): "$18.00",
-    ("addition", "125"): "125",
     ("chat", CODE): CODE,
 }
 

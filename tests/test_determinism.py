@@ -14,20 +14,16 @@ from engines.engine import seed_of
 from fakes import FakeReport, all_batches, at_random_paces, samples_of, simulate
 from reporting import metrics
 
-# ---------------------------------------------------------------- seeds
-
 
 def test_a_seed_is_the_same_in_every_process():
-    """The first 63 bits of SHA-256 of `(1, 2, 3)`, as `printf '(1, 2, 3)' | sha256sum` gives them:
-    dfd5... A question with a comma or a quote is not taken for two."""
+    """63 bits of `printf '(1, 2, 3)' | sha256sum`. A comma or a quote doesn't make two of a question."""
     assert seed_of(1, 2, 3) == 0xDFD5726D86ED2C8B >> 1
     assert seed_of(0, "a', 'b") != seed_of(0, "a", "b")
 
 
 @pytest.mark.parametrize("mode,settings", [("full", {}), ("partial", dict(over_dispatch=2.0))])
 def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
-    """From the run's seed, prompt and index: the same whoever asks whom, also when it is cut off
-    and asked for again."""
+    """Of run, prompt and index, whoever asks whom, also when it is cut off and asked for again."""
     controllers, _ = simulate(mode, 2, seed=5, eval_every=100, **settings)
     samples = samples_of(all_batches(controllers))
     engines = controllers[0].placement.rollout.all_engines
@@ -36,9 +32,6 @@ def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
     asked = [request.seed for request in requests if request.seed not in held_out]
     assert set(asked) == {seed_of(5, s.prompt_id, s.index) for s in samples}
     assert len(asked) > len(set(asked))
-
-
-# ---------------------------------------------------------------- modes
 
 
 STEPS = 3
@@ -95,8 +88,7 @@ JUDGES = [{}, dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2)]
     judges=st.sampled_from(JUDGES),
 )
 def test_all_modes_train_on_the_same(layouts, seed, refills, interval_s, rebalance, tail, judges):
-    """Batches, metrics and what comes next, whatever the engines' speed, also where a step may have
-    few waves or none."""
+    """Batches, metrics and what comes next, at any speed, also where a step may have few waves or none."""
     assume(not judges or (("full", 1) not in layouts and ("partial", 2) not in layouts))
     runs = []
     with mock.patch.object(rollout, "MEETING_INTERVAL_S", interval_s):

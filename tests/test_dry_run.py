@@ -44,9 +44,6 @@ def settings(**more):
     return dataclasses.replace(parse_config([]), **more)
 
 
-# ---------------------------------------------------------------- sizes
-
-
 def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
     """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
     shapes = checkpoint_shapes(settings().model)
@@ -136,9 +133,6 @@ def test_the_device_map_names_who_owns_which_server():
     assert not any("on port" in line for line in lines(without, 2))
 
 
-# ---------------------------------------------------------------- --dry-run
-
-
 @pytest.fixture
 def said(capsys, monkeypatch):
     """What a dry run prints on rank 0."""
@@ -200,9 +194,6 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
     ):
         with pytest.raises(ValueError, match=named):
             said(*arguments, ranks=8)
-
-
-# ---------------------------------------------------------------- check
 
 
 def test_check_names_a_taken_port(capsys):

@@ -60,8 +60,7 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
     ],
 )
 def test_next_wave(kind, waves, finished, limit, wave):
-    """Four are wanted, 1.2 times what is missing is drawn. A replacement belongs to the wave after
-    the one that it replaces."""
+    """Four are wanted, 1.2 times what is missing is drawn, for the wave after the one that it replaces."""
     assert sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave() == wave
 
 
@@ -76,8 +75,7 @@ def test_next_wave(kind, waves, finished, limit, wave):
     ],
 )
 def test_experience_says_what_will_be_filtered(generated, finished, wave):
-    """Four are wanted, it takes two groups to keep one: 2.4 are drawn for each that is missing.
-    Replacements are drawn before the verdicts."""
+    """Four are wanted, two groups keep one: 2.4 are drawn for each missing one, before the verdicts."""
     sampler = OrderedSampler(4, groups_per_kept=2.0)
     sampler.add([0, 1, 2, 3], 0)
     sampler.num_generated = generated
@@ -135,8 +133,7 @@ def wave_by_wave(is_kept, target, groups_per_kept, limit):
 @settings(deadline=None, max_examples=200)
 @given(at_once=st.integers(1, 9), **STEP)
 def test_in_order_a_step_is_as_wave_by_wave(seed, target, keep, groups_per_kept, limit, at_once):
-    """As if it waited for each: the batch, waves, what is used up and what is learnt from it.
-    Whatever finishes first, and whenever replacements are drawn."""
+    """Batch, waves, what is used up and learnt from it, whatever finishes first and is drawn when."""
     prompts, rng, begin = Prompts(Numbers(), 2), random.Random(seed), 0
     truth = lambda prompt_id: random.Random(f"{seed} {prompt_id}").random() < keep  # noqa: E731
     for _ in range(4):
@@ -185,8 +182,7 @@ def group_of(prompt_id, *finishes):
 
 
 def test_a_prompt_goes_to_its_owner():
-    """2 and 4 come again: to the controllers that hold what was generated, with it. New prompts go
-    where the fewest are."""
+    """2 and 4 come again, to those that hold what was generated. New prompts go where the fewest are."""
     controllers = [Prompts(Numbers(), 2, keeps_groups=True) for _ in range(2)]
     begun = group_of(2, "abort", "abort")
     for rank, prompts in enumerate(controllers):
@@ -199,20 +195,12 @@ def test_a_prompt_goes_to_its_owner():
     assert [sample.response for sample in controllers[0].group(6)] == [[], []]
 
 
-def test_a_greedy_answer_is_one_more_of_its_group():
-    """The last of it; the others are sampled."""
-    group = Prompts(Numbers(), 2, has_greedy=True).group(5)
-    assert [(s.index, s.greedy) for s in group] == [(0, False), (1, False), (2, True)]
-    assert not any(sample.greedy for sample in Prompts(Numbers(), 2).group(5))
-
-
 PROMPT_IDS = st.lists(st.integers(0, 40), unique=True, max_size=40)
 
 
 @given(PROMPT_IDS, PROMPT_IDS, st.integers(1, 6))
 def test_every_prompt_is_dealt_and_evenly(first, second, controllers):
-    """New prompts to within one each, over all waves; those that come again to their owner. The
-    others even that out."""
+    """New prompts within one each; those that come again to their owner, which the others even out."""
 
     def counts(owners):
         return [list(owners.values()).count(rank) for rank in range(controllers)]

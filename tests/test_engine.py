@@ -406,11 +406,7 @@ def test_a_greedy_answer_ends_with_its_stop_token(engine, run, models):
 
 
 def test_what_is_aborted_goes_on_as_if_it_had_stayed(engine, run):
-    """80 answers, of which it decodes 64 at once, are cut off again and again.
-
-    What they have is in the cache, or, each second time, is computed again in one prefill.
-    Some are cut at the very token that ends them: one in about sixty does.
-    """
+    """80, of which it decodes 64, cut off again and again, with the cache or without; some at their end."""
     prompts = [tokens_of(i // 16, 4 + 2 * i) for i in range(80)]
     requests, turns = requests_of(prompts, Sampling(1.0, 120), seeds=range(80)), []
 

@@ -159,9 +159,6 @@ def test_without_a_right_answer_one_is_shown(tmp_path, model, evaluate_in, name,
     assert (line in said) == (name == "chat") == ("none of" in said)
 
 
-# ---------------------------------------------------------------- what was begun goes on
-
-
 @pytest.fixture
 def five(model, tmp_path):
     """Five problems, and what writes answers that follow from the seeds alone."""

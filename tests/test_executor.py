@@ -57,8 +57,7 @@ def cases() -> Iterator:
 
 @pytest.mark.parametrize("layout,schedule", list(cases()))
 def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
-    """Actor and critic, three steps of two mini-batches, the critic twice over each: values, metrics and
-    weights have the same bits."""
+    """Three steps of two mini-batches, the critic twice: values, metrics and weights have the same bits."""
     results = results_of(layout in FIRST)
     ours, expected = results[layout][schedule], results[layout]["megatron"]
     steps = zip(ours["history"], expected["history"], strict=True)
@@ -71,9 +70,6 @@ def test_a_schedule_trains_as_megatron_s_own(results_of, layout, schedule):
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         assert torch.equal(ours["weights"][name], weight), name
-
-
-# ---------------------------------------------------------------- the order of messages
 
 
 class Wires:
@@ -117,8 +113,7 @@ class Wires:
         return SimpleNamespace(wait=lambda: steps.append((kind, where, number)))
 
     def end(self):
-        """Whether all come to their end by NCCL's rule: of two ranks in a group the first post waits for
-        the other's."""
+        """Whether all end by NCCL's rule: of two ranks in a group the first post waits for the other's."""
         known, done, moves = set(), [0] * len(self.steps), True
         while moves:
             moves = False

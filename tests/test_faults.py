@@ -83,8 +83,6 @@ def start_of(name, mode, size):
     return next(span.start for span in spans if span.name == name)
 
 
-# ---------------------------------------------------------------- engines
-
 LAYOUT = st.sampled_from(ALL_LAYOUTS)
 PARTS = st.sampled_from([3, 20, 10**6])
 ENGINES = (st.sampled_from(["rollout", "genrm"]), st.sampled_from([None, 0, 1, 2, 3]))
@@ -137,15 +135,11 @@ def test_a_role_without_engines_ends_the_run(tmp_path, mode, size, role, later_s
     assert resumed[0].report.accuracies.items() <= unbroken[0].report.accuracies.items()
 
 
-# ---------------------------------------------------------------- stops
-
-
 @settings(max_examples=30, deadline=None)
 @given(LAYOUT, st.floats(0, 15), st.sampled_from([1.0, 1.5]), st.integers(0, 3))
 @example(("partial", 2), 0.0, 1.0, 0)
 def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispatch, rank):
-    """Asked of any rank at any time: all end at the same step, and save once. The prompts to come
-    are those of an unbroken run."""
+    """Of any rank, at any time: all end at one step and save once; the prompts to come are as unbroken."""
     mode, size = layout
     options = dict(UNBROKEN, over_dispatch=over_dispatch)
     controllers, _ = simulate(mode, size, events=[(seconds, ask_to_stop(rank))], **options)
@@ -167,14 +161,10 @@ def test_a_stop_leaves_the_state_of_the_steps_start(layout, seconds, over_dispat
         assert all(trained(controllers, step) == trained(unbroken, step) for step in range(done))
 
 
-# ---------------------------------------------------------------- updates that aren't finite
-
-
 @pytest.mark.parametrize("model,algorithm", [(FakeActor, "grpo"), (FakeCritic, "ppo")])
 @pytest.mark.parametrize("skipped,steps_done", [({0, 2, 3}, 4), ({1, 2, 3}, 3)])
 def test_updates_that_are_not_finite(monkeypatch, skipped, steps_done, model, algorithm):
-    """Three in a row, the actor's or a critic's, end the run, with the last one's samples in a
-    file. Fewer only cost their update."""
+    """Three in a row end the run, the last one's samples in a file. Fewer only cost their update."""
     update, controllers = model.update, []
     options = dict(UNBROKEN, algorithm=(algorithm,), controllers=controllers)
 

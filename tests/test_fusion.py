@@ -27,9 +27,6 @@ ALL = (0, 1, 2, 3)
 OWED = Counter({0: 5, 1: 1, 2: 9, 3: 2})
 
 
-# ---------------------------------------------------------------- who holds which ranks
-
-
 @pytest.mark.parametrize(
     "held,unwritten,judging,expected",
     [
@@ -77,9 +74,6 @@ def test_kept_engines():
     assert kept_engines(25, TokenLatency(0.0, 0.0), 10) == 3
 
 
-# ---------------------------------------------------------------- moves, in a whole run
-
-
 def tail_marks(controllers):
     """Who holds the ranks: time, step, and what rollout and genrm have from then on."""
     marks = [mark for mark in controllers[0].report.marks if mark.kind == "tail"]
@@ -116,9 +110,6 @@ def test_an_engine_lost_in_a_move(role, rank, later_s):
     controllers, _ = simulate("fused", 4, events=events, **options)
     check_as_unbroken(controllers)
     assert sum(controllers[0].report.restarts) == 1
-
-
-# ---------------------------------------------------------------- which tail
 
 
 def test_the_fluid_model_by_hand():

@@ -87,9 +87,6 @@ def record_difference(record, found: dict[str, float]) -> None:
     record(**{f"{name}_difference": f"{found[name]:.4f}" for name in ("mean", "p999", "max")})
 
 
-# ---------------------------------------------------------------- a trainer
-
-
 def test_the_script_of_a_trainer_runs_dry(work):
     """On any machine. Nothing moves, so an update after a nap has the same bits."""
     nap = work("cpu", "nap")("nap", "napped")
@@ -106,10 +103,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_back(device, work, record):
 
 @needs_device
 def test_a_trainer_that_slept_lost_nothing(device, work, record):
-    """Though its memory was overwritten: weights and optimizer bit for bit, and the next update.
-
-    That is compared with one without a nap: equal, or as near as one that is repeated.
-    """
+    """Weights and optimizer bit for bit; the next update equal, or as near as one that is repeated."""
     found = work(device, "nap")("nap", "napped")
     names = ("lost", "moved", "repeated", "napped")
     record(**{name: f"{found[name]:.1e}" for name in names})
@@ -126,9 +120,6 @@ def test_a_training_pass(device, work, record, recompute):
     record(tokens_per_s=f"{found['tokens_per_s']:.0f}")
     record(peak_memory=gb(memory["peak"]), predicted=gb(memory["predicted"]))
     assert memory["peak"] < 1.1 * memory["predicted"]
-
-
-# ---------------------------------------------------------------- an engine
 
 
 @needs_device
@@ -191,9 +182,6 @@ def test_a_judge_that_slept_lost_nothing(device, work, record):
     record(same_tokens=same, given_back=gb(found["given_back"]))
     assert found["same_tokens"] == found["answers"]
     assert device == "cpu" or found["given_back"] > found["weights"]
-
-
-# ---------------------------------------------------------------- the whole
 
 
 @needs_device

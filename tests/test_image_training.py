@@ -125,9 +125,6 @@ def test_a_layout_trains_as_transformers(name, references, results_of):
     assert min(moved.values()) > 1e-3
 
 
-# ---------------------------------------------------------------------------------- one rank, in this process
-
-
 @pytest.fixture
 def make_trainer(build):
     """Builds a trainer of a single rank, after taking the one before it down."""

@@ -196,9 +196,7 @@ MIXED += ("stale_token_frac", "stale_weight_mean")
 
 @pytest.mark.parametrize("name", [*sorted(FIRST.keys() - ONE.keys()), *SLOW])
 def test_what_crosses_ranks_is_that_of_one(name, result_of):
-    """GSPO's ratio is a mean over tokens that cp cuts, the entropy a sum over logits that tp does.
-    A stale answer is on some ranks, who alone look back to the start of the step; each has a share
-    of texts."""
+    """GSPO's mean over tokens that cp cuts, entropy over logits that tp does, stale answers, texts."""
     family, _, layout = LAYOUTS[name]
     got = result_of(name)[0]["actor"]["mixed"]
     one = {"qwen3": "one", "qwen2": "one_tied"}[family]

@@ -39,8 +39,7 @@ def test_the_numbers_are_those_of_one_machine(run_and_seen, tmp_path):
 
 
 def test_nothing_listens_where_it_was_not_told_to(run_and_seen, machines):
-    """--host and loopback alone; but for torchrun's rendezvous, for which torch knows no address.
-    Rollout is on the first alone, genrm on the second: each asks the other's engine."""
+    """Loopback and --host alone, but for torchrun's rendezvous. Each machine asks the other's engine."""
     first, second = machines
     for machine in machines:
         there = run_and_seen[1][machine.name]

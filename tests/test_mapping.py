@@ -22,9 +22,6 @@ def on(device=DEVICE, **changes):
     return SPEEDS._replace(device=device._replace(**changes))
 
 
-# ---------------------------------------------------------------- closed forms
-
-
 @pytest.mark.parametrize("sizes", [Sizes(1, 1, 8), Sizes(2, 4, 1), Sizes(4, 8, 4), Sizes(8, 8, 64)])
 def test_passes_are_the_sum_over_mini_batches(sizes):
     """As the trainers of the simulation add them up, a sequence a micro-batch; rank 0's share."""
@@ -74,9 +71,6 @@ def test_bytes_that_a_model_holds_by_hand():
             pp, tp, dp, _ = choice.sizes[role]
             each = 2 + learns * (4 + 12 / dp)
             assert choice.held == pytest.approx(1e9 + 6.74e9 / (pp * tp) * each)
-
-
-# ---------------------------------------------------------------- search
 
 
 def test_placements_are_all_partitions():

@@ -38,9 +38,6 @@ def run(*arguments, figures=None):
     return command("mine", "A paper.\n\nMore.", figures or {"9": twice}, [*map(str, arguments)])
 
 
-# ---------------------------------------------------------------- points and constants
-
-
 @pytest.mark.parametrize(
     "line, named",
     [
@@ -61,9 +58,6 @@ def test_a_bad_line_is_named(house, capsys, line, named):
     printed = capsys.readouterr()
     assert printed.err.startswith(f"{path}:3: ") and named in printed.err
     assert printed.err.count("\n") == 1 and not printed.out
-
-
-# ---------------------------------------------------------------- rows
 
 
 def test_the_kinds_of_rows():
@@ -100,9 +94,6 @@ def test_a_command_writes_its_page(house, capsys):
     page = (house / "docs" / "mine.md").read_text()
     assert page.startswith("# A paper.\n\nMore.\n1 predicted rows: median error 100.0%")
     assert capsys.readouterr().out in page and "HybridFlow, 7B, 8 GPUs, throughput | " in page
-
-
-# ---------------------------------------------------------------- what is published
 
 
 def test_readme_says_how_far_off_all_predicted_rows_are():

@@ -36,9 +36,6 @@ def ours(paper, *points):
     return [row.ours for row in FIGURES[points[0].figure](asked) if row.kind != "not modelled"]
 
 
-# ---------------------------------------------------------------- what must agree
-
-
 def test_forms_are_near():
     """Table 2 to the last digit; transitions to 12 % in the middle."""
     rows = {figure: FIGURES[figure](PAPER) for figure in FORMS}
@@ -94,9 +91,6 @@ def test_placements_are_in_their_order():
     assert actor.ranks == shapes["reference"].ranks and critic.ranks == shapes["reward"].ranks
 
 
-# ---------------------------------------------------------------- what moves them
-
-
 def test_no_published_value_makes_ours():
     """Other values, and two models' labels swapped: a setting's row says the same."""
     swap, same = {"7B": "13B", "13B": "7B"}, 0
@@ -121,9 +115,6 @@ def test_bandwidths_move_the_transition():
     assert slow - once == pytest.approx(size * (1 / 8 - 1 / 32) / device["network"])
     (slow,) = ours(with_constants("transition", host=host / 2), p)
     assert slow - once == pytest.approx(size / 8 / host)
-
-
-# ---------------------------------------------------------------- other people's points
 
 
 def test_points_of_others(tmp_path, capsys):

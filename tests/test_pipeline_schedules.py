@@ -47,8 +47,7 @@ def test_a_table_that_cannot_be_run():
 
 
 def check_order(pipes: list[Pipe], table) -> None:
-    """Each task once, in its rank; a stage's forward passes in the order of the micro-batches. As
-    its backward passes: sums of gradients depend on it."""
+    """Each task once, in its rank; passes of a stage in the order of micro-batches, as sums depend on it."""
     count = 0
     for number, pipe in enumerate(pipes):
         for stage, rank in enumerate(pipe.ranks):
@@ -60,8 +59,7 @@ def check_order(pipes: list[Pipe], table) -> None:
 
 
 def check(pipes: list[Pipe], table) -> tuple[float, float]:
-    """Latency and peak memory, and every constraint, straight from the definition. A task starts
-    when the one before it on its rank and those that it needs have ended, not later."""
+    """Latency and peak memory by the definition: a task starts when what it needs has ended, not later."""
     check_order(pipes, table)
     starts, ends, peak = evaluate(pipes, table).starts, {}, 0.0
     for task, start in starts.items():

@@ -16,7 +16,6 @@ from test_rollout import check_prompts, check_tokens
 
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 SAFE = ("safe_rlhf", "kl_coef=0.1")
-WHITENED = ("reinforce++",)
 APART = "engines=0-1 actor=2-3"  # the actor as in a colocated run of two
 PLACEMENTS = {  # name -> ranks, words; the actor's samples may be dealt to any number of copies
     "colocate": (2, "colocate"),
@@ -142,12 +141,6 @@ def timed(learn, trainer, times):
     return call
 
 
-def test_whitened_over_the_ranks_of_the_actor():
-    """As where they serve, too: to the last bit with as many copies."""
-    controllers, _ = simulate("partial", 4, algorithm=WHITENED, placement=APART)
-    check_same(controllers, WHITENED)
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_same_seed_gives_the_same_run(ahead):
     """However fast engines are; and twice the same."""
@@ -157,9 +150,6 @@ def test_the_same_seed_gives_the_same_run(ahead):
         controllers, _ = simulate("partial", 4, **how)
         runs.append([columns_of(controllers, step) for step in range(4)])
     assert runs[0] == runs[1] == runs[2]
-
-
-# ---------------------------------------------------------------- how engines serve on their own ranks
 
 
 @settings(max_examples=25, deadline=None)
@@ -215,8 +205,6 @@ def test_an_engine_is_lost(seconds, verb, role, rank, ahead):
     expected = colocated(("grpo",))
     assert [columns_of(controllers, step) for step in range(3)] == expected
 
-
-# ---------------------------------------------------------------- stops and checkpoints
 
 RUNS = {  # name -> settings of a run
     "standalone": dict(mode="partial", size=4, placement="engines=0-1 actor=2 critic=3"),

@@ -195,8 +195,7 @@ def test_an_answer_that_queues_is_not_late_while_another_is_written():
 
 @pytest.mark.parametrize("tokens_a_second", [30, 2])
 def test_an_engine_that_writes_is_not_called_stalled(tokens_a_second):
-    """With --timeout-s 30, though it tells of a first token, and then of each STREAM_INTERVAL. That
-    takes a second, or more than the 6 s after which its health is asked."""
+    """With --timeout-s 30, though STREAM_INTERVAL takes a second, or more than 6 s, when health is asked."""
     engine = engine_of(0, {1: 302})
     vars(engine).update(pace=1 / tokens_a_second, first=1, part=STREAM_INTERVAL)
 

@@ -83,10 +83,7 @@ def test_the_longest_sequence_fits_a_micro_batch(budget, cp, data):
 
 
 def test_every_rank_has_as_many_micro_batches(monkeypatch):
-    """Replicas that train on other numbers of texts would sum gradients in another order.
-
-    A token's weight: 4 tokens divide the policy's sum, the texts have 3 on all ranks, 0.5 * 4 / 3 each.
-    """
+    """Else sums had another order. A token weighs 0.5 * 4 / 3: 4 divide the policy's, 3 are the texts'."""
 
     def reduced(self, values, op):
         if "count" in values:

@@ -19,8 +19,6 @@ layouts = st.builds(
     *(st.integers(1, 4) for _ in range(4)),
 )
 
-# ---------------------------------------------------------------- the rule
-
 
 class Place(NamedTuple):
     """The place of a rank while it generates."""
@@ -84,8 +82,6 @@ def test_table_2_by_hand(layout, deepspeed, vanilla, ours):
     assert list(layout.costs()) == ["DeepSpeed-Chat", "HybridFlow-V", "HybridFlow"]
     assert [tuple(cost) for cost in layout.costs().values()] == costs
 
-
-# ---------------------------------------------------------------- real shards
 
 LAYOUTS = {  # name -> model, ranks, sizes
     "1-4-1": ("untied", 4, {"tp": 4}),

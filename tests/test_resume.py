@@ -94,8 +94,7 @@ def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
 
 
 def test_the_newest_checkpoint_is_continued(tmp_path):
-    """In one line. What was recorded later is dropped, also a row that was cut short; the clock
-    goes on. What killed saves left has other names, is swept, and isn't read."""
+    """Later records and cut rows are dropped, the clock goes on; what killed saves left is swept, unread."""
     out = make_run(tmp_path / "run")
     for name in ("step_30.partial-123", "step_10.partial-123.old"):
         (out / "checkpoints" / name).mkdir()
@@ -123,8 +122,7 @@ def test_only_the_last_records_are_read(tmp_path, monkeypatch, step):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, monkeypatch, ranks):
-    """Each rank reads a share, and all hear of what one of them found. Its rows go, too. It is
-    archived, so that no later run takes it for the newest."""
+    """Each rank reads a share, all hear. Its rows go; it is archived, and no later run takes it."""
     out, read, real = make_run(tmp_path / "run"), [], atomic_files.sha256
     monkeypatch.setattr(atomic_files, "sha256", lambda path: read.append(path.name) or real(path))
     assert prepared(out, ranks)[0].step == 20
@@ -273,8 +271,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
-    """But for those that nobody asks about. An algorithm's settings are among them. A setting that
-    the checkpoint doesn't know, of a program that came before it, hasn't changed."""
+    """Those that somebody asks about; one that the checkpoint doesn't know hasn't changed."""
     out = make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, {name: SETTINGS[name] for name in SETTINGS if name != "keep"})
     changes = dict(steps=50, lr=1e-3, port=31000, algorithm=("grpo", "kl_coef=0.01"), keep=7)

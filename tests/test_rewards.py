@@ -14,7 +14,7 @@ import genrm
 import rewards
 from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
 from config import Config
-from fakes import simulate, to_text
+from fakes import simulate, to_text, trained
 from sample import Sample
 
 
@@ -50,12 +50,6 @@ def score(judges=(), rules=(), weights=(), **fields):
     sample = Sample(0, 0, [1], response=list(b"It is 5"), finish="stop", **fields)
     asyncio.run(listed.score(sample, None))
     return sample
-
-
-def trained(controllers, step):
-    """What was trained on, as the ranks that train have it."""
-    samples = {sample.key: sample for c in controllers for sample in c.report.steps[step][2]}
-    return list(samples.values())
 
 
 TENTHS = st.integers(0, 10).map(lambda tenths: Fraction(tenths, 10))
@@ -125,7 +119,7 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
     )
     named = dict(rule=(f"{rule}:score", "length:100"), reward_weights=(1.0, 2.0, 1.0))
     controllers, _ = simulate("partial", 2, **named)
-    for sample in trained(controllers, 0):
+    for sample in trained(controllers, 0).values():
         right = float(to_text(sample.response).split(">")[1] == sample.answer_key)
         assert sample.reward == pytest.approx((3 * right + len(sample.response) / 100) / 4)
         assert sample.verdict == (right == 1.0), "the verdict is the judges'"
@@ -140,7 +134,7 @@ def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
     named = dict(model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",), steps=4)
     named["reward_weights"] = (0.9, 0.1)
     controllers, _ = simulate("auto", 2, save_every=2, out=tmp_path, **named)
-    for sample in trained(controllers, 0):
+    for sample in trained(controllers, 0).values():
         right = to_text(sample.response).endswith(f">{sample.answer_key}")
         assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response))
         assert sample.verdict is None and sample.cost == len(sample.response) / 50
@@ -151,7 +145,8 @@ def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
     again, _ = simulate("auto", 2, resumed=tmp_path / "checkpoints" / "step_2", **named)
     for step in (2, 3):
         whole, resumed = trained(controllers, step), trained(again, step - 2)
-        assert {s.key: s.reward for s in whole} == {s.key: s.reward for s in resumed}
+        assert all(sample.reward == resumed[key].reward for key, sample in whole.items())
+        assert whole.keys() == resumed.keys()
         assert len(whole) == 8 * 4
 
 
@@ -227,18 +222,6 @@ def constraint(**changes):
     return algorithm_of(Config(algorithm=safe_rlhf(**settings), cost_rule=("length:50",)))
 
 
-def test_a_step_of_the_multiplier_by_hand():
-    """Mean cost 0.6, 0.4 over the limit: ln(lambda) += 0.1 * 0.5 * 0.4."""
-    algorithm, state = constraint(), SimpleNamespace(step=0, log_multiplier=0.0)
-    got = update_multiplier(state, [0.4, 0.8, 0.6], algorithm)
-    assert state.log_multiplier == pytest.approx(0.02)
-    expected = {"cost/mean": 0.6, "cost/violation": 0.4}
-    assert got == pytest.approx(expected | {"cost/multiplier": 0.5 * math.exp(0.02)})
-    update_multiplier(state, [0.0], algorithm)
-    assert state.log_multiplier == pytest.approx(0.02 - 0.1 * 0.5 * math.exp(0.02) * 0.2)
-    assert update_multiplier(state, [], algorithm) == {}
-
-
 COSTS = st.lists(st.floats(-3, 3), min_size=1, max_size=12)
 
 
@@ -267,6 +250,7 @@ def test_the_multiplier_waits_for_the_critic_s_warm_up():
     multipliers = [1.0, 1.0, third, third * math.exp(0.1 * third * 0.5)]
     assert [row["cost/multiplier"] for row in reported] == pytest.approx(multipliers)
     assert {(row["cost/mean"], row["cost/violation"]) for row in reported} == {(1.0, 0.5)}
+    assert update_multiplier(state, [], algorithm) == {}
 
 
 def test_a_large_multiplier_stops_at_100_and_finds_back():
@@ -288,7 +272,7 @@ def test_safe_rlhf_in_the_real_loop():
 
     controllers, log_multiplier = play(safe_rlhf(cost_limit=0.1, lagrange_lr=0.5)), 0.0
     for step in range(3):
-        samples = trained(controllers, step)
+        samples = trained(controllers, step).values()
         assert len(samples) == 32
         mean = math.fsum(sample.cost for sample in samples) / len(samples)
         log_multiplier += 0.5 * math.exp(log_multiplier) * (mean - 0.1)
@@ -305,5 +289,5 @@ def test_safe_rlhf_in_the_real_loop():
         assert [critic.name for critic in c.placement.critics] == ["reward", "cost"]
         assert all(critic.version == 3 for critic in c.placement.critics)
     off, ppo = play(safe_rlhf(cost_limit=0.1, lagrange_init=0.0)), play(("ppo",))
-    first, second = ({s.key: s.advantages for s in trained(run, 2)} for run in (off, ppo))
+    first, second = ({s.key: s.advantages for s in trained(run, 2).values()} for run in (off, ppo))
     assert first == second, "with lambda 0 it is PPO"

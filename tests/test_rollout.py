@@ -20,9 +20,6 @@ def tokens_of(groups):
     return sum(len(sample.response) for group in groups for sample in group)
 
 
-# ---------------------------------------------------------------- nothing is lost
-
-
 def check_prompts(controllers):
     """Every prompt was trained on, filtered, or waits: exactly one of them, and no controller disagrees."""
     done = Counter()
@@ -97,9 +94,6 @@ def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, see
         check_continued(controllers)
 
 
-# ---------------------------------------------------------------- the tail
-
-
 def one_in_ten(prompt, index, sampling):
     """Answers of 10 tokens, of prompt 7 of 100; every group has both rewards."""
     length = 98 if fakes.number_in(prompt) == 7 else 8
@@ -133,8 +127,7 @@ def serving_seconds(controllers, step):
     ],
 )
 def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
-    """One of eight prompts has answers ten times as long: the default waits for it, 10 prompts for
-    8 do not. Worked out by hand. What the split's statistics say is the same."""
+    """One of eight prompts takes ten times as long: ten prompts for eight don't wait. By hand."""
     controllers, _ = simulate(mode, size, over_dispatch=over_dispatch, steps=1, **TAIL)
     for taken in (*serving_seconds(controllers, 0), controllers[0].state.history[0].serve_s):
         assert seconds - 1e-9 <= taken <= seconds + 2 * rollout.MEETING_INTERVAL_S
@@ -143,9 +136,6 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
     kept = {s.prompt_id for batch in batches_of(controllers, 0) for s in batch.kept}
     assert len(kept) == 8 and (7 in kept) == (over_dispatch == 1)
     assert (7 in controllers[0].prompts.requeued) == (over_dispatch > 1)
-
-
-# ---------------------------------------------------------------- where controllers meet
 
 
 def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
@@ -165,9 +155,6 @@ def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
     assert 7 in controllers[0].report.requeued[0]
     check_prompts(controllers)
     check_tokens(controllers)
-
-
-# ---------------------------------------------------------------- bad judges
 
 
 def test_garbage_of_a_judge_is_dropped(monkeypatch):
@@ -191,14 +178,9 @@ def test_garbage_of_a_judge_is_dropped(monkeypatch):
     assert sum(failed for c in controllers for failed in c.rewards.counts()[0]) > 0
 
 
-# ---------------------------------------------------------------- prompts that teach nothing
-
-
 @pytest.mark.parametrize("mode,size,over_dispatch", [("full", 2, 1.0), ("partial", 4, 2.0)])
 def test_prompts_that_teach_nothing_stop_every_rank(mode, size, over_dispatch, monkeypatch):
-    """No group ever has two rewards: waves end and the batch is empty, until MAX_EMPTY_STEPS in a
-    row. Every rank has done as many steps, and groups_per_kept goes a tenth of the way to 10 in
-    each."""
+    """At MAX_EMPTY_STEPS in a row, all alike; groups_per_kept goes a tenth of the way to 10 in each."""
     monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 5)
     options, controllers = dict(over_dispatch=over_dispatch, steps=12), []
     with pytest.raises(ValueError, match="no prompt of 5 steps in a row"):

@@ -78,8 +78,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken):
 
 @pytest.mark.slow
 def test_a_run_loses_an_engine_of_each_role(tmp_path, longer):
-    """kill -9 of a rollout server's scheduler in one step, SIGSTOP of a genrm server in another.
-    The other ranks' engines go on with their work."""
+    """kill -9 of one's scheduler, SIGSTOP of another's server; the other ranks' go on with their work."""
     run = Run(tmp_path, *FIVE, "--mode", "full").struck(
         (rows_done(1), lambda run: run.engine("rollout", 0, "sglang::scheduler").kill()),
         (rows_done(3), lambda run: run.engine("genrm", 1, "-m cpu.sglang").suspend()),
@@ -99,8 +98,6 @@ def test_a_run_without_a_judge_ends_in_one_line_and_goes_on(tmp_path, longer):
     run.check_nothing_is_left()
     run.again().check_as(longer)
 
-
-# ---------------------------------------------------------------- models on ranks of their own
 
 APART = ("--placement", "engines=0-1 actor=2")
 AHEAD = (*APART, "--ahead", "1")
@@ -139,9 +136,6 @@ def test_a_rank_that_trains_is_killed_while_others_serve_ahead(tmp_path):
     again = run.again()
     assert f"goes on from {run.out}/checkpoints/step_" in again.stdout
     again.check_as(unbroken)
-
-
-# ---------------------------------------------------------------- a run is stopped
 
 
 @pytest.mark.slow
@@ -199,9 +193,6 @@ def test_a_taken_port_is_named(tmp_path):
     run.check_nothing_is_left()
 
 
-# ---------------------------------------------------------------- what it is for
-
-
 @pytest.mark.slow
 def test_the_demo_learns_in_a_few_steps(tmp_path):
     """Ten steps: accuracy from at most 0.45 to at least 0.85."""
@@ -231,9 +222,7 @@ def test_a_users_models_and_prompts(tmp_path):
 
 @pytest.mark.slow
 def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
-    """On one rank, in whose mode there would be nobody to judge: the reward is the rule's word on
-    the text. Engine and trainer disagree, as they do in 16 bits; that costs no answer its gradient,
-    and no KL."""
+    """On one rank. Engine and trainer disagree in 16 bits; that costs no gradient, and no KL."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3+4?"}\n' * 8)
     given = ["--model", save_model(tmp_path / "model"), "--data", tmp_path / "rows.jsonl", *SIXTEEN]
     given += ["--rule", "forbidden:7", "--steps", "1", "--dtype", "bfloat16"]
@@ -261,8 +250,7 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.mark.slow
 def test_a_run_on_own_pictures(tmp_path):
-    """Trainer and engine agree before and after pushes, also in a run that goes on after kill -9.
-    No file holds a picture."""
+    """Trainer and engine agree, also in a run that goes on after kill -9. No file holds a picture."""
     make_vision_model(tmp_path / "model", "qwen3_vl", layers=2)
     (tmp_path / "rule.py").write_text(RULE)
     with (tmp_path / "rows.jsonl").open("w") as file:

@@ -24,8 +24,6 @@ SMALL = ("--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-toke
 CLOSED = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
 PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leaves open
 
-# ---------------------------------------------------------------- text from a model
-
 
 @given(st.text())
 @example("\x1b[2J\x1b]0;title\x07\r\x9b1A\u202e\u2028\ud800")
@@ -37,8 +35,6 @@ def test_what_a_terminal_sees_is_printable(text):
     harmless = all(c.isprintable() or c in "\n\t" for c in text)
     assert (shown == text) == harmless
 
-
-# ---------------------------------------------------------------- a model's own code
 
 TOKENIZER_CODE = """
 from pathlib import Path
@@ -113,9 +109,6 @@ def test_a_server_has_no_websocket(server_module):
     gone, left = (set(line.split()) for line in server_module[0].splitlines())
     assert all("WebSocket" in kind for kind in gone) and gone
     assert not any("WebSocket" in kind for kind in left) and left
-
-
-# ---------------------------------------------------------------- real runs of half the loop
 
 
 def look(run, seen):

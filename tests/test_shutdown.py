@@ -21,9 +21,6 @@ from runtime import shutdown
 ROOT = Path(__file__).parent.parent
 
 
-# ---------------------------------------------------------------- signals
-
-
 async def signalled(stop, times, clock, cleaned):
     """A rank's program, with a cleanup, that gets signals and then ends: {at this time: number}."""
     strikes_are_over = asyncio.Event()
@@ -63,8 +60,6 @@ def test_signals(monkeypatch, trains, times, is_done):
         assert asyncio.run(signalled(stop, times, clock, cleaned)) == "done"
     assert cleaned == [True] and stop.asked == SIGINT
 
-
-# ---------------------------------------------------------------- the end of a process
 
 LEAVE = """
 import os, time
@@ -123,8 +118,6 @@ def test_a_rank_ends_with_its_launcher():
     gone, alive = psutil.wait_procs([rank], 10)
     assert gone and not alive
 
-
-# ---------------------------------------------------------------- under torchrun
 
 RANKS = """
 import asyncio, os, sys, time

@@ -36,9 +36,7 @@ def simulation(mode="partial", ranks=4, work=WORK, cluster=CLUSTER, **settings):
 
 
 def token_by_token(costs, arrivals, aborts):
-    """What a Batch does, one decode step at a time: (when, tokens, how) each sequence ended, by
-    index. arrivals: (seconds, sequences), in order; aborts: seconds of the moments in which all is
-    cut off."""
+    """(when, tokens, how) sequences ended, by index, a decode step at a time; `aborts` cut all off."""
     arrivals, aborts = deque(arrivals), deque([*aborts, float("inf")])
     now, waiting, live, ended = 0.0, deque(), {}, {}  # live: sequence -> tokens that it has
     steps_since_read = costs.apart

@@ -19,14 +19,6 @@ def spans_of(intervals, name="rollout", rank=0, step=0):
     return [tl.Event("span", name, rank, at, at + length, step) for at, length in intervals]
 
 
-def test_busy_on_hand_worked_spans():
-    """Two overlap for one of three seconds; touching ones are one stretch or two; a gap parts them."""
-    assert tl.busy([]) == []
-    assert tl.busy(spans_of([(0, 2), (1, 2)])) == [(0, 3, 4 / 3)]
-    assert tl.busy(spans_of([(1, 1), (4, 2)])) == [(1, 2, 1.0), (4, 6, 1.0)]
-    assert tl.busy(spans_of([(0, 4), (1, 1), (2, 1)])) == [(0, 4, 1.5)]
-
-
 NAMES = st.sampled_from(["rollout", "genrm"])
 
 

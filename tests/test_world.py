@@ -55,18 +55,6 @@ def test_collectives(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("size", [1, 5, 8])
-def test_reduce_is_the_total_in_the_order_of_the_ranks(tmp_path, size):
-    """On every rank, whatever their number."""
-
-    async def total(world):
-        print(await world.reduce(f"{world.rank}", "".join))
-
-    assert in_ranks(tmp_path, total, 30.0, size) == ["01234567"[:size] + "\n"] * size
-
-
-# ---------------------------------------------------------------- parts of a World
-
 PART = (0, 2, 4)
 
 
@@ -139,8 +127,7 @@ def test_who_did_not_come_to_a_part(tmp_path, in_folder):
 @pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
 def test_who_did_not_come(tmp_path, how, in_folder):
-    """The error names the rank, and the phase in which it was last seen. The collectives inside of
-    an update are none of World's."""
+    """The error names rank and phase. The collectives inside of an update are none of World's."""
     phase = "train of step 4" if how == "dies" else "serve of step 5"
 
     def update():

@@ -20,9 +20,6 @@ MEETING_PORT = 26400  # where torchruns meet
 DEADLINE_S = 1800.0
 
 
-# ---------------------------------------------------------------- machines
-
-
 class Machine:
     """Namespaces of its own for network, hostname, processes and mounts; all within ends with their init."""
 
@@ -103,9 +100,6 @@ def replace_second(machines):
     subprocess.run(machines[0].command("ip", "link", "delete", "cable"), check=False)
     machines[1] = Machine(old.name, old.address, old.folder.parent)
     connect(machines)
-
-
-# ---------------------------------------------------------------- the run
 
 
 def on_two(machines, out, arguments, strike_after):
