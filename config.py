@@ -306,11 +306,10 @@ def parser_of(name: str, usage: str) -> Parser:
 
 def default_device() -> str:
     """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
-    names = ("nvidia[0-9]*", "dxg")  # the second is of WSL
-    if not shows_devices() or not any(any(DEVICE_FILES.glob(name)) for name in names):
-        return (
-            "cpu"  # at once: importing torch takes a second, in which the fork server imports, too
-        )
+    # told at once: importing torch takes a second, in which the fork server imports, too
+    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # of Linux; of WSL
+    if not devices or not shows_devices():
+        return "cpu"
     from torch import cuda
 
     if reason := why_unusable():
