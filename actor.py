@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config, UserError
@@ -27,9 +29,10 @@ from sample import Key, Sample
 from scheduling.balance import flat
 from training import lm_head, ptx
 from training.executor import Update, Work
+from training.groups import Groups
 from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.trainer import LossSums, Trainer, all_reduce, as_sequences, loss_sums, means, totals
+from training.trainer import LossSums, Trainer, as_sequences, loss_sums, means, totals
 
 # Trainer and engine may differ by this much in the mean over tokens. Single tokens are far apart in bfloat16,
 # and say little.
@@ -45,10 +48,13 @@ class Actor(Trainer):
 
     title = "actor"
 
-    def __init__(self, config: Config, model_dir: str):
+    def __init__(
+        self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
+    ):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
-        super().__init__(config, model_dir)
+        self.lag = config.ahead  # updates that the weights which wrote a token may be behind
+        super().__init__(config, model_dir, groups, learns=learns)
 
     def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
         """Take an optimizer step for each mini-batch (collective: all ranks); see executor.py."""
@@ -59,7 +65,7 @@ class Actor(Trainer):
         for number, micro_batches in enumerate(mini_batches):
             samples = flat([micro_batches])
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
-            loss = PolicyLoss(self.read_with_entropy, targets, self.algorithm)
+            loss = PolicyLoss(self.read_with_entropy, targets, self.algorithm, self.groups.cp)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
                 self._add_texts(work, number, targets)
@@ -71,9 +77,22 @@ class Actor(Trainer):
         self.metrics = update_metrics(steps, lr)
         self.metrics["train/micro_batches"] = float(sum(map(len, mini_batches)))
 
+    def compute_policy_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
+        """Fill `policy_logprobs` where the KL is in the reward (collective: model-parallel group)."""
+        if self.algorithm.kl_in == "reward":
+            rows = self.read_tokens(list(chain(*mini_batches)))
+            for sample, row in zip(flat(mini_batches), rows, strict=True):
+                sample.policy_logprobs = row
+
+    def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
+        """Fill `reference_logprobs` by the present weights (collective: model-parallel group)."""
+        rows = self.read_tokens(list(chain(*mini_batches)))
+        for sample, row in zip(flat(mini_batches), rows, strict=True):
+            sample.reference_logprobs = row
+
     def _check_samples(self, samples: list[Sample]) -> None:
         """Assert that samples have advantages and are of the step's weights, or rightly stale."""
-        oldest = 0 if self.config.continues_answers else self.version
+        oldest = 0 if self.config.continues_answers else self.version - self.lag
         for sample in samples:
             assert sample.advantages is not None, "a sample without advantages cannot be trained on"
             fits = all(oldest <= version <= self.version for version in sample.versions)
@@ -111,12 +130,12 @@ class Actor(Trainer):
         # every rank of a model-parallel group counts the same tokens: the ratio is right
         tokens = float(sum(len(response) for _, response in mine))
         counts = {"divisor": targets.divisors.sum().item(), "tokens": tokens}
-        total = all_reduce(counts, dist.ReduceOp.SUM)
+        total = self.all_reduce(counts, dist.ReduceOp.SUM)
         packed = []
         for chosen in self.pack(mine):
             packed.append([mine[index] for index in chosen])
         # as many micro-batches on every rank: with other tables replicas would sum gradients in another order
-        most = all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
+        most = self.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
         while len(packed) < most["count"]:
             packed.append([])
         weight = self.algorithm.ptx_coef * total["divisor"] / total["tokens"]
@@ -205,6 +224,7 @@ class PolicyLoss:
     read: Callable  # see Actor.read_with_entropy
     targets: PackedTargets
     algorithm: Algorithm
+    cp: ProcessGroup  # the context-parallel group
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp, cp)."""
@@ -221,7 +241,7 @@ class PolicyLoss:
             advantages=targets.advantages,
             sequence=targets.sequence,
             lengths=targets.lengths,
-            total=over_context_parallel,
+            total=partial(over_context_parallel, self.cp),
         )
         loss, clipped = algorithm.loss(inputs, algorithm)
         loss = correction.importance * loss
@@ -330,39 +350,9 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     stale_tokens = total["stale_token_frac"]
     metrics["stale_weight_mean"] = total["stale_weight"] / stale_tokens if stale_tokens else 1.0
     # later steps have moved the weights: only the first one's are those that the engine had
-    metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
-    metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
+    if steps[0]["fresh_tokens"]:  # served ahead, none is
+        metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
+        metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
     if total["ptx_tokens"]:
         metrics["ptx_loss"] = total["ptx"] / total["ptx_tokens"]
     return {f"train/{name}": value for name, value in metrics.items()}
-
-
-class Reference:
-    """The weights that `actor` has now, kept on the host. They take its place for a pass."""
-
-    def __init__(self, actor: Actor):
-        self._actor = actor
-        has_gpu = actor.device.type == "cuda"
-        self._host = []
-        for parameter in actor.gpt.parameters():
-            copy = torch.empty_like(parameter.detach(), device="cpu", pin_memory=has_gpu)
-            self._host.append(copy.copy_(parameter.detach()))
-
-    def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs` and, for a KL in the reward, `policy_logprobs` (collective)."""
-        samples = flat(mini_batches)
-        micro_batches = list(chain(*mini_batches))
-        if self._actor.algorithm.kl_in == "reward":
-            for sample, row in zip(samples, self._actor.read_tokens(micro_batches), strict=True):
-                sample.policy_logprobs = row
-        parameters = list(self._actor.gpt.parameters())
-        own = [parameter.data for parameter in parameters]
-        for parameter, host in zip(parameters, self._host, strict=True):
-            parameter.data = host.to(self._actor.device, non_blocking=True)
-        try:
-            rows = self._actor.read_tokens(micro_batches)
-        finally:  # the own weights stayed: beside a pass without activations there is room for both
-            for parameter, data in zip(parameters, own, strict=True):
-                parameter.data = data
-        for sample, row in zip(samples, rows, strict=True):
-            sample.reference_logprobs = row

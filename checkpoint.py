@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+import rollout
 from config import Config, UserError, as_text, dashed
 from reporting import timeline
 from runtime import atomic_files
@@ -56,6 +57,7 @@ Say = Callable[[str], None]
 class Shards(NamedTuple):
     """The plan of a trainer's save, as its `snapshot` returns it."""
 
+    first: int  # the first rank that holds the model
     write: Callable[[], list]  # this rank's shards; returns what describes them
     complete: Callable[[list[list]], None]  # for rank 0, with every rank's descriptions
 
@@ -77,9 +79,10 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "config": dict(vars(c.config)),
         "files": c.checkpoints.files,
         "prompts": c.prompts.state(),
-        "split": c.placement.plan.split,
+        "split": c.placement.next.split,
     } | asdict(c.state)
     own = {"groups": [], "rewards": c.rewards.counts(), "random": torch.get_rng_state().tolist()}
+    own["ahead"] = c.ahead and asdict(c.ahead)
     for group in c.prompts.groups.values():
         own["groups"].append([dict(vars(sample)) for sample in group])
     return common, own
@@ -106,29 +109,42 @@ async def restore(c: Controller, folder: Path) -> None:
     for own in controllers:
         for rows in own["groups"]:
             groups.append([sample_from_json(row) for row in rows])
-    actor = c.placement.actor
-    holder = actor.dp_rank if actor.is_head else -1
-    c.prompts.load_state(common["prompts"], groups, actor.dp_size, holder)
+    holder = c.team.place if c.placement.serves else -1
+    c.prompts.load_state(common["prompts"], groups, c.team.size, holder)
+    c.ahead = served_ahead(c, [own["ahead"] for own in controllers])
     # they are summed over the ranks, so rank 0 alone takes them
     c.rewards.load_counts([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
     split = Split(*common["split"])
-    history = [stats_from(row) for row in common["history"]]
+    history = [StepStats.of_json(row) for row in common["history"]]
     splits = {split, *(stats.split for stats in history)}
     plans = {plan.split: plan for plan in c.placement.plans}
     # the split and what was measured, unless the run has other plans
     if common["ranks"] == c.world.size and splits <= plans.keys():
-        c.placement.plan = plans[split]
+        c.placement.switch(plans[split])
         c.state.history = history
     if c.world.rank < len(controllers):
         random = controllers[c.world.rank]["random"]
         torch.set_rng_state(torch.tensor(random, dtype=torch.uint8))
 
 
-def stats_from(row: dict) -> StepStats:
-    """Return the inverse of asdict."""
-    fields = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
-    fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
-    return StepStats(**row | fields)
+def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch | None:
+    """Return a batch that was served and not trained on: the first rank has all of it."""
+    if not rows[0]:
+        return None
+    c.placement.actor.lag = 1  # older weights than the next step's wrote it
+    parts = [rollout.batch_from(row) for row in rows]
+    total = StepStats.total([part.stats for part in parts if part.stats])
+    if total.split not in {plan.split for plan in c.placement.plans}:
+        total = replace(total, split=c.placement.plan.split)
+    batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
+    if c.world.rank == 0:
+        batch.stats = total
+        for part in parts:
+            for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
+                vars(batch)[name] += vars(part)[name]
+    elif c.placement.serves:
+        batch.stats = replace(total, rollout=RequestStats(), genrm=RequestStats(), lengths=())
+    return batch
 
 
 def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> Part:
@@ -139,8 +155,7 @@ def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> 
     for name, write in hf.items():
         write(folder / name)
     patterns = [*state, *(f"{name}/__{rank}_*" for name in shards), *(f"{name}/*" for name in hf)]
-    if rank == 0:
-        patterns += [f"{name}/common.pt" for name in shards]
+    patterns += [f"{name}/common.pt" for name, each in shards.items() if each.first == rank]
     return Part(described, sync_and_hash(folder, patterns))
 
 
@@ -230,7 +245,8 @@ class Checkpoints:
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.placement.give_device_to(trainer)
-            shards[name] = Shards(*await self.world.run(trainer.snapshot, folder / name))
+            planned = await self.world.run(trainer.snapshot, folder / name)
+            shards[name] = Shards(trainer.shape.ranks[0], *planned)
             if self.is_due(step, self.config.save_hf_every):
                 weights = await self.world.run(trainer.whole_weights)
                 if weights:

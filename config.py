@@ -22,7 +22,7 @@ HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, 
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
 LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
-LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "lr_decay_to": (0, 1)}
+LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "lr_decay_to": (0, 1), "ahead": (0, 1)}
 LIMITS |= {"mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
 
 
@@ -48,7 +48,9 @@ class Config:
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
     # ---- the loop
-    mode: str = "partial"  # who holds the devices when: full | partial | fused | auto
+    mode: str = "partial"  # how engines share their ranks: full | partial | fused | auto
+    placement: str = "colocate"  # colocate | split | standalone, or ranks: engines=0-1 actor=2:tp1
+    ahead: int = 0  # 1: serve the next batch while one is trained on; needs ranks of its own
     algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then its settings: kl_coef=0.01
     prompts_per_step: int = 16  # groups trained on in a step
     answers_per_prompt: int = 8  # samples in a group
@@ -58,7 +60,7 @@ class Config:
     tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
     rebalance: bool = False  # move ranks between the roles (fused: the tail) by load
     # ---- debugging
-    dry_run: bool = False  # print all settings, who would run where, the memory that takes, and end
+    dry_run: bool = False  # print who would run where, and the memory that takes, and end
     rollout_only: bool = False  # generate and judge alone; samples go to OUT/replay.jsonl
     train_only: bool = False  # train on the samples of --replay; no engine is started
     replay: str = ""  # what a --rollout-only run wrote
@@ -177,7 +179,7 @@ class Config:
             raise UserError(f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}")
         if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
-        if self.sp and self.tp == 1:
+        if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
         if self.rebalance and self.mode == "full":
             raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")

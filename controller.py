@@ -1,15 +1,17 @@
 """The parallel controllers: every rank runs this program on its own share of the prompts.
 
 No rank holds the batch. Controllers meet in small collectives (counts, lengths, a flag) and take the same
-decisions, because each is a pure function of what was gathered. The outside is four things: a `World`,
-engines, trainers, and the event loop's clock.
+decisions, because each is a pure function of what was gathered. Models on ranks of their own work at the same
+time because every rank skips what it doesn't hold. The outside is four things: a `World`, engines, trainers,
+and the event loop's clock.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import ChainMap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
 
 import algorithms
 import rollout
@@ -25,18 +27,14 @@ from rewards import Rewards
 from rollout import RolloutBatch
 from runtime.shutdown import Stop
 from runtime.world import World
-from sample import Key, Sample
-from scheduling.balance import flat, plan_batch
+from sample import Sample
+from scheduling.balance import flat
+from scheduling.dealing import Held, MiniBatches, Shares, deal
 from scheduling.pipeline import schedule_of
 from scheduling.rebalance import HISTORY, StepStats, choose_split
 
-if TYPE_CHECKING:
-    from actor import Actor, Reference
-
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
-
-MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches
 
 
 @dataclass
@@ -65,36 +63,42 @@ class Controller:
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints
-    references: list[Reference] = field(default_factory=list)  # one, if the KL to it is asked for
+    team: World = None  # of those that serve, if this one does, or of those that train, or of all
+    ahead: RolloutBatch | None = None  # served, and not yet trained on
     collect: Callable[[Controller], Awaitable[RolloutBatch]] = rollout.collect  # or a replay's
     learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
     stopping: int = 0  # the signal that asked one of the controllers to stop, once all know
 
+    def __post_init__(self) -> None:
+        self.team = self.team or self.world
+
 
 async def train(c: Controller) -> int:
     """The loop: serve, then train (collective). Returns the signal that ended it, once all is saved, or 0."""
-    await c.placement.begin()
+    await c.placement.to_serving()  # engines come up asleep, as trainers do
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
-        batch = await c.collect(c)  # generate, judge, refill until the step has its groups
+        batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
+        shares = await exchange(batch, c)  # all meet: equal work for every rank
         if c.stopping:
             break
-        mini_batches = await exchange(batch.kept, c)  # all meet: equal work for every rank
-        await c.placement.to_training()  # engines sleep; trainers wake as they are needed
+        await c.placement.to_training()  # engines that share ranks sleep; trainers wake as needed
+        c.ahead = await serve_ahead(c)  # on ranks of their own engines serve the next step
         with c.timeline.span("train"):
-            stats = await c.learn(c, mini_batches)
-        decision = await rebalance(c, batch.stats)  # engines sleep: the split may move
+            stats = await c.learn(c, shares)
+        stats = await agree(c, stats, shares)  # all meet
+        decision = await rebalance(c, batch.stats)  # the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
         c.timeline.mark("weights", f"v{c.placement.actor.version}")
-        await c.report.step(c, step, batch, flat(mini_batches), stats | decision)
+        await c.report.step(c, step, batch, flat(shares.of(c.placement.actor)), stats | decision)
         await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
         stop_on_empty_steps(c)
-        del batch, mini_batches  # not held while the next step is served
+        del batch, shares  # not held while the next step is served
     return await finish(c)
 
 
@@ -103,6 +107,8 @@ async def finish(c: Controller) -> int:
     if not c.stopping:
         c.timeline.step = c.config.steps
         await evaluate(c, c.config.steps)
+    await c.world.wait_for_all()
+    c.stopping = await c.world.reduce(c.stopping, max)
     if c.stopping:
         await c.placement.to_training(go_on=False)
         await c.checkpoints.save_now(c)
@@ -110,131 +116,130 @@ async def finish(c: Controller) -> int:
     return c.stopping
 
 
-class Held(NamedTuple):
-    """The samples that a controller holds, as it tells the others."""
+async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
+    """Deal all samples to the models' data-parallel ranks in equal work (collective).
 
-    dp_rank: int  # of its trainer
-    lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't held
-    image_costs: dict[int, int]  # prompt_id -> work on its images
-
-    @staticmethod
-    def of(samples: list[Sample], actor: Actor) -> Held:
-        lengths: dict[int, list[int]] = {}
-        for sample in sorted(samples, key=lambda sample: sample.key):
-            row = lengths.setdefault(sample.prompt_id, [])
-            row += [0] * (sample.index - len(row))
-            row.append(len(sample.prompt) + len(sample.response))
-        costs = {s.prompt_id: cost for s in samples if (cost := actor.image_cost(s.prompt))}
-        return Held(actor.dp_rank, lengths, costs)
-
-    def tokens(self) -> dict[Key, int]:
-        """Return the tokens of each sample, prompt and response together."""
-        rows = self.lengths.items()
-        return {(prompt, i): n for prompt, row in rows for i, n in enumerate(row) if n}
-
-
-class Deal(NamedTuple):
-    """The decision who trains on which sample: the same on every controller."""
-
-    plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
-    groups: list[list[int]]  # [dp_rank]: the ranks of its model-parallel group, its head first
-    holders: dict[Key, int]  # the rank that has a sample
-    receivers: dict[Key, int]  # the rank that gets it
-
-
-def deal(held: list[Held], cost: Callable[[int], int], config: Config, dp_size: int) -> Deal:
-    """Deal all samples in equal work, from what each rank holds (pure). cost(tokens): work."""
-    groups = [[] for _ in range(dp_size)]
-    tokens = {}
-    holders = {}
-    image_costs = {}
-    for rank, theirs in enumerate(held):
-        groups[theirs.dp_rank].append(rank)
-        image_costs |= theirs.image_costs
-        for key, length in theirs.tokens().items():
-            assert key not in tokens, "two controllers hold the same sample"
-            tokens[key] = length
-            holders[key] = rank
-    plan = plan_batch(tokens, cost, config, dp_size, image_costs)
-    receivers = {}
-    for share, group in zip(plan, groups, strict=True):
-        receivers |= dict.fromkeys(flat(share), group[0])
-    return Deal(plan, groups, holders, receivers)
-
-
-async def exchange(samples: list[Sample], c: Controller) -> MiniBatches:
-    """Deal all samples to the data-parallel ranks in equal work; returns this one's (collective).
-
-    Each rank gathers lengths, works out the same deal, and sends its samples straight to the ranks that train
-    on them. A model-parallel group trains on one share. Before, only its head, the first rank, holds samples,
-    because it alone sends requests to engines; after, the head copies the share to the others.
+    Each rank gathers lengths, works out the same deals, and sends its samples straight to the ranks that need
+    them: for each shape of a model, all ranks of the copy that gets a sample. A stop that is heard of here
+    comes after the batch: it is kept, saved, and trained on when the run goes on.
     """
     actor = c.placement.actor
-    held = await c.world.gather(Held.of(samples, actor))
-    dealt = deal(held, actor.cost, c.config, actor.dp_size)
-    share = dealt.plan[actor.dp_rank]
-    group = dealt.groups[actor.dp_rank]
-    is_first = c.world.rank == group[0]
+    await c.world.wait_for_all()  # who trains alone waits here for those that serve
+    # on shared ranks controllers agree on a stop while they serve, and give the batch up
+    asked = c.stop.asked if c.placement.is_apart else 0
+    has_costs = "cost" in c.algorithm.signals
+    facts = Held.of(batch.kept, actor.image_cost, has_costs)
+    facts = facts._replace(missing_groups=batch.missing_groups, stop=max(c.stopping, asked))
+    held = await c.world.gather(facts)
+    batch.missing_groups = max(each.missing_groups for each in held)
+    stop = max(each.stop for each in held)
+    if stop and not c.stopping:
+        c.ahead = batch
+    c.stopping = stop
+    models = (actor, *c.placement.critics, *c.placement.references)
+    shapes = [model.shape for model in models]
+    dealt = deal(held, shapes, actor.cost, c.config)
     parcels = {}
-    for sample in samples:
-        parcels.setdefault(dealt.receivers[sample.key], []).append(sample)
-    senders = {dealt.holders[key] for key in flat(share)} if is_first else set()
+    senders = set()
+    own = {sample.key: sample for sample in batch.kept}
+    for key, holder in dealt.holders.items():
+        receivers = {rank for each in dealt.of.values() for rank in each.copies[key]}
+        if c.world.rank in receivers:
+            senders.add(holder)
+        if holder == c.world.rank:
+            for receiver in receivers:
+                parcels.setdefault(receiver, []).append(own[key])
     incoming = await c.world.exchange(parcels, senders)
     received = flat([incoming.values()])
-    if len(group) > 1:
-        copies = dict.fromkeys(group, received) if is_first else {}
-        incoming = await c.world.exchange(copies, {group[0]})
-        received = flat([incoming.values()])
     c.prompts.attach_images(received)
-    found = {sample.key: sample for sample in received}
-    mini_batches = [[] for _ in share]
-    for number, mini_batch in enumerate(share):
-        for keys in mini_batch:
-            mini_batches[number].append([found[key] for key in keys])
-    return mini_batches
+    samples = {sample.key: sample for sample in received}
+    return Shares(dealt.of, samples, flat([[each.costs for each in held]]))
 
 
-async def learn(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
-    """Update critics and actor, in turns or in one pipeline (collective). Returns metrics."""
-    stats = await compute_advantages(c, mini_batches)
+async def serve_ahead(c: Controller) -> RolloutBatch | None:
+    """Serve the next step's batch with --ahead (those that serve); others return at once, and train.
+
+    It is served by the weights that this step begins with: a function of the step alone.
+    """
+    is_last = c.state.step + 1 == c.config.steps
+    if not c.config.ahead or is_last:
+        return None
+    with c.stop.put_off():  # after the update the weights that the batch began with are gone
+        return await c.collect(c)
+
+
+async def learn(c: Controller, shares: Shares) -> dict[str, float]:
+    """Update critics and actor, in turns, in one pipeline, or on ranks of their own. Returns metrics."""
+    stats = await compute_advantages(c, shares)
     trainers = [*reversed(c.placement.critics), c.placement.actor]  # the last critic has the device
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
     for first, *beside in turns:
         await c.placement.give_device_to(first, *beside)
-        stats |= await c.world.run(first.update, mini_batches, beside)
-        c.timeline.ran(first.phases)
-    stop_on_nan(c, stats, mini_batches)
+        stats |= await c.team.run(first.update, shares.of(first), beside)
+        c.timeline.ran(first.passes)
     return stats
 
 
-async def compute_advantages(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
-    """Give every sample its advantages (collective). Returns metrics of a constraint, if any."""
-    samples = flat(mini_batches)
-    metrics = {}
-    for reference in c.references:
-        await c.placement.give_device_to(c.placement.actor)
-        await c.world.run(reference.compute_ref_logprobs, mini_batches)
+async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
+    """Give every sample its advantages. Returns metrics of a constraint, if any."""
+    actor = c.placement.actor
+    for reference in c.placement.references:
+        await c.placement.give_device_to(actor, reference)
+        await c.team.run(actor.compute_policy_logprobs, shares.of(actor))
+        await c.team.run(reference.compute_ref_logprobs, shares.of(reference))
     for critic in c.placement.critics:
         await c.placement.give_device_to(critic)
-        await c.world.run(critic.compute_values, mini_batches)
-    # others of its model-parallel group hold the same
-    mine = samples if c.placement.actor.is_head else []
+        await c.team.run(critic.compute_values, shares.of(critic))
+    await share_columns(c, shares)
+    metrics = {}
     if "cost" in c.algorithm.signals:
-        costs = await c.world.gather([sample.cost for sample in mine])
-        metrics = algorithms.update_multiplier(c.state, flat([costs]), c.algorithm)
+        metrics = algorithms.update_multiplier(c.state, shares.costs, c.algorithm)
     multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
+    learned = {}
+    for trainer in (actor, *c.placement.critics):
+        learned |= {sample.key: sample for sample in flat(shares.of(trainer))}
+    samples = list(learned.values())
     algorithms.set_advantages(samples, c.algorithm, multiplier)
     if c.algorithm.whiten:
+        # others of its model-parallel group hold the same
+        mine = flat(shares.of(actor)) if actor.is_head else []
         moments = algorithms.moments([a for sample in mine for a in sample.advantages])
-        algorithms.whiten(samples, await c.world.gather(moments))
+        algorithms.whiten(samples, await c.team.gather(moments))
     return metrics
 
 
-async def rebalance(c: Controller, stats: StepStats) -> dict[str, float | str]:
-    """Note what the step measured, and take the plan that should serve fastest (collective)."""
+async def share_columns(c: Controller, shares: Shares) -> None:
+    """Send what a model said of samples to the ranks that train another model on them. Point to point."""
+    parcels = {}
+    senders = set()
+    for source, target in itertools.permutations(shares.deals, 2):
+        for key, makers in shares.deals[source].copies.items():
+            for rank in set(shares.deals[target].copies[key]).difference(makers):
+                if makers[0] == c.world.rank:
+                    parcels.setdefault(rank, {})[key] = shares.samples[key].columns()
+                if rank == c.world.rank:
+                    senders.add(makers[0])
+    if len(shares.deals) > 1:
+        for columns_of in (await c.team.exchange(parcels, senders)).values():
+            for key, columns in columns_of.items():
+                shares.samples[key].fill(columns)
+
+
+async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> dict[str, float]:
+    """Unite the metrics of all models (collective). UserError after MAX_SKIPS skipped updates in a row."""
+    await c.world.wait_for_all()
+    stats = await c.world.reduce(stats, lambda parts: dict(ChainMap(*reversed(parts))))
+    stop_on_nan(c, stats, shares.of(c.placement.actor))
+    return stats
+
+
+async def rebalance(c: Controller, stats: StepStats | None) -> dict[str, float | str]:
+    """Note what the step measured, and take the plan that should serve fastest (those that serve)."""
+    if stats is None:
+        return {}
     placement = c.placement
-    restarts = await c.world.reduce(placement.restarts, sum)
-    step_stats = await c.world.reduce(stats, StepStats.total)
+    restarts = await c.team.reduce(placement.restarts, sum)
+    step_stats = await c.team.reduce(stats, StepStats.total)
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
@@ -276,16 +281,15 @@ def stop_on_empty_steps(c: Controller) -> None:
 
 
 async def evaluate(c: Controller, step: int) -> None:
-    """Report greedy accuracy on held-out prompts, every `eval_every` steps (collective)."""
+    """Report greedy accuracy on held-out prompts, every `eval_every` steps (those that serve)."""
     held_out = [prompt for prompt in c.prompts.source.held_out if prompt.answer_key is not None]
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
-    if not (held_out and is_due and c.placement.rollout.engines):
+    engines = c.placement.rollout.engines
+    if not (held_out and is_due and engines and c.placement.serves):
         return
-    actor = c.placement.actor
     tasks = rollout.Tasks()
-    share = list(enumerate(held_out))[actor.dp_rank :: actor.dp_size] if actor.is_head else []
     mine = []
-    for i, prompt in share:
+    for i, prompt in list(enumerate(held_out))[c.team.place :: c.team.size]:
         fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
         mine.append(Sample(-1 - i, 0, *fields, greedy=True))
     with c.timeline.span("evaluate"):
@@ -295,7 +299,7 @@ async def evaluate(c: Controller, step: int) -> None:
     if c.stopping:
         return await rollout.cut_off(c, tasks)
     num_right = sum(c.rewards.final_answer(sample) == sample.answer_key for sample in mine)
-    counts = await c.world.gather((num_right, len(mine)))
+    counts = await c.team.gather((num_right, len(mine)))
     c.placement.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
     accuracy = sum(right for right, _ in counts) / sum(asked for _, asked in counts)

@@ -10,6 +10,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from algorithms import algorithm_of
 from config import Config, UserError
@@ -20,6 +21,7 @@ from scheduling.pipeline import schedule_of
 from training import hf_weights
 from training import model as models
 from training.executor import Update
+from training.groups import Groups
 from training.packing import NO_TARGET, MicroBatch
 from training.trainer import LossSums, Read, Trainer, as_sequences, loss_sums, means, totals
 
@@ -29,9 +31,10 @@ STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")  #
 class ValueHead(torch.nn.Linear):
     """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer, whole on every rank."""
 
-    def __init__(self, config: models.TransformerConfig):
+    def __init__(self, config: models.TransformerConfig, tp: ProcessGroup):
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
         self.config = config
+        self.tp_group = tp
         self.weight.tensor_model_parallel = False
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
@@ -39,26 +42,28 @@ class ValueHead(torch.nn.Linear):
         if self.config.sequence_parallel:
             # every rank makes all values: their gradients are equal, and must not be summed
             gather = models.gather_from_sequence_parallel_region
-            hidden = gather(hidden, tensor_parallel_output_grad=False)
+            hidden = gather(hidden, tensor_parallel_output_grad=False, group=self.tp_group)
         return super().forward(hidden), None
 
 
 class Critic(Trainer):
     """One rank's part of a value model. `name`: reward or cost. `version` counts its updates."""
 
-    def __init__(self, config: Config, model_dir: str, name: str = "reward"):
+    def __init__(
+        self, config: Config, model_dir: str, name: str = "reward", groups: Groups | None = None
+    ):
         """Load a directory, as a Trainer. From a policy's the head begins at zero."""
         self.name = name
         self.title = f"{name} critic"
         self.prefix = "critic" if name == "reward" else f"{name}_critic"  # of the metrics
         self.algorithm = algorithm_of(config)
-        super().__init__(config, model_dir, reverse=schedule_of(config).fuses)
+        super().__init__(config, model_dir, groups, reverse=schedule_of(config).fuses)
 
     def _load_stage(self, hf: dict, model_config: models.TransformerConfig) -> models.GPTModel:
         untied = hf | {"tie_word_embeddings": False}
         gpt = models.build_stage(untied, model_config, self.groups)
         if gpt.post_process:
-            gpt.output_layer = ValueHead(model_config)
+            gpt.output_layer = ValueHead(model_config, self.groups.tp)
         gpt = gpt.to(self.device)
         weights = hf_weights.HFWeights(self.model_dir, "--critic")
         # in the output layer's place

@@ -1,15 +1,16 @@
 """Placement: which ranks each role holds, and the hand-over of the devices between serving and training.
 
-Who holds what is data, a `Plan`. While serving, rollout and genrm engines hold ranks; while training, the
-actor holds all. Where both may hold all, the mode says who has them now. The order decides the memory peak:
+Who holds what is data, a `Plan`. --placement says which ranks engines and models hold (`Holders`), --mode how
+rollout and genrm share those of the engines. What holds the same ranks takes turns; the order decides the
+memory peak:
 
     to training   every engine sleeps (weights and KV cache go); then trainers wake: one at a time, or all
                   where the schedule runs them in one pipeline
     to serving    critics sleep, the actor's gradients and what its passes left go, rollout weights come back,
                   push, the actor sleeps, the KV cache comes back
 
-Between the two all engines sleep: lost ones are started again before training, and after it a run may switch
-to another plan.
+Engines on ranks that train nothing sleep for the push alone. While all sleep lost ones are started again, and
+a run may switch to another plan.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from algorithms import algorithm_of
 from config import Config, UserError
 from engines.pool import Pool
 from runtime.world import World
 from scheduling.fusion import TAILS, Left, ranks_of_tail
+from scheduling.layout import Holders, Shape, holders_from, ranks_in_words
+from scheduling.pipeline import schedule_of
 from scheduling.rebalance import Split
 
 if TYPE_CHECKING:
     from reporting.timeline import Timeline
+    from training.push import Route
     from training.trainer import Trainer  # which imports Megatron: plans are made without
 
 
@@ -38,7 +44,7 @@ class Plan:
     mode: str  # a row of rollout.MODES
     rollout: tuple[int, ...]
     genrm: tuple[int, ...]
-    actor: tuple[int, ...]
+    holders: Holders
     rollout_tp: int = 1  # ranks of one rollout engine
     genrm_tp: int = 1
     tail: float = 0.0  # fused: the part of answers that is unwritten when genrm gets ranks
@@ -51,7 +57,8 @@ class Plan:
     def units(self) -> list[tuple[int, ...]]:
         """The ranks, in the smallest parts of them that cut no engine."""
         size = math.lcm(self.rollout_tp, self.genrm_tp)
-        return [self.actor[first : first + size] for first in range(0, len(self.actor), size)]
+        ranks = self.holders.engines
+        return [ranks[first : first + size] for first in range(0, len(ranks), size)]
 
     @property
     def split(self) -> Split:
@@ -59,42 +66,116 @@ class Plan:
 
     def __str__(self) -> str:
         parts = []
-        for role in ("rollout", "genrm", "actor"):
-            if ranks := vars(self)[role]:
-                ends = dict.fromkeys([ranks[0], ranks[-1]])
-                parts.append(f"{role} on ranks {'-'.join(map(str, ends))}")
+        ranks_of = {"rollout": self.rollout, "genrm": self.genrm}
+        ranks_of |= {name: shape.ranks for name, shape in self.holders.shapes.items()}
+        for role, ranks in ranks_of.items():
+            if ranks:
+                parts.append(f"{role} on ranks {ranks_in_words(ranks)}")
         return ", ".join(parts)
 
 
-def plan_of(mode: str, config: Config, rollout: tuple[int, ...], genrm: tuple[int, ...]) -> Plan:
-    """A plan with the run's sizes of engines, whose actor holds the ranks of both roles."""
-    actor = tuple(sorted({*rollout, *genrm}))
-    return Plan(mode, rollout, genrm, actor, config.rollout_tp, config.genrm_tp)
+# ---------------------------------------------------------------- which ranks hold which model
 
 
-def full_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
-    """Let rollout, genrm and actor take turns, each on all ranks. Source: WeChat-YATT, full colocation."""
-    return [plan_of("full", config, everyone, everyone)]
+def colocate(everyone: tuple[int, ...], config: Config) -> Holders:
+    """Let all models and engines take turns on all ranks. Source: WeChat-YATT; HybridFlow's "colocate"."""
+    shape = Shape.of(config, everyone)
+    return Holders(everyone, shape, shape, shape)
 
 
-def partial_colocation(everyone: tuple[int, ...], config: Config) -> list[Plan]:
-    """Let ranks [0, S) serve rollout, [S, N) genrm, for each S that cuts no engine. Source: WeChat-YATT."""
+def split(everyone: tuple[int, ...], config: Config) -> Holders:
+    """Let actor and reference hold one half, critics the other, engines all. HybridFlow, section 8.3."""
+    shape = Shape.of(config, everyone)
+    cut = len(everyone) // 2 // shape.unit * shape.unit
+    actor = shape._replace(ranks=everyone[: len(everyone) - cut])
+    critic = shape._replace(ranks=everyone[len(everyone) - cut :])
+    return Holders(everyone, actor, critic, actor)
+
+
+def standalone(everyone: tuple[int, ...], config: Config) -> Holders:
+    """Let engines hold one half, and actor and critics each a part of the other. HybridFlow, section 8.3."""
+    shape = Shape.of(config, everyone)
+    models = 2 if algorithm_of(config).critics else 1
+    each = max(1, len(everyone) // 2 // models // shape.unit) * shape.unit
+    first = len(everyone) - models * each
+    actor = shape._replace(ranks=everyone[first : first + each])
+    critic = shape._replace(ranks=everyone[-each:])
+    return Holders(everyone[:first], actor, critic, actor)
+
+
+PLACEMENTS = {"colocate": colocate, "split": split, "standalone": standalone}
+
+
+def make_holders(config: Config, world_size: int) -> Holders:
+    """The ranks of engines and models by --placement (pure). UserError."""
+    everyone = tuple(range(world_size))
+    text = config.placement
+    try:
+        if "=" in text:
+            holders = holders_from(text, Shape.of(config, everyone))
+        elif text in PLACEMENTS:
+            holders = PLACEMENTS[text](everyone, config)
+        else:
+            raise UserError(f"choose {', '.join(PLACEMENTS)}, or ranks: engines=0-1 actor=2-3")
+        if config.train_only:
+            holders = holders._replace(engines=())
+        for problem in (*holders.problems(world_size), *problems_of(holders, config)):
+            raise UserError(problem)
+    except UserError as error:
+        raise UserError(f"--placement {text}: {error}") from None
+    return holders
+
+
+def problems_of(holders: Holders, config: Config) -> Iterator[str]:
+    """Yield what the other settings don't go with, a sentence each."""
+    algorithm = algorithm_of(config)
+    row = f"--algorithm {config.algorithm[0]}"
+    if 0 not in holders.engines and not config.train_only:
+        yield "rank 0, which keeps the prompts, needs an engine"
+    if "critic" in holders.shapes and not algorithm.critics:
+        yield f"{row} has no critic"
+    if "critic" in holders.shapes and schedule_of(config).fuses:
+        yield f"--schedule {config.schedule} needs actor and critic on the same ranks"
+    if "reference" in holders.shapes and not algorithm.kl_coef:
+        yield f"{row} without kl_coef has no reference"
+    if config.ahead and not holders.is_apart:
+        yield "--ahead 1 needs engines on ranks that train nothing, as --placement standalone"
+
+
+# ---------------------------------------------------------------- how engines share their ranks
+
+
+def plan_of(
+    mode: str, config: Config, holders: Holders, rollout: tuple[int, ...], genrm: tuple[int, ...]
+) -> Plan:
+    """A plan with the run's sizes of engines."""
+    return Plan(mode, rollout, genrm, holders, config.rollout_tp, config.genrm_tp)
+
+
+def full_colocation(holders: Holders, config: Config) -> list[Plan]:
+    """Let rollout and genrm take turns, each on all ranks of engines. WeChat-YATT, full colocation."""
+    return [plan_of("full", config, holders, holders.engines, holders.engines)]
+
+
+def partial_colocation(holders: Holders, config: Config) -> list[Plan]:
+    """Let the first S ranks serve rollout, the others genrm, for each S that cuts no engine. WeChat-YATT."""
+    ranks = holders.engines
     unit = math.lcm(config.rollout_tp, config.genrm_tp)
-    cuts = range(unit, len(everyone), unit)
-    return [plan_of("partial", config, everyone[:s], everyone[s:]) for s in cuts]
+    cuts = range(unit, len(ranks), unit)
+    return [plan_of("partial", config, holders, ranks[:s], ranks[s:]) for s in cuts]
 
 
-def inter_stage_fusion(everyone: tuple[int, ...], config: Config) -> list[Plan]:
+def inter_stage_fusion(holders: Holders, config: Config) -> list[Plan]:
     """A plan for each tail of the answers: 0 is full, 1 partial. RLHFuse (arXiv 2409.13221), section 4."""
-    (plan,) = full_colocation(everyone, config)
+    (plan,) = full_colocation(holders, config)
     if len(plan.units) == 1:
         return []
     return [replace(plan, mode="fused", tail=tail) for tail in dict.fromkeys((config.tail, *TAILS))]
 
 
-def auto(everyone: tuple[int, ...], config: Config) -> list[Plan]:
+def auto(holders: Holders, config: Config) -> list[Plan]:
     modes = (partial_colocation, full_colocation, inter_stage_fusion)
-    return [plan for mode in modes for plan in mode(everyone, config)]
+    return [plan for mode in modes for plan in mode(holders, config)]
 
 
 PLANS = {"full": full_colocation, "partial": partial_colocation, "fused": inter_stage_fusion}
@@ -110,48 +191,50 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
         if ranks % tp:
             where = " of a machine, which no engine leaves" if ranks != world_size else ""
             raise UserError(f"--{name}-tp {tp} doesn't divide {ranks} ranks{where}")
+    holders = make_holders(config, world_size)
     if config.train_only:
-        return [Plan("partial", rollout=(), genrm=(), actor=tuple(range(world_size)))]
-    if not (plans := plans_of_mode(config, world_size)):
+        return [Plan("partial", rollout=(), genrm=(), holders=holders)]
+    if not (plans := plans_of_mode(config, holders)):
         judges = len(config.judge_models)
         unit = math.lcm(config.rollout_tp, config.genrm_tp)
-        least = next(ranks for ranks in itertools.count(unit, unit) if plans_of_mode(config, ranks))
+        counts = itertools.count(unit, unit)
+        least = next(n for n in counts if plans_of_mode(config, colocate(range(n), config)))
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
         needed = f"at least {least} ranks, for {engines}"
-        raise UserError(f"--mode {config.mode} needs {needed}; this run has {world_size}")
-    first = first_plan(plans, config, world_size)
+        given = f"this run has {len(holders.engines)}"
+        raise UserError(f"--mode {config.mode} needs {needed}; {given}")
+    first = first_plan(plans, config, len(holders.engines))
     if not config.rebalance and config.mode != "auto":
         return [first]
     return [first] + [plan for plan in plans if plan != first]
 
 
-def plans_of_mode(config: Config, world_size: int) -> list[Plan]:
+def plans_of_mode(config: Config, holders: Holders) -> list[Plan]:
     """The plans in which every judge has an engine. Without a judge, rollout shares ranks with nobody."""
-    everyone = tuple(range(world_size))
     judges = len(config.judge_models)
     if not judges:
         mode = "partial" if config.mode in ("fused", "auto") else config.mode
-        return [plan_of(mode, config, everyone, ())]
+        return [plan_of(mode, config, holders, holders.engines, ())]
     plans = []
-    for plan in PLANS[config.mode](everyone, config):
+    for plan in PLANS[config.mode](holders, config):
         served = {judge_of(rank, config.genrm_tp, judges) for rank in plan.leads("genrm")}
         if len(served) == judges:
             plans.append(plan)
     return plans
 
 
-def first_plan(plans: list[Plan], config: Config, world_size: int) -> Plan:
+def first_plan(plans: list[Plan], config: Config, ranks: int) -> Plan:
     """Choose the plan of --rollout-ranks, by default half, rounded up; on shared ranks, that of --tail."""
     splits = [len(plan.rollout) for plan in plans if plan.rollout != plan.genrm]
     if not splits:
         return plans[0]  # full, or fused: of --tail
-    half = min(splits, key=lambda s: (abs(2 * s - world_size), -s))
+    half = min(splits, key=lambda s: (abs(2 * s - ranks), -s))
     wanted = config.rollout_ranks or half
     for plan in plans:
         if len(plan.rollout) == wanted:
             return plan
-    left = f"{world_size - wanted} of {world_size} ranks for genrm"
+    left = f"{ranks - wanted} of {ranks} ranks for genrm"
     known = ", ".join(map(str, splits))
     raise UserError(f"--rollout-ranks {wanted} leaves {left}; this run takes {known}")
 
@@ -161,39 +244,46 @@ def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
     return rank // genrm_tp % judges
 
 
+class Models(NamedTuple):
+    """The models that are trained, or read for training, and the way of the weights to the engines."""
+
+    trainers: list[Trainer]  # the actor, then the critics
+    references: list[Trainer]  # one that never learns, if the KL to the start weights is asked for
+    route: Route | None = None  # of a push between ranks
+
+
 class Placement:
     """The holder of this rank's device now: the plan, the trainers and the engines of both roles."""
 
     def __init__(
         self,
         plans: list[Plan],
-        trainers: list[Trainer],
+        models: Models,
         pools: dict[str, Pool],
         world: World,
         timeline: Timeline,
     ):
-        """trainers: the actor, then the critics. pools: by role."""
+        """pools: by role."""
         self.plans = plans
         self.plan = plans[0]
-        self.actor, *self.critics = trainers
+        self.next = plans[0]  # from the next hand-over to serving on
+        holders = plans[0].holders
+        self.is_apart = holders.is_apart  # engines and trainers share no rank
+        self.serves = world.rank in holders.servers
+        self.actor, *self.critics = models.trainers
+        self.references = models.references
         self.rollout = pools["rollout"]
         self.genrm = pools["genrm"]
         self._world = world
         self._timeline = timeline
+        self._route = models.route
         self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
         self.swap_s = 0.0  # moves between the roles since
         self.restarts = 0  # engines of this rank that the last hand-over to training started again
 
-    async def begin(self) -> None:
-        """Hand the devices to serving: engines come up asleep, as trainers do (collective)."""
-        self.switch(self.plan)
-        await self.to_serving()
-
     def switch(self, plan: Plan) -> None:
-        """Serve with the engines of `plan` from now on; all sleep. The same plan on every controller."""
-        self.plan = plan
-        self.rollout.assign(plan.leads("rollout"))
-        self.genrm.assign(plan.leads("genrm"))
+        """Serve with the engines of `plan` from the next hand-over on. The same plan on every controller."""
+        self.next = plan
 
     async def share(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
         """Wake engines led by these ranks alone (collective): judges leave, answers move, judges come."""
@@ -227,32 +317,54 @@ class Placement:
             await self.share(rollout, genrm)
 
     async def to_training(self, go_on: bool = True) -> None:
-        """Put all engines to sleep (collective). If the run goes on, start lost ones again."""
+        """Put engines to sleep that share ranks with trainers (collective). If the run goes on, see _rest."""
+        if not self.is_apart:
+            await self._rest(go_on)
+
+    async def _rest(self, go_on: bool = True) -> None:
+        """Put all engines to sleep; if the run goes on, start lost ones again (collective)."""
         await self.rollout.sleep()
         await self.genrm.sleep()
         if go_on:
             self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
-        """Wake trainers, once those that have the device sleep (collective)."""
-        for other in (self.actor, *self.critics):
-            if other.awake and other not in trainers:
+        """Wake those of this rank, once others that have its device sleep. Not collective."""
+        models = (self.actor, *self.critics, *self.references)
+        held = [model for model in models if model.holds]
+        wanted = [model for model in held if model in trainers]
+        if trainers and not wanted:
+            return  # they are on other ranks: who has this device keeps it
+        for other in held:
+            if other.awake and other not in wanted:
                 with self._timeline.span("switch"):
                     await self._world.run(other.sleep)
-                    await self._world.barrier()
-        for trainer in trainers:
-            if not trainer.awake:
+        for model in wanted:
+            if not model.awake:
                 with self._timeline.span("switch"):
-                    await self._world.run(trainer.wake)
+                    await self._world.run(model.wake)
 
     async def to_serving(self) -> None:
         """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
         start = self._timeline.now()
+        if self.is_apart:
+            await self._rest()
+        self.plan = self.next
+        self.rollout.assign(self.plan.leads("rollout"))
+        self.genrm.assign(self.plan.leads("genrm"))
+        if not (self.is_apart or self.actor.holds):
+            await self.give_device_to()  # of ranks that another model trained on
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim)
+        await self._world.barrier()  # an engine may hold the devices of other ranks, too
         await self.rollout.wake_weights()
-        await self.rollout.load_weights(self.actor.named_weights(), self.actor.version)
-        await self.give_device_to()
+        named_weights = self.actor.named_weights()
+        if self._route:
+            named_weights = self._route.carry(named_weights)
+        await self.rollout.load_weights(named_weights, self.actor.version)
+        if not self.is_apart:
+            await self.give_device_to()
+            await self._world.barrier()
         await self.rollout.wake_kv_cache()
         self.hand_over_s = self._timeline.now() - start
         self.swap_s = 0.0

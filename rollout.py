@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import genrm
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
-from sample import Outcome, Sample
+from sample import Outcome, Sample, sample_from_json
 from scheduling import dynamic_sampling
 from scheduling.balance import flat
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
@@ -53,6 +53,14 @@ class RolloutBatch:
     moved: int = 0  # answers that came back unfinished and were continued in this step
     aborted: int = 0  # answers cut off
     stats: StepStats | None = None  # what this controller measured
+
+
+def batch_from(row: dict) -> RolloutBatch:
+    """Return the inverse of asdict."""
+    lists = {name: list(map(sample_from_json, row[name])) for name in ("kept", "dropped")}
+    for name in ("filtered", "carried"):
+        lists[name] = [list(map(sample_from_json, group)) for group in row[name]]
+    return RolloutBatch(**row | lists | {"stats": row["stats"] and StepStats.of_json(row["stats"])})
 
 
 @dataclass
@@ -104,13 +112,12 @@ class RolloutStep:
         if wave is None:
             return []
         c = self.c
-        actor = c.placement.actor
         drawn = c.prompts.draw(wave.size)
-        owners = c.prompts.assign_owners(drawn, actor.dp_size)
+        owners = c.prompts.assign_owners(drawn, c.team.size)
         if wave.number not in self.sampler.wave_of.values():
             c.timeline.mark("wave", f"wave {wave.number + 1}")
         self.sampler.add(drawn, wave.number)
-        mine = [p for p, owner in owners.items() if owner == actor.dp_rank and actor.is_head]
+        mine = [p for p, owner in owners.items() if owner == c.team.place]
         for prompt_id in mine:
             group = c.prompts.group(prompt_id)
             self.groups[prompt_id] = group
@@ -124,13 +131,15 @@ class RolloutStep:
 
 
 async def collect(c: Controller) -> RolloutBatch:
-    """Draw prompts, serve them, drop groups that teach nothing and draw again (collective).
+    """Draw prompts, serve them, drop groups that teach nothing and draw again (those that serve).
 
     The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
     replace what was filtered. The first informative groups in the order of drawing are kept, with
     `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. When a
     stop is asked for, nothing is trained on, and all prompts of the step come again.
     """
+    if not c.placement.serves:
+        return RolloutBatch()
     config = c.config
     start = c.timeline.now()
     kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
@@ -346,7 +355,7 @@ async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> 
         return Meeting(total(facts), *statuses, max(stops))
 
     statuses = (c.placement.rollout.status(), c.placement.genrm.status())
-    meeting = await c.world.reduce(Meeting(facts, *statuses, c.stop.asked), total_of)
+    meeting = await c.team.reduce(Meeting(facts, *statuses, c.stop.heard), total_of)
     c.stopping = max(c.stopping, meeting.stop)
     if not c.stopping:  # else all is cut off and saved, whoever is left
         for line in c.placement.rollout.apply_status(meeting.rollout):
@@ -428,7 +437,7 @@ async def cut_off(c: Controller, tasks: Tasks) -> None:
     """Abort what is generated and judged, and wait until it has come back (collective)."""
     tasks.closed = True
     await c.rewards.cancel()
-    while await c.world.reduce(len(tasks.running), sum):
+    while await c.team.reduce(len(tasks.running), sum):
         await asyncio.gather(c.placement.rollout.abort(), c.placement.genrm.abort())
         await tasks.poll()  # a request that was on its way then is aborted in the next round
     tasks.closed = False

@@ -18,8 +18,6 @@ import dataclasses
 import gc
 import json
 import os
-import re
-import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import controller
 import data
@@ -44,7 +42,7 @@ from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
 from images.reader import reader_of
-from placement import Placement, Plan, judge_of, make_plans
+from placement import Models, Placement, Plan, judge_of, make_plans
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
@@ -54,10 +52,10 @@ from runtime.devices import choose_device
 from runtime.out_folder import held
 from runtime.shutdown import Stop
 from runtime.world import World, raise_on_all
+from scheduling.layout import Shape
 from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
-    from actor import Reference
     from training.trainer import Trainer
 
 
@@ -122,8 +120,9 @@ async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
         await world.barrier()
         stop.neighbours = {}  # who is through may leave
         if stopped_by:
-            is_saved = c.checkpoints.newest == c.state.step
-            saved = f"go on with: {launch_to_resume(config)}" if is_saved else "nothing was saved"
+            saved = "nothing was saved"
+            if c.checkpoints.newest == c.state.step:
+                saved = "the same command, without --resume, goes on"
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
@@ -131,15 +130,6 @@ async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
             again = f"--train-only --replay {config.out}/replay.jsonl"
             progress.line(f"to train on what was served: {again}")
         return ""
-
-
-def launch_to_resume(config: Config) -> str:
-    """The command of this run without its --resume, which was obeyed."""
-    if not rendezvous.is_local():
-        return "the same command on each machine"
-    obeyed = re.escape(shlex.quote(config.resume))
-    words = re.sub(f" --resume[ =]{obeyed}", "", shlex.join(sys.argv))
-    return f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {words}"
 
 
 async def learn_from_examples(config: Config) -> str:
@@ -163,7 +153,7 @@ async def evaluate_model(config: Config, stop: Stop) -> str:
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.resume_at(0, 0)  # it counts prompts, once they are known
         stopped = await evaluate.evaluate(config, fleet, progress, stop)
-    return stopped and f"{stopped}; go on with: python {shlex.join(sys.argv)}"
+    return stopped and f"{stopped}; the same command goes on"
 
 
 @contextlib.asynccontextmanager
@@ -197,7 +187,7 @@ async def build(
     """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
-    inputs = await world.run(load_inputs, config, progress.line)
+    inputs = await world.run(load_inputs, config, plans, progress.line)
     config = memory.with_micro_batch(config)
     memory.check_fits(config, plans, world.size)
     point = await prepare_out(config, world, progress.line)
@@ -207,23 +197,23 @@ async def build(
     timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
     await fleet.launch(servers_of(world.rank, config, plans))
     if world.rank == 0:
-        metadata = json.dumps(run_metadata(config), indent=1)
-        (out / "config.json").write_text(metadata + "\n")
-    trainers, references = await world.run(build_trainers, config, inputs)  # while servers load
+        (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
+    models = await world.run(build_models, config, inputs, plans)  # while servers load
     await fleet.ready()
-    pools = await fleet.connect(timeline)
+    team = world.part(plans[0].holders.servers)
+    pools = await fleet.connect(timeline, team)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        placement=Placement(plans, trainers, pools, world, timeline),
+        placement=Placement(plans, models, pools, world, timeline),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, point and point.step),
-        references=references,
+        team=team,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,
         stop=stop,
@@ -253,11 +243,11 @@ class Inputs(NamedTuple):
     texts: list[list[int]]  # of the pretraining term
 
 
-def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
+def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -> Inputs:
     """Read models, data and rewards. UserError for what can't be used."""
     from training import model, ptx
 
-    model.check_models(config)
+    model.check_models(config, plans[0].holders)
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
@@ -298,24 +288,42 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
     return specs
 
 
-def build_trainers(config: Config, inputs: Inputs) -> tuple[list[Trainer], list[Reference]]:
-    """Build actor and critics, asleep; the reference, with the weights of before a restore (collective)."""
-    from actor import Actor, Reference
+def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
+    """Build this rank's models, asleep (collective)."""
+    from actor import Actor
     from critic import Critic
+    from training import push
+    from training.elsewhere import Elsewhere
+    from training.groups import make_groups
 
-    actor = Actor(config, config.model)
+    holders = plans[0].holders
+    groups = {}
+    for shape in dict.fromkeys(holders[1:]):
+        groups[shape] = make_groups(shape, config.timeout_s)
+
+    def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer | Elsewhere:
+        own = shape.sized(config)
+        if groups[shape] is None:
+            return Elsewhere(own, model, shape, **how)
+        return kind(own, model, groups=groups[shape], **how)
+
+    actor = build(Actor, holders.actor, config.model)
     actor.texts = inputs.texts
     actor.stop_tokens = inputs.sampling.stop_token_ids
-    trainers = [actor]
+    actor.sleep()
     references = []
     if inputs.algorithm.kl_coef and not config.rollout_only:
-        references.append(Reference(actor))
-    actor.sleep()
+        references.append(build(Actor, holders.reference, config.model, learns=False))
+        references[0].sleep()
+    critics = []
     for name in () if config.rollout_only else inputs.algorithm.critics:
-        critic = Critic(config, config.critic or config.model, name)
-        critic.sleep()
-        trainers.append(critic)
-    return trainers, references
+        model = config.critic or config.model
+        critics.append(build(Critic, holders.critic, model, name=name))
+        critics[-1].sleep()
+    leads = {rank for plan in plans for rank in plan.leads("rollout")}
+    heads = [copy[0] for copy in holders.actor.copies]
+    receivers = sorted(leads - {*holders.actor.ranks})
+    return Models([actor, *critics], references, push.connect(heads, receivers))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The record that flows between the roles."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from images.tokens import Image
 
@@ -53,6 +53,17 @@ class Sample:
     @property
     def key(self) -> Key:
         return self.prompt_id, self.index
+
+    def columns(self) -> dict[str, Any]:
+        """Return what models said of its tokens, for the ranks that train another model on it."""
+        said = {name: vars(self)[name] for name in ("reference_logprobs", "policy_logprobs")}
+        return said | {"values": self.values}
+
+    def fill(self, columns: dict[str, Any]) -> None:
+        """Take another rank's `columns`, those that this one lacks."""
+        self.values |= columns["values"]
+        self.reference_logprobs = self.reference_logprobs or columns["reference_logprobs"]
+        self.policy_logprobs = self.policy_logprobs or columns["policy_logprobs"]
 
     @property
     def is_finished(self) -> bool:

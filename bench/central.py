@@ -4,9 +4,10 @@
     python bench/central.py --media 1              with images, so many MB a sample
 
 Partial colocation at equal work a rank. A node of 8 ranks is a unit: a controller, engines over 8 devices, a
-model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are filtered. Two ways:
+model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are filtered. Three ways:
 
     ours       nothing goes through one process: counted, of the real controllers in the simulation
+    split      the same, and half of the units train an actor, the others a critic (--placement split)
     central    everything goes through one controller (HybridFlow's kind): a closed form over the same counts
 
 The closed form is kind: a sample comes to the one process once and leaves it once. Of ours no image passes
@@ -17,7 +18,9 @@ facts it has `heard`.
 import argparse
 import pickle
 import random
+import resource
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +34,8 @@ from papers.tables import DOCS, ROOT, read_constants, values
 from papers.wechat_yatt import JUDGES, POLICY
 from rollout import RolloutBatch
 from sample import Sample
-from scheduling.costs import Device, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.costs import Device, decode_of, passes_of
 from simulation.engine import Moves
 from simulation.meetings import Network
 
@@ -44,6 +47,7 @@ ANSWERS = 4
 GRAIN = 32  # tokens that one of the simulation stands for
 H20 = Device(**values(read_constants(ROOT / "wechat_yatt.toml")["h20"]))
 MODELS = dict(rollout=(POLICY, 1), genrm=JUDGES["32B"])  # with the devices of an engine, at least
+SPLIT = dict(algorithm=("ppo",), placement="split")
 TOKEN_BYTES = 5 + 9 + 2  # pickled: a token id, its logprob, the version that wrote it
 SAMPLE_BYTES = 200  # its names and numbers
 
@@ -87,6 +91,7 @@ class Counting(Network):
         self.grain = grain
         self.sent = Counter()
         self.heard = Counter()
+        self.received = Counter()  # samples
         self.samples_dealt = 0  # those that stay, too
         self.bytes_dealt = 0
 
@@ -100,12 +105,12 @@ class Counting(Network):
             return SAMPLE_BYTES * len(value) + self.grain * tokens
         return len(pickle.dumps(value))
 
-    def gather_s(self, values: list) -> float:
+    def gathered(self, values: list) -> list:
         sizes = [self._bytes(value) for value in values]
         for unit, size in enumerate(sizes):
             self.sent[unit] += size
             self.heard[unit] += sum(sizes) - size
-        return super().gather_s(values)
+        return super().gathered(values)
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
         """Unit 0 has its total merged with a neighbour's at each distance, and tells all the result."""
@@ -124,16 +129,20 @@ class Counting(Network):
             self.heard[unit] += size
         return values[0]
 
-    def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
+    def exchanged(self, parcels: list[dict[int, Any]]) -> list[dict[int, Any]]:
         for sender, outgoing in enumerate(parcels):
             for receiver, parcel in outgoing.items():
-                size = self._bytes(parcel)
-                self.samples_dealt += len(parcel)
-                self.bytes_dealt += size
+                if isinstance(parcel, list):
+                    size = self._bytes(parcel)
+                    self.samples_dealt += len(parcel)
+                    self.bytes_dealt += size
+                    self.received[receiver] += len(parcel) * (sender != receiver)
+                else:  # what a model says of each token
+                    size = self.grain * self._bytes(parcel)
                 if sender != receiver:
                     self.sent[sender] += size
                     self.heard[receiver] += size
-        return super().exchange_s(parcels)
+        return super().exchanged(parcels)
 
 
 # ---------------------------------------------------------------- two ways
@@ -162,7 +171,7 @@ def cluster_of(unit: int, grain: int, meeting_s: float) -> Cluster:
 class Scaled(Simulation):
     """A step of so many ranks. media: bytes of a sample's images, which only a central controller carries."""
 
-    def __init__(self, ranks: int, media: float = 0.0, steps: int = 1):
+    def __init__(self, ranks: int, media: float = 0.0, **settings: Any):
         self.media = media
         # by unit: samples drawn, and held at once; requests to and from it
         self.drawn = Counter()
@@ -173,17 +182,16 @@ class Scaled(Simulation):
         critiques = Alike(250, 0.5, 1000, units)
         work = Even(512, answers, critiques, keep=0.5, units=units)
         cluster = cluster_of(UNIT, GRAIN, 1.0)
-        sizes = dict(prompts_per_step=PROMPTS * units, answers_per_prompt=ANSWERS, steps=steps)
-        super().__init__("partial", units, work, cluster, Counting(GRAIN), **sizes)
+        sizes = dict(prompts_per_step=PROMPTS * units, answers_per_prompt=ANSWERS, steps=1)
+        super().__init__("partial", units, work, cluster, Counting(GRAIN), **sizes | settings)
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         unit = c.world.rank
-        mine = {sample.key for sample in batch.kept}
         unused = sum(len(group) for group in batch.filtered + batch.carried)
         self.drawn[unit] = len(batch.kept) + len(batch.dropped) + unused
-        self.held[unit] = self.drawn[unit] + sum(sample.key not in mine for sample in samples)
+        self.held[unit] = self.drawn[unit] + self.network.received[unit]
         self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
         for span in c.timeline.events:
             if span.name in self.engines:
@@ -215,14 +223,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--media", type=float, default=0.0, metavar="MB", help="of a sample")
     chosen = parser.parse_args(arguments)
-    rows = {"ours": [], "central": []}
+    rows = {"ours": [], "split": [], "central": []}
     for ranks in QUICK if chosen.quick else RANKS:
         run = Scaled(ranks, 1e6 * chosen.media)
         run.run()
-        for way, busiest in run.ways().items():
+        split = Scaled(ranks, **SPLIT)
+        split.run()
+        for way, busiest in (run.ways() | {"split": split.ways()["ours"]}).items():
             rows[way].append(row_of(way, ranks, busiest))
+        cpu_s = time.process_time()
+        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"up to {ranks:,} ranks: {cpu_s:.0f} CPU s, {peak_mb:.0f} MB", flush=True)
     lines = ["| way | ranks | samples | sent MB | heard MB | requests |", "|---|" + "--:|" * 5]
-    lines += rows["ours"] + rows["central"]
+    lines += [line for of_way in rows.values() for line in of_way]
     print(*lines, sep="\n")
     if chosen.write:
         DOCS.mkdir(parents=True, exist_ok=True)

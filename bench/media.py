@@ -30,8 +30,8 @@ import controller
 import run
 from bench.measuring import ROOT, TORCHRUN, column, peak_rss_mb, print_table, run_to_its_end
 from examples.make_demo import models
+from rollout import RolloutBatch
 from runtime.world import World
-from sample import Sample
 
 SIDES = ("text", "images", "central")
 PROMPTS = 16  # of a rank, in a step
@@ -48,10 +48,9 @@ finish_run = controller.finish
 sent = {"between": 0}  # bytes of samples that left this rank
 
 
-async def exchange_through_one(
-    samples: list[Sample], c: controller.Controller
-) -> controller.MiniBatches:
+async def exchange_through_one(batch: RolloutBatch, c: controller.Controller) -> controller.Shares:
     """Take the place of controller.exchange: all samples and their images go to rank 0, which deals them."""
+    samples = batch.kept
     c.prompts.attach_images(samples)
     images = {image for sample in samples for image in sample.media}
     held = {image: replace(image, read=partial(bytes, image.read())) for image in images}
@@ -60,7 +59,7 @@ async def exchange_through_one(
     senders = range(c.world.size) if c.world.rank == 0 else ()
     parcels = await c.world.exchange({0: samples}, senders)
     received = [sample for parcel in parcels.values() for sample in parcel]
-    return await exchange_in_parallel(received, c)
+    return await exchange_in_parallel(replace(batch, kept=received), c)
 
 
 def counted_exchange(world: World, outgoing: dict[int, Any], senders: Any):

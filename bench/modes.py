@@ -74,8 +74,8 @@ def make_sides(given: Namespace, ranks: int) -> list[Side]:
     return sides
 
 
-def run_sides(sides: list[Side], ranks: int, pace: str) -> list[dict]:
-    """Run all sides at once; returns a row of metrics for each step."""
+def run_sides(sides: list[Side], ranks: int, pace: str, *options: object) -> list[dict]:
+    """Run all sides at once; returns a row of metrics for each step. options: of the run, the last win."""
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "sides.json")
         measured = Path(folder, "measured.json")
@@ -83,6 +83,7 @@ def run_sides(sides: list[Side], ranks: int, pace: str) -> list[dict]:
         command = [TORCHRUN, "--nproc-per-node", ranks, "--master-port", 29660]
         command += ["bench/served_load.py", "--sides", plan, "--measured", measured]
         command += ["--mode", "auto", "--out", OUT / f"modes-{ranks}", "--port", 32000]
+        command += options
         run_to_its_end(command, env={"BENCH_PACE_MS": pace} if pace else None)
         return json.loads(measured.read_text())
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from bench.workloads import ANSWERS, CRITIQUE, PROMPTS, WORKLOADS, is_kept, length_of
 from papers.tables import COLUMNS, ROOT, Point, read_points
 from rollout import MEETING_INTERVAL_S
-from scheduling.costs import Decode, Passes
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
+from simulation.costs import Decode, Passes
 from simulation.engine import Moves
 
 RANKS = 4
@@ -52,20 +52,21 @@ class SetUp(NamedTuple):
     prompt: int  # tokens of a prompt
     most: tuple[int, int]  # tokens of an answer, and of a critique
     swap_s: float  # that two roles take to change places
+    train: Passes = Passes(0.0)  # of each model that is trained
 
 
-def simulate(name: str, side: str, at: SetUp, steps: int) -> list[StepFacts]:
-    """Steps of a workload on a set-up. side: as bench/modes.py names it."""
+def simulate(name: str, side: str, at: SetUp, steps: int, **more: object) -> list[StepFacts]:
+    """Steps of a workload on a set-up. side: as bench/modes.py names it; more: settings."""
     work = WORKLOADS[name]
     most_answer, most_critique = at.most
     answers = GivenLengths(0, 0, most_answer, name)
     critiques = Lengths(CRITIQUE, 0, most_critique)
     given = Given(at.prompt, answers, critiques, work.keep, name=name)
     moves = dict.fromkeys(at.decode, Moves(at.swap_s / 2, at.swap_s / 2))
-    cluster = Cluster(at.decode, Passes(0.0), moves=moves, meeting_s=MEETING_INTERVAL_S)
+    cluster = Cluster(at.decode, at.train, moves=moves, meeting_s=MEETING_INTERVAL_S)
     mode, settings = settings_of(side)
     settings |= dict(prompts_per_step=PROMPTS, answers_per_prompt=ANSWERS)
-    settings |= dict(judgements=work.judgements, steps=steps)
+    settings |= dict(judgements=work.judgements, steps=steps) | more
     return Simulation(mode, RANKS, given, cluster, **settings).run()
 
 
@@ -83,14 +84,19 @@ def serving_s(name: str, side: str, at: SetUp, steps=STEPS, first_counted=1) -> 
     return statistics.median(step.seconds["serve"] for step in counted)
 
 
+def pace_of(at: SetUp, tokens: float) -> str:
+    """The pace of rollout's engines, as bench/modes.py takes it. tokens: of a prompt that is read."""
+    decode = at.decode["rollout"]
+    seconds = (decode.fixed, decode.each, tokens * decode.prefill)
+    return ",".join(f"{1000 * each:.2f}" for each in seconds)
+
+
 def command_of(at: SetUp, tokens: dict[str, float], *options: object) -> list[str]:
     """The command that measures a set-up, of which all roles have one pace.
 
     tokens: of a prompt that is read, by role.
     """
-    decode = at.decode["rollout"]
-    seconds = (decode.fixed, decode.each, tokens["rollout"] * decode.prefill)
-    pace = ",".join(f"{1000 * each:.2f}" for each in seconds)
+    pace = pace_of(at, tokens["rollout"])
     fixed = ["--ranks", RANKS, "--repeats", 1, "--figure", "runs/bench/measured.png"]
     return [sys.executable, *map(str, ["bench/modes.py", *fixed, "--pace", pace, *options])]
 

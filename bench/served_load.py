@@ -12,9 +12,11 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -31,6 +33,8 @@ from engines.pool import Pool
 from reporting.metrics import local_facts, serving_metrics, summarize
 from rollout import RolloutBatch
 from sample import Key, Sample
+from scheduling.balance import flat
+from scheduling.dealing import MiniBatches
 
 # ---------------------------------------------------------------- parts of a controller
 
@@ -120,10 +124,12 @@ class Collector:
     ) -> None:
         """Gather and keep (collective)."""
         facts = local_facts(c, batch, samples, c.timeline.drain())
+        gathered = await c.world.gather(facts)
+        if not self._is_main:
+            return
         now = c.timeline.now()
         newest = c.state.history[-1]
-        metrics = summarize(await c.world.gather(facts))
-        metrics |= serving_metrics(newest, c.config) | stats
+        metrics = summarize(gathered) | serving_metrics(newest, c.config) | stats
         metrics["time/step_s"] = now - self._ended
         row = {"step": step, "split": str(newest.split), "metrics": metrics}
         self._rows.append(self._labels | row)
@@ -132,6 +138,20 @@ class Collector:
     def close(self) -> None:
         if self._is_main:
             self._out.write_text(json.dumps(self._rows))
+
+
+def at_pace(work: Callable, forwards: int) -> Callable:
+    """A trainer's work, made to last as long as BENCH_TRAIN_MS says: of a token forward."""
+    pace_s = float(os.environ.get("BENCH_TRAIN_MS", "0")) / 1000
+
+    def paced(mini_batches: MiniBatches, *more: Any) -> Any:
+        tokens = sum(len(sample.prompt) + len(sample.response) for sample in flat(mini_batches))
+        due = time.perf_counter() + pace_s * forwards * tokens
+        result = work(mini_batches, *more)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        return result
+
+    return paced
 
 
 # ---------------------------------------------------------------- measuring
@@ -147,6 +167,10 @@ class MeasuredSides:
     async def __call__(self, c: Controller) -> int:
         """Returns the signal that asked for a stop, or 0 (collective)."""
         plans = {str(plan.split): plan for plan in c.placement.plans}
+        for trainer in (c.placement.actor, *c.placement.critics):
+            trainer.update = at_pace(trainer.update, 3)
+        for critic in c.placement.critics:
+            critic.compute_values = at_pace(critic.compute_values, 1)
         c.report = Collector(c, self._out)
         for side in self._sides:
             c.placement.plans = [plans[split] for split in side.plans]
@@ -160,7 +184,7 @@ async def measure_side(c: Controller, side: Side) -> int:
     """Some steps of one side, under the first of the placement's plans (collective)."""
     rollout = c.placement.rollout
     workload = WORKLOADS[side.workload]
-    c.placement.plan = c.placement.plans[0]
+    c.placement.switch(c.placement.plans[0])
     c.timeline.step = 0
     config = dataclasses.replace(c.config, steps=side.steps, prompts_per_step=PROMPTS)
     prompts = GivenPrompts(c, config)

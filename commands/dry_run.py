@@ -1,23 +1,22 @@
 """Checks before a run. `--dry-run`: who would run where, in how much memory; `check`: what is free here."""
 
-import dataclasses
 import os
 import platform
 import re
 import shutil
 import sys
-import textwrap
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from commands.memory import PROCESS, SERVER, bucket_bytes, memory, with_micro_batch
-from config import Config, as_text, dashed, why_unusable
+from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
+from config import Config, as_text, why_unusable
 from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
+from scheduling.layout import Shape
 
 END = "nothing was started"
 DISK_MB = 1000  # of what a run leaves
@@ -31,37 +30,37 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     from training import model
 
     rendezvous.interface_of(config.host)
-    model.check_models(config)
+    model.check_models(config, plans[0].holders if plans else None)
     config = with_micro_batch(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
-    values = dataclasses.asdict(config).items()
-    text = "  ".join(f"{dashed(name)} {as_text(value)}" for name, value in values)
-    settings = textwrap.wrap(text, 106, break_on_hyphens=False)
     if os.environ.get("RANK", "0") == "0":
-        lines = [describe(config, plans, ranks), "  all settings:", *settings, *lines, END]
-        print(*lines, sep="\n", flush=True)
+        print(describe(config, plans, ranks), *lines, END, sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
-    """A line a rank: its part of the actor, and the servers that it owns in any of the plans."""
-    lines = []
+    """A line a rank: its part of each model, and the servers that it owns in any of the plans."""
+    holders = holders_of(config, plans, ranks)
+    lines = [f'  --placement "{holders}"']
     if others := [str(plan.split) for plan in plans[1:]]:
         lines.append(f"  may move to {', '.join(others)}")
     for rank in range(ranks):
-        place = [f"{kind} {number}" for kind, number in grid(rank, config, ranks).items()]
-        line = f"  rank {rank}: actor {', '.join(place)}"
+        parts = []
+        for name, shape in holders.shapes.items():
+            if rank in shape.ranks:
+                place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
+                parts.append(f"{name} {', '.join(place)}")
         for offset, role in enumerate(("rollout", "genrm")):
             if any(rank in plan.leads(role) for plan in plans):
-                line += f"; {role} on port {config.port + 2 * rank + offset}"
-        lines.append(line)
+                parts.append(f"{role} on port {config.port + 2 * rank + offset}")
+        lines.append(f"  rank {rank}: {'; '.join(parts)}")
     return lines
 
 
-def grid(rank: int, config: Config, ranks: int) -> dict[str, int]:
-    """The place of a rank in the actor, in Megatron's order: tensor-parallel ranks are neighbours."""
-    rest, tp = divmod(rank, config.tp)
-    rest, cp = divmod(rest, config.cp)
-    pp, dp = divmod(rest, ranks // (config.tp * config.cp * config.pp))
+def grid(rank: int, shape: Shape) -> dict[str, int]:
+    """The place of a rank in a model, in Megatron's order: tensor-parallel ranks are neighbours."""
+    rest, tp = divmod(shape.ranks.index(rank), shape.tp)
+    rest, cp = divmod(rest, shape.cp)
+    pp, dp = divmod(rest, shape.dp)
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
 
 

@@ -1,9 +1,5 @@
 """Learning from examples instead of a model's own answers: SFT, reward models, DPO.
 
-    torchrun --nproc-per-node 2 run.py sft --model DIR --data conversations.jsonl
-    torchrun --nproc-per-node 2 run.py rm  --model DIR --data pairs.jsonl
-    torchrun --nproc-per-node 2 run.py dpo --model DIR --data pairs.jsonl
-
 No engine, no controller. Every rank reads the file and makes the same plan. An example is one Sample, or for
 a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs both.
 """
@@ -24,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import data
-from actor import Actor, Reference, learning_rate
+from actor import Actor, learning_rate
 from commands import memory
 from config import HELD_OUT, Config, UserError
 from controller import MAX_SKIPS
@@ -41,7 +37,7 @@ from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
 from training.model import check_models
 from training.packing import NO_TARGET, MicroBatch
-from training.trainer import Loss, LossSums, Read, Trainer, as_sequences, loss_sums, means
+from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
@@ -131,18 +127,19 @@ class PairLoss:
     context-parallel rank counts every pair.
     """
 
-    def __init__(self, read: Read, scale: float, samples: list[Sample], device: torch.device):
+    def __init__(self, trainer: Trainer, scale: float, samples: list[Sample]):
         """samples: of all micro-batches, chosen and rejected in turns."""
-        self.read = read
+        self.read = trainer.read_targets
+        self.cp = trainer.groups.cp
         self.scale = scale
         self.answers = len(samples)
-        answer_of = []
-        reference = []
+        answer_of = []  # [slots]
+        reference = []  # [slots]
         for number, sample in enumerate(samples):
             answer_of += [number] * len(sample.response)
             reference += sample.reference_logprobs or [0.0] * len(sample.response)
-        self.answer_of = torch.tensor(answer_of, dtype=torch.int64, device=device)  # [slots]
-        self.reference = torch.tensor(reference, dtype=torch.float32, device=device)  # [slots]
+        self.answer_of = torch.tensor(answer_of, dtype=torch.int64, device=trainer.device)
+        self.reference = torch.tensor(reference, dtype=torch.float32, device=trainer.device)
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
         """The loss of a micro-batch, from the model's output (collective: the context-parallel group)."""
@@ -151,7 +148,7 @@ class PairLoss:
         values = self.read(batch, output) - self.reference[slots]
         both = torch.stack([values, torch.ones_like(values)], -1)
         sums = values.new_zeros(self.answers, 2).index_add(0, self.answer_of[slots], both)
-        sums, targets = over_context_parallel(sums).unbind(-1)  # [answers]
+        sums, targets = over_context_parallel(self.cp, sums).unbind(-1)  # [answers]
         here = targets[::2] > 0  # pairs of this micro-batch
         chosen, rejected = (self.scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
@@ -189,7 +186,11 @@ class Learner:
         self.config = replace(config, temperature=1.0)
         self.task = TASKS[config.command]
         self.trainer = self.task.model(self.config, config.model)
-        self.reference = Reference(self.trainer) if self.task.has_reference else None
+        self.reference = None
+        if self.task.has_reference:
+            groups = self.trainer.own_groups
+            self.reference = Actor(self.config, config.model, groups, learns=False)
+            self.reference.sleep()
 
     def step(self, examples: list[Example]) -> dict[str, float]:
         """Learn a batch; returns its metrics from before (collective)."""
@@ -218,11 +219,13 @@ class Learner:
             micro_batches.append(list(chain.from_iterable(chosen)))
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
+            self.reference.wake()
             self.reference.compute_ref_logprobs([micro_batches])
+            self.reference.sleep()
         if not self.task.stats:
             return as_sequences(micro_batches), trainer.cross_entropy_loss
         scale = self.config.dpo_beta if self.task.has_reference else 1.0
-        loss = PairLoss(trainer.read_targets, scale, samples, trainer.device)
+        loss = PairLoss(trainer, scale, samples)
         return as_sequences(micro_batches), loss
 
 

@@ -10,9 +10,10 @@ import psutil
 from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server, wire
-from placement import Plan
+from placement import Plan, colocate
 from runtime import rendezvous
 from runtime.hf_directory import checkpoint_shapes
+from scheduling.layout import Holders, Shape
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -33,7 +34,6 @@ HINTS = {  # by the first word of a peak of a device, or of a part of the host's
     "activations": "--recompute, a smaller --max-tokens-per-micro-batch",
     "KV": "a smaller --max-model-len",
 }
-REFERENCE = "reference, in the host's memory"
 
 Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
 Parts = dict[str, int]  # bytes
@@ -46,7 +46,7 @@ def total(parts: Parts) -> int:
 
 def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """The lines of --dry-run: a rank's part of each trainer, an engine on each of its ranks; if all fits."""
-    trainers = trainers_of(config, ranks)
+    trainers = trainers_of(config, holders_of(config, plans, ranks))
     engines = engines_of(config)
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
     for name, parts in (trainers | engines).items():
@@ -58,36 +58,42 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         free = psutil.virtual_memory().available / 1e9
         fits = "fit into" if needed <= free else "DON'T FIT INTO"
         return [*lines, f"  {needed:.1f} GB {fits} the {free:.1f} GB that are free on this machine"]
-    return [*lines, *verdicts(config, plans, ranks), host_memory(config, plans, trainers, engines)]
+    return [*lines, *verdicts(config, plans, ranks)]
 
 
-def trainers_of(config: Config, ranks: int) -> Models:
-    """Each trainer's part of a device while it learns, and the host's copy of the reference."""
+def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
+    """The ranks of each model; of a command without plans all."""
+    return plans[0].holders if plans else colocate(tuple(range(ranks)), config)
+
+
+def trainers_of(config: Config, holders: Holders) -> Models:
+    """Each trainer's part of a device while it learns, and what the reference keeps beside them."""
     if config.command == "eval":
         return {}
     algorithm = algorithm_of(config)
-    dp = ranks // (config.tp * config.cp * config.pp)
-    shapes = checkpoint_shapes(config.model)
-    actor = trainer_parts(shapes, config, dp)
+    policy = checkpoint_shapes(config.model)
+    actor = trainer_parts(policy, config, holders.actor)
     if config.rollout_only:
         return {"actor": actor | {"activations": 0, "loss": 0}}
     rows = {"actor": actor}
     for name in algorithm.critics:
         shapes = checkpoint_shapes(config.critic or config.model)
-        rows[f"{name} critic"] = trainer_parts(shapes, config, dp) | {"loss": 0}
+        rows[f"{name} critic"] = trainer_parts(shapes, config, holders.critic) | {"loss": 0}
     if algorithm.kl_coef:
-        rows[REFERENCE] = {"weights": actor["weights"]}
+        parts = trainer_parts(policy, config, holders.reference)
+        rows["reference"] = {"weights": parts["weights"]}
     return rows
 
 
-def trainer_parts(shapes: Shapes, config: Config, dp: int) -> Parts:
+def trainer_parts(shapes: Shapes, config: Config, shape: Shape) -> Parts:
     """One rank's part, as if tensor and pipeline parallelism cut all tensors evenly."""
     from training.lm_head import CHUNK_BYTES
 
+    config = shape.sized(config)
     size = BYTES[config.dtype]
     count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
     # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
-    states = (8 if config.dtype == "float32" else 12) * count // (dp * config.cp)
+    states = (8 if config.dtype == "float32" else 12) * count // (shape.dp * config.cp)
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
@@ -157,8 +163,10 @@ def engine_parts(path: str, config: Config, tp: int) -> Parts:
 def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
     """The bytes that all ranks and engines take without CUDA, if they are on this machine."""
     parts = Counter(libraries=PROCESS * ranks)
-    for trainer in trainers_of(config, ranks).values():
-        parts.update({name: ranks * size for name, size in trainer.items()})
+    holders = holders_of(config, plans, ranks)
+    for name, trainer in trainers_of(config, holders).items():
+        count = len(ranks_of(name, holders))
+        parts.update({part: count * size for part, size in trainer.items()})
     engines = engines_of(config)
     models = Counter(name.split()[0] for name in engines)  # of a role
     for name, engine in engines.items():
@@ -170,16 +178,10 @@ def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
     return dict(parts)
 
 
-def host_memory(config: Config, plans: list[Plan], trainers: Models, engines: Models) -> str:
-    """A line on a rank with CUDA: what sleeps, the copy that a save writes from, processes."""
-    states = sum(parts["weights"] + parts.get("optimizer", 0) for parts in trainers.values())
-    held = {"pinned": states, "a save's copy": states * bool(config.save_every)}
-    for name, parts in engines.items():
-        if config.mode != "partial" or name.startswith("genrm"):
-            held["pinned"] += parts["weights"]
-    held["processes"] = PROCESS + SERVER * engines_on_a_device(plans)
-    shown = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in held.items())
-    return f"  the host holds for each rank at most {total(held) / 1e9:.1f} GB: {shown}"
+def ranks_of(model: str, holders: Holders) -> tuple[int, ...]:
+    """The ranks of a row of `trainers_of`."""
+    kind = model.split()[-1]  # of reward critic: critic
+    return holders._asdict()[kind].ranks
 
 
 def engines_on_a_device(plans: list[Plan]) -> int:
@@ -231,7 +233,8 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
 
 def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
-    trainers = trainers_of(config, ranks)
+    holders = holders_of(config, plans, ranks)
+    trainers = trainers_of(config, holders)
     engines = engines_of(config)
     actor = trainers["actor"]
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
@@ -240,17 +243,19 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     for name, parts in engines.items():  # one that needs more than its share doesn't start
         needed = total(parts)
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
-    if REFERENCE in trainers:
-        peaks["the reference's pass"] = states + actor["weights"] + actor["loss"]
-    learners = [name for name in trainers if name != REFERENCE]
+    if "reference" in trainers and {*holders.reference.ranks} & {*holders.actor.ranks}:
+        peaks["the reference's pass"] = states + trainers["reference"]["weights"] + actor["loss"]
+    learners = [name for name in trainers if "optimizer" in trainers[name]]
     needs = {f"training the {name}": total(trainers[name]) for name in learners}
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
     peaks |= {"training all models": total(needs)} if fuses else needs
     if engines:
-        copies = 2 if config.tp * config.pp > 1 else 1  # flat, and gathered whole before
+        # flat, and gathered whole before
+        copies = 2 if holders.actor.tp * holders.actor.pp > 1 else 1
         pushed = copies * bucket_bytes(config)
         rollout, *_ = engines.values()
-        peaks["the push"] = states - actor["gradients"] + rollout["weights"] + pushed
+        weights = 0 if holders.is_apart else rollout["weights"]
+        peaks["the push"] = states - actor["gradients"] + weights + pushed
     asleep = RESIDENT * (1 + engines_on_a_device(plans)) + CONTEXT * (config.rollout_tp - 1)
     return {name: needed + asleep for name, needed in peaks.items()}
 

@@ -12,7 +12,7 @@ import itertools
 from pathlib import Path
 
 from config import UserError
-from controller import Controller, MiniBatches
+from controller import Controller, Shares
 from rollout import RolloutBatch, sync_controllers
 from runtime import atomic_files
 from runtime.rows import read_rows
@@ -23,9 +23,10 @@ from scheduling.rebalance import RequestStats, StepStats
 FIELDS = {"step", "algorithm", *(field.name for field in dataclasses.fields(Sample))}
 
 
-async def record(c: Controller, mini_batches: MiniBatches) -> dict[str, float]:
+async def record(c: Controller, shares: Shares) -> dict[str, float]:
     """Append this data-parallel rank's samples to the replay, instead of training on them. Not collective."""
-    samples = flat(mini_batches) if c.placement.actor.is_head else []
+    actor = c.placement.actor
+    samples = flat(shares.of(actor)) if actor.is_head else []
     place = {"step": c.state.step, "algorithm": c.config.algorithm[0]}
     rows = [place | vars(sample) | {"media": []} for sample in samples]  # images are read anew
     atomic_files.append(Path(c.config.out, "replay.jsonl"), rows)
@@ -50,7 +51,7 @@ async def collect(steps: list[list[Sample]], c: Controller) -> RolloutBatch:
         raise UserError(f"--replay {c.config.replay}: step {c.state.step} is of {weights}")
     by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
     groups = [list(group) for _, group in by_prompt]
-    mine = groups[actor.dp_rank :: actor.dp_size] if actor.is_head else []
+    mine = groups[c.team.place :: c.team.size]
     unserved = dict(waves=0, serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
     stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), **unserved)
     return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)

@@ -21,6 +21,7 @@ import os
 import runpy
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -162,6 +163,13 @@ def install():
     return library  # the operator lives as long as this object
 
 
+def share_group():
+    """Have one group of this rank alone: SGLang's dozen have a thread each, awake 100 times a second."""
+    from torch import distributed
+
+    distributed.new_group = lambda *args, **kwargs: distributed.group.WORLD
+
+
 def run_scheduler_process(server_args, *args, **kwargs):
     """Run SGLang's child process that owns the model, with this device's parts."""
     from sglang.srt.managers import scheduler
@@ -170,10 +178,11 @@ def run_scheduler_process(server_args, *args, **kwargs):
         invariance.repair_sampling()  # with CUDA not run yet
     if not torch.cuda.is_available():
         invariance.install()
-        if compiler.library_for(server_args.model_path, server_args.dtype):
+        share_group()
+        if library := compiler.library_for(server_args.model_path, server_args.dtype):
             from cpu import windows
 
-            scheduler.Scheduler = windows.WindowScheduler
+            scheduler.Scheduler = partial(windows.WindowScheduler, library)
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 

@@ -6,6 +6,8 @@ penalties, grammars, lists of log-probabilities, stop strings) is decoded by sin
 beside it. Imports sglang: in the process that owns the model alone.
 """
 
+from pathlib import Path
+
 import torch
 from msgspec import structs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -15,7 +17,6 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-from cpu import compiler
 from cpu.decoder import STOPS, Decoder, rules_of
 
 LIMIT_MS = 20  # of CPU time: what is asked meanwhile, an abort above all, waits so long
@@ -44,9 +45,8 @@ def is_plain(req: Req) -> bool:
 class WindowScheduler(scheduler.Scheduler):
     """SGLang's scheduler, whose decode passes are windows where they can be."""
 
-    def __init__(self, server_args, port_args):
+    def __init__(self, library: Path, server_args, port_args):
         super().__init__(server_args, port_args)
-        library = compiler.library_for(server_args.model_path, server_args.dtype)
         self.decoder = Decoder(library, self.tp_worker.model_runner)
         self._take_step = self.model_worker.forward_batch_generation
         self.model_worker.forward_batch_generation = self._take_steps

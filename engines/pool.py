@@ -63,7 +63,7 @@ class Pool:
         self.own: Engine | None = None  # of these, this rank's
         self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked; none at first
         self.woke_at = 0.0  # when the first of them woke, by the event loop's clock
-        self._load = Load(world.rank)
+        self._load = Load(world)
         self._health = Health(next((e for e in engines if e.rank == world.rank), None))
         self._told = EngineStatus(Counter(), Counter(), {})  # in the last meeting
         self._aborts = 0  # calls of `abort`
@@ -153,7 +153,7 @@ class Pool:
             self._load.waiting[model] -= 1
 
     def route(self, model: int = 0) -> Engine | None:
-        """Return the engine to ask next, the less loaded of two at random; None if none is up."""
+        """Return the engine to ask next, the less loaded of two; None if none is up."""
         dealt = self._load.next_dealt(model)
         if dealt and dealt.rank in self.awake and self._health.is_up(dealt):
             return dealt

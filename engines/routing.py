@@ -1,6 +1,7 @@
 """Routing: which engine of a role is asked next: how much each has to write, and which are up."""
 
 import asyncio
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -15,14 +16,12 @@ Verb = Callable[[Engine], Awaitable[None]]
 class Load:
     """The tokens that engines still have to write: for this controller now, for others when all last met."""
 
-    def __init__(self, rank: int):
+    def __init__(self, world: World):
         self.outstanding: Counter[int] = Counter()  # engine's rank -> tokens this controller awaits
         self.waiting: Counter[int] = Counter()  # model -> requests here that no engine can take
-        self._all: Counter[int] = Counter()  # `outstanding` of all controllers when they last met
-        self._own: Counter[int] = Counter()  # this controller's part of `_all`
         self._dealt: dict[int, deque[Engine]] = {}  # model -> the engines that those ask next
-        self._rank = rank
-        self._random = random.Random(rank)
+        self._world = world
+        self.forget()
 
     def tokens(self, rank: int) -> int:
         """Return the tokens that the engine of `rank` still has to write."""
@@ -30,10 +29,24 @@ class Load:
         return self.outstanding[rank] + of_others
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Pick two engines at random; return the less loaded one, or None if there is none."""
+        """Return the less loaded of two engines, whose turn it is and another; None if there is none.
+
+        Until they meet, controllers don't know what others ask. By turns, engines of equal load get as much
+        of all that ask as often. Example: of controllers 0 and 1, who have four engines, 0 asks engines
+        0, 2, then 1, 3; 1 asks 1, 3, then 2, 0.
+        """
+        if not engines:
+            return None
         # the least loaded of all would be the same for all controllers until they meet
-        pair = self._random.sample(engines, min(2, len(engines)))
-        return min(pair, key=lambda engine: self.tokens(engine.rank), default=None)
+        count = len(engines)
+        size = self._world.size
+        asked = self._asked[engines[0].model]
+        self._asked[engines[0].model] += 1
+        rounds = asked // (count // math.gcd(count, size))  # each begins one engine further
+        turn = self._world.place + asked * size + rounds
+        other = turn + self._random.randrange(1, max(2, count))
+        pair = (engines[turn % count], engines[other % count])
+        return min(pair, key=lambda engine: self.tokens(engine.rank))
 
     def update(self, of_all: Counter[int], of_own: Counter[int]) -> None:
         """Note what all controllers awaited when they met, and this one's part of it."""
@@ -43,7 +56,8 @@ class Load:
     def forget(self) -> None:
         """Start anew: a resumed run can't know what steered the requests of the step before."""
         self.update(Counter(), Counter())
-        self._random = random.Random(self._rank)
+        self._asked = Counter()  # model -> requests so far
+        self._random = random.Random(self._world.rank)
 
     async def deal(self, engines: list[Engine], world: World) -> None:
         """Deal the waiting requests to `engines` in turns, the least loaded first (collective).
@@ -61,8 +75,8 @@ class Load:
         for model in +waiting:
             serving = [engine for engine in engines if engine.model == model]
             serving.sort(key=lambda engine: (outstanding[engine.rank], engine.rank))
-            first = sum(there[model] for there in waiting_by_rank[: world.rank])
-            turns = range(first, first + waiting_by_rank[world.rank][model])
+            first = sum(there[model] for there in waiting_by_rank[: world.place])
+            turns = range(first, first + waiting_by_rank[world.place][model])
             self._dealt[model] = deque(serving[turn % len(serving)] for turn in turns if serving)
 
     def next_dealt(self, model: int) -> Engine | None:

@@ -11,8 +11,8 @@ import rollout
 import run
 
 
-def plans(everyone, config):  # who holds which rank: the splits of partial colocation
-    splits = placement.partial_colocation(everyone, config)
+def plans(holders, config):  # who holds which engine: the splits of partial colocation
+    splits = placement.partial_colocation(holders, config)
     return [dataclasses.replace(plan, mode="by_group") for plan in splits]
 
 

@@ -1,9 +1,10 @@
 """HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, theirs beside ours.
 
-    python papers/hybridflow.py                                       all, in a minute or two
+    python papers/hybridflow.py                                       all, in five minutes
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
-Figures 9 and 11 are simulated in full colocation, in sizes by scheduling/mapping.py. Else: closed forms.
+Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py. Else: closed forms. Where scorers
+have ranks of their own, ours score an answer before reference and critic read it, theirs at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import combinations
@@ -22,11 +23,12 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import UserError
+from papers import mapping
+from papers.mapping import Mapping, Placement, Speeds, Task
 from papers.tables import Paper, Point, Row, command, known, values
-from scheduling import mapping
-from scheduling.costs import Decode, Device, Model, Passes
-from scheduling.mapping import Choice, Speeds, Task
+from scheduling.layout import Shape, ranks_in_words
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
+from simulation.costs import Decode, Device, Model
 from simulation.engine import Moves
 
 QUICK = 16  # GPUs
@@ -34,27 +36,19 @@ GRAIN = 16  # all lengths are alike: finer ones change nothing
 MEETING_S = 10.0
 PPO = ("actor", "critic", "reference", "reward")
 SAFE = (*PPO, "cost")
+LEARNT = ("actor", "critic", "reference")  # by trainers; the others score
 PLACEMENTS = {
     "colocate": (PPO,),
     "split": (("actor", "reference"), ("critic", "reward")),
     "standalone": tuple((role,) for role in PPO),
     "HybridFlow": (),  # the best of all
 }
-OURS = ("HybridFlow",)
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
 TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"  # its settings
 NO_ROOM = "by our account of memory it doesn't fit"
 GENERATION = "four constants of engines were fitted on them, to errors from -20 % to +14 %"
 OTHER = "another program; no seconds of its stages are published"
 REMAX = "7B on 16 GPUs takes 42 s more than PPO, the other generation 34 s by figure 15, and no critic learns"
-
-
-class Place(NamedTuple):
-    """The place of a rank while it generates."""
-
-    copy: int  # of the model, as data and context parallelism make them
-    part: int  # of its engine
-    member: int  # of its micro-data-parallel group; and which of the copy's engines it is in
 
 
 class Cost(NamedTuple):
@@ -67,23 +61,12 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Training by `pp` stages of `tp` shards, `copies` times; engines of `parts` ranks. Pure.
-
-    Ranks are numbered as Megatron does: shards of a stage are neighbours, stages are farthest apart.
-    """
+    """Training by `pp` stages of `tp` shards, `copies` times; engines of `parts` ranks. Pure."""
 
     pp: int
     tp: int
     copies: int
     parts: int = 1
-
-    def place(self, rank: int) -> Place:
-        """Put engines on ranks at strides of t / t_g: so a shard lies in its rank's part (section 5.3)."""
-        assert self.tp % self.parts == 0, "a part is made of whole shards"
-        near = self.tp // self.parts
-        others, shard = divmod(rank, self.tp)
-        stage, copy = divmod(others, self.copies)
-        return Place(copy, shard // near, stage * near + shard % near)
 
     def costs(self) -> dict[str, Cost]:
         """Compute table 2, which takes stages for equal and all tensors for cut by tensor parallelism.
@@ -108,46 +91,60 @@ class Setting(NamedTuple):
     speeds: Speeds
 
 
-def step_s(at: Setting, choice: Choice) -> float:
+def shapes_of(found: Mapping) -> dict[str, Shape]:
+    """The ranks and sizes of each role: those of the actor's set come first, then the scorers'."""
+    shapes = {}
+    first = 0
+    served = ("actor", "reward")
+    for choice in sorted(found.choices, key=lambda choice: [r not in choice.sizes for r in served]):
+        for role, (pp, tp, dp, _) in choice.sizes.items():
+            shapes[role] = Shape(tuple(range(first, first + pp * tp * dp)), tp, pp)
+        first += pp * tp * dp
+    return shapes
+
+
+def step_s(at: Setting, found: Mapping) -> float:
     """Seconds of a step of the controllers."""
     models, gpus, task, speeds = at
-    sizes = choice.sizes["actor"]
-    critic = choice.sizes["critic"]
+    sizes = {role: each for choice in found.choices for role, each in choice.sizes.items()}
+    (own,) = (choice for choice in found.choices if "actor" in choice.sizes)
+    shapes = shapes_of(found)
     text = task.prompt + task.answer
     more = task.trained / text  # tokens that passes read for each that an engine has
-    scorers = tuple(role for role in models if role not in ("actor", "critic", "reference"))
-    each = [mapping.passes_s(models[role], choice.sizes[role], task, speeds)[0] for role in scorers]
-    scoring_s = sum(each) / len(each) * gpus / task.sequences  # of one GPU, a sequence
-    push_s = mapping.reshard_s(models["actor"], sizes, speeds)
-    learning = coarse(mapping.passes(models["critic"], critic, speeds), more)
+    passes = {}
+    for role in LEARNT:
+        passes[role] = coarse(mapping.passes(models[role], sizes[role], speeds), more)
+    scorers = tuple(role for role in models if role not in LEARNT)
+    each = [mapping.passes_s(models[role], sizes[role], task, speeds)[0] for role in scorers]
+    # of one GPU, a sequence
+    scoring_s = sum(each) / len(each) * len(shapes["reward"].ranks) / task.sequences
+    push_s = mapping.reshard_s(models["actor"], sizes["actor"], speeds)
+    parts = sizes["actor"].parts
     cluster = Cluster(
         decode={
-            "rollout": mapping.engine(models["actor"], sizes.parts, choice.held, speeds),
+            "rollout": mapping.engine(models["actor"], parts, own.held, speeds),
             "genrm": Decode(0.0, prefill=scoring_s / text, most=1),
         },
-        actor=coarse(mapping.passes(models["actor"], sizes, speeds), more),
-        critic=as_dealt(learning, sizes.dp / critic.dp),
+        **passes,
         moves=dict(rollout=Moves(push_s=push_s)),
-        group=sizes.pp * sizes.tp,
         scores=True,
         grain=GRAIN,
         meeting_s=MEETING_S,
     )
+    engines = sorted({*shapes["actor"].ranks, *shapes["reward"].ranks})
+    words = [f"engines={ranks_in_words(tuple(engines))}"]
+    for role in LEARNT:
+        ranks, tp, pp, _ = shapes[role]
+        words.append(f"{role}={ranks_in_words(ranks)}:tp{tp}:pp{pp}")
+    mode = "full" if shapes["actor"].ranks == shapes["reward"].ranks else "partial"
     work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))
-    settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=sizes.parts, judge=scorers)
+    settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=parts, judge=scorers)
+    settings |= dict(placement=" ".join(words), rollout_ranks=len(shapes["actor"].ranks))
     settings |= dict(prompts_per_step=task.sequences, answers_per_prompt=1)
     settings |= dict(updates_per_step=task.updates, steps=1)
     settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
-    step = Simulation("full", gpus, work, cluster, **settings).run()[0]
+    step = Simulation(mode, gpus, work, cluster, **settings).run()[0]
     return step.ended_s - push_s  # it begins with a push, and ends with one
-
-
-def as_dealt(critic: Passes, copies: float) -> Passes:
-    """The passes of a critic, if samples are dealt to the actor's copies, so many for one of its own."""
-    stages = 1 + (critic.stages - 1) / copies
-    return replace(
-        critic, token=critic.token * copies, square=critic.square * copies, stages=stages
-    )
 
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
@@ -171,10 +168,6 @@ def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
     return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
 
 
-def row_of(paper: Paper, point: Point, ours: float | None, kind: str = "predicted") -> Row:
-    return paper.row(point, ours, kind) if ours else paper.row(point, None, "not modelled", NO_ROOM)
-
-
 def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
     """One row of each system's points, `but` these."""
     counts = Counter(point.system for point in paper.of(figure) if point.system not in but)
@@ -182,34 +175,26 @@ def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str]
     return [Row(figure, *row, "not modelled", why) for row in rows]
 
 
-def throughput(paper: Paper, figure: str, roles: tuple[str, ...]) -> list[Row]:
-    """Tokens/s of a step in full colocation."""
-    rows = []
-    for point in asked(paper, figure, OURS):
-        at = setting_of(paper, point, roles)
-        found = mapping.best_of((roles,), *at)
-        tokens = at.task.sequences * at.task.trained
-        rows.append(row_of(paper, point, found and tokens / step_s(at, found.choices[0])))
-    return rows + not_modelled(paper, figure, but=OURS)
-
-
-def placements(paper: Paper, figure: str) -> list[Row]:
+def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> list[Row]:
     """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
     rows = []
-    compared = {}  # (setting, GPUs) -> rows
-    for point in asked(paper, figure, PLACEMENTS):
-        at = setting_of(paper, point)
-        placement = PLACEMENTS[point.system]
+    compared = []  # rows, each with its setting and GPUs
+    for point in asked(paper, figure, placements):
+        placement = placements[point.system]
+        at = setting_of(paper, point, sum(placement, ()) or PPO)
         every = [mapping.best_of(placement, *at)] if placement else mapping.search(*at)
-        found = every[0] if every else None
-        tokens = at.task.sequences * at.task.trained
-        rows.append(row_of(paper, point, found and tokens / found.seconds, "form"))
-        if placement and found:
-            compared.setdefault((point.setting, point.gpus), []).append(rows[-1])
-    pairs = [pair for own in compared.values() for pair in combinations(own, 2)]
+        if not every or not every[0]:
+            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+            continue
+        rows.append(paper.row(point, at.task.sequences * at.task.trained / step_s(at, every[0])))
+        if placement:
+            compared.append((point[2:4], rows[-1]))
+    pairs = [(a, b) for (one, a), (other, b) in combinations(compared, 2) if one == other]
     right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in pairs)
-    rows.append(Row(figure, "pairs in their order", None, right, f"of {len(pairs)} pairs", "form"))
-    return rows + not_modelled(paper, figure, but=PLACEMENTS)
+    if pairs:
+        what = f"of {len(pairs)} pairs"
+        rows.append(Row(figure, "pairs in their order", None, right, what, "predicted"))
+    return rows + not_modelled(paper, figure, but=placements)
 
 
 def transitions(paper: Paper) -> list[Row]:
@@ -241,11 +226,11 @@ def table_2(paper: Paper) -> list[Row]:
 
 
 FIGURES = {
-    "9": partial(throughput, figure="9", roles=PPO),
+    "9": partial(throughput, figure="9", placements={"HybridFlow": (PPO,)}),
     "10": partial(not_modelled, figure="10", why=REMAX),
-    "11": partial(throughput, figure="11", roles=SAFE),
-    "12": partial(placements, figure="12"),
-    "13": partial(placements, figure="13"),
+    "11": partial(throughput, figure="11", placements={"HybridFlow": (SAFE,)}),
+    "12": partial(throughput, figure="12", placements=PLACEMENTS),
+    "13": partial(throughput, figure="13", placements=PLACEMENTS),
     "14": transitions,
     "15": partial(not_modelled, figure="15", why=GENERATION),
     "16": partial(not_modelled, figure="16", why="seconds of their own program"),

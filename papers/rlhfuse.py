@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from config import UserError
 from papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
 from scheduling import pipeline
-from scheduling.costs import Decode, Device, Model, Passes, decode_of
 from scheduling.fusion import TAILS
 from scheduling.pipeline import Pipe
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.costs import Decode, Device, Model, Passes, decode_of
 
 INSTANCES = ROOT / "published" / "rlhfuse_table3.json"
 QUICK = ("1024 33/65", "33B/13B 8/4 16/8")  # settings that are left with --quick

@@ -21,8 +21,8 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from papers.tables import Constants, Paper, Row, command, known, values
-from scheduling.costs import Decode, Device, Model, decode_of, passes_of
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
+from simulation.costs import Decode, Device, Model, decode_of, passes_of
 from simulation.engine import Moves, SimulatedEngine
 from simulation.meetings import SimulatedWorld
 

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from rollout import RolloutBatch
 
 SAMPLES_PER_STEP = 2  # written to samples.jsonl, each of another group
+STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 # spans that have a time/*_s
 PHASES = ("serve", "rollout", "genrm", "train", "switch", "sync", "save")
-# no costs, judges, keys, training
-MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac", "train/bubble_frac")
+# no costs, judges, keys
+MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac")
 
 Metrics = dict[str, float | str]  # by name; texts such as a split's
 
@@ -172,7 +173,7 @@ class Report:
         self._writer.write(self.config.steps, self._evaluated)
         try:
             self._writer.close()
-            tl.write_trace(tl.read(self.out / "spans", -tl.STEPS_PER_FILE), self.out / "trace.json")
+            tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
             figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
@@ -213,7 +214,6 @@ def local_facts(
         "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
         "genrm/false_positive_frac": [s.verdict is True for s in wrong],
         "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
-        "train/bubble_frac": bubble(events),
     }
     sums = {
         "rollout/tokens": batch.tokens,
@@ -229,18 +229,11 @@ def local_facts(
     maxima |= {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
         "rollout/waves": float(batch.waves),  # as all other controllers
-        "sync/received_mb": c.placement.actor.gathering.received / 1e6,
+        "sync/received_mb": c.placement.actor.received_bytes / 1e6,
     }
     actor = c.placement.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
-    return Facts(means, sums, maxima, c.rewards.latencies, work)
-
-
-def bubble(events: list[tl.Event]) -> list[float]:
-    """Return the part of its pipelines' time in which this rank ran no pass; [] where it didn't train."""
-    elapsed_s = tl.seconds(events, "pipeline")
-    worked_s = sum(done.end - done.start for done in tl.of_kind(events, "pass"))
-    return [1 - worked_s / elapsed_s] if elapsed_s else []
+    return Facts(means, sums, maxima, c.rewards.latencies, work if actor.holds else {})
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:

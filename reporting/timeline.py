@@ -6,7 +6,7 @@ itself (train, switch, sync) are opened around the work. Beside them stand the l
 stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of weights, a change of the
 split), and the passes of the pipelines.
 
-Every rank appends its events to files of its own, OUT/spans/rank<r>.<first step>.jsonl, for all pictures.
+Every rank writes its events of each step to a file of its own, OUT/spans/rank<r>.<step>.jsonl.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from runtime import atomic_files
 
 if TYPE_CHECKING:
-    from training.executor import Phase
+    from training.executor import Pass
 
-STEPS_PER_FILE = 10  # what a resume reads and rewrites at most
 COLORS = dict(rollout="#2a78b8", genrm="#e08a1e", train="#3c9d4e", sync="#8a4fb0", switch="#9a9a9a")
 STATES = {  # of an answer, in the order of its life
     "queued": "#dcdfe3",
@@ -118,13 +117,11 @@ class Timeline:
         now = self.clock()
         self.add(kind, text, self.rank, now, now)
 
-    def ran(self, phases: Iterable[Phase]) -> None:
-        """Add tables of passes that this rank ran."""
-        for phase in phases:
-            self.add("span", "pipeline", self.rank, phase.start, phase.end)
-            for model, task, start, end in phase.passes:
-                what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
-                self.add("pass", model, self.rank, start, end, **what)
+    def ran(self, passes: Iterable[Pass]) -> None:
+        """Add passes that this rank ran."""
+        for model, task, start, end in passes:
+            what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
+            self.add("pass", model, self.rank, start, end, **what)
 
     def drain(self) -> list[Event]:
         """Return the events since the last call. They go to a file, if they can, and are forgotten."""
@@ -132,46 +129,39 @@ class Timeline:
         self.events = []
         self.problem = ""
         if self.folder and events:
-            first = self.step // STEPS_PER_FILE * STEPS_PER_FILE
             try:
-                atomic_files.append(self.folder / f"rank{self.rank}.{first}.jsonl", events)
+                atomic_files.append(self.folder / f"rank{self.rank}.{self.step}.jsonl", events)
             except OSError as error:  # a full disk: pictures will lack them
                 self.problem = str(error)
         return events
 
 
 def files_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return all ranks' files, in order, each with the first step that it is for."""
+    """Return all ranks' files by their steps."""
     return sorted((int(path.stem.split(".")[1]), path) for path in folder.glob("rank*.*.jsonl"))
 
 
-def events_in(path: Path) -> Iterator[tuple[str, Event]]:
-    """Yield the lines of a file with their events, but for lines that a crash of the machine spoiled."""
+def events_in(path: Path) -> Iterator[Event]:
+    """Yield the events of a file, but for lines that a crash of the machine spoiled."""
     for line in path.open(errors="replace"):
         with suppress(ValueError, LookupError, TypeError):
-            yield line, Event(*json.loads(line))
+            yield Event(*json.loads(line))
 
 
 def read(folder: Path, first: int = 0, last: int = -1) -> list[Event]:
-    """Return all ranks' events of these steps, and of others in the same files. -1: the last step."""
-    events = []
+    """Return all ranks' events of these steps. Below 0: up to the last, from so many before it."""
     files = files_in(folder)
-    newest = files[-1][0] if files else 0  # the last step is this one, or one of the next few
-    low = first if first >= 0 else newest + first
-    for start, path in files:
-        if low - STEPS_PER_FILE < start and (last < 0 or start <= last):
-            events += [event for _, event in events_in(path)]
-    return events
+    newest = files[-1][0] if files else 0
+    first = first if first >= 0 else newest + first
+    last = last if last >= 0 else newest
+    return [e for step, path in files if first <= step <= last for e in events_in(path)]
 
 
 def truncate(folder: Path, step: int) -> float:
     """Drop the events of `step` and later ones. Returns when the one before ended (s)."""
-    for first, path in files_in(folder):
-        if first >= step:
+    for number, path in files_in(folder):
+        if number >= step:
             path.unlink()
-        elif first + STEPS_PER_FILE > step:
-            lines = [line for line, event in events_in(path) if event.step < step]
-            path.write_text("".join(lines))
     spans = of_kind(read(folder, step - 1, step - 1), "span")
     return max((span.end for span in spans), default=0.0)
 

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,9 +38,22 @@ class Stop:
 
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
+    is_put_off: bool = False
     time: float = 0.0  # when it came
     neighbours: dict[int, int] = field(default_factory=dict)  # process ids of this machine's ranks
     reason: str = "interrupted"  # what the process says if it leaves before it is done
+
+    @property
+    def heard(self) -> int:
+        """The first signal, once it isn't put off."""
+        return 0 if self.is_put_off else self.asked
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Let a request wait until this is closed."""
+        self.is_put_off = True
+        yield
+        self.is_put_off = False
 
     async def until_all_are_ready(self, world: World) -> None:
         """The last meeting before training (collective): no rank is past it before all stop by themselves."""

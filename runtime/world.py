@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import json
 import os
 import pickle
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
+WAIT_S = 0.02  # between two looks whether all ranks are there
 # gloo's words where a rank hangs or is gone
 BROKEN = ("imed out", "closed by peer", "reset by peer")
 
@@ -35,20 +39,19 @@ class Notes:
     """
 
     rank: int
-    size: int
     store: Store  # of the process group
     folder: Path | None  # one that all ranks share: used in place of the store
-    arrivals: int = 0  # the collectives that this rank has come to
+    arrivals: Counter[str] = field(default_factory=Counter)  # at collectives of each World
     phase: str = "starting"
 
-    def arrive(self) -> None:
-        """Note that this rank has come to one more collective."""
-        self.arrivals += 1
+    def arrive(self, world: str) -> None:
+        """Note that this rank has come to one more collective of a World."""
+        self.arrivals[world] += 1
         self.write()
 
     def write(self) -> None:
         name = f"note of rank {self.rank}"
-        note = f"{self.arrivals} {os.getpid()} {self.phase}"
+        note = json.dumps([self.arrivals, os.getpid(), self.phase])
         with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
             if self.folder:
                 (self.folder / name).write_text(note)
@@ -63,26 +66,30 @@ class Notes:
             note = (self.folder / name).read_bytes()
         elif not self.folder and self.store.check([name]):
             note = self.store.get(name)
-        return note.decode() or "0 0 starting"
+        return note.decode() or '[{}, 0, "starting"]'
 
-    def late(self) -> list[str]:
-        """Name those who have come to fewer collectives: the dead of this machine alone, if any are."""
+    def late(self, world: str, ranks: Sequence[int]) -> list[str]:
+        """Name those who have come to fewer of a World's: the dead of this machine alone, if any are."""
         late = []
         dead = []
-        for rank in [rank for rank in range(self.size) if rank != self.rank]:
+        for rank in [rank for rank in ranks if rank != self.rank]:
             try:
-                arrivals, pid, phase = self._read(rank).split(" ", 2)
+                arrivals, pid, phase = json.loads(self._read(rank))
             except (OSError, RuntimeError):
                 return ["the ranks' notes are gone, so who didn't come is unknown"]
-            if int(arrivals) < self.arrivals:
+            if arrivals.get(world, 0) < self.arrivals[world]:
                 late.append(f"rank {rank} didn't come, last seen in phase: {phase}")
-                if self.folder and not is_alive(int(pid)):
+                if self.folder and not is_alive(pid):
                     dead.append(late[-1])
         return dead or late
 
 
 class World:
-    """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order."""
+    """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order.
+
+    rank: this one's in the run. place: its place among the `size` ranks of this World, which are all but in
+    a `part`.
+    """
 
     def __init__(self, device: str, timeout_s: float, notes: Path | None = None):
         import torch
@@ -91,14 +98,47 @@ class World:
         self._dist = dist
         self._torch = torch
         self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
         self.device = device
         self._timeout_s = timeout_s
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         store = dist.distributed_c10d._get_default_store()
-        self._notes = Notes(self.rank, self.size, store, notes)
+        self._notes = Notes(self.rank, store, notes)
+        self.is_parted = False
+        self._join(range(dist.get_world_size()))
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
         self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
+
+    def _join(self, *parts: Sequence[int]) -> None:
+        """Make a group of each set of ranks; take part in this rank's (collective: every rank)."""
+        for ranks in parts:
+            timeout = timedelta(seconds=self._timeout_s)
+            group = self._dist.new_group(ranks, backend="gloo", timeout=timeout)
+            if self.rank in ranks:
+                self._group = group
+                self.ranks = ranks
+                self.size = len(ranks)
+                self.place = ranks.index(self.rank)
+                self._name = f"{self.size} from {ranks[0]}"  # in notes
+
+    def part(self, ranks: Sequence[int]) -> World:
+        """Return the World of these ranks, on every other rank that of all others (collective)."""
+        others = [rank for rank in self.ranks if rank not in ranks]
+        if not others:
+            return self
+        self.is_parted = True
+        part = copy.copy(self)
+        part._join(ranks, others)
+        return part
+
+    async def wait_for_all(self) -> None:
+        """Return once every rank is here, however long a part of them works (collective)."""
+        if not self.is_parted:
+            return
+        self._notes.arrive("wait")
+        store = self._notes.store
+        name = f"wait {self._notes.arrivals['wait']}"
+        store.add(name, 1)
+        while store.add(name, 0) < self.size:
+            await asyncio.sleep(WAIT_S)
 
     def enter_device(self) -> None:
         """Make this rank's GPU the calling thread's current one; nothing on CPU. Not collective."""
@@ -117,9 +157,10 @@ class World:
         return values
 
     async def gather_on_0(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank, on rank 0; nothing on the others (collective)."""
-        values = [None] * self.size if self.rank == 0 else None
-        await self.run(self._meet, self._dist.gather_object, value, values, 0, self._group)
+        """Return every rank's `value`, by rank, on the first; nothing on the others (collective)."""
+        values = None if self.place else [None] * self.size
+        gather = self._dist.gather_object
+        await self.run(self._meet, gather, value, values, self.ranks[0], self._group)
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
@@ -130,21 +171,22 @@ class World:
         dist = self._dist
         box = [None]
         distance = 1
-        while distance < self.size and self.rank % (2 * distance) == 0:
-            if self.rank + distance < self.size:
-                dist.recv_object_list(box, src=self.rank + distance, group=self._group)
+        while distance < self.size and self.place % (2 * distance) == 0:
+            if self.place + distance < self.size:
+                dist.recv_object_list(box, self.ranks[self.place + distance], self._group)
                 value = total([value, box[0]])
             distance *= 2
         box = [value]
-        if self.rank:
-            dist.send_object_list(box, dst=self.rank - distance, group=self._group)
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        if self.place:
+            dist.send_object_list(box, self.ranks[self.place - distance], self._group)
+        dist.broadcast_object_list(box, self.ranks[0], self._group)
         return box[0]
 
     async def broadcast(self, value: Any) -> Any:
-        """Return the value of rank 0 (collective)."""
+        """Return the value of the first rank (collective)."""
         box = [value]
-        await self.run(self._meet, self._dist.broadcast_object_list, box, 0, self._group)
+        share = self._dist.broadcast_object_list
+        await self.run(self._meet, share, box, self.ranks[0], self._group)
         return box[0]
 
     async def barrier(self) -> None:
@@ -180,7 +222,7 @@ class World:
             request.wait()
 
     def _meet(self, collective: Callable, *args: Any) -> Any:
-        self._notes.arrive()
+        self._notes.arrive(self._name)
         return collective(*args)
 
     def doing(self, phase: str) -> None:
@@ -195,9 +237,9 @@ class World:
         except RuntimeError as error:
             if any(words in str(error) for words in BROKEN):  # also of Megatron's collectives
                 # all who wait give up at about the same time, and say so: who doesn't is late
-                self._notes.arrive()
+                self._notes.arrive(self._name)
                 time.sleep(OTHERS_GIVE_UP_S)
-            late = self._notes.late()
+            late = self._notes.late(self._name, self.ranks)
             if not late:
                 raise
             waited = f"rank {self.rank} waited in vain, for {self._timeout_s:g} s at most"

@@ -115,6 +115,13 @@ class StepStats:
         lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
         return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *slowest, lengths)
 
+    @staticmethod
+    def of_json(row: dict) -> StepStats:
+        """Return the inverse of asdict."""
+        fields = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
+        fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
+        return StepStats(**row | fields)
+
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
         if role == "rollout":
             return self.split.rollout, self.rollout
@@ -162,14 +169,12 @@ def choose_split(
         reason = f"{now} -> {split}: to measure {mode} colocation for {COOL_DOWN} steps"
         return Decision(split, reason, predicted[split].seconds)
     best = min(splits, key=lambda split: predicted[split].hoped)
-    may = "should" if was_tried(best, history) else "may"
-    hoped = f"{predicted[best].hoped:.2f} s instead of {seconds:.2f} s"
-    what = f"serving {may} take {hoped} with {best}"
     if is_worth_it(predicted[now], predicted[best], steps_left, history[-1].hand_over_s):
         split = one_engine_towards(now, best, splits)
-        return Decision(split, f"{now} -> {split}: {what}", predicted[split].seconds)
-    why = "it is the best plan" if best == now else f"too little to gain, {what}"
-    return Decision(now, f"{now} stays: {why}", seconds)
+        hoped = f"serving may take {predicted[best].hoped:.2f} s instead of {seconds:.2f} s"
+        reason = f"{now} -> {split}: {hoped} with {best}"
+        return Decision(split, reason, predicted[split].seconds)
+    return Decision(now, f"{now} stays: there is too little to gain", seconds)
 
 
 def is_worth_it(now: Prediction, best: Prediction, steps_left: int, hand_over_s: float) -> bool:

@@ -31,9 +31,9 @@ from engines.engine import Request, Sampling, seed_of
 from reporting import timeline as tl
 from rollout import RolloutBatch
 from sample import Key, Sample
-from scheduling.costs import Decode, Passes
 from scheduling.rebalance import StepStats
 from simulation.clock import VirtualClock, end_all
+from simulation.costs import Decode, Passes
 from simulation.engine import EngineCosts, Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.shared import sharing
@@ -80,8 +80,8 @@ class Cluster:
     decode: dict[str, Decode]  # by role
     actor: Passes
     critic: Passes | None = None  # default: as the actor
+    reference: Passes | None = None  # if its ranks and sizes aren't the actor's
     moves: dict[str, Moves] = field(default_factory=dict)  # by role; "train": of trainers
-    group: int = 1  # ranks of a trainer's model-parallel group
     speed_up: float = 1.0  # of actor and critics in one pipeline
     scores: bool = False  # the judge is a scalar reward model
     grain: int = 1
@@ -155,9 +155,9 @@ class Author:
 class StepFacts:
     """The facts of a step."""
 
-    waves: int
-    stats: StepStats  # with the split
-    decision: dict[str, float | str]  # about the next one
+    waves: int = 0
+    stats: StepStats | None = None  # with the split
+    decision: dict[str, float | str] = field(default_factory=dict)  # about the next one
     seconds: Counter[str] = field(default_factory=Counter)  # of the slowest rank, by phase
     ended_s: float = 0.0  # on the virtual clock
     trained: dict[int, list[Key]] = field(default_factory=dict)  # the samples of each rank
@@ -191,8 +191,8 @@ class Simulation:
         self.controllers = []
         for rank in range(ranks):
             world = SimulatedWorld(rank, ranks, meetings, self.network)
-            trainers = self._trainers(SimulatedWorld(rank, ranks, of_trainers))
-            self.controllers.append(self._controller(world, trainers))
+            models = self._models(SimulatedWorld(rank, ranks, of_trainers))
+            self.controllers.append(self._controller(world, **models))
 
     def _engines(self, role: str) -> list[SimulatedEngine]:
         """Make an engine on each rank that leads one in some plan."""
@@ -212,40 +212,48 @@ class Simulation:
             engines.append(SimulatedEngine(role, rank, *how))
         return engines
 
-    def _trainers(self, world: SimulatedWorld) -> list[SimulatedTrainer]:
-        """Make one rank's actor and critics. world: of the trainers alone."""
+    def _models(self, world: SimulatedWorld) -> dict[str, SimulatedTrainer]:
+        """Make one rank's models, by name: reference, actor, critics. world: of the trainers alone."""
         cluster = self.cluster
-        passes = {"actor": cluster.actor}
-        passes |= dict.fromkeys(algorithm_of(self.config).critics, cluster.critic or cluster.actor)
+        holders = self.plans[0].holders
+        costs = {"reference": cluster.reference or cluster.actor, "actor": cluster.actor}
+        costs |= dict.fromkeys(algorithm_of(self.config).critics, cluster.critic or cluster.actor)
         moves = cluster.moves.get("train", Moves())
-        trainers = []
-        for name, each in passes.items():
-            costs = coarse(each, cluster.grain)
-            how = (costs, moves, cluster.group, cluster.speed_up)
-            trainers.append(SimulatedTrainer(name, world, *how))
-        return trainers
+        parts = {shape.ranks: world.part(shape.ranks) for shape in holders[1:]}
+        models = {}
+        for name, each in costs.items():
+            shape = holders._asdict().get(name, holders.critic)
+            how = (coarse(each, cluster.grain), moves, shape, cluster.speed_up)
+            models[name] = SimulatedTrainer(name, parts[shape.ranks], *how)
+        if holders.reference == holders.actor:
+            models["reference"] = models["actor"]
+        return models
 
-    def _controller(self, world: SimulatedWorld, trainers: list[SimulatedTrainer]) -> Controller:
+    def _controller(
+        self, world: SimulatedWorld, reference: SimulatedTrainer, **trainers: SimulatedTrainer
+    ) -> Controller:
         """Build one rank's controller, as run.py does."""
         config = self.config
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
+        team = world.part(self.plans[0].holders.servers)
         pools = {}
         for role, engines in self.engines.items():
-            pools[role] = pool.Pool(engines, world, timeline, config)
+            pools[role] = pool.Pool(engines, team, timeline, config)
+        models = placement.Models([*trainers.values()], [reference] if algorithm.kl_coef else [])
         c = Controller(
             config,
             algorithm,
             world,
-            placement.Placement(self.plans, trainers, pools, world, timeline),
+            placement.Placement(self.plans, models, pools, world, timeline),
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
             Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
             timeline=timeline,
             report=self,
             checkpoints=self,
-            references=trainers[:1] if algorithm.kl_coef else [],
+            team=team,
         )
         # as a run has learnt after some steps
         c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
@@ -276,8 +284,12 @@ class Simulation:
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
         if step == len(self.steps):
-            self.steps.append(StepFacts(batch.waves, c.state.history[-1], stats))
+            self.steps.append(StepFacts())
         facts = self.steps[step]
+        if c.placement.serves:
+            facts.waves = batch.waves
+            facts.stats = c.state.history[-1]
+            facts.decision = stats
         spans = c.timeline.drain()
         facts.seconds |= {name: tl.seconds(spans, name) for name in PHASES}
         facts.ended_s = c.timeline.now()

@@ -17,8 +17,8 @@ from itertools import filterfalse
 from typing import NamedTuple
 
 from engines.engine import Answer, Request
-from scheduling.costs import Decode
 from simulation.clock import VirtualClock
+from simulation.costs import Decode
 
 LOGPROB = -0.5  # of every token
 LEAST = 1e-6  # of a decode step: less is rounding

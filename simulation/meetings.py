@@ -1,12 +1,11 @@
-"""A `World` for controllers that are all tasks of one event loop. Its meetings may take time."""
+"""A `World` for controllers that are all tasks of one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import inspect
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,30 +13,26 @@ from typing import Any
 
 @dataclass
 class Network:
-    """The network of all ranks: how long meetings take, by default no time. Bytes take none."""
+    """The network of all ranks, which takes no time. Of each meeting it is told what every rank brings."""
 
-    latency_s: float = 0.0  # of a message; a gather or a reduction takes log2(ranks) in turn
     meetings: int = 0  # so far
 
-    def gather_s(self, values: list) -> float:
-        """Seconds of a gather of one value a rank."""
-        return self.reduce_s(values)
-
-    def reduce_s(self, values: list) -> float:
+    def gathered(self, values: list) -> list:
         self.meetings += 1
-        return math.log2(len(values)) * self.latency_s
+        return values
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
         """The total in the order of World.reduce: pairs of neighbours, then pairs of pairs."""
+        self.meetings += 1
         while len(values) > 1:
             pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
             values = [total(pair) if len(pair) == 2 else pair[0] for pair in pairs]
         return values[0]
 
-    def exchange_s(self, parcels: list[dict[int, Any]]) -> float:
-        """Seconds of an exchange of parcels[sender][receiver]."""
+    def exchanged(self, parcels: list[dict[int, Any]]) -> list[dict[int, Any]]:
+        """Return parcels[sender][receiver]."""
         self.meetings += 1
-        return self.latency_s
+        return parcels
 
 
 @dataclass
@@ -50,7 +45,7 @@ class Meeting:
 
 @dataclass(eq=False)
 class SimulatedWorld:
-    """The runtime.world.World of one rank. meetings: by number, one dict for all ranks.
+    """The runtime.world.World of one rank. meetings: by number, one dict for all ranks, in it those of parts.
 
     What is gathered is the same object on every rank. A meeting is forgotten when all have come: a long run
     would hold the facts of every one.
@@ -58,21 +53,34 @@ class SimulatedWorld:
 
     rank: int
     size: int
-    meetings: dict[int, Meeting]
+    meetings: dict
     network: Network = field(default_factory=Network)
     calls: int = 0  # meetings that this rank came to
+
+    def __post_init__(self) -> None:
+        self.ranks = range(self.size)
+        self.place = self.rank
+
+    def part(self, ranks: Sequence[int]) -> SimulatedWorld:
+        others = [rank for rank in self.ranks if rank not in ranks]
+        if not others:
+            return self
+        part = copy.copy(self)
+        part.ranks = ranks if self.rank in ranks else others
+        part.size = len(part.ranks)
+        part.place = part.ranks.index(self.rank)
+        part.meetings = self.meetings.setdefault(f"of {[*part.ranks]}", {})
+        part.calls = 0
+        return part
+
+    async def wait_for_all(self) -> None: ...
 
     async def run(self, function: Callable, *args: Any) -> Any:
         result = function(*args)
         return await result if inspect.isawaitable(result) else result
 
-    async def _meet(
-        self, value: Any, result_of: Callable[[list], Any], seconds_of: Callable | None = None
-    ):
-        """Return `result_of` all ranks' values, in the order of ranks; the last to come works it out.
-
-        seconds_of: from the values, the seconds until all have it; by default those of a gather.
-        """
+    async def _meet(self, value: Any, result_of: Callable[[list], Any]) -> Any:
+        """Return `result_of` all ranks' values, in the order of ranks; the last to come works it out."""
         call = self.calls
         self.calls += 1
         if call not in self.meetings:
@@ -81,41 +89,29 @@ class SimulatedWorld:
         assert self.rank not in meeting.values, "a rank came twice to one meeting"
         meeting.values[self.rank] = value
         if len(meeting.values) == self.size:
-            values = [meeting.values[rank] for rank in range(self.size)]
-            seconds = (seconds_of or self.network.gather_s)(values)
             del self.meetings[call]
-            if seconds:
-                await asyncio.sleep(seconds)
-            meeting.done.set_result(result_of(values))
+            meeting.done.set_result(result_of([meeting.values[rank] for rank in self.ranks]))
         return await meeting.done
 
     async def gather(self, value: Any) -> list[Any]:
-        return await self._meet(value, list)
-
-    async def gather_on_0(self, value: Any) -> list[Any]:
-        values = await self.gather(value)
-        return values if self.rank == 0 else []
+        return await self._meet(value, self.network.gathered)
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        reduced = partial(self.network.reduced, total)
-        return await self._meet(value, reduced, self.network.reduce_s)
-
-    async def broadcast(self, value: Any) -> Any:
-        return (await self.gather(value))[0]
+        return await self._meet(value, partial(self.network.reduced, total))
 
     async def barrier(self) -> None:
         await self.gather(None)
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
-        sent = await self._meet(outgoing, list, self.network.exchange_s)
+        sent = await self._meet(outgoing, self.network.exchanged)
         incoming = {}
-        for sender, parcels in enumerate(sent):
+        for sender, parcels in zip(self.ranks, sent, strict=True):
             if self.rank in parcels:
                 parcel = parcels[self.rank]
                 incoming[sender] = parcel if sender == self.rank else self._received(parcel)
         assert {*senders} | {self.rank} == {*incoming, self.rank}, "it waits for others than send"
         return incoming
 
-    def _received(self, parcel: list) -> list:
-        """Copy the samples that another rank sent, not what is in them."""
-        return list(map(copy.copy, parcel))
+    def _received(self, parcel: list | dict) -> list | dict:
+        """Copy the samples that another rank sent, not what is in them; columns as they are."""
+        return list(map(copy.copy, parcel)) if isinstance(parcel, list) else parcel

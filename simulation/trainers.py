@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from sample import Sample
 from scheduling.balance import flat
-from scheduling.costs import Passes
+from scheduling.layout import Shape
+from simulation.costs import Passes
 from simulation.engine import LOGPROB, Moves
 from simulation.meetings import SimulatedWorld
 
@@ -20,19 +21,19 @@ class SimulatedTrainer:
     """A model that is trained: the actor, or a critic by its name."""
 
     name: str
-    world: SimulatedWorld  # of the trainers alone
-    passes: Passes
+    world: SimulatedWorld  # of the trainers of its shape alone
+    costs: Passes
     moves: Moves
-    group: int = 1  # ranks of its model-parallel group
+    shape: Shape
     speed_up: float = 1.0  # of several trainers in one pipeline, over one after the other
     version: int = 0
     awake: bool = False
-    phases: list = field(default_factory=list)
+    passes: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.dp_rank = self.world.rank // self.group
-        self.dp_size = self.world.size // self.group
-        self.is_head = self.world.rank % self.group == 0
+        place = self.shape.place(self.world.rank)
+        self.holds = place is not None
+        self.dp_rank, self.is_head = place or (-1, False)
         self.image_cost = lambda prompt: 0
 
     async def wake(self) -> None:
@@ -50,16 +51,18 @@ class SimulatedTrainer:
 
     def cost(self, tokens: int) -> int:
         """Work of a sample, in nanoseconds."""
-        return round(1e9 * self.passes.cost(tokens))
+        return round(1e9 * self.costs.cost(tokens))
 
     async def forward(self, mini_batches: MiniBatches) -> None:
-        assert self.awake, "asked while asleep"
-        await asyncio.sleep(sum(forward_s(self.passes, lengths_of(each)) for each in mini_batches))
+        assert self.awake or not self.holds, "asked while asleep"
+        await asyncio.sleep(sum(forward_s(self.costs, lengths_of(each)) for each in mini_batches))
 
     async def compute_values(self, mini_batches: MiniBatches) -> None:
         await self.forward(mini_batches)
         for sample in flat(mini_batches):
             sample.values = sample.values | {self.name: [0.0] * len(sample.response)}
+
+    async def compute_policy_logprobs(self, mini_batches: MiniBatches) -> None: ...
 
     async def compute_ref_logprobs(self, mini_batches: MiniBatches) -> None:
         await self.forward(mini_batches)
@@ -72,10 +75,10 @@ class SimulatedTrainer:
     ) -> dict:
         """An optimizer step for each mini-batch, for which all ranks wait: it takes the gradients of all."""
         trainers = (self, *beside)
-        assert all(trainer.awake for trainer in trainers), "trained while asleep"
+        assert all(t.awake or not t.holds for t in trainers), "trained while asleep"
         for mini_batch in mini_batches:
             lengths = lengths_of(mini_batch)
-            seconds = sum(update_s(trainer.passes, lengths) for trainer in trainers)
+            seconds = sum(update_s(trainer.costs, lengths) for trainer in trainers)
             await asyncio.sleep(seconds / (self.speed_up if beside else 1.0))
             await self.world.barrier()
         for trainer in trainers:

@@ -45,12 +45,16 @@ class Rewards:
 
 def controller_of(world: World, actor, critic, notes: list) -> SimpleNamespace:
     """As much of a Controller as a checkpoint looks at."""
-    plans = placement.full_colocation(tuple(range(world.size)), actor.config)
-    held = dict(actor=actor, critics=[critic], plans=plans, plan=plans[0])
+    holders = placement.colocate(tuple(range(world.size)), actor.config)
+    plans = placement.full_colocation(holders, actor.config)
+    held = dict(actor=actor, critics=[critic], plans=plans, next=plans[0], serves=True)
+    held["switch"] = lambda plan: None
     held["give_device_to"] = AsyncMock()  # there is only a CPU
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
+        team=world,
+        ahead=None,
         placement=SimpleNamespace(**held),
         rewards=Rewards(),
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
@@ -113,7 +117,7 @@ async def go_on(world: World, actor, critic, batches: list, out: Path) -> dict:
     metrics = actor.update(balanced(batches[2], actor)) | learn(critic, batches[2])
     groups = c.prompts.groups.values()
     answers = [sample for group in groups for sample in group]
-    held = {s.prompt_id: (s.response, s.logprobs, s.versions, actor.dp_rank) for s in answers}
+    held = {s.prompt_id: (s.response, s.logprobs, s.versions, world.rank) for s in answers}
     assert critic.version == actor.version
     facts = {"version": actor.version, "step": c.state.step, "prompts": c.prompts.state()}
     facts |= {"parsed": c.rewards.parsed, "critic": weights_of(critic), "random": random}

@@ -97,12 +97,9 @@ def single_rank(monkeypatch):
     """A process group of one, and none of Megatron's left behind."""
     import torch.distributed as dist
 
-    from training.trainer import mpu
-
     monkeypatch.setenv("WORLD_SIZE", "1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(rank=0, size=1)
-    mpu.destroy_model_parallel()
     dist.destroy_process_group()
     gc.collect()
 
@@ -113,14 +110,12 @@ def build():
     import torch.distributed as dist
 
     from examples.make_demo.closing import close
-    from training.trainer import mpu
 
     trainers = []
 
     def take_down() -> None:
         while trainers:
             close(trainers.pop())
-        mpu.destroy_model_parallel()  # that of a constructor that raised, too
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()

@@ -21,9 +21,10 @@ def megatron_run(works: list, schedule: str):
     """Megatron-Core's own schedule in the place of executor.run."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     from scheduling.pipeline import Task
-    from training.executor import Pass, Phase
+    from training.executor import Pass
 
     for work in works:
         module, config = work.trainer.ddp, work.trainer.ddp.config
@@ -34,10 +35,14 @@ def megatron_run(works: list, schedule: str):
             step = lambda rest, module: work.forward(next(rest), module)  # noqa: B023, E731
             how = dict(data_iterator=numbers, forward_only=work.forward_only)
             how |= dict(seq_length=0, micro_batch_size=1, num_microbatches=len(work.micro_batches))
-            work.stats = get_forward_backward_func()(forward_step_func=step, model=module, **how)
+            groups = work.trainer.groups
+            how["pg_collection"] = groups
+            if groups.pp.size() > 1:
+                how["p2p_communicator"] = P2PCommunicator(groups.pp, config)
+            run = get_forward_backward_func(groups.pp.size(), None)
+            work.stats = run(forward_step_func=step, model=module, **how)
         config.no_sync_func = config.finalize_model_grads_func = None
         work.passes = [Pass("", Task(0, 0, backward, 0), 0.0, 1.0) for backward in (False, True)]
-    return Phase(0.0, 1.0, [])
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import random
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import controller
 import demo.task  # noqa: F401 (it adds a judge format)
@@ -48,6 +47,13 @@ class FakeWorld(SimulatedWorld):
 
         return pickle.loads(await self._meet(value, pickled_total))
 
+    async def broadcast(self, value):
+        return (await self.gather(value))[0]
+
+    async def gather_on_0(self, value):
+        values = await self.gather(value)
+        return [] if self.place else values
+
     async def exchange(self, outgoing, senders):
         others = outgoing.keys() - {self.rank}
         sent = {rank: pickle.dumps(outgoing[rank]) for rank in others}
@@ -59,6 +65,7 @@ class FakeWorld(SimulatedWorld):
 
 MAY_SHARE = [{f"{role} weights", f"{role} cache"} for role in ("rollout", "genrm")]
 MAY_SHARE += [{"rollout weights", "actor"}]  # for the push
+MAY_SHARE += [{"actor", "reference"}]  # each reads the answers, one after the other
 TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
 # gradients, and what a pass reserved: gone before anything else comes, a trainer of the same pipeline aside
 LEFTOVERS = {trainer: f"{trainer}'s leftovers" for trainer in sorted(TRAINERS)}
@@ -289,11 +296,13 @@ def check_image(prompt, images):
 class FakeTrainer:
     """What actor and critic have in common. Its weights are its version."""
 
-    def __init__(self, title, rank, size, device, tp):
+    received_bytes = 0
+
+    def __init__(self, title, rank, shape, device):
         self.title, self.device, self.version, self.awake = title, device, 0, False
-        self.batches, self.log, self.phases = [], [], []
-        self.gathering = SimpleNamespace(received=0)
-        self.dp_rank, self.dp_size, self.is_head = rank // tp, size // tp, rank % tp == 0
+        self.batches, self.log, self.passes = [], [], []
+        self.shape, place = shape, shape.place(rank)
+        self.holds, (self.dp_rank, self.is_head) = place is not None, place or (-1, False)
 
     def wake(self):
         assert not self.awake, "woken while awake"
@@ -306,7 +315,7 @@ class FakeTrainer:
         self.device.give(self.title, f"{self.title}'s leftovers")
 
     def trim(self):
-        assert self.awake, "trimmed while asleep"
+        assert self.awake or not self.holds, "trimmed while asleep"
         self.device.give(f"{self.title}'s leftovers")
 
     async def update(self, mini_batches, beside=()):
@@ -314,6 +323,9 @@ class FakeTrainer:
         return {name: value for each in metrics for name, value in each.items()}
 
     async def learn(self, mini_batches):
+        if not self.holds:
+            self.version += 1
+            return {}
         assert self.awake, "trained while asleep"
         for sample in flat(mini_batches):
             self.check(sample)
@@ -325,12 +337,12 @@ class FakeTrainer:
         return {"train/loss": 0.0, "train/not_finite": 0.0}
 
     def snapshot(self, folder):
-        assert self.awake, "saved while asleep"
+        assert self.awake or not self.holds, "saved while asleep"
         rank, version = self.device.rank, self.version
 
         def write():
             (folder / f"__{rank}_0.distcp").write_text(str(version))
-            if rank == 0:
+            if rank == self.shape.ranks[0]:
                 (folder / "common.pt").write_text("")
             return [rank]
 
@@ -342,19 +354,23 @@ class FakeTrainer:
         return write, complete
 
     def restore(self, folder):
-        assert self.awake, "restored while asleep"
+        assert self.awake or not self.holds, "restored while asleep"
         self.version = int((folder / "__0_0.distcp").read_text())
 
 
 class FakeActor(FakeTrainer):
     update_s = 0.5
 
-    def __init__(self, rank, size, device, tp=1, takes_stale=False):
-        self.takes_stale = takes_stale
-        super().__init__("actor", rank, size, device, tp)
+    def __init__(self, rank, shape, device, takes_stale=False, lag=0):
+        self.takes_stale, self.lag = takes_stale, lag
+        super().__init__("actor", rank, shape, device)
 
     def named_weights(self):
         return iter(())
+
+    def compute_policy_logprobs(self, mini_batches):
+        for sample in flat(mini_batches):
+            sample.policy_logprobs = sample.logprobs
 
     def cost(self, tokens):
         return 100 * tokens + tokens**2
@@ -367,7 +383,8 @@ class FakeActor(FakeTrainer):
         assert {len(sample.response)} == {*map(len, facts)} != {0}, "a token without its facts"
         assert versions == sorted(versions), "written by older weights than before"
         assert versions[-1] <= self.version, "written by weights to come"
-        assert self.takes_stale or {*versions} == {self.version}, "off-policy sample"
+        is_whole = len({*versions}) == 1 and versions[0] >= max(0, self.version - self.lag)
+        assert self.takes_stale or is_whole, "off-policy sample"
         check_image(sample.prompt, sample.media)
 
 
@@ -381,7 +398,7 @@ class FakeCritic(FakeTrainer):
         super().__init__(f"{name} critic", *place)
 
     async def compute_values(self, mini_batches):
-        assert self.awake, "asked while asleep"
+        assert self.awake or not self.holds, "asked while asleep"
         self.log.append("values")
         for sample in flat(mini_batches):
             assert sample.advantages is None, "asked after the advantages were made"
@@ -392,19 +409,15 @@ class FakeCritic(FakeTrainer):
         assert {len(sample.response)} == {*map(len, facts)}, "a token without its facts"
 
 
-class FakeReference:
+class FakeReference(FakeTrainer):
     """Its log-probability of a token follows from the token alone. `log`: what it was asked."""
 
-    def __init__(self, actor):
-        self.actor, self.log = actor, []
-
     async def compute_ref_logprobs(self, mini_batches):
-        assert self.actor.awake, "asked while the actor sleeps"
+        assert self.awake or not self.holds, "asked while asleep"
         self.log.append("reference")
         for sample in flat(mini_batches):
             assert sample.advantages is None, "asked after the advantages were made"
             sample.reference_logprobs = [token / 200 for token in sample.response]
-            sample.policy_logprobs = sample.logprobs
 
 
 class FakeCheckpoints:
@@ -474,7 +487,7 @@ class FakeReport:
         self.carried.append(copy.deepcopy(facts))
         self.requeued.append(list(c.prompts.requeued))
         self.cursors.append(c.prompts.cursor)
-        self.restarts.append(stats["faults/engine_restarts"])
+        self.restarts.append(stats.get("faults/engine_restarts"))
         events = c.timeline.drain()
         self.marks += of_kind(events, *MARKS)
         self.steps.append((step, batch, samples, of_kind(events, "span")))
@@ -631,7 +644,7 @@ def simulate(
     checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
     controllers)), called when it is time. look: called likewise whenever nothing can run but later.
     """
-    config = fake_config(mode, out=str(out), **settings)
+    config = fake_config(mode, out=str(out), tp=tp, **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
     devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
     engines = fake_engines(config, plans, devices, write, verdict)
@@ -641,7 +654,7 @@ def simulate(
     clock = VirtualClock(look=lambda: look(servers, controllers))
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
-        c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer, tp)
+        c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer)
         controllers.append(c)
         prepare_controller(c)
     for seconds, event in events:
@@ -678,14 +691,19 @@ def fake_engines(config, plans, devices, write, verdict):
     return engines
 
 
-def fake_controller(config, plans, world, engines, device, clock, out, writer, tp):
+def fake_controller(config, plans, world, engines, device, clock, out, writer):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    pools = {}
+    pools, holders = {}, plans[0].holders
+    team = world.part(holders.servers)
     for role in ("rollout", "genrm"):
-        pools[role] = Pool([e for e in engines if e.role == role], world, timeline, config)
-    actor = FakeActor(world.rank, world.size, device, tp, config.continues_answers)
-    critics = [FakeCritic(name, world.rank, world.size, device, tp) for name in algorithm.critics]
+        pools[role] = Pool([e for e in engines if e.role == role], team, timeline, config)
+    actor = FakeActor(world.rank, holders.actor, device, config.continues_answers, config.ahead)
+    critics = [FakeCritic(name, world.rank, holders.critic, device) for name in algorithm.critics]
+    references = []
+    if algorithm.kl_coef:
+        references.append(FakeReference("reference", world.rank, holders.reference, device))
+    models = placement.Models([actor, *critics], references)
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
@@ -693,10 +711,10 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer, t
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
-        placement=placement.Placement(plans, [actor, *critics], pools, world, timeline),
+        placement=placement.Placement(plans, models, pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
-        references=[FakeReference(actor)] if algorithm.kl_coef else [],
+        team=team,
         **given,
     )
 

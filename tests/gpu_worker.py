@@ -171,7 +171,7 @@ def nap() -> None:
             torch.cuda.empty_cache()  # what passes left isn't counted
         before = used_bytes()
         actor.sleep()
-        parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
+        parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.shape)
         states = parts["weights"] + parts["gradients"] + parts["optimizer"]
         note("release", given_back=before - used_bytes(), states=states)
         fill_the_device()
@@ -199,7 +199,7 @@ def training_pass(recompute: str = "") -> None:
         torch.cuda.reset_peak_memory_stats()
     actor.optimizer_step(packed, actor.cross_entropy_loss, (), 1e-6)
     peak = torch.cuda.max_memory_allocated() if HAS_GPU else 0
-    parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.dp_size)
+    parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.shape)
     note("memory", peak=peak, predicted=sum(parts.values()))
     seconds = statistics.median(
         timed(lambda: actor._passes(packed, actor.cross_entropy_loss)) for _ in range(5)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -304,16 +303,12 @@ def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
     assert clipped.tolist() == [True, False]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_context_parallel_rank():
-    """So sums over the group are this rank's."""
-    with mock.patch("actor.over_context_parallel", lambda sums: sums):
-        yield
+ALONE = SimpleNamespace(size=lambda: 1)  # a group of one rank
 
 
 def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy) -> tuple:
     """A policy's loss whose model says so of the targets; its sum and its statistics."""
-    loss = PolicyLoss(lambda batch, output: output, targets, config)
+    loss = PolicyLoss(lambda batch, output: output, targets, config, ALONE)
     total, divisor, stats = loss(SimpleNamespace(slots=slots), (logprobs, entropy))
     assert stats["loss"] == total and stats["divisor"] == divisor
     return total, stats

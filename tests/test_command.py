@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shlex
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from engines import fleet
 from engines.engine import Engine, EngineLost
 from fakes import FakeWorld
 from launched import ROOT, Run
+from placement import make_plans
 from runtime import atomic_files
 
 # ---------------------------------------------------------------- as processes
@@ -71,7 +71,7 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "right", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    return run.load_inputs(settings, print)
+    return run.load_inputs(settings, make_plans(settings, 2), print)
 
 
 def saying(**more):
@@ -279,7 +279,7 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
         async with fleet.Fleet(settings, world) as engines:
             await engines.launch(run.servers_of(number, settings, plans))
             await engines.ready()
-            return await engines.connect(None)
+            return await engines.connect(None, world)
 
     async def all_ranks():
         return await asyncio.gather(*map(rank, range(3)))
@@ -312,20 +312,15 @@ def test_an_engine_that_does_not_fall_asleep_is_ended(monkeypatch, tmp_path):
     assert asyncio.run(start()) == [["killed"], []]
 
 
-@pytest.mark.parametrize("given", ["", " --resume never", " --resume=never", " --resume a/step_10"])
-def test_the_command_that_goes_on(monkeypatch, given):
-    """--resume was obeyed: the line would have it move aside, or do again, what has just been saved."""
-    command = f"run.py --mode full{given} --out 'a b'"
-    settings = config.parse_config(shlex.split(command)[1:])
-    c = SimpleNamespace(checkpoints=SimpleNamespace(newest=3), state=SimpleNamespace(step=3))
-
+@pytest.mark.parametrize(
+    "newest, end", [(3, "the same command, without --resume, goes on"), (2, "nothing was saved")]
+)
+def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
+    c = SimpleNamespace(checkpoints=SimpleNamespace(newest=newest), state=SimpleNamespace(step=3))
     joined = nullcontext((FakeWorld(0, 1, {}), None))
     monkeypatch.setattr(run, "joined", lambda _: joined)
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext())
     monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
     monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=2))
-    monkeypatch.setattr(sys, "argv", shlex.split(command))
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    line = asyncio.run(run.run(settings, [], run.shutdown.Stop()))
-    assert line.endswith("go on with: torchrun --nproc-per-node 2 run.py --mode full --out 'a b'")
+    line = asyncio.run(run.run(config.parse_config([]), [], run.shutdown.Stop()))
+    assert line == f"stopped after 3 of 40 steps; {end}"

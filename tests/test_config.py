@@ -205,18 +205,19 @@ def test_an_engine_stays_on_one_machine(role):
 @pytest.mark.parametrize(
     "arguments,mode,plan",
     [
-        ("--mode full", "full", [(0,), (0,), (0,)]),
-        ("", "partial", [(0,), (1,), (0, 1)]),
-        ("", "partial", [(0, 1), (2,), (0, 1, 2)]),  # 16 prompts need not be shared evenly
-        ("--model m --judge j k", "partial", [(0, 1), (2, 3), (0, 1, 2, 3)]),
-        ("--model m --judge j k --mode full", "full", [(0, 1), (0, 1), (0, 1)]),
-        ("--prompts-per-step 15 --tp 2 --sp", "partial", [(0,), (1,), (0, 1)]),
+        ("--mode full", "full", [(0,), (0,)]),
+        ("", "partial", [(0,), (1,)]),
+        ("", "partial", [(0, 1), (2,)]),  # 16 prompts need not be shared evenly
+        ("--model m --judge j k", "partial", [(0, 1), (2, 3)]),
+        ("--model m --judge j k --mode full", "full", [(0, 1), (0, 1)]),
+        ("--prompts-per-step 15 --tp 2 --sp", "partial", [(0,), (1,)]),
     ],
 )
 def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
     monkeypatch.setattr(compiler, "program_for", lambda model, dtype: "some program")
-    config, ranks = parse_config(arguments.split()), len(plan[2])
-    expected = placement.Plan(mode, *plan)
+    config, ranks = parse_config(arguments.split()), len({rank for role in plan for rank in role})
+    holders = placement.colocate(tuple(range(ranks)), config)
+    expected = placement.Plan(mode, *plan, holders=holders)
     assert check_settings(config, ranks) == [expected]
     described = describe(config, [expected], ranks)
     assert str(expected) in described and f"{config.prompts_per_step * 8} samples" in described

@@ -24,7 +24,7 @@ from config import PRESETS, UserError, parse_config
 from cpu.sglang import CHATTY
 from engines.server import server_environment, server_flags
 from fakes import LEFTOVERS, simulate
-from placement import make_plans
+from placement import colocate, make_plans
 from reporting.describe import describe
 from runtime import devices, supported
 
@@ -143,11 +143,13 @@ def test_what_cuda_leaves_out_by_default_is_said(models, given, is_so):
 def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more, algorithm, mode):
     """The loop's own takes and gives, with the sizes of each part: all fits a device of 141 GB, with room."""
     config = settings(models, name, *more, "--mode", mode, "--algorithm", *algorithm)
-    trainers, engines = trainers_of(config, ranks), engines_of(config)
+    holders = colocate(tuple(range(ranks)), config)
+    trainers, engines = trainers_of(config, holders), engines_of(config)
     _, log = simulate(mode, 4, algorithm=algorithm)
     learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
     states = {who: p["weights"] + p["optimizer"] for who, p in learners.items()}
     states |= {LEFTOVERS[who]: p["gradients"] for who, p in learners.items()}
+    states |= {who: p["weights"] for who, p in trainers.items() if who not in learners}
     weights = {who.split()[0]: parts["weights"] for who, parts in engines.items()}
     held, peak = {}, 0.0
     for rank, verb, who in log:
@@ -399,7 +401,7 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     memory.check_fits(config, plans, 1)
     device_of(70e9)
     trains_nothing = replace(config, rollout_only=True, mem_fraction=0.5)
-    memory.check_fits(trains_nothing, plans, 8)
+    memory.check_fits(trains_nothing, make_plans(config, 8), 8)
 
 
 @pytest.mark.parametrize("launched", [True, False])
@@ -411,7 +413,8 @@ def test_a_model_is_looked_at_before_it_is_measured(
     arguments = ["--device", "cuda", "--preset", "cuda", "--model", "/nowhere", "--rule", "right"]
     if launched:
         with pytest.raises(UserError, match=r"^--model /nowhere"):
-            run.load_inputs(parse_config(arguments), print)
+            config = parse_config(arguments)
+            run.load_inputs(config, make_plans(config, 1), print)
     else:
         monkeypatch.delenv("WORLD_SIZE", raising=False)
         with pytest.raises(UserError, match=r"^start with: torchrun"):
@@ -425,8 +428,7 @@ def test_the_push_needs_no_gradients_but_a_bucket(models):
     expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
     assert peaks_of(config, plans, 8, H200)["the push"] == pytest.approx(expected, rel=1e-6)
     with_tp = settings(models, "7B", "--mode", "full", "--tp", "2")
-    copies = (
-        peaks_of(with_tp, plans, 8, H200)["the push"] - peaks_of(config, plans, 8, H200)["the push"]
-    )
+    sharded = peaks_of(with_tp, make_plans(with_tp, 8), 8, H200)["the push"]
+    copies = sharded - peaks_of(config, plans, 8, H200)["the push"]
     # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
     assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)

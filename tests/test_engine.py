@@ -84,7 +84,7 @@ def engine(shared_engine, run, models):
 
 def pool_of(*engines):
     """The pool of a run of one rank."""
-    world = SimpleNamespace(rank=0, size=1)
+    world = SimpleNamespace(rank=0, size=1, place=0)
     pool = Pool(list(engines), world, Timeline(0, time.monotonic), CONFIG)
     pool.awake = tuple(engine.rank for engine in pool.engines)
     return pool
@@ -448,6 +448,13 @@ def test_answers_of_one_request_come_when_they_are_done(engine, run):
     assert ends == [1, 0] and sum(part.index == 0 for part in parts) > 2
     for index, limit in enumerate((2 * STREAM_INTERVAL + 40, 30)):
         assert sum(len(part.tokens) for part in parts if part.index == index) == limit
+
+
+def test_few_threads_wait_beside_the_model(engine):
+    """SGLang's dozen groups of one rank had one or two each, which woke up 100 times a second."""
+    family = psutil.Process().children(recursive=True)
+    schedulers = [each for each in family if "scheduler" in " ".join(each.cmdline())]
+    assert max(each.num_threads() for each in schedulers) < 20
 
 
 def test_a_refused_request_says_why(engine, run):

@@ -20,7 +20,12 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.fixture(autouse=True)
 def tables():
     """What an example adds to them is gone after its test."""
-    with patch.dict(algorithms.ALGORITHMS), patch.dict(placement.PLANS), patch.dict(rollout.MODES):
+    with (
+        patch.dict(algorithms.ALGORITHMS),
+        patch.dict(placement.PLACEMENTS),
+        patch.dict(placement.PLANS),
+        patch.dict(rollout.MODES),
+    ):
         yield
 
 
@@ -73,6 +78,24 @@ def test_a_mode_of_one_s_own_runs(monkeypatch):
     assert kept(runs[0], 3) == kept(runs[1], 3)
     without_judge, _ = simulate("by_group", 3, model="m", judge=(), rule=("right",), steps=2)
     assert without_judge[0].placement.plan.rollout == (0, 1, 2) and kept(without_judge, 2)
+
+
+def test_a_placement_of_one_s_own_runs(monkeypatch):
+    """The critic learns on the last rank; the others train the actor on the very samples of one placement."""
+    arguments = ["--placement", "last", "--algorithm", "ppo"]
+    assert run_example("my_placement.py", monkeypatch, *arguments) == [arguments]
+    ppo = dict(algorithm=("ppo",), steps=2)
+    apart, _ = simulate("partial", 3, placement="last", **ppo)
+    together, _ = simulate("partial", 2, **ppo)
+    assert (
+        str(apart[0].placement.plan.holders)
+        == "engines=0-1 actor=0-1:tp1 critic=2:tp1 reference=0-1:tp1"
+    )
+    assert [c.placement.actor.holds for c in apart] == [True, True, False]
+    assert [c.placement.critics[0].holds for c in apart] == [False, False, True]
+    assert kept(apart, 2) == kept(together, 2)
+    learned = [c.placement.critics[0].version for c in apart]
+    assert learned == [2, 2, 2]
 
 
 def test_a_reward_of_one_s_own_runs():

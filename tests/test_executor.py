@@ -80,20 +80,21 @@ class Wires:
     """What each rank of a table posts and awaits, in its order, as the executor asks for it."""
 
     def __init__(self, monkeypatch, table, pipes, connects=True):
-        from training import executor
+        from training import executor, groups
 
         calls = dict(irecv=self.irecv, isend=self.isend, recv=self.irecv, send=self.isend)
-        monkeypatch.setattr(executor, "dist", SimpleNamespace(**calls))
+        for module in (executor, groups):
+            monkeypatch.setattr(module, "dist", SimpleNamespace(**calls))
         self.steps = [[] for _ in table]  # of each rank: (kind, pair, group, direction)
         self.most = 0  # tensors that a rank holds at once for messages under way
         for self.rank, tasks in enumerate(table):
             trainer = SimpleNamespace(
-                pipeline=executor.Pipeline(self.rank, list(range(len(table))), "up", "down"),
+                pipeline=groups.Pipeline(self.rank, list(range(len(table))), "up", "down"),
                 gpt=SimpleNamespace(config=SimpleNamespace(pipeline_dtype=torch.float32)),
                 device="cpu",
             )
             if connects:
-                executor.connect(trainer.pipeline, torch.device("cpu"))
+                groups.connect(trainer.pipeline, torch.device("cpu"))
             work = SimpleNamespace(trainer=trainer, shape=lambda task: (1,))
             messages = executor.Messages(table, pipes, [work] * len(pipes))
             for task in tasks:

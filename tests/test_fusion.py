@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import rollout
 from fakes import simulate
-from scheduling.costs import Decode, Passes
 from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.costs import Decode, Passes
 from simulation.engine import Moves
 from test_faults import UNBROKEN, check_as_unbroken, in_parts_of, strike
 

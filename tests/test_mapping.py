@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from scheduling import mapping
-from scheduling.costs import Device, Model
-from scheduling.mapping import Sizes, Speeds, Task
+from papers import mapping
+from papers.mapping import Sizes, Speeds, Task
+from simulation.costs import Device, Model
 from simulation.trainers import forward_s, update_s
 
 DEVICE = Device(flops=312e12, memory=80e9, hbm=2e12, network=3e9, host=2e10, link=2e11)

@@ -5,16 +5,16 @@ import statistics
 import pytest
 
 import controller
-from papers import hybridflow
+from papers import hybridflow, mapping
 from papers.hybridflow import FIGURES, PPO, SAFE, setting_of
 from papers.tables import COLUMNS, ROOT, Paper, Point, command, read_constants, read_points
-from scheduling import mapping
+from scheduling.balance import flat
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")
 FILES = sorted((ROOT / "published").glob("hybridflow_*.csv"))
 POINTS = [point for file in FILES for point in read_points(file)]
 PAPER = Paper(POINTS, CONSTANTS)
-FORMS = ("12", "13", "14", "table 2")
+FORMS = ("14", "table 2")
 
 
 def point(figure, setting, gpus, system="HybridFlow", metric="throughput", value="1000"):
@@ -27,6 +27,9 @@ def with_constants(table, **changes):
     return PAPER._replace(constants=CONSTANTS | {table: CONSTANTS[table] | changes})
 
 
+AT_16 = setting_of(PAPER, point("12", "13B", 16))
+
+
 def ours(paper, *points):
     """By FIGURES, in the points' order."""
     asked = paper._replace(points=[*points])
@@ -37,20 +40,17 @@ def ours(paper, *points):
 
 
 def test_forms_are_near():
-    """Table 2 to the last digit; transitions to 12 % in the middle; most pairs of placements in order."""
+    """Table 2 to the last digit; transitions to 12 % in the middle."""
     rows = {figure: FIGURES[figure](PAPER) for figure in FORMS}
     assert all(row.ours == pytest.approx(row.theirs, rel=1e-12) for row in rows["table 2"])
     predicted = [abs(row.error) for row in rows["14"] if row.kind == "predicted"]
     assert len(predicted) == 5 and statistics.median(predicted) <= 0.15
-    pairs = rows["12"][-1]
-    assert pairs.ours >= 2 / 3 * 21 and pairs.unit == "of 21 pairs"
-    assert {row.kind for row in rows["12"]} == {"form"}
 
 
 def test_throughput_is_near_by_its_closed_form():
     """The simulated rows of figure 9 are within 3 % of it where few controllers meet; see the next test."""
     errors = {}
-    for p in hybridflow.asked(PAPER, "9", hybridflow.OURS):
+    for p in hybridflow.asked(PAPER, "9", ("HybridFlow",)):
         at = setting_of(PAPER, p)
         found = mapping.best_of((PPO,), *at)
         errors[p.name] = abs(1024 * 2048 / found.seconds / float(p.value) - 1)
@@ -62,20 +62,36 @@ def test_throughput_is_near_by_its_closed_form():
 
 @pytest.mark.parametrize("roles, figure", [(PPO, "9"), (SAFE, "11")])
 def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
-    """A little more: they route by chance. A scorer more takes its pass, and room for weights."""
+    """A scorer more takes its pass, and room for weights."""
     trained, steps = [], controller.learn
 
-    async def count(c, mini_batches):
-        trained.append(sum(len(micro) for mini_batch in mini_batches for micro in mini_batch))
-        return await steps(c, mini_batches)
+    async def count(c, shares):
+        trained.append(len(flat(shares.of(c.placement.actor))))
+        return await steps(c, shares)
 
     monkeypatch.setattr(controller, "learn", count)
     p = point(figure, "7B", 16)
     found = mapping.best_of((roles,), *setting_of(PAPER, p, roles))
     (value,) = ours(PAPER, p)
-    assert 0.9 < value * found.seconds / (1024 * 2048) < 1.01
+    assert 0.98 < value * found.seconds / (1024 * 2048) < 1.001
     # the product's own loop ran
     assert trained == [1024 // found.choices[0].sizes["actor"].dp] * 16
+
+
+def test_placements_are_in_their_order():
+    """13B on 16 GPUs. Models have sizes and ranks of their own; answers are scored before others read."""
+    rows = FIGURES["12"](PAPER._replace(quick=True))
+    assert [row.kind for row in rows] == ["predicted"] * 5
+    assert (rows[-1].ours, rows[-1].unit) == (3, "of 3 pairs")
+    found = [mapping.best_of(each, *AT_16) for each in hybridflow.PLACEMENTS.values() if each]
+    ratios = [
+        row.ours * each.seconds / (1024 * 2048) for row, each in zip(rows, found, strict=False)
+    ]
+    assert ratios[0] == pytest.approx(1, rel=1e-3) and all(0.85 < ratio < 1.1 for ratio in ratios)
+    shapes = hybridflow.shapes_of(found[1])
+    actor, critic = shapes["actor"], shapes["critic"]
+    assert {*actor.ranks} | {*critic.ranks} == {*range(16)} and not {*actor.ranks} & {*critic.ranks}
+    assert actor.ranks == shapes["reference"].ranks and critic.ranks == shapes["reward"].ranks
 
 
 # ---------------------------------------------------------------- what moves them
@@ -92,7 +108,7 @@ def test_no_published_value_makes_ours():
         for p, row in zip(new, after, strict=False):
             assert known.get(p.name, row.ours) == row.ours
             same += p.name in known
-    assert same > 60
+    assert same > 50
 
 
 def test_bandwidths_move_the_transition():

@@ -7,7 +7,7 @@ import pytest
 from papers import wechat_yatt as paper_of_yatt
 from papers.tables import ROOT, Paper, read_constants, read_points
 from papers.wechat_yatt import FIGURES, Link, simulate, step_s
-from scheduling.costs import Decode
+from simulation.costs import Decode
 
 FILES = sorted((ROOT / "published").glob("wechat_yatt_*.csv"))
 POINTS = [point for file in FILES for point in read_points(file)]

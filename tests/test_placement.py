@@ -16,13 +16,18 @@ def judged(**settings):
     return Config(**dict(judge=("j",)) | settings)
 
 
+def everyone(size):
+    """All models and engines on all ranks."""
+    return placement.colocate(tuple(range(size)), Config())
+
+
 @pytest.mark.parametrize(
     "mode,size,split,plan",
-    [("full", 2, 0, ((0, 1), (0, 1), (0, 1))), ("partial", 4, 3, ((0, 1, 2), (3,), (0, 1, 2, 3)))],
+    [("full", 2, 0, ((0, 1), (0, 1))), ("partial", 4, 3, ((0, 1, 2), (3,)))],
 )
 def test_plans(mode, size, split, plan):
     """The ranks of each role, and how many they are."""
-    expected = placement.Plan(mode, *plan)
+    expected = placement.Plan(mode, *plan, holders=everyone(size))
     assert placement.make_plans(judged(mode=mode, rollout_ranks=split), size) == [expected]
     assert expected.split == Split(mode, len(plan[0]), len(plan[1]))
 
@@ -30,8 +35,8 @@ def test_plans(mode, size, split, plan):
 def test_a_plan_in_words():
     """One rank or a range; a role without ranks isn't named."""
     words = "rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2"
-    assert str(placement.Plan("partial", (0, 1), (2,), (0, 1, 2))) == words
-    assert str(placement.Plan("partial", (), (), (0,))) == "actor on ranks 0"
+    assert str(placement.Plan("partial", (0, 1), (2,), everyone(3))) == words
+    assert str(placement.Plan("partial", (), (), everyone(1))) == "actor on ranks 0"
 
 
 MOVES = dict(mode="partial", rebalance=True)
@@ -68,7 +73,8 @@ def test_plans_that_a_run_may_take(changes, size, expected):
 def test_train_only_has_no_engine():
     """Whatever the mode: every rank trains."""
     config = Config(mode="full", train_only=True, replay="r.jsonl")
-    assert placement.make_plans(config, 2) == [placement.Plan("partial", (), (), (0, 1))]
+    holders = everyone(2)._replace(engines=())
+    assert placement.make_plans(config, 2) == [placement.Plan("partial", (), (), holders)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from config import Config
 from engines.engine import Answer, Sampling, seed_of
 from engines.pool import MAX_STALLS, RECONNECT_S, EngineStatus, Pool
+from engines.routing import Load
 from engines.server import STREAM_INTERVAL
 from fakes import Device, FakeEngine, FakeWorld, VirtualClock, requests_of, run_on, text_answer
 from reporting.timeline import Timeline
@@ -26,7 +27,8 @@ def pool_of(*outstanding, rank=0, models=None):
         SimpleNamespace(rank=rank, role="rollout", model=model, name=f"engine {rank}", capacity=1)
         for rank, model in enumerate(models)
     ]
-    pool = Pool(engines, SimpleNamespace(rank=rank, size=len(engines)), SimpleNamespace(), CONFIG)
+    world = FakeWorld(rank, len(engines), {})
+    pool = Pool(engines, world, SimpleNamespace(), CONFIG)
     pool.awake = tuple(range(len(engines)))
     hear(pool, tells(dict(enumerate(outstanding))))
     return pool
@@ -65,6 +67,20 @@ def test_route_asks_the_better_of_two_that_may_be_asked(engines, data):
     assert {engine and engine.rank for engine in asked} <= ({*first} or {None})
     if len(first) == 2 and owed[first[0]] != owed[first[1]]:
         assert all(owed[engine.rank] < max(owed[r] for r in first) for engine in asked)
+
+
+@pytest.mark.parametrize("controllers", [1, 2, 3, 4, 16, 32])
+@pytest.mark.parametrize("engines", [1, 2, 4, 6, 7, 16, 32])
+def test_who_ask_as_often_load_engines_alike(controllers, engines):
+    """And each controller asks all engines alike, though nobody knows what others ask."""
+    engines = [SimpleNamespace(rank=rank, model=0) for rank in range(engines)]
+    loads = [Load(FakeWorld(rank, controllers, {})) for rank in range(controllers)]
+    for _ in range(12):
+        for load in loads:
+            load.outstanding[load.choose(engines).rank] += 1
+        own = [[load.outstanding[engine.rank] for engine in engines] for load in loads]
+        for counts in (*own, list(map(sum, zip(*own, strict=True)))):
+            assert max(counts) - min(counts) <= 1
 
 
 # ---------------------------------------------------------------- asking, on a virtual clock

@@ -13,7 +13,7 @@ import actor
 import run
 from config import Config
 from scheduling.balance import packed_length
-from training import model, ptx, trainer
+from training import model, ptx
 from training.packing import NO_TARGET
 from training.ptx import TextLoss, choose, read_texts
 
@@ -88,19 +88,19 @@ def test_every_rank_has_as_many_micro_batches(monkeypatch):
     A token's weight: 4 tokens divide the policy's sum, the texts have 3 on all ranks, 0.5 * 4 / 3 each.
     """
 
-    def reduced(values, op):
+    def reduced(self, values, op):
         if "count" in values:
             return {"count": 5.0}  # another rank has 5
         assert values == {"divisor": 4.0, "tokens": 1.0}
         return {"divisor": 4.0, "tokens": 3.0}
 
-    monkeypatch.setattr(actor, "all_reduce", reduced)
+    monkeypatch.setattr(actor.Actor, "all_reduce", reduced)
     monkeypatch.setattr(actor.Actor, "pack", lambda self, texts: [[0]])
     one = actor.Actor.__new__(actor.Actor)
     one.texts, one.version, one.dp_rank, one.dp_size = [([1], [2])], 0, 0, 1
     one.config, one.awake = Config(), True
     one.algorithm = SimpleNamespace(ptx_batch=1, ptx_coef=0.5)
-    monkeypatch.setattr(trainer.mpu, "get_context_parallel_rank", lambda: 0)
+    one.groups = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0))
     work = SimpleNamespace(micro_batches=["policy's"], losses=["policy's"])
     one._add_texts(work, 0, SimpleNamespace(divisors=torch.ones(4)))
     texts = work.micro_batches[1:]
@@ -117,6 +117,7 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     for where, name in [*elsewhere, (run.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())
     monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)
-    longest = run.load_inputs(config, print).texts
+    plans = [SimpleNamespace(holders=None)]
+    longest = run.load_inputs(config, plans, print).texts
     assert packed_length(longest, 3) <= config.max_tokens_per_micro_batch == 8192
     assert longest == 8190

@@ -45,7 +45,7 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
     for step in range(rows):
         events = [timeline.Event("span", "train", 0, step, step + 0.5, step)]
         events.append(timeline.Event("weights", f"v{step + 1}", 0, step + 1, step + 1, step))
-        atomic_files.append(out / "spans" / f"rank0.{step // 10}0.jsonl", events)
+        atomic_files.append(out / "spans" / f"rank0.{step}.jsonl", events)
     return out
 
 
@@ -108,15 +108,15 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_10", "step_20"]
 
 
-@pytest.mark.parametrize("step, last", [(20, "10"), (16, "10"), (23, "20")])
-def test_only_the_last_records_are_read(tmp_path, monkeypatch, step, last):
+@pytest.mark.parametrize("step", [16, 20])
+def test_only_the_last_records_are_read(tmp_path, monkeypatch, step):
     """Whatever lies there in place of a row, and whatever lies in older and later files."""
     out, read, real = make_run(tmp_path / "run", steps=(step,)), set(), timeline.events_in
-    with (out / "spans" / f"rank0.{last}.jsonl").open("ab") as file:
+    with (out / "spans" / f"rank0.{step - 1}.jsonl").open("ab") as file:
         # what a crash of the machine spoils
         file.write(b'["span", "tr["mark"]\n{"a": 1}\n3\n\0\xff\n["none", 1]\n["span", 1]\n["span"')
     monkeypatch.setattr(timeline, "events_in", lambda path: read.add(path.name) or real(path))
-    assert prepared(out)[0].ended_s == step - 0.5 and read == {f"rank0.{last}.jsonl"}
+    assert prepared(out)[0].ended_s == step - 0.5 and read == {f"rank0.{step - 1}.jsonl"}
     kept = [(event.kind, event.step) for event in timeline.read(out / "spans")]
     assert kept == [(kind, number) for number in range(step) for kind in ("span", "weights")]
 

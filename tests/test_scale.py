@@ -1,6 +1,6 @@
 """bench/central.py: what is counted, flat or growing; images go through one controller alone."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import fmean
 
 import pytest
@@ -11,11 +11,12 @@ from bench import central
 @pytest.fixture(scope="module")
 def found():
     """way -> figures by ranks, which double from one to the next."""
-    ways = {"ours": [], "central": []}
+    ways = {"ours": [], "split": [], "central": []}
     for ranks in central.QUICK:
-        run = central.Scaled(ranks)
+        run, split = central.Scaled(ranks), central.Scaled(ranks, **central.SPLIT)
         run.run()
-        for way, busiest in run.ways().items():
+        split.run()
+        for way, busiest in (run.ways() | {"split": split.ways()["ours"]}).items():
             ways[way].append(busiest)
     return ways
 
@@ -27,17 +28,21 @@ def growth(of_way, name):
 
 
 def test_what_ours_holds_and_sends_is_flat(found):
-    """Within a tenth of the mean: of 8 units each keeps an eighth at home."""
-    for name in ("samples", "sent"):
-        values = [getattr(busiest, name) for busiest in found["ours"]]
+    """Within a tenth of the mean: of 8 units each keeps an eighth at home. So where models are split."""
+    for way, name in product(("ours", "split"), ("samples", "sent")):
+        values = [getattr(busiest, name) for busiest in found[way]]
         assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name
-    assert all(quotient < 1.15 for quotient in growth(found["ours"], "requests"))
+        assert all(quotient < 1.15 for quotient in growth(found[way], "requests"))
+    sent = [
+        split.sent / ours.sent for split, ours in zip(found["split"], found["ours"], strict=True)
+    ]
+    assert all(2.5 < ratio < 4 for ratio in sent)  # a sample to an actor and a critic, and columns
 
 
 def test_what_grows_is_counted(found):
     """Through one process all goes with the ranks. Of ours, others' facts grow: few beside the samples."""
     for name in ("samples", "sent", "heard", "requests"):
-        assert growth(found["central"], name) == pytest.approx([2.0, 2.0], rel=0.04), name
+        assert growth(found["central"], name) == pytest.approx([2.0, 2.0], rel=0.12), name
     assert all(1 < quotient < 1.2 for quotient in growth(found["ours"], "heard"))
     row = central.row_of("ours", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
     assert row == "| ours | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"

@@ -18,9 +18,9 @@ BENCH = sorted(ROOT.glob("bench/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
 # lines of the product, its root files, what is around it
-MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 13_010, 4_050, 1_950, 2_350
+MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 13_560, 4_210, 2_300, 2_500
 TEST_LINES = 1.3  # for each line of the product
-MOST_WORDS = 18_000  # of docs/, without the pages that a command writes
+MOST_WORDS = 18_550  # of docs/, without the pages that a command writes
 MOST_FLAGS = 66  # of run.py rl
 MOST_ROOT_FILES, MOST_COLUMNS = 13, 110
 LAYERS = (  # each may import what stands below it, and its own line

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import data
 from config import DEMO_MODELS, parse_config
 from demo import pairs, task
+from examples.make_demo import slips
 from genrm import FORMATS
 from runtime import atomic_files
 
@@ -75,7 +76,7 @@ def test_shown_work_adds_up(a, b):
 def test_answers_verdicts_and_slips_by_hand():
     """What follows the last mark; the last letter, unless its critique contradicts it; any slip."""
     for (kind, a, b), answers in BY_HAND.items():
-        assert {pairs.slip(kind, random.Random(seed), a, b) for seed in range(100)} == answers
+        assert {slips.slip(kind, random.Random(seed), a, b) for seed in range(100)} == answers
     assert {text: task.addition_answer(text) for text in ANSWERS} == ANSWERS
     assert {text: task.addition_parse(text) for text in VERDICTS} == VERDICTS
 
@@ -99,8 +100,8 @@ def test_how_the_judges_are_asked():
 @given(a=SUMMAND, b=SUMMAND, seed=st.integers(0, 10**6))
 def test_slips_are_short_and_writable(a, b, seed):
     """Every slip, on any problem: characters that the models know, short enough for the judge."""
-    answers = [pairs.slip(kind, random.Random(seed), a, b) for kind in pairs.SLIPS]
-    for answer in [*answers, pairs.corrupted(random.Random(seed), a, b)]:
+    answers = [slips.slip(kind, random.Random(seed), a, b) for kind in slips.SLIPS]
+    for answer in [*answers, slips.corrupted(random.Random(seed), a, b)]:
         assert len(answer) <= 12 and set(answer) <= set(CHARACTERS)
 
 

@@ -65,6 +65,77 @@ def test_reduce_is_the_total_in_the_order_of_the_ranks(tmp_path, size):
     assert in_ranks(tmp_path, total, 30.0, size) == ["01234567"[:size] + "\n"] * size
 
 
+# ---------------------------------------------------------------- parts of a World
+
+PART = (0, 2, 4)
+
+
+async def meet_in_parts(world):
+    """One part is done before the other begins."""
+    part, store = world.part(PART), dist.distributed_c10d._get_default_store()
+    assert world.part(range(5)) is world
+    print(part.rank, part.place, part.size, [*part.ranks])
+    if world.rank not in PART:
+        store.wait(["the first is done"], timedelta(seconds=20))
+    print(await part.gather(world.rank), await part.broadcast(world.rank))
+    print(await part.gather_on_0(world.rank), await part.reduce(f"{world.rank}", "".join))
+    right, left = (part.ranks[(part.place + step) % part.size] for step in (1, -1))
+    print(await part.exchange({right: f"for {right}", part.rank: "mine"}, (left, part.rank)))
+    await part.barrier()
+    store.set("the first is done", "")
+    await world.wait_for_all()
+    print(await world.reduce(f"{world.rank}", "".join))
+
+
+def test_parts_meet_by_themselves(tmp_path):
+    """Each part has its first rank, its places, and its order of totals. Parcels name ranks of the run."""
+    said = in_ranks(tmp_path, meet_in_parts, 30.0, size=5)
+    for ranks in (PART, (1, 3)):
+        first, text = ranks[0], "".join(map(str, ranks))
+        for place, rank in enumerate(ranks):
+            on_0 = [*ranks] if rank == first else []
+            parcels = {ranks[place - 1]: f"for {rank}", rank: "mine"}
+            lines = [f"{rank} {place} {len(ranks)} {[*ranks]}", f"{[*ranks]} {first}"]
+            lines += [f"{on_0} {text}", f"{parcels}", "01234"]
+            assert said[rank].splitlines() == lines
+
+
+def test_who_waits_for_all_waits_longer_than_a_collective(tmp_path):
+    """A part may work for any time. Nobody is past it before all are there, and it can be asked again."""
+
+    async def one_is_late(world):
+        world.part((0,))
+        for number in range(2):
+            if world.rank == number:
+                await asyncio.sleep(2.5)
+            dist.distributed_c10d._get_default_store().add(f"come {number}", 1)
+            await world.wait_for_all()
+            print(dist.distributed_c10d._get_default_store().add(f"come {number}", 0))
+        print(await world.gather(world.rank))
+
+    assert in_ranks(tmp_path, one_is_late, 1.0, size=3) == ["3\n3\n[0, 1, 2]\n"] * 3
+
+
+@pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
+def test_who_did_not_come_to_a_part(tmp_path, in_folder):
+    """Those of the other part are busy with their own, and nobody names them."""
+
+    async def in_their_own(world):
+        part = world.part(PART)
+        await part.barrier()
+        if world.rank not in PART:
+            return
+        if world.rank == 2:
+            world.doing("serve of step 5")
+            time.sleep(6.0)
+        await part.gather(None)
+
+    printed = in_ranks(tmp_path, in_their_own, 2.0, 5, notes=tmp_path if in_folder else None)
+    for rank in (0, 4):
+        assert "rank 2 didn't come, last seen in phase: serve of step 5" in printed[rank]
+        assert "rank 1 " not in printed[rank] and "rank 3 " not in printed[rank]
+
+
 @pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
 def test_who_did_not_come(tmp_path, how, in_folder):

@@ -22,18 +22,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from scheduling.pipeline import SCHEDULES, Pipe, Table, Task
 from training.model import packing_of
@@ -50,14 +47,6 @@ class Pass(NamedTuple):
     task: Task
     start: float
     end: float
-
-
-class Phase(NamedTuple):
-    """A table that was run, as this rank saw it."""
-
-    start: float
-    end: float
-    passes: list[Pass]
 
 
 @dataclass
@@ -104,7 +93,7 @@ class Work:
 Update = Iterator[Work]  # a generator that takes an optimizer step after each work; see above
 
 
-def run(works: list[Work], schedule: str) -> Phase:
+def run(works: list[Work], schedule: str) -> None:
     """Run works as one table (collective: all ranks; forward only: the model-parallel group)."""
     trainer = works[0].trainer
     forward_only = works[0].forward_only
@@ -113,31 +102,24 @@ def run(works: list[Work], schedule: str) -> Phase:
     if forward_only:
         for tasks in table:
             tasks[:] = [task for task in tasks if not task.backward]
-    for work in works:
+    for work in works if not forward_only else ():
         work.trainer.ddp.zero_grad_buffer()
-    tasks = table[trainer.pipeline.rank]
-    clock = Clock(trainer.device)
     with torch.set_grad_enabled(not forward_only):
-        run_tasks(works, Messages(table, pipes, works), tasks, clock)
-    start, *times, end = clock.read()
-    for task, begun, done in zip(tasks, times[::2], times[1::2], strict=True):
-        work = works[task.pipe]
-        work.passes.append(Pass(work.trainer.title, task, begun, done))
+        run_tasks(works, Messages(table, pipes, works), table[trainer.pipeline.rank])
     if not forward_only:
         for work in works:
             divisor = torch.as_tensor(work.divisor, dtype=torch.int, device=trainer.device)
             finalize_model_grads([work.trainer.ddp], divisor, pg_collection=work.trainer.groups)
-    return Phase(start, end, list(chain.from_iterable(work.passes for work in works)))
 
 
-def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: Clock) -> None:
-    """Run this rank's tasks in their order, each between two marks of the clock."""
+def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
+    """Run this rank's tasks in their order, each until the device is done with it."""
     kept = {}  # forward task -> (what it was given, what it made of it), for the way back
     last = {task.pipe: task for task in tasks if task.backward}  # of each: a later one replaces
     for task in tasks:
         work = works[task.pipe]
         received = messages.receive(task)
-        clock.mark()
+        start = now(work.trainer.device)
         if task.backward:
             pair = task._replace(backward=False)
             result = go_back(work, kept.pop(pair), received, task == last[task.pipe])
@@ -146,16 +128,22 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task], clock: C
             result = go_forward(work, task, received, task.stage == last_stage)
             if not work.forward_only:
                 kept[task] = (received, result)
-        clock.mark()
+        work.passes.append(Pass(work.trainer.title, task, start, now(work.trainer.device)))
         messages.send(task, result)
         del received, result  # else they would be held while the next task's are waited for
     messages.finish()
-    clock.mark()
+
+
+def now(device: torch.device) -> float:
+    """The time, by time.monotonic, once a device has run what it was given; CUDA not yet run."""
+    if device.type == "cuda":  # as Megatron's own schedules wait at each message
+        torch.cuda.current_stream().synchronize()
+    return time.monotonic()
 
 
 def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: bool) -> Tensor:
     """Run Megatron's forward pass of one stage: its output, or the loss on the last one."""
-    module = work.trainer.ddp
+    module = work.trainer.module
     if received is not None:
         received.requires_grad_(not work.forward_only)
     result, divisor = forward_step(
@@ -191,46 +179,6 @@ def rank_of(pipes: list[Pipe], task: Task) -> int | None:
     """The rank that runs a task, or None if the pipe has no such stage."""
     ranks = pipes[task.pipe].ranks
     return ranks[task.stage] if 0 <= task.stage < len(ranks) else None
-
-
-class Pipeline(NamedTuple):
-    """The ranks that share the stages of models, in Megatron's order."""
-
-    rank: int  # this one's place among them
-    ranks: list[int]  # in the world
-    up: ProcessGroup  # of them all, Megatron's own
-    down: ProcessGroup  # the same from the last to the first, as a reversed model's stages lie
-
-
-def join_pipeline(device: torch.device) -> Pipeline:
-    """Make the groups of this rank's pipeline (collective: every rank)."""
-    up = mpu.get_pipeline_model_parallel_group()
-    own = dist.get_process_group_ranks(up)
-    if len(own) == 1:
-        return Pipeline(0, own, up, up)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    pipelines = sorted(set(map(tuple, every)))
-    # every rank makes the groups of all: with use_local_synchronization=True gloo hangs
-    down = {ranks: dist.new_group(ranks[::-1], sort_ranks=False) for ranks in pipelines}
-    pipeline = Pipeline(up.rank(), own, up, down[tuple(own)])
-    connect(pipeline, device)
-    return pipeline
-
-
-def connect(pipeline: Pipeline, device: torch.device) -> None:
-    """Pass one number between all neighbours in both groups (collective over the pipeline).
-
-    At the first message of two ranks in a group NCCL connects them, and both wait for that. In a table ranks
-    first turn to different neighbours, and would wait for ever.
-    """
-    number = torch.zeros(1, device=device)
-    for group in (pipeline.up, pipeline.down):
-        for low, high in pairwise(range(len(pipeline.ranks))):
-            if pipeline.rank == low:
-                dist.send(number, pipeline.ranks[high], group)
-            if pipeline.rank == high:
-                dist.recv(number, pipeline.ranks[low], group)
 
 
 class Messages:
@@ -309,28 +257,3 @@ class Messages:
             group = self.pipeline.up if receiver > self.rank else self.pipeline.down
             request = dist.isend(kept, self.pipeline.ranks[receiver], group)
             self.leaving[receiver].append((taker, kept, request))
-
-
-class Clock:
-    """Marks points in a device's work: on CUDA (not yet run) events between its queued kernels."""
-
-    def __init__(self, device: torch.device):
-        self.on_cuda = device.type == "cuda"
-        self.zero = time.monotonic()
-        self.marks = []
-        self.mark()
-
-    def mark(self) -> None:
-        if not self.on_cuda:
-            self.marks.append(time.monotonic())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def read(self) -> list[float]:
-        """Each mark, by time.monotonic, once own kernels are done; other ranks aren't awaited."""
-        if not self.on_cuda:
-            return self.marks
-        torch.cuda.current_stream().synchronize()
-        return [self.zero + self.marks[0].elapsed_time(mark) / 1000 for mark in self.marks]

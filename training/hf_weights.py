@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from config import UserError
 from runtime.hf_directory import tensor_files
@@ -101,10 +101,10 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
         yield name, param
 
 
-def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor) -> Tensor:
-    """Return this tensor-parallel rank's part of a full tensor."""
-    size = mpu.get_tensor_model_parallel_world_size()
-    rank = mpu.get_tensor_model_parallel_rank()
+def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor, tp: ProcessGroup) -> Tensor:
+    """Return the part that this rank of a tensor-parallel group has of a full tensor."""
+    size = tp.size()
+    rank = tp.rank()
     if size == 1 or not param.tensor_model_parallel:
         return full
     # gate and up are split each, so that a rank holds matching halves of both
@@ -133,7 +133,7 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
         own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
         names = hf_names(own, model.family)
         full = fuse(name, [weights[hf_name] for hf_name in names], model.config)
-        shard = tp_shard(name, param, full)
+        shard = tp_shard(name, param, full, model.pg_collection.tp)
         if shard.shape != param.shape:
             reason = f"{names[0]} does not have the shape that config.json says"
             raise UserError(f"{weights.where}: {reason}")

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import mappings, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from training.packing import NO_TARGET, MicroBatch
@@ -26,13 +26,14 @@ CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32
 
 def leave_out_logits(gpt: GPTModel) -> None:
     """Have the output layer hand on all tokens' hidden states, on every tensor-parallel rank."""
+    tp = gpt.pg_collection.tp
 
     # as Megatron calls it; [T, 1, hidden]
     def forward(hidden: Tensor, **unused) -> tuple[Tensor, None]:
         # going back, the ranks' gradients are summed: each has read a part of the vocabulary
         if gpt.config.sequence_parallel:
-            return mappings.gather_from_sequence_parallel_region(hidden), None
-        return mappings.copy_to_tensor_model_parallel_region(hidden), None
+            return mappings.gather_from_sequence_parallel_region(hidden, group=tp), None
+        return mappings.copy_to_tensor_model_parallel_region(hidden, tp), None
 
     gpt.output_layer.forward = forward
 
@@ -50,7 +51,7 @@ def read_targets(
     if gpt.share_embeddings_and_output_weights:
         weight = gpt.shared_embedding_or_output_weight()
     rows = max(1, CHUNK_BYTES // (4 * len(weight)))
-    read = partial(_read_chunk, weight, temperature, entropy_learns)
+    read = partial(_read_chunk, weight, temperature, entropy_learns, gpt.pg_collection.tp)
     columns = (hidden[0], batch.targets)
     *chunks, last = zip(*(column.split(rows) for column in columns), strict=True)
     parts = []
@@ -63,7 +64,12 @@ def read_targets(
 
 
 def _read_chunk(
-    weight: Tensor, temperature: float, entropy_learns: bool, hidden: Tensor, targets: Tensor
+    weight: Tensor,
+    temperature: float,
+    entropy_learns: bool,
+    tp: ProcessGroup,
+    hidden: Tensor,
+    targets: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Read all tokens, also those without a target: to select rows of logits would copy them."""
     logits = F.linear(hidden.to(weight.dtype), weight).float()
@@ -71,33 +77,48 @@ def _read_chunk(
         # by a tensor as engines do: by a number CUDA would multiply by its reciprocal
         logits.div_(torch.full_like(targets[:, None], temperature, dtype=torch.float32))
     maximum = logits.detach().amax(-1, keepdim=True)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=mpu.get_tensor_model_parallel_group())
-    logits.sub_(maximum)
-    entropy = VocabParallelEntropy.apply(logits.clone() if entropy_learns else logits.detach())
-    return -vocab_parallel_cross_entropy(logits, targets), entropy  # overwrites logits
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=tp)
+    return ReadLogits.apply(logits.sub_(maximum), targets, tp, entropy_learns)
 
 
-def over_context_parallel(sums: Tensor) -> Tensor:
+def over_context_parallel(cp: ProcessGroup, sums: Tensor) -> Tensor:
     """The sum over the context-parallel group (collective); its gradient is summed over it, too."""
-    if mpu.get_context_parallel_world_size() == 1:
-        return sums
-    return differentiable.all_reduce(sums, group=mpu.get_context_parallel_group())
+    return sums if cp.size() == 1 else differentiable.all_reduce(sums, group=cp)
 
 
-class VocabParallelEntropy(torch.autograd.Function):
-    """Entropy of rows l, less their largest: log(Z) - sum(l exp(l)) / Z, Z = sum(exp(l)) (collective)."""
+class ReadLogits(torch.autograd.Function):
+    """log p(target) and the entropy of rows of logits that are split over `tp` (collective).
+
+    shifted: [rows, vocab / tp], less their largest; overwritten. With Z = sum(exp(l)) of a row l they are
+    l[target] - log(Z) and log(Z) - sum(l exp(l)) / Z. Only an entropy that learns has a gradient.
+    """
 
     @staticmethod
-    def forward(ctx, shifted: Tensor) -> Tensor:
+    def forward(ctx, shifted: Tensor, targets: Tensor, tp: ProcessGroup, entropy_learns: bool):
+        places = targets - tp.rank() * shifted.shape[1]  # in this rank's part of the vocabulary
+        is_here = (places >= 0) & (places < shifted.shape[1])
+        places = places.where(is_here, 0)[:, None]
+        chosen = shifted.gather(1, places)[:, 0].where(is_here, 0.0)
         weights = shifted.exp()
-        sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1)])
-        dist.all_reduce(sums, group=mpu.get_tensor_model_parallel_group())
-        entropy = sums[0].log() - sums[1] / sums[0]
-        ctx.save_for_backward(shifted, sums[0].log(), entropy)
-        return entropy
+        kept = shifted.clone() if entropy_learns else None
+        sums = torch.stack([chosen, weights.sum(-1), shifted.mul_(weights).sum(-1)])
+        dist.all_reduce(sums, group=tp)
+        chosen, z, weighted = sums
+        log_z = z.log()
+        entropy = log_z - weighted / z
+        probabilities = weights.div_(z[:, None])
+        ctx.save_for_backward(probabilities, places, is_here, kept, log_z, entropy)
+        if not entropy_learns:
+            ctx.mark_non_differentiable(entropy)
+        return chosen - log_z, entropy
 
     @staticmethod
-    def backward(ctx, slope: Tensor) -> Tensor:
-        shifted, log_z, entropy = (x if x.ndim == 2 else x[:, None] for x in ctx.saved_tensors)
-        logprobs = shifted - log_z
-        return -slope[:, None] * logprobs.exp() * (logprobs + entropy)
+    def backward(ctx, logprob_slope: Tensor, entropy_slope: Tensor):
+        probabilities, places, is_here, kept, log_z, entropy = ctx.saved_tensors
+        gradient = probabilities.scatter_add_(1, places, -is_here.float()[:, None])
+        gradient.mul_(-logprob_slope[:, None])
+        if kept is not None:
+            logprobs = kept - log_z[:, None]
+            slope = entropy_slope[:, None]
+            gradient += -slope * logprobs.exp() * (logprobs + entropy[:, None])
+        return gradient, None, None, None

@@ -27,6 +27,7 @@ from config import Config, UserError
 from engines.reward_model import HEAD
 from images.reader import ImageReader
 from runtime.hf_directory import check_tensors, read_model_config
+from scheduling.layout import Holders, Shape
 from training import lm_head
 from training.hf_weights import Family
 from training.packing import MicroBatch
@@ -277,14 +278,16 @@ def tensor_names(hf: dict) -> set[str]:
     return {*names.replace(NESTED[0], family.text).replace(NESTED[1], family.tower).split()}
 
 
-def check_models(config: Config) -> dict:
+def check_models(config: Config, holders: Holders | None = None) -> dict:
     """Check all directories before a start, and return `read_hf_config` of --model. UserErrors."""
     hf = read_hf_config(config.model)
-    check_sizes(hf, config)
+    shape = Shape.of(config, ())
+    for each in holders.shapes.values() if holders else [shape]:
+        check_sizes(hf, each.sized(config))
     heads = {HEAD} if config.command == "rm" else set()
     check_tensors(config.model, "--model", tensor_names(hf) | heads)
     if config.critic:
-        check_critic(config, hf)
+        check_critic((holders.critic if holders else shape).sized(config), hf)
     for path in config.judge_models:
         setting = "--judge" if path in config.judge else "--cost-judge"
         read_family(path, setting)

@@ -65,14 +65,17 @@ class Box(NamedTuple):
 Boxes = dict[dcp.MetadataIndex, Box]  # by the full tensor's name and the place in it
 
 
-def metadata() -> dict:
-    group = mpu.get_data_parallel_group(with_context_parallel=True)  # who has the same weights
+def metadata(trainer: Trainer) -> dict:
+    group = trainer.groups.dp_cp  # who has the same weights
     return SHARDING | {"chained_optim_avoid_prefix": True, "dp_cp_group": group}
 
 
 def model_state(trainer: Trainer) -> dict:
     """Describe the model's tensors. Each says where it belongs: this name isn't in a checkpoint."""
-    return {"gpt": trainer.gpt.sharded_state_dict(metadata=metadata())}
+    mpu.set_data_parallel_rank(trainer.groups.dp_cp.rank())  # a tied copy asks nobody else
+    for module in trainer.gpt.modules():
+        vars(module).setdefault("tp_group", trainer.groups.tp)  # nor does one without a group
+    return {"gpt": trainer.gpt.sharded_state_dict(metadata=metadata(trainer))}
 
 
 class CommonLater(common.TorchCommonSaveStrategy):
@@ -136,13 +139,18 @@ def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
     """Plan a save into `folder`, which exists and is empty (collective over all ranks); nothing is written.
 
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
+    Megatron plans over all ranks of the run: those that don't hold the model have nothing to save.
     """
-    model = model_state(trainer)
-    state = {"version": trainer.version, "model": model}
-    state["optimizer"] = trainer.optimizer.state_dict()
+    model = {}
+    boxes = {}
+    state = {"version": trainer.version, "model": model, "optimizer": {}}
+    if trainer.holds:
+        model |= model_state(trainer)
+        boxes = optimizer_boxes(trainer, model)
+        state["optimizer"] = trainer.optimizer.state_dict()
     state["optimizer"]["param_state_sharding_type"] = SHARDING["distrib_optim_sharding_type"]
     later = CommonLater("torch", 1)
-    strategy = PlanOnly(optimizer_boxes(trainer, model))
+    strategy = PlanOnly(boxes)
     which = (base.StrategyAction.SAVE_COMMON, "torch", 1)
     default = base.get_default_strategy(*which)
     base.register_default_strategy(*which, later)  # `save` takes it from there alone
@@ -154,7 +162,7 @@ def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
     writer.planned = None  # `complete` keeps the writer, and need not keep the tensors
 
     def write() -> list:
-        if dist.get_rank() == 0:
+        if dist.get_rank() == trainer.shape.ranks[0]:
             torch.save(later.kept, folder / common.COMMON_STATE_FNAME)
         return writer.write_data(*planned).wait()
 
@@ -254,10 +262,14 @@ def load(trainer: Trainer, folder: Path) -> None:
     with (folder / ".metadata").open("rb") as file:  # Megatron unpickles it without asking
         OnlyDescriptions(file).load()
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # so does torch with what isn't a tensor
-    model = model_state(trainer)
-    optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata())
-    template = {"version": trainer.version, "model": model, "optimizer": optimizer}
+    template = {"version": trainer.version, "model": {}}
+    if trainer.holds:
+        model = model_state(trainer)
+        how = {"is_loading": True, "metadata": metadata(trainer)}
+        template["model"] = model
+        template["optimizer"] = trainer.optimizer.sharded_state_dict(model, **how)
     loaded = dist_checkpointing.load(template, str(folder))
-    trainer.gpt.load_state_dict(loaded["model"]["gpt"])
-    trainer.optimizer.load_state_dict(loaded["optimizer"])
     trainer.version = loaded["version"]
+    if trainer.holds:
+        trainer.gpt.load_state_dict(loaded["model"]["gpt"])
+        trainer.optimizer.load_state_dict(loaded["optimizer"])

@@ -9,17 +9,15 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,9 +27,11 @@ from torch import Tensor
 from config import Config
 from sample import Sample
 from scheduling.balance import flat, pack_evenly, packed_length
+from scheduling.layout import Shape
 from training import hf_weights, sharded_checkpoint, vision
 from training import model as models
-from training.executor import Phase, Update, Work, join_pipeline, run
+from training.executor import Pass, Update, Work, run
+from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
 from training.resharding import Gathering
@@ -57,39 +57,35 @@ class Trainer:
     `title` names the model in messages.
     """
 
-    def __init__(self, config: Config, model_dir: str, reverse: bool = False):
-        """Load a directory (collective), else UserError. reverse: stage 0 on the last rank."""
+    holds = True  # the model: see Elsewhere for other ranks
+
+    def __init__(
+        self,
+        config: Config,
+        model_dir: str,
+        groups: Groups | None = None,
+        reverse: bool = False,
+        learns: bool = True,
+    ):
+        """Load a directory (collective: the model's ranks), else UserError.
+
+        groups: of the model's ranks, by default all of the run. reverse: stage 0 on the last rank.
+        learns: otherwise it is frozen, without gradients and optimizer.
+        """
         self.config = config
         self.model_dir = model_dir
         self.reverse = reverse
         self.version = 0
         self.awake = True
         self.metrics: dict[str, float] = {}  # of the last update
-        self.phases: list[Phase] = []  # of the last update
+        self.passes: list[Pass] = []  # of the last update, also of models beside this one
         self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
         self._host_copies = HostCopies()
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        else:
-            self.device = torch.device("cpu")
+        self.device = own_device()
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
-        if not mpu.model_parallel_is_initialized():  # by the first trainer, for all
-            mpu.initialize_model_parallel(
-                tensor_model_parallel_size=config.tp,
-                pipeline_model_parallel_size=config.pp,
-                context_parallel_size=config.cp,
-                distributed_timeout_minutes=math.ceil(config.timeout_s / 60),
-            )
-            model_parallel_cuda_manual_seed(config.seed)
-        self.dp_rank = mpu.get_data_parallel_rank()
-        self.dp_size = mpu.get_data_parallel_world_size()
-        self.pipeline = join_pipeline(self.device)
-        self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        model_parallel = (self.groups.tp, self.groups.pp, self.groups.cp)
-        self.is_head = all(group.rank() == 0 for group in model_parallel)
-        self.groups.pp = self.pipeline.down if reverse else self.pipeline.up
+        self._join(groups)
         model_config = models.transformer_config(hf, config)
         # of a token, about: schedules compare models by it
         self.activations = model_config.num_layers * model_config.hidden_size
@@ -97,8 +93,30 @@ class Trainer:
         self.gpt = self._load_stage(hf, model_config)
         self.gathering = Gathering(self.gpt, self.groups.tp)  # whole tensors: t_g = 1
         self.overlaps = models.overlaps(self.device)
-        self.ddp = self._wrapped(self.gpt)
-        self._build_optimizer(model_config)
+        self.module = self.gpt  # what passes run
+        if config.dtype == "bfloat16":
+            self.module = Float16Module(model_config, self.gpt)
+        self.learns = learns
+        if learns:
+            self.module = self.ddp = self._wrapped(self.module)
+            self._build_optimizer(model_config)
+        else:
+            self.gpt.requires_grad_(False)
+
+    def _join(self, groups: Groups | None) -> None:
+        """Take this rank's place in the model's groups, by default those of all ranks (collective)."""
+        if groups is None:
+            shape = Shape.of(self.config, tuple(range(dist.get_world_size())))
+            groups = make_groups(shape, self.config.timeout_s)
+        self.own_groups = groups
+        self.shape = groups.shape
+        self.dp_rank, self.is_head = self.shape.place(dist.get_rank())
+        self.dp_size = self.shape.dp
+        self.pipeline = groups.pipeline
+        self.everyone = groups.everyone
+        self.groups = groups.collection(self.reverse)
+        tp = self.groups.tp.rank()
+        model_parallel_cuda_manual_seed(self.config.seed, tp_rank=tp, ep_rank=0, etp_rank=tp)
 
     def _load_stage(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
         """Build the stage on this rank's device, with its weights (collective: pipeline group)."""
@@ -106,9 +124,9 @@ class Trainer:
         hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
 
-    def _wrapped(self, gpt: GPTModel) -> DistributedDataParallel:
+    def _wrapped(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap the stage in DDP, which sums its gradients over the data-parallel ranks."""
-        for name, parameter in gpt.named_parameters():
+        for name, parameter in self.gpt.named_parameters():
             is_frozen = self.config.freeze_vision and name.startswith(hf_weights.TOWER)
             parameter.requires_grad_(not is_frozen)
         settings = DistributedDataParallelConfig(
@@ -117,8 +135,8 @@ class Trainer:
             # on a single rank DDP would insist that the loss reaches every parameter
             overlap_grad_reduce=self.overlaps and self.groups.dp_cp.size() > 1,
         )
-        inner = Float16Module(gpt.config, gpt) if self.config.dtype == "bfloat16" else gpt
-        return DistributedDataParallel(gpt.config, settings, inner, pg_collection=self.groups)
+        config = self.gpt.config
+        return DistributedDataParallel(config, settings, module, pg_collection=self.groups)
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
         adamw = OptimizerConfig(
@@ -148,23 +166,28 @@ class Trainer:
     def trim(self) -> None:
         """Free gradients, until it wakes, and the memory that passes left. Not collective."""
         if self.device.type == "cuda":
-            self.ddp.offload_grad_buffers()
+            if self.learns:
+                self.ddp.offload_grad_buffers()
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Undo `sleep`. Not collective. UserError if others hold the memory, and keep it."""
         assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
-            gradients = sum(buffer.grad_data.nbytes for buffer in self.ddp.buffers)
+            buffers = self.ddp.buffers if self.learns else ()
+            gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
             models.check_room(self._host_copies.size + gradients, f"the {self.title}")
             self._host_copies.move_in()
-            self.ddp.restore_grad_buffers()
+            if self.learns:
+                self.ddp.restore_grad_buffers()
         self.awake = True
 
     def _state_tensors(self) -> Iterator[Tensor]:
         """Yield weights, the optimizer's copies and moments of them, not its counts of steps."""
-        yield from (buffer.param_data for buffer in self.ddp.buffers)
         yield from (weight for weight in self.gpt.parameters() if not weight.requires_grad)
+        if not self.learns:
+            return
+        yield from (buffer.param_data for buffer in self.ddp.buffers)
         for part in self.optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
                 yield from group["params"]
@@ -175,10 +198,11 @@ class Trainer:
         """Update this model and those beside it: the metrics of all (collective); see executor.py."""
         trainers = [self, *beside]
         updates = [trainer.updating(mini_batches) for trainer in trainers]
-        self.phases = []
+        self.passes = []
         for works in zip_longest(*updates):  # None for a model that has taken all of its steps
             works = [work for work in works if work is not None]
-            self.phases.append(run(works, self.config.schedule))
+            run(works, self.config.schedule)
+            self.passes += chain.from_iterable(work.passes for work in works)
         metrics = {}
         for trainer in trainers:
             metrics |= trainer.metrics
@@ -216,7 +240,7 @@ class Trainer:
         grad_norm = self._apply_gradients(lr) if learns else 0.0
         is_finite = is_finite and math.isfinite(grad_norm)
         own = sum(done.end - done.start for done in work.passes)
-        extremes = all_reduce({"slowest": own, "fastest": -own}, dist.ReduceOp.MAX)
+        extremes = self.all_reduce({"slowest": own, "fastest": -own}, dist.ReduceOp.MAX)
         stats["slowest_s"] = extremes["slowest"]
         stats["fastest_s"] = -extremes["fastest"]
         stats["grad_norm"] = grad_norm
@@ -252,7 +276,7 @@ class Trainer:
         """Prepare passes for executor.run. A rank without sequences has an empty micro-batch."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         config = self.config
-        cp_rank = mpu.get_context_parallel_rank()
+        cp_rank = self.groups.cp.rank()
         tp_with_sp = config.tp if config.sp else 1
         micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, tp_with_sp)
         return Work(self, micro_batches, [loss] * len(micro_batches), forward_only)
@@ -275,9 +299,17 @@ class Trainer:
             for name, value in zip(stats, values.tolist(), strict=True):
                 if name in maxima:
                     maxima[name] = max(maxima[name], value)
-                elif mpu.get_tensor_model_parallel_rank() == 0:  # the others hold copies
+                elif self.groups.tp.rank() == 0:  # the others hold copies
                     sums[name] += value
-        return all_reduce(sums, dist.ReduceOp.SUM) | all_reduce(maxima, dist.ReduceOp.MAX)
+        sums = self.all_reduce(sums, dist.ReduceOp.SUM)
+        return sums | self.all_reduce(maxima, dist.ReduceOp.MAX)
+
+    def all_reduce(self, values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
+        """Reduce values, name by name, over all ranks of the model (collective)."""
+        tensor = torch.tensor(list(values.values()), dtype=torch.float64)
+        if values:
+            dist.all_reduce(tensor, op, group=self.everyone)
+        return dict(zip(values, tensor.tolist(), strict=True))
 
     def _apply_gradients(self, lr: float) -> float:
         """Take AdamW's step if gradients are finite; return their norm, unclipped (collective)."""
@@ -300,11 +332,16 @@ class Trainer:
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return iter(self.gathering)
 
+    @property
+    def received_bytes(self) -> int:
+        """The bytes that reached this rank while it gathered the tensors the last time."""
+        return self.gathering.received
+
     def export(self, path: str | Path) -> None:
         """Write a Hugging Face directory: weights, config.json, `stop_tokens`, other files (collective)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
-        dist.barrier()
+        dist.barrier(self.everyone)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Copy the tensors to the one rank that writes them, nothing to the others (collective)."""
@@ -354,14 +391,6 @@ def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
     for samples in micro_batches:
         packed.append([Sequence(s.prompt, s.response, s.media) for s in samples])
     return packed
-
-
-def all_reduce(values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
-    """Reduce values, name by name, over all ranks (collective)."""
-    tensor = torch.tensor(list(values.values()), dtype=torch.float64)
-    if values:
-        dist.all_reduce(tensor, op)
-    return dict(zip(values, tensor.tolist(), strict=True))
 
 
 def totals(steps: list[dict[str, float]]) -> dict[str, float]:

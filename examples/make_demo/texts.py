@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from demo import task
-from demo.pairs import corrupted
 from demo.task import columns, shown_work, training_problem
 from examples.make_demo.models import text_model, vision_model
+from examples.make_demo.slips import corrupted
 
 BLURTED = 0.6  # part of the demonstrations that only say the answer
 RIGHT = 0.5  # part of the answers that the judge learns from

@@ -32,10 +32,10 @@ import data
 from actor import Actor
 from config import Config, parse_config
 from demo import task
-from demo.pairs import corrupted
 from demo.task import shown_work, training_problem
 from examples.make_demo.closing import close
 from examples.make_demo.models import new_model
+from examples.make_demo.slips import corrupted
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
 from images.reader import ImageReader, reader_of
 from reporting.progress import Progress

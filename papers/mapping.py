@@ -13,7 +13,7 @@ from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
 from config import UserError
-from scheduling.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
+from simulation.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
 
 STAGES = ("generation", "preparation", "training")
 LEARNERS = ("actor", "critic")  # ends of the roles that are trained; all others only read

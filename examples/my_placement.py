@@ -1,0 +1,26 @@
+"""A placement of your own.
+
+torchrun --nproc-per-node 3 examples/my_placement.py --placement last --algorithm ppo
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import placement
+import run
+from scheduling.layout import Holders, Shape
+
+
+def critics_last(everyone, config):  # they have the last ranks; all others take turns on the rest
+    shape = Shape.of(config, everyone)  # --tp, --pp and --cp, as every model has them here
+    cut = len(everyone) - shape.unit
+    actor = shape._replace(ranks=everyone[:cut])
+    critic = shape._replace(ranks=everyone[cut:])
+    return Holders(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
+
+
+placement.PLACEMENTS["last"] = critics_last
+if __name__ == "__main__":
+    run.main(sys.argv[1:])

@@ -1,0 +1,103 @@
+"""The deal of a step's samples: who trains each model on which of them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from config import Config
+from sample import Key, Sample
+from scheduling.balance import flat, plan_batch
+from scheduling.layout import Shape
+
+if TYPE_CHECKING:
+    from training.trainer import Trainer
+
+MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches
+
+
+class Held(NamedTuple):
+    """The samples that a controller holds and what it knows, as it tells the others."""
+
+    lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't held
+    image_costs: dict[int, int]  # prompt_id -> work on its images
+    costs: list[float]  # of the samples, where they are a signal
+    missing_groups: int = 0
+    stop: int = 0  # the signal that asked for one
+
+    @staticmethod
+    def of(samples: list[Sample], image_cost: Callable[[list[int]], int], has_costs: bool) -> Held:
+        lengths: dict[int, list[int]] = {}
+        for sample in sorted(samples, key=lambda sample: sample.key):
+            row = lengths.setdefault(sample.prompt_id, [])
+            row += [0] * (sample.index - len(row))
+            row.append(len(sample.prompt) + len(sample.response))
+        image_costs = {}
+        for sample in samples:
+            if cost := image_cost(sample.prompt):
+                image_costs[sample.prompt_id] = cost
+        costs = [sample.cost for sample in samples] if has_costs else []
+        return Held(lengths, image_costs, costs)
+
+    def tokens(self) -> dict[Key, int]:
+        """Return the tokens of each sample, prompt and response together."""
+        rows = self.lengths.items()
+        return {(prompt, i): n for prompt, row in rows for i, n in enumerate(row) if n}
+
+
+class Deal(NamedTuple):
+    """The decision who trains a model of one shape on which sample."""
+
+    plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
+    copies: dict[Key, list[int]]  # who gets a sample: the ranks of a copy of the model, head first
+
+
+class Deals(NamedTuple):
+    """The same on every controller."""
+
+    holders: dict[Key, int]  # the rank that has a sample
+    of: dict[Shape, Deal]
+
+
+def deal(
+    held: list[Held], shapes: list[Shape], cost: Callable[[int], int], config: Config
+) -> Deals:
+    """Deal all samples in equal work for each shape, from what each rank holds (pure). cost(tokens): work."""
+    tokens = {}
+    holders = {}
+    image_costs = {}
+    for rank, theirs in enumerate(held):
+        image_costs |= theirs.image_costs
+        for key, length in theirs.tokens().items():
+            assert key not in tokens, "two controllers hold the same sample"
+            tokens[key] = length
+            holders[key] = rank
+    deals = {}
+    for shape in dict.fromkeys(shapes):
+        plan = plan_batch(tokens, cost, shape.sized(config), shape.dp, image_costs)
+        copies = {}
+        for share, copy in zip(plan, shape.copies, strict=True):
+            copies |= dict.fromkeys(flat(share), copy)
+        deals[shape] = Deal(plan, copies)
+    return Deals(holders, deals)
+
+
+@dataclass
+class Shares:
+    """The samples that this rank reads or trains on, and which models elsewhere do."""
+
+    deals: dict[Shape, Deal]
+    samples: dict[Key, Sample]  # this rank's, of all its models
+    costs: list[float]  # of all samples of the step, where they are a signal
+
+    def of(self, model: Trainer) -> MiniBatches:
+        """Return this rank's mini-batches for a model; none for one that other ranks hold."""
+        if not model.holds:
+            return []
+        mini_batches = []
+        for keys_of_mini_batch in self.deals[model.shape].plan[model.dp_rank]:
+            mini_batches.append([])
+            for keys in keys_of_mini_batch:
+                mini_batches[-1].append([self.samples[key] for key in keys])
+        return mini_batches

@@ -1,0 +1,167 @@
+"""Layouts: which ranks hold a model, how they cut it, and how people write that. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
+
+from config import Config, UserError
+
+SIZES = ("tp", "pp", "cp")
+RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+class Place(NamedTuple):
+    """The place of a rank in a model's layout."""
+
+    dp_rank: int  # its share of the samples
+    is_head: bool  # the first of its copy of the model, which speaks for it
+
+
+class Shape(NamedTuple):
+    """The ranks that hold a model, in Megatron's order: shards are neighbours, stages farthest apart."""
+
+    ranks: tuple[int, ...]  # any of the run's
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    @staticmethod
+    def of(config: Config, ranks: tuple[int, ...]) -> Shape:
+        """The layout of a model on `ranks` with the sizes of a config."""
+        return Shape(ranks, config.tp, config.pp, config.cp)
+
+    @property
+    def unit(self) -> int:
+        """The ranks of one copy of the model."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        return len(self.ranks) // self.unit
+
+    @property
+    def copies(self) -> list[list[int]]:
+        """The model-parallel group of each data-parallel rank, its head first."""
+        copies = [[] for _ in range(self.dp)]
+        for place, rank in enumerate(self.ranks):
+            copies[place // (self.tp * self.cp) % self.dp].append(rank)
+        return copies
+
+    def sized(self, config: Config) -> Config:
+        """The settings of a model that is cut like this."""
+        return replace(config, tp=self.tp, pp=self.pp, cp=self.cp, sp=config.sp and self.tp > 1)
+
+    def place(self, rank: int) -> Place | None:
+        """The place of a rank; None of one that doesn't hold the model."""
+        for dp_rank, copy in enumerate(self.copies):
+            if rank in copy:
+                return Place(dp_rank, rank == copy[0])
+        return None
+
+    def __str__(self) -> str:
+        """Return the words that `shape_from` reads, whatever its default is: 0-3:tp2, or 0-3:tp1."""
+        sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
+        return "".join((ranks_in_words(self.ranks), *(sizes or [":tp1"])))
+
+
+def ranks_in_words(ranks: tuple[int, ...]) -> str:
+    """Write ascending ranks as people do: 0-3,6."""
+    words = []
+    for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0]):
+        first, *_, last = [rank for _, rank in run] * 2
+        words.append(f"{first}-{last}" if last > first else str(first))
+    return ",".join(words)
+
+
+def ranks_from(text: str) -> tuple[int, ...]:
+    """Read ranks such as 0-3,6. UserError."""
+    if not RANKS.fullmatch(text):
+        raise UserError(f"{text!r} names no ranks: write them as 0-3,6")
+    ranks = []
+    for word in text.split(","):
+        first, _, last = word.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+def shape_from(text: str, default: Shape) -> Shape:
+    """Read ranks and sizes such as 0-3:tp2, others are 1; without any those of the default. UserError."""
+    ranks, *words = text.split(":")
+    sizes = dict.fromkeys(SIZES, 1) if words else {}
+    for word in words:
+        if not re.fullmatch(f"({'|'.join(SIZES)})[1-9]\\d*", word):
+            raise UserError(f"{word!r} is no size: write it as tp2, pp2 or cp2")
+        sizes[word[:2]] = int(word[2:])
+    return default._replace(ranks=ranks_from(ranks), **sizes)
+
+
+class Holders(NamedTuple):
+    """The ranks of the engines and of each model that is trained, or read for training."""
+
+    engines: tuple[int, ...]
+    actor: Shape
+    critic: Shape  # of every critic
+    reference: Shape
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The actor's, and by name those of models that aren't where it is."""
+        shapes = {"actor": self.actor}
+        others = {"critic": self.critic, "reference": self.reference}
+        return shapes | {name: shape for name, shape in others.items() if shape != self.actor}
+
+    @property
+    def learners(self) -> set[int]:
+        """The ranks that hold a model."""
+        return {*self.actor.ranks, *self.critic.ranks, *self.reference.ranks}
+
+    @property
+    def is_apart(self) -> bool:
+        """True if no rank both serves and trains."""
+        return bool(self.engines) and not self.learners & {*self.engines}
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """The ranks whose controllers serve: those of the engines if these are apart, else all."""
+        return self.engines if self.is_apart else tuple(sorted({*self.engines} | self.learners))
+
+    def problems(self, world_size: int) -> Iterator[str]:
+        """Yield what can't be on so many ranks, a sentence each."""
+        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
+        ranks_of = {"engines": self.engines} | {name: shape.ranks for name, shape in models.items()}
+        for name, ranks in ranks_of.items():
+            if [*ranks] != sorted({*ranks}):
+                yield f"the ranks of {name} aren't each named once, in order"
+            if ranks and max(ranks) >= world_size:
+                yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
+        for name, shape in models.items():
+            if not shape.ranks or len(shape.ranks) % shape.unit:
+                sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
+                yield f"{sizes} doesn't divide the {len(shape.ranks)} ranks of {name}"
+        if idle := {*range(world_size)} - {*self.engines} - self.learners:
+            yield f"rank {min(idle)} holds nothing"
+
+    def __str__(self) -> str:
+        """Return the words that `holders_from` reads."""
+        words = [f"engines={ranks_in_words(self.engines)}", f"actor={self.actor}"]
+        words += [f"critic={self.critic}", f"reference={self.reference}"]
+        return " ".join(words)
+
+
+def holders_from(text: str, default: Shape) -> Holders:
+    """Read ranks such as engines=0-3 actor=0-1 critic=2-3:tp2. UserError.
+
+    Engines and the actor that aren't named have the default's ranks, other models the actor's.
+    """
+    words = dict(word.partition("=")[::2] for word in text.split())
+    if unknown := words.keys() - Holders._fields:
+        raise UserError(f"{min(unknown)} is none of {', '.join(Holders._fields)}")
+    engines = ranks_from(words["engines"]) if "engines" in words else default.ranks
+    actor = shape_from(words["actor"], default) if "actor" in words else default
+    critic = shape_from(words["critic"], actor) if "critic" in words else actor
+    reference = shape_from(words["reference"], actor) if "reference" in words else actor
+    return Holders(engines, actor, critic, reference)

@@ -1,0 +1,197 @@
+"""Layouts as data: which rank holds which part of a model, how people write that, and what can't be."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config import Config, UserError
+from placement import make_holders, make_plans
+from scheduling.layout import Holders, Shape, holders_from, ranks_from, ranks_in_words
+
+PPO = ("ppo", "kl_coef=0.1")
+SIZES = [(tp, pp, cp, dp) for tp, pp, cp, dp in itertools.product((1, 2, 3, 4), repeat=4)]
+
+
+@st.composite
+def shapes(draw, most=12):
+    """Any ascending ranks, and sizes that divide them."""
+    ranks = draw(st.sets(st.integers(0, 40), min_size=1, max_size=most))
+    sizes = []
+    left = len(ranks)
+    for _ in range(3):
+        sizes.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
+        left //= sizes[-1]
+    return Shape(tuple(sorted(ranks)), *sizes)
+
+
+# ---------------------------------------------------------------- shapes are Megatron's
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_shape_is_laid_out_as_by_megatron(step):
+    """Of all small sizes, on neighbouring ranks and others: copies, heads, and a stranger's place."""
+    from training.groups import ORDER, mpu
+
+    for tp, pp, cp, dp in SIZES:
+        ranks = tuple(range(2, 2 + step * tp * pp * cp * dp, step))
+        shape = Shape(ranks, tp, pp, cp)
+        generator = mpu.RankGenerator(tp, 1, dp, pp, cp, ORDER)
+        expected = [[ranks[at] for at in row] for row in generator.get_ranks("tp-cp-pp")]
+        assert (shape.copies, shape.dp, shape.unit) == (expected, dp, tp * pp * cp)
+        # Megatron's place among the ranks of one data-parallel group is the share of the samples
+        for row in generator.get_ranks("dp"):
+            places = [shape.place(ranks[at]) for at in row]
+            assert [place.dp_rank for place in places] == list(range(dp))
+            assert len({place.is_head for place in places}) == 1
+        assert sum(shape.place(rank).is_head for rank in ranks) == dp
+        assert shape.place(0) is shape.place(ranks[-1] + 1) is None
+
+
+def test_a_model_is_cut_by_its_own_sizes():
+    """Sequence parallelism needs tensor parallelism."""
+    config = Config(tp=2, sp=True, pp=2)
+    for sizes in [(2, 1, 1), (1, 2, 1), (1, 1, 2)]:
+        cut = Shape((0, 1), *sizes).sized(config)
+        assert (cut.tp, cut.pp, cut.cp, cut.sp) == (*sizes, sizes[0] > 1)
+
+
+# ---------------------------------------------------------------- in words
+
+
+@given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())
+def test_what_is_written_is_read(engines, actor, critic, reference, default):
+    """Whatever the default is: of sizes, too."""
+    holders = Holders(tuple(sorted(engines)), actor, critic, reference)
+    assert holders_from(str(holders), default) == holders
+    assert ranks_from(ranks_in_words(holders.engines)) == holders.engines
+
+
+def test_words_that_people_write():
+    """What isn't named is the default's, or the actor's; beside a size that is, others are 1."""
+    default = Shape((0, 1, 2, 3), tp=2)
+    found = holders_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:cp2", default)
+    actor = Shape((0, 1), tp=1, pp=2)
+    assert found == Holders((0, 2, 3), actor, Shape((2, 3), cp=2), actor)
+    expected = Holders(default.ranks, default, default, Shape((1,), tp=2))
+    assert holders_from("reference=1", default) == expected
+    words = "engines=0,2-3 actor=0-1:pp2 critic=2-3:cp2 reference=0-1:pp2"
+    assert str(found) == words
+    assert not found.is_apart and found.learners == {0, 1, 2, 3}
+
+
+NO_RANKS = ("", "a", "0-", "0,,1", "tp2", "0=1", "-1", "0;1")
+UNREADABLE = {
+    f"engines={word}": f"'{word}' names no ranks: write them as 0-3,6" for word in NO_RANKS
+}
+UNREADABLE |= {
+    "engines=0 actor": "'' names no ranks",
+    "engine=0": "engine is none of engines, actor,",
+}
+for size in ("tp", "tp0", "dp2", "tp2x"):
+    UNREADABLE[f"actor=0:{size}"] = f"{size!r} is no size: write it as tp2, pp2 or cp2"
+for word in ("rows", ""):
+    UNREADABLE[word] = "choose colocate, split, standalone, or ranks: engines=0-1 actor=2-3"
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_words_that_nobody_can_read(text):
+    """One line, which names the setting and the word."""
+    check_problem(dict(placement=text), 2, UNREADABLE[text])
+
+
+# ---------------------------------------------------------------- what can't be
+
+
+def check_problem(changes, size, message):
+    with pytest.raises(UserError) as raised:
+        make_holders(Config(**changes), size)
+    line = str(raised.value)
+    assert line.startswith(f"--placement {changes['placement']}: ") and message in line
+    assert len(line.splitlines()) == 1
+
+
+STANDALONE = dict(placement="standalone")
+CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
+
+
+@pytest.mark.parametrize(
+    "text,changes,size,message",
+    [
+        ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
+        ("engines=0 actor=2,1", {}, 3, "the ranks of actor aren't each named once, in order"),
+        ("engines=0 actor=1,1", {}, 2, "the ranks of actor aren't each named once, in order"),
+        ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),
+        ("engines=0-1 actor=2:tp2", {}, 3, "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 1 ranks of"),
+        ("engines=0 actor=1-3", dict(pp=2), 4, "tp 1 x pp 2 x cp 1 = 2 doesn't divide the 3 ranks"),
+        ("engines=0-2 actor=1-3", {}, 3, "actor on rank 3: there are 3 ranks, from 0"),
+        ("engines=0-4 actor=1", {}, 3, "engines on rank 4: there are 3 ranks, from 0"),
+        ("engines=1 actor=0", {}, 2, "rank 0, which keeps the prompts, needs an engine"),
+        ("engines=3-1 actor=0-1", {}, 2, "rank 0, which keeps the prompts, needs an engine"),
+        ("engines=0 actor=0 critic=1", {}, 2, "--algorithm grpo has no critic"),
+        ("split", {}, 2, "--algorithm grpo has no critic"),
+        ("engines=0 actor=0 reference=1", {}, 2, "--algorithm grpo without kl_coef has no referen"),
+        ("split", dict(algorithm=PPO), 1, "= 1 doesn't divide the 0 ranks of critic"),
+        ("standalone", dict(algorithm=PPO), 2, "rank 0, which keeps the prompts, needs an engine"),
+        ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
+        ("split", dict(ahead=1, algorithm=PPO), 4, "--ahead 1 needs engines on ranks that train"),
+        (CRITIC_BESIDE, dict(ahead=1, algorithm=PPO), 3, "--ahead 1 needs engines on ranks that"),
+        ("engines=0-1 actor=1", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train"),
+    ],
+)
+def test_placements_that_cannot_be(text, changes, size, message):
+    check_problem(changes | dict(placement=text), size, message)
+
+
+@pytest.mark.parametrize("text", ["split", "standalone", "engines=0-3 actor=0-3 critic=0-3:tp2"])
+def test_one_table_needs_one_shape(text):
+    """Of actor and critic."""
+    changes = dict(placement=text, schedule="fused", algorithm=PPO)
+    check_problem(changes, 4, "--schedule fused needs actor and critic on the same ranks")
+
+
+@pytest.mark.parametrize(
+    "text,size,engines,actor,critic",
+    [
+        ("colocate", 3, (0, 1, 2), (0, 1, 2), (0, 1, 2)),
+        ("split", 2, (0, 1), (0,), (1,)),
+        ("split", 5, (0, 1, 2, 3, 4), (0, 1, 2), (3, 4)),
+        ("standalone", 3, (0,), (1,), (2,)),
+        ("standalone", 4, (0, 1), (2,), (3,)),
+        ("standalone", 8, (0, 1, 2, 3), (4, 5), (6, 7)),
+    ],
+)
+def test_rows_of_the_table(text, size, engines, actor, critic):
+    """Every rank holds something; the reference is the actor's."""
+    holders = make_holders(Config(placement=text, algorithm=PPO), size)
+    expected = Holders(engines, Shape(actor), Shape(critic), Shape(actor))
+    assert holders == expected and holders.is_apart == (text == "standalone")
+
+
+def test_a_row_keeps_a_models_ranks_together():
+    """Of tp 2: none is cut, and without a critic the actor has its part of the ranks."""
+    holders = make_holders(Config(placement="split", algorithm=PPO, tp=2), 6)
+    assert (holders.actor, holders.critic) == (Shape((0, 1, 2, 3), 2), Shape((4, 5), 2))
+    holders = make_holders(Config(tp=2, **STANDALONE), 6)
+    assert (holders.engines, holders.actor) == ((0, 1, 2, 3), Shape((4, 5), 2))
+    assert holders.critic == holders.actor
+
+
+def test_engines_share_the_ranks_that_they_have():
+    """A plan is made of the engines' ranks alone, and people read all of it."""
+    config = Config(mode="partial", algorithm=PPO, judge=("j",), **STANDALONE)
+    (plan,) = make_plans(config, 8)
+    assert (plan.rollout, plan.genrm, plan.leads("rollout")) == ((0, 1), (2, 3), (0, 1))
+    words = "rollout on ranks 0-1, genrm on ranks 2-3, actor on ranks 4-5, critic on ranks 6-7"
+    assert str(plan) == words
+    with pytest.raises(UserError, match=r"--mode partial needs at least 2 ranks, .*this run has 1"):
+        make_plans(config, 3)
+
+
+def test_only_trainers_need_no_engine():
+    """Where steps are replayed, engines' ranks would be idle."""
+    config = Config(train_only=True, replay="r", placement="actor=0 critic=1", algorithm=PPO)
+    assert make_holders(config, 2) == Holders((), Shape((0,)), Shape((1,)), Shape((0,)))
+    with pytest.raises(UserError, match="rank 0 holds nothing"):
+        make_holders(Config(train_only=True, replay="r", **STANDALONE), 2)

@@ -1,0 +1,298 @@
+"""The real controllers on fakes, with models and engines on ranks of their own, and serving ahead: whatever
+holds what, all train on the same samples."""
+
+import functools
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fakes
+from fakes import at_random_paces, simulate, trained
+from test_checkpoint import exact_meetings, exact_times
+from test_faults import ask_to_stop, strike
+from test_rollout import check_prompts, check_tokens
+
+PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
+SAFE = ("safe_rlhf", "kl_coef=0.1")
+WHITENED = ("reinforce++",)
+APART = "engines=0-1 actor=2-3"  # the actor as in a colocated run of two
+PLACEMENTS = {  # name -> ranks, words; the actor's samples may be dealt to any number of copies
+    "colocate": (2, "colocate"),
+    "split": (4, "split"),
+    "standalone": (4, "standalone"),
+    "interleaved": (5, "engines=0,3 actor=2,4 critic=1"),
+    "other sizes on the same ranks": (4, "engines=0-3 actor=0-3:tp2 critic=0-3:pp2"),
+    "a reference, too": (6, "engines=0-1 actor=2-3 critic=4 reference=5"),
+    "a reference beside engines": (3, "engines=0,2 actor=0-1 critic=1 reference=2"),
+    "overlapping": (4, "engines=0-1 actor=1-2 critic=2-3:cp2"),
+}
+MODES = ("full", "partial", "fused")
+IS_APART = ("standalone", "interleaved")
+
+
+def columns_of(controllers, step, digits=20):
+    """By key, what a step trained on: the answer, and all that models said of it, on whatever rank."""
+    found = {}
+    for c in controllers:
+        for trainer in (c.placement.actor, *c.placement.critics):
+            for sample in trainer.batches[step] if trainer.holds else []:
+                advantages = [round(advantage, digits) for advantage in sample.advantages]
+                made = (advantages, sample.values, sample.returns, sample.reference_logprobs)
+                facts = (sample.response, sample.logprobs, sample.reward, *made)
+                assert found.setdefault(sample.key, facts) == facts, "ranks differ in a sample"
+    return found
+
+
+def keys_of(controllers, step, trainer_of):
+    """What the heads of one model trained on, in order."""
+    trainers = [trainer_of(c) for c in controllers]
+    batches = [trainer.batches[step] for trainer in trainers if trainer.is_head]
+    return sorted(sample.key for sample in itertools.chain(*batches))
+
+
+def serving(controllers):
+    return [c for c in controllers if c.placement.serves]
+
+
+@functools.cache
+def colocated(algorithm, digits=20):
+    """What each of three steps trained on, where all is on the same ranks."""
+    controllers, _ = simulate("full", 2, algorithm=algorithm)
+    return [columns_of(controllers, step, digits) for step in range(3)]
+
+
+def check_same(controllers, algorithm, digits=20):
+    """All models trained on the samples of a colocated run, each once, and told each other the same."""
+    for step in range(3):
+        expected = colocated(algorithm, digits)[step]
+        assert columns_of(controllers, step, digits) == expected
+        assert trained(controllers, step).keys() == expected.keys()
+        for number in range(len(controllers[0].placement.critics)):
+            keys = keys_of(controllers, step, lambda c: c.placement.critics[number])  # noqa: B023
+            assert keys == sorted(expected)
+    assert {c.placement.actor.version for c in controllers} == {3}
+    assert {critic.version for c in controllers for critic in c.placement.critics} <= {3}
+    assert all(c.report.steps[2][0] == 2 for c in controllers)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, SAFE], ids=["one critic", "two"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_all_train_on_the_same_samples(name, mode, algorithm):
+    """Values, returns and advantages are equal on every rank that trains on a sample, whatever it trains."""
+    size, words = PLACEMENTS[name]
+    controllers, _ = simulate(mode, size, algorithm=algorithm, placement=words)
+    # the mean and the spread of all advantages are summed over as many ranks as the actor has
+    check_same(controllers, algorithm, 20 if controllers[0].placement.actor.shape.dp == 2 else 9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", IS_APART)
+def test_ahead_the_same_samples_are_by_older_weights(name, mode):
+    """A batch is served wholly by the weights that the step before began with."""
+    size, words = PLACEMENTS[name]
+    controllers, _ = simulate(mode, size, algorithm=PPO, placement=words, ahead=1)
+    check_same(controllers, PPO, 9)
+    for step in range(3):
+        versions = {v for s in trained(controllers, step).values() for v in s.versions}
+        assert versions == {max(0, step - 1)}
+    assert [c.ahead for c in controllers] == [None] * size
+
+
+def test_ahead_serves_while_others_train():
+    """The next step's answers are written in the time of an update; without it they come after."""
+    for ahead, is_beside in ((1, True), (0, False)):
+        controllers, _ = simulate("full", 2, placement="standalone", ahead=ahead)
+        training = spans_of(controllers[1], "train")
+        asked = [span.start for span in spans_of(controllers[0], "rollout")]
+        inside = [any(span.start <= start < span.end for start in asked) for span in training]
+        assert inside == [is_beside, is_beside, False]
+
+
+def spans_of(controller, name):
+    spans = itertools.chain(*(spans for *_, spans in controller.report.steps))
+    return [span for span in spans if span.name == name]
+
+
+def test_actor_and_critic_train_at_the_same_time():
+    """On ranks of their own: the updates' intervals meet. On the same they take turns."""
+    for words, meet in (("engines=0-2 actor=0 critic=1-2", True), ("colocate", False)):
+        times, controllers = [], []
+
+        def watch(c, times=times):
+            for trainer in (c.placement.actor, *c.placement.critics):
+                trainer.update_s, trainer.learn = 0.5, timed(trainer.learn, trainer, times)
+
+        how = dict(algorithm=PPO, placement=words, steps=1, prepare_controller=watch)
+        simulate("full", 3, controllers=controllers, **how)
+        first = {title: start for title, start in times if start}
+        assert (first["actor"] == first["reward critic"]) == meet
+
+
+def timed(learn, trainer, times):
+    """Notes when a model that is held begins to learn."""
+
+    async def call(mini_batches):
+        loop = fakes.asyncio.get_running_loop()
+        times.append((trainer.title, loop.time() if trainer.holds else None))
+        return await learn(mini_batches)
+
+    return call
+
+
+def test_whitened_over_the_ranks_of_the_actor():
+    """As where they serve, too: to the last bit with as many copies."""
+    controllers, _ = simulate("partial", 4, algorithm=WHITENED, placement=APART)
+    check_same(controllers, WHITENED)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_same_seed_gives_the_same_run(ahead):
+    """However fast engines are; and twice the same."""
+    runs = []
+    for prepare in (at_random_paces(1), at_random_paces(2), at_random_paces(2)):
+        how = dict(placement=APART, ahead=ahead, prepare=prepare, steps=4)
+        controllers, _ = simulate("partial", 4, **how)
+        runs.append([columns_of(controllers, step) for step in range(4)])
+    assert runs[0] == runs[1] == runs[2]
+
+
+# ---------------------------------------------------------------- how engines serve on their own ranks
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    mode=st.sampled_from(["full", "partial", "fused", "auto"]),
+    ahead=st.sampled_from([0, 1]),
+    over_dispatch=st.sampled_from([1.0, 1.5]),
+    refills=st.integers(0, 3),
+    judges=st.sampled_from([("a",), ("a", "b")]),
+    seed=st.integers(0, 10**6),
+)
+def test_nothing_is_lost(mode, ahead, over_dispatch, refills, judges, seed):
+    """No prompt and no token: with replacements, a tail that isn't waited for, two judges, moves."""
+    how = dict(placement="engines=0-3 actor=4,6 critic=5", ahead=ahead, rebalance=mode == "partial")
+    how |= dict(over_dispatch=over_dispatch, max_refill_waves=refills, steps=5, algorithm=PPO)
+    how |= dict(judge=judges, model="m", judge_format=("addition",) * len(judges))
+    controllers, _ = simulate(mode, 7, prepare=at_random_paces(seed), **how)
+    check_prompts(serving(controllers))
+    check_tokens(serving(controllers))
+    for step in range(5):
+        kept = {s.key for c in serving(controllers) for s in c.report.steps[step][1].kept}
+        assert trained(controllers, step).keys() == kept
+        assert columns_of(controllers, step).keys() == kept
+    for c in controllers[4:]:
+        assert not fakes.samples_of([batch for _, batch, *_ in c.report.steps])
+
+
+def test_the_split_moves_between_two_pushes():
+    """Engines that serve ahead are busy when it is decided: the plan changes at the hand-over."""
+    how = dict(placement="engines=0-3 actor=4", steps=9)
+    plain, _ = simulate("auto", 5, **how)
+    controllers, _ = simulate("auto", 5, **how, ahead=1)
+    for c in (plain, controllers):
+        splits = [stats.split for stats in c[0].state.history]
+        assert len({*splits}) > 1
+        assert all(each.placement.plan == c[0].placement.plan for each in serving(c))
+    assert columns_of(plain, 8) == columns_of(controllers, 8)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seconds=st.floats(0.1, 12),
+    verb=st.sampled_from(["die", "hang"]),
+    role=st.sampled_from(["rollout", "genrm"]),
+    rank=st.sampled_from([0, 1]),
+    ahead=st.sampled_from([0, 1]),
+)
+def test_an_engine_is_lost(seconds, verb, role, rank, ahead):
+    """Also one that serves ahead: others go on with its work, it is started again and gets the weights."""
+    how = dict(placement="engines=0-1 actor=2", ahead=ahead, algorithm=("grpo",))
+    controllers, _ = simulate("full", 3, events=[(seconds, strike(verb, role, rank))], **how)
+    check_prompts(serving(controllers))
+    expected = colocated(("grpo",))
+    assert [columns_of(controllers, step) for step in range(3)] == expected
+
+
+# ---------------------------------------------------------------- stops and checkpoints
+
+RUNS = {  # name -> settings of a run
+    "standalone": dict(mode="partial", size=4, placement="engines=0-1 actor=2 critic=3"),
+    "ahead": dict(mode="partial", size=4, placement="engines=0-1 actor=2 critic=3", ahead=1),
+    "ahead in turns": dict(mode="full", size=4, placement="engines=0,2 actor=1,3:tp2", ahead=1),
+    "split": dict(mode="full", size=2, placement="split"),
+}
+STEPS = 5
+
+
+@functools.cache
+@exact_meetings()
+def unbroken(name):
+    controllers, _ = simulate(**RUNS[name], algorithm=PPO, steps=STEPS, prepare=exact_times)
+    return [columns_of(controllers, step) for step in range(STEPS)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(list(RUNS)),
+    seconds=st.floats(0.1, 11.0),
+    rank=st.integers(0, 3),
+    every=st.sampled_from([1, 2, STEPS]),
+)
+@exact_meetings()
+def test_a_stopped_run_goes_on_as_it_would_have(tmp_path_factory, name, seconds, rank, every):
+    """Whoever is asked, and whenever: what is served ahead is saved with its step, and nothing is lost."""
+    out = tmp_path_factory.mktemp("run")
+    how = RUNS[name] | dict(algorithm=PPO, steps=STEPS, out=out, prepare=exact_times)
+    how |= dict(save_every=every, keep=9)
+    before, _ = simulate(**how, events=[(seconds, ask_to_stop(rank))])
+    done = before[0].state.step
+    assert {c.state.step for c in before} == {done}
+    assert before[0].checkpoints.newest == done
+    after = []
+    if before[0].stopping:
+        after, _ = simulate(**how, resumed=out / "checkpoints" / f"step_{done}")
+    steps = [columns_of(before, step) for step in range(done)]
+    steps += [columns_of(after, step) for step in range(STEPS - done)]
+    assert steps == unbroken(name)
+
+
+@pytest.mark.parametrize("mode", ["full", "partial"])
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_checkpoint_with_a_batch_served_ahead(tmp_path, mode, step):
+    """Any placement goes on from it, on any number of ranks: with the batch, as it is."""
+    how = dict(algorithm=PPO, steps=STEPS)
+    ahead = how | dict(placement="engines=0-1 actor=2 critic=3", ahead=1)
+    expected, _ = simulate(mode, 4, save_every=1, keep=9, out=tmp_path, **ahead)
+    folder = tmp_path / "checkpoints" / f"step_{step}"
+    others = [PLACEMENTS["colocate"], PLACEMENTS["split"], PLACEMENTS["interleaved"], (3, "split")]
+    for size, words in others:
+        controllers, _ = simulate(mode, size, resumed=folder, placement=words, **how)
+        check_rest(controllers, expected, step)
+    for size, words in ((4, "engines=0-1 actor=2-3"), (6, "engines=0-3 actor=4 critic=5")):
+        controllers, _ = simulate(mode, size, resumed=folder, placement=words, ahead=1, **how)
+        check_rest(controllers, expected, step)
+        versions = {v for s in trained(controllers, 0).values() for v in s.versions}
+        assert versions == {step - 1}
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_a_checkpoint_of_one_placement_is_of_all(tmp_path, name):
+    size, words = PLACEMENTS[name]
+    how = dict(algorithm=PPO, steps=4)
+    expected, _ = simulate("full", size, save_every=2, placement=words, out=tmp_path, **how)
+    folder = tmp_path / "checkpoints" / "step_2"
+    for size, words in PLACEMENTS.values():
+        controllers, _ = simulate("full", size, resumed=folder, placement=words, **how)
+        check_rest(controllers, expected, 2)
+
+
+def check_rest(controllers, expected, first):
+    """From a step on they train on the same, and all models count all updates."""
+    steps = controllers[0].config.steps
+    for step in range(first, steps):
+        assert columns_of(controllers, step - first, 9) == columns_of(expected, step, 9)
+    trainers = itertools.chain(*((c.placement.actor, *c.placement.critics) for c in controllers))
+    assert {trainer.version for trainer in trainers} == {steps}

@@ -1,0 +1,69 @@
+"""A model that other ranks hold, as this rank sees it: it takes part in collectives, and does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from config import Config
+from scheduling.layout import Shape
+from training import model as models
+from training import sharded_checkpoint, vision
+
+
+class Elsewhere:
+    """The stand-in for a Trainer, on a rank outside of its shape. `version` counts the updates there."""
+
+    holds = False
+    awake = False
+    is_head = False
+    dp_rank = -1
+    received_bytes = 0
+
+    def __init__(
+        self, config: Config, model_dir: str, shape: Shape, name: str = "actor", learns: bool = True
+    ):
+        """Read a directory, while the model's ranks build it (collective: every rank of the run)."""
+        self.config = config
+        self.shape = shape
+        self.name = name
+        self.version = 0
+        self.passes = []
+        hf = models.read_hf_config(model_dir)
+        self.cost = partial(models.forward_cost, hf)
+        self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
+        # Megatron's optimizer gathers its groups of parameters from all ranks
+        for _ in range(2 if learns else 0):
+            dist.all_gather_object([None] * dist.get_world_size(), [])
+
+    def sleep(self) -> None: ...
+
+    def compute_policy_logprobs(self, mini_batches: list) -> None: ...
+
+    def compute_ref_logprobs(self, mini_batches: list) -> None: ...
+
+    def compute_values(self, mini_batches: list) -> None: ...
+
+    def update(self, mini_batches: list, beside: Iterable[Elsewhere] = ()) -> dict[str, float]:
+        for trainer in (self, *beside):
+            trainer.version += 1
+        return {}
+
+    def trim(self) -> None: ...
+
+    def named_weights(self) -> Iterator:
+        return iter(())
+
+    def whole_weights(self) -> dict:
+        return {}
+
+    def snapshot(self, folder: Path) -> tuple[Callable, Callable]:
+        """Take part in planning a save (collective): see Trainer."""
+        return sharded_checkpoint.plan_save(self, folder)
+
+    def restore(self, folder: Path) -> None:
+        """Take part in a load (collective): see Trainer."""
+        sharded_checkpoint.load(self, folder)

@@ -1,0 +1,129 @@
+"""The process groups of a model on ranks of its own.
+
+Megatron's parallel_state knows one layout of all ranks, the same for every model of a process. It stays
+uninitialised here, so that what forgets to pass a group fails at once. Models of one shape may share groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
+
+from scheduling.layout import Shape
+
+ORDER = "tp-cp-ep-dp-pp"  # Megatron's default, which Shape describes
+# Megatron's name of a group -> what its ranks differ in
+KINDS = {"tp": "tp", "cp": "cp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "mp": "tp-pp"}
+
+
+class Pipeline(NamedTuple):
+    """The ranks that share the stages of models, in Megatron's order."""
+
+    rank: int  # this one's place among them
+    ranks: list[int]  # in the world
+    up: ProcessGroup  # of them all
+    down: ProcessGroup  # the same from the last to the first, as a reversed model's stages lie
+
+
+@dataclass
+class Groups:
+    """The process groups of a shape, as one of its ranks sees them."""
+
+    shape: Shape
+    everyone: ProcessGroup  # all ranks of the shape
+    by_name: dict[str, ProcessGroup | None]  # as Megatron calls them
+    pipeline: Pipeline
+    made: list[ProcessGroup]  # all of the run's for this shape
+
+    def collection(self, reverse: bool) -> ProcessGroupCollection:
+        """Return what Megatron is given. reverse: stage 0 on the last rank of a pipeline."""
+        stages = self.pipeline.down if reverse else self.pipeline.up
+        return ProcessGroupCollection(**self.by_name, pp=stages)
+
+    def close(self) -> None:
+        """Destroy the groups, each a pair of threads that wake up all the time (collective)."""
+        while self.made:
+            dist.destroy_process_group(self.made.pop())
+
+
+class Maker:
+    """Makes groups, each set of ranks once, all on every rank and in one order: else they never meet."""
+
+    def __init__(self, shape: Shape, timeout_s: float):
+        self.ranks = shape.ranks
+        self.made: dict[tuple, ProcessGroup] = {}
+        self._timeout = timedelta(seconds=timeout_s)
+        self._places = mpu.RankGenerator(shape.tp, 1, shape.dp, shape.pp, shape.cp, ORDER)
+
+    def rows(self, kind: str) -> list[list[int]]:
+        """The ranks of all groups of a kind, such as tp-pp."""
+        rows = []
+        for places in self._places.get_ranks(kind):
+            rows.append([self.ranks[place] for place in places])
+        return rows
+
+    def make(self, rows: list[list[int]], use: str = "") -> ProcessGroup | None:
+        """Make a group of each row, apart from those of another use. Returns this rank's, if it has one."""
+        own = None
+        for row in rows:
+            key = (use, *row)
+            if key not in self.made:
+                self.made[key] = dist.new_group(row, timeout=self._timeout, sort_ranks=False)
+            if dist.get_rank() in row:
+                own = self.made[key]
+        return own
+
+
+def own_device() -> torch.device:
+    """Return this rank's device."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
+    """Make the groups of a shape (collective: every rank of the run). None on ranks outside of it."""
+    maker = Maker(shape, timeout_s)
+    by_name = {name: maker.make(maker.rows(kind)) for name, kind in KINDS.items()}
+    everyone = maker.make(maker.rows("tp-cp-dp-pp"))
+    pipelines = maker.rows("pp")
+    # messages between stages have groups of their own: NCCL keeps the order of all that is in one
+    use = "messages" if shape.pp > 1 else ""
+    up = maker.make(pipelines, use)
+    down = maker.make([row[::-1] for row in pipelines], use)
+    ends = [list(dict.fromkeys([row[0], row[-1]])) for row in pipelines]
+    by_name["embd"] = maker.make(ends)
+    made = list(maker.made.values())
+    if up is None:
+        return None
+    # of experts, which there are none of; but without `expt_dp` DDP makes a group on these ranks alone
+    by_name |= {"expt_dp": by_name["dp_cp"], "ep": None, "tp_ep_pp": None, "pos_embd": None}
+    by_name |= {"intra_dp_cp": by_name["dp_cp"], "intra_dist_opt": everyone}
+    if mpu._GLOBAL_MEMORY_BUFFER is None:
+        mpu._set_global_memory_buffer()  # what sequence parallelism gathers in
+    pipeline = Pipeline(up.rank(), dist.get_process_group_ranks(up), up, down)
+    connect(pipeline, own_device())
+    return Groups(shape, everyone, by_name, pipeline, made)
+
+
+def connect(pipeline: Pipeline, device: torch.device) -> None:
+    """Pass one number between all neighbours in both groups (collective over the pipeline).
+
+    At the first message of two ranks in a group NCCL connects them, and both wait for that. In a table ranks
+    first turn to different neighbours, and would wait for ever.
+    """
+    number = torch.zeros(1, device=device)
+    for group in (pipeline.up, pipeline.down):
+        for low, high in pairwise(range(len(pipeline.ranks))):
+            if pipeline.rank == low:
+                dist.send(number, pipeline.ranks[high], group)
+            if pipeline.rank == high:
+                dist.recv(number, pipeline.ranks[low], group)

@@ -1,0 +1,68 @@
+"""A push to engines on ranks without the actor: the head of a copy of it sends them the whole tensors.
+
+They go over the process group of the head and its receivers, gloo or NCCL. Each receiver then loads its own
+engine, as a rank with the actor does: nothing listens on a port, and an engine that was started again needs
+no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from engines.wire import buckets
+from training.groups import own_device
+
+Named = Iterator[tuple[str, Tensor]]  # tensors by their Hugging Face names
+
+
+@dataclass
+class Route:
+    """A head and its receivers, of which this rank is one."""
+
+    head: int
+    group: ProcessGroup
+
+    def carry(self, named: Named) -> Named:
+        """Yield the head's tensors, from there also to the receivers (collective over the route)."""
+        return self._sent(named) if dist.get_rank() == self.head else self._received()
+
+    @torch.no_grad()
+    def _sent(self, named: Named) -> Named:
+        for bucket in buckets(named):
+            self._broadcast_object([(name, t.shape, t.dtype) for name, t in bucket])
+            flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
+            dist.broadcast(flat, self.head, self.group)
+            yield from bucket
+        self._broadcast_object([])
+
+    def _received(self) -> Named:
+        while facts := self._broadcast_object(None):
+            sizes = [shape.numel() for _, shape, _ in facts]
+            _, _, dtype = facts[0]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=own_device())
+            dist.broadcast(flat, self.head, self.group)
+            for (name, shape, _), part in zip(facts, flat.split(sizes), strict=True):
+                yield name, part.view(shape)
+
+    def _broadcast_object(self, value: list | None) -> list:
+        box = [value]
+        dist.broadcast_object_list(box, self.head, self.group)
+        return box[0]
+
+
+def connect(heads: Sequence[int], receivers: Sequence[int]) -> Route | None:
+    """Deal the receivers to the heads in turns; return this rank's route (collective: every rank)."""
+    own = None
+    for number, head in enumerate(heads):
+        ranks = [head, *receivers[number :: len(heads)]]
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, sort_ranks=False)
+            if dist.get_rank() in ranks:
+                own = Route(head, group)
+    return own
