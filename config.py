@@ -308,11 +308,20 @@ def parser_of(name: str, usage: str) -> Parser:
 
 def default_device() -> str:
     """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
-    from torch import cuda  # a device that CUDA_VISIBLE_DEVICES hides isn't there
+    # told at once: importing torch takes a second, in which the fork server imports, too
+    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # of Linux; of WSL
+    if not devices or not shows_devices():
+        return "cpu"
+    from torch import cuda
 
     if reason := why_unusable():
         raise UserError(f"{reason}; --device cpu trains without it")
     return "cuda" if cuda.is_available() else "cpu"
+
+
+def shows_devices() -> bool:
+    """Tell whether CUDA_VISIBLE_DEVICES leaves a device: one that it hides isn't there."""
+    return VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0")) is not None
 
 
 def why_unusable() -> str:
@@ -320,8 +329,7 @@ def why_unusable() -> str:
     import torch
 
     devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
-    shows_one = VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-    if torch.cuda.is_available() or not devices or not shows_one:
+    if torch.cuda.is_available() or not devices or not shows_devices():
         return ""
     driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
     reason = f"its driver is {driver}, and nvidia-smi may say more"

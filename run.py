@@ -166,10 +166,8 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
         # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
         thread = ThreadPoolExecutor(1)
         loop = asyncio.get_running_loop()
-        # nice: the fork server, which imports more, is waited for
-        nice = ThreadPoolExecutor(1, initializer=os.nice, initargs=(5,))
         gc.disable()  # it would take a fifth of the time, and what is imported stays
-        await loop.run_in_executor(nice, import_module, "training.trainer")
+        await loop.run_in_executor(thread, import_module, "training.trainer")
         gc.freeze()
         gc.enable()
         world = await loop.run_in_executor(thread, rendezvous.join, config)
