@@ -262,8 +262,8 @@ def test_a_stopped_run_goes_on_as_it_would_have(tmp_path_factory, name, seconds,
 @pytest.mark.parametrize("mode", ["full", "partial"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_checkpoint_with_a_batch_served_ahead(tmp_path, mode, step):
-    """Any placement goes on from it, on any number of ranks: with the batch, as it is."""
-    how = dict(algorithm=PPO, steps=STEPS)
+    """Any placement goes on from it, on any number of ranks: with the batch, as it is, and what it lacks."""
+    how = dict(algorithm=PPO, steps=STEPS, max_refill_waves=0)
     ahead = how | dict(placement="engines=0-1 actor=2 critic=3", ahead=1)
     expected, _ = simulate(mode, 4, save_every=1, keep=9, out=tmp_path, **ahead)
     folder = tmp_path / "checkpoints" / f"step_{step}"
@@ -294,5 +294,7 @@ def check_rest(controllers, expected, first):
     steps = controllers[0].config.steps
     for step in range(first, steps):
         assert columns_of(controllers, step - first, 9) == columns_of(expected, step, 9)
+        lacking = {c.report.steps[step - first][1].missing_groups for c in controllers}
+        assert lacking == {expected[0].report.steps[step][1].missing_groups}
     trainers = itertools.chain(*((c.placement.actor, *c.placement.critics) for c in controllers))
     assert {trainer.version for trainer in trainers} == {steps}
