@@ -170,11 +170,11 @@ TAILS = [dict(mode="fused", tail=tail) for tail in (0.05, 0.1, 0.2, 0.3, 0.5, 0.
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [SPLITS[2], TAILS[0], TAILS[-1]])
 def test_rebalance_finds_its_place(start):
-    """Within 5 % of the best fixed split or tail after 15 steps, wherever it began."""
+    """Within 5 % of the best fixed split or tail after 18 steps, wherever it began."""
     fixed = SPLITS if start["mode"] == "partial" else TAILS
     best = min(serving_s(simulated("longer tail", **how)) for how in fixed)
-    steps = simulated("longer tail", **start, steps=20, rebalance=True)
-    assert serving_s(steps, 15) <= 1.05 * best
+    steps = simulated("longer tail", **start, steps=24, rebalance=True)
+    assert serving_s(steps, 18) <= 1.05 * best
     assert sum(a.stats.split != b.stats.split for a, b in pairwise(steps)) <= 5
 
 
