@@ -281,6 +281,12 @@ class Placement:
         self.swap_s = 0.0  # moves between the roles since
         self.restarts = 0  # engines of this rank that the last hand-over to training started again
 
+    @property
+    def received_bytes(self) -> int:
+        """The bytes of weights that collectives brought to this rank for the last push."""
+        by_route = self._route.received if self._route else 0
+        return self.actor.received_bytes + by_route
+
     def switch(self, plan: Plan) -> None:
         """Serve with the engines of `plan` from the next hand-over on. The same plan on every controller."""
         self.next = plan

@@ -81,7 +81,7 @@ def read_run(out: Path, first: int, last: int) -> Picture:
         raise UserError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
     events = of_steps(read(out / "spans", first, last), first, last)
-    title = f"{out}: {config['mode']} colocation, {config['ranks']} ranks"
+    title = f"{out}: {config['placement']}, {config['mode']}, {config['ranks']} ranks"
     return Picture(title, events, config["max_running_requests"])
 
 

@@ -133,9 +133,12 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
     state = gathered(mpu.model_parallel_is_initialized())
     await c.placement.give_device_to(c.placement.actor)
     digests = gathered(pushed(c, models.route))
+    received = gathered(models.route.received if models.route else 0)
     c.world.close()
     facts = dict(metrics=metrics, weights=weights, versions=versions, global_state=state)
-    return facts | dict(digests=digests, columns=gathered([sorted(each) for each in metrics]))
+    return facts | dict(
+        digests=digests, received=received, columns=gathered([sorted(each) for each in metrics])
+    )
 
 
 def train(reference: dict, layout: dict, path: str) -> dict:

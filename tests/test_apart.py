@@ -60,6 +60,8 @@ def test_all_learn_as_on_one_rank(name, results):
 
 
 ENGINES = {"disjoint": range(5), "apart": [0], "two receivers": [0, 3, 5], "interleaved": range(4)}
+# those of them that don't hold the actor
+RECEIVERS = {"disjoint": [2, 3, 4], "apart": [0], "two receivers": [0, 3, 5], "interleaved": [0, 2]}
 
 
 @pytest.mark.parametrize("name,engines", ENGINES.items())
@@ -72,3 +74,8 @@ def test_every_engine_gets_the_actors_weights(name, engines, results):
     placement = LAYOUTS[name][1]["placement"]
     critics_alone = {"apart": (3, 4), "two receivers": (4,)}.get(name, ())
     assert not any(digests[rank] for rank in critics_alone), placement
+    everything = sum(tensor.nbytes for tensor in weights.values())
+    received = results[name]["received"]
+    assert {rank: size for rank, size in enumerate(received) if size} == dict.fromkeys(
+        RECEIVERS[name], everything
+    )

@@ -80,7 +80,7 @@ def test_steps_of_a_run(first, last, steps):
 def write_run(out, mode, spans):
     """What a run leaves for the figure."""
     (out / "spans").mkdir(parents=True)
-    config = {"mode": mode, "ranks": 2, "max_running_requests": 4}
+    config = {"placement": "colocate", "mode": mode, "ranks": 2, "max_running_requests": 4}
     (out / "config.json").write_text(json.dumps(config))
     lines = [json.dumps(span) + "\n" for span in spans]
     (out / "spans" / "rank0.0.jsonl").write_text("".join(lines))

@@ -130,8 +130,7 @@ def controller_of(timeline=None):
     final_answer = lambda sample: "5" if sample.index % 2 == 0 else "6"  # noqa: E731
     rewards = SimpleNamespace(final_answer=final_answer, latencies=[0.5])
     actor = SimpleNamespace(dp_rank=1, holds=True, cost=lambda tokens: 10 * tokens)
-    actor.received_bytes = 2_500_000
-    placement = SimpleNamespace(actor=actor)
+    placement = SimpleNamespace(actor=actor, received_bytes=2_500_000)
     c = SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
     c.state, c.config = State(step=1), Config(judge_format=("chat",))
     c.said = []
@@ -283,7 +282,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     """An object a step, two groups' first samples; trace and picture at the end. is_full: the disk,
     after the first step: it costs a line, and another at the end."""
     (tmp_path / "spans").mkdir()
-    run = {"mode": "partial", "ranks": 1, "max_running_requests": 4}
+    run = {"placement": "colocate", "mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))
     loop, lines = VirtualClock(), []
     c = controller_of(tl.Timeline(0, loop.time, tmp_path / "spans"))

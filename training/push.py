@@ -27,6 +27,7 @@ class Route:
 
     head: int
     group: ProcessGroup
+    received: int = 0  # bytes that it brought to this rank the last time
 
     def carry(self, named: Named) -> Named:
         """Yield the head's tensors, from there also to the receivers (collective over the route)."""
@@ -42,11 +43,13 @@ class Route:
         self._broadcast_object([])
 
     def _received(self) -> Named:
+        self.received = 0
         while facts := self._broadcast_object(None):
             sizes = [shape.numel() for _, shape, _ in facts]
             _, _, dtype = facts[0]
             flat = torch.empty(sum(sizes), dtype=dtype, device=own_device())
             dist.broadcast(flat, self.head, self.group)
+            self.received += flat.nbytes
             for (name, shape, _), part in zip(facts, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
 
