@@ -245,7 +245,8 @@ async def rebalance(c: Controller, stats: StepStats | None) -> dict[str, float |
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
     left = c.config.steps - c.state.step - 1
     decision = choose_split(c.state.history, list(plans), placement.rollout.capacity, tp, left)
-    moves = decision.split != placement.plan.split
+    # not by what was served ahead before the last move
+    moves = step_stats.split == placement.plan.split != decision.split
     if moves:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))

@@ -53,6 +53,10 @@ class Plan:
         """The ranks that own a server of `role`."""
         return vars(self)[role][:: vars(self)[f"{role}_tp"]]
 
+    def judge_of(self, lead: int, judges: int) -> int:
+        """The number of the judge model of the genrm engine that `lead` owns: judges are dealt in turn."""
+        return self.holders.engines.index(lead) // self.genrm_tp % judges
+
     @property
     def units(self) -> list[tuple[int, ...]]:
         """The ranks, in the smallest parts of them that cut no engine."""
@@ -132,6 +136,10 @@ def problems_of(holders: Holders, config: Config) -> Iterator[str]:
     row = f"--algorithm {config.algorithm[0]}"
     if 0 not in holders.engines and not config.train_only:
         yield "rank 0, which keeps the prompts, needs an engine"
+    for role, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
+        firsts = {rank - rank % tp for rank in holders.engines}
+        if len(firsts) * tp != len(holders.engines):
+            yield f"--{role}-tp {tp} takes {tp} engines' ranks in a row, from a multiple of {tp} on"
     if "critic" in holders.shapes and not algorithm.critics:
         yield f"{row} has no critic"
     if "critic" in holders.shapes and schedule_of(config).fuses:
@@ -202,7 +210,7 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
         needed = f"at least {least} ranks, for {engines}"
-        given = f"this run has {len(holders.engines)}"
+        given = f"this run has {len(holders.engines)} of {world_size} for engines"
         raise UserError(f"--mode {config.mode} needs {needed}; {given}")
     first = first_plan(plans, config, len(holders.engines))
     if not config.rebalance and config.mode != "auto":
@@ -218,7 +226,7 @@ def plans_of_mode(config: Config, holders: Holders) -> list[Plan]:
         return [plan_of(mode, config, holders, holders.engines, ())]
     plans = []
     for plan in PLANS[config.mode](holders, config):
-        served = {judge_of(rank, config.genrm_tp, judges) for rank in plan.leads("genrm")}
+        served = {plan.judge_of(lead, judges) for lead in plan.leads("genrm")}
         if len(served) == judges:
             plans.append(plan)
     return plans
@@ -237,11 +245,6 @@ def first_plan(plans: list[Plan], config: Config, ranks: int) -> Plan:
     left = f"{ranks - wanted} of {ranks} ranks for genrm"
     known = ", ".join(map(str, splits))
     raise UserError(f"--rollout-ranks {wanted} leaves {left}; this run takes {known}")
-
-
-def judge_of(rank: int, genrm_tp: int, judges: int) -> int:
-    """The number of the judge model of the genrm engine that `rank` leads: judges are dealt in turn."""
-    return rank // genrm_tp % judges
 
 
 class Models(NamedTuple):
@@ -361,7 +364,7 @@ class Placement:
         if not (self.is_apart or self.actor.holds):
             await self.give_device_to()  # of ranks that another model trained on
         await self.give_device_to(self.actor)
-        await self._world.run(self.actor.trim)
+        await self._world.run(self.actor.trim, self.is_apart)
         await self._world.barrier()  # an engine may hold the devices of other ranks, too
         await self.rollout.wake_weights()
         named_weights = self.actor.named_weights()

@@ -42,7 +42,7 @@ from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
 from images.reader import reader_of
-from placement import Models, Placement, Plan, judge_of, make_plans
+from placement import Models, Placement, Plan, make_plans
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
@@ -101,7 +101,7 @@ def start(arguments: list[str], stop: Stop) -> str:
 def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
     """Check what needs the tables or the number of ranks. Returns the loop's plans, as make_plans does."""
     model_parallel = config.tp * config.pp * config.cp
-    if ranks % model_parallel:
+    if config.command != "rl" and ranks % model_parallel:
         sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
         raise UserError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
@@ -282,7 +282,7 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
     if any(rank in plan.leads("rollout") for plan in plans):
         specs.append(ServerSpec("rollout", port, config.model))
     if any(rank in plan.leads("genrm") for plan in plans):
-        model = judge_of(rank, config.genrm_tp, len(config.judge_models))
+        model = plans[0].judge_of(rank, len(config.judge_models))
         scores = formats_of(config)[model].scores
         specs.append(ServerSpec("genrm", port + 1, config.judge_models[model], model, scores))
     return specs
@@ -323,7 +323,7 @@ def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
     leads = {rank for plan in plans for rank in plan.leads("rollout")}
     heads = [copy[0] for copy in holders.actor.copies]
     receivers = sorted(leads - {*holders.actor.ranks})
-    return Models([actor, *critics], references, push.connect(heads, receivers))
+    return Models([actor, *critics], references, push.connect(heads, receivers, config.timeout_s))
 
 
 if __name__ == "__main__":

@@ -136,8 +136,9 @@ class World:
         self._notes.arrive("wait")
         store = self._notes.store
         name = f"wait {self._notes.arrivals['wait']}"
-        store.add(name, 1)
-        while store.add(name, 0) < self.size:
+        if store.add(name, 1) == self.size:
+            store.set(f"{name} is over", "")
+        while not store.check([f"{name} is over"]):  # unlike `add` it writes nothing
             await asyncio.sleep(WAIT_S)
 
     def enter_device(self) -> None:

@@ -207,7 +207,7 @@ class Simulation:
             write = self._author.rate if cluster.scores else self._author.critique
         engines = []
         for rank in sorted({rank for plan in self.plans for rank in plan.leads(role)}):
-            model = placement.judge_of(rank, self.config.genrm_tp, judges) if judges else 0
+            model = self.plans[0].judge_of(rank, judges) if judges else 0
             how = (model, costs, moves, capacity, write, self.clock)
             engines.append(SimulatedEngine(role, rank, *how))
         return engines

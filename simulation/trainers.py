@@ -44,7 +44,7 @@ class SimulatedTrainer:
         await asyncio.sleep(self.moves.sleep_s)
         self.awake = False
 
-    async def trim(self) -> None: ...
+    async def trim(self, stays: bool) -> None: ...
 
     def named_weights(self) -> Iterator:
         return iter(())

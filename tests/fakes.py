@@ -307,6 +307,7 @@ class FakeTrainer:
     def wake(self):
         assert not self.awake, "woken while awake"
         self.awake = True
+        self.has_gradients = True
         self.device.take(self.title)
 
     def sleep(self):
@@ -314,8 +315,9 @@ class FakeTrainer:
         self.awake = False
         self.device.give(self.title, f"{self.title}'s leftovers")
 
-    def trim(self):
+    def trim(self, stays):
         assert self.awake or not self.holds, "trimmed while asleep"
+        self.has_gradients = stays
         self.device.give(f"{self.title}'s leftovers")
 
     async def update(self, mini_batches, beside=()):
@@ -326,7 +328,7 @@ class FakeTrainer:
         if not self.holds:
             self.version += 1
             return {}
-        assert self.awake, "trained while asleep"
+        assert self.awake and self.has_gradients, "trained while asleep, or trimmed"
         for sample in flat(mini_batches):
             self.check(sample)
         await asyncio.sleep(self.update_s)
@@ -686,7 +688,7 @@ def fake_engines(config, plans, devices, write, verdict):
     engines, judges = [], max(1, len(config.judge_models))
     for role, writes in (("genrm", verdict), ("rollout", write)):
         for rank in sorted({lead for plan in plans for lead in plan.leads(role)}):
-            model = placement.judge_of(rank, config.genrm_tp, judges) if role == "genrm" else 0
+            model = plans[0].judge_of(rank, judges) if role == "genrm" else 0
             engines.append(FakeEngine(role, rank, devices[rank], writes, model))
     return engines
 

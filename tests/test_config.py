@@ -160,7 +160,8 @@ def test_a_bad_setting_is_named(arguments, message):
 @pytest.mark.parametrize(
     "arguments,ranks,message",
     [
-        ("--tp 2", 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
+        ("--tp 2", 3, "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks of actor"),
+        ("sft --model m --data f --tp 2", 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
         ("--model m --judge j k l --rollout-ranks 6", 8, "this run takes 1, 2, 3, 4, 5"),
     ],
 )

@@ -41,6 +41,7 @@ def test_a_plan_in_words():
 
 MOVES = dict(mode="partial", rebalance=True)
 THREE_JUDGES = dict(judge=("a", "b", "c"), model="m")
+TWO_JUDGES = dict(judge=("a", "b"), model="m")
 TAILED = dict(mode="fused", tail=0.25)
 POSSIBLE = [
     (MOVES | dict(rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
@@ -49,10 +50,12 @@ POSSIBLE = [
     (dict(mode="auto"), 1, ["full"]),  # nothing to split
     (MOVES | dict(rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
     (MOVES | THREE_JUDGES, 6, ["3|3", "1|5", "2|4"]),
-    (MOVES | dict(judge=("a", "b"), model="m", genrm_tp=2), 8, ["4|4", "2|6"]),
+    (MOVES | TWO_JUDGES | dict(genrm_tp=2), 8, ["4|4", "2|6"]),
     (TAILED | dict(rebalance=True), 2, ["fused 0.25", *(f"fused {t:g}" for t in TAILS)]),
     (dict(mode="auto", **RULED), 3, ["3|0"]),
     (dict(mode="full", **RULED), 3, ["full"]),
+    (dict(mode="full", placement="engines=0,2 actor=1,3", **TWO_JUDGES), 4, ["full"]),
+    (dict(mode="full", placement="engines=0 actor=1-2", tp=2), 3, ["full"]),
 ]
 
 
@@ -66,7 +69,7 @@ def test_plans_that_a_run_may_take(changes, size, expected):
     for plan in plans:
         for lead in plan.leads("rollout"):
             assert lead + config.rollout_tp <= size and lead % config.rollout_tp == 0
-        asked = [placement.judge_of(lead, config.genrm_tp, judges) for lead in plan.leads("genrm")]
+        asked = [plan.judge_of(lead, judges) for lead in plan.leads("genrm")]
         assert {*asked} == {*range(judges)}
 
 

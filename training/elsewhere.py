@@ -52,7 +52,7 @@ class Elsewhere:
             trainer.version += 1
         return {}
 
-    def trim(self) -> None: ...
+    def trim(self, stays: bool) -> None: ...
 
     def named_weights(self) -> Iterator:
         return iter(())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ class Route:
             self._broadcast_object([(name, t.shape, t.dtype) for name, t in bucket])
             flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
             dist.broadcast(flat, self.head, self.group)
+            del flat  # not held while an engine loads the bucket
             yield from bucket
         self._broadcast_object([])
 
@@ -59,13 +61,13 @@ class Route:
         return box[0]
 
 
-def connect(heads: Sequence[int], receivers: Sequence[int]) -> Route | None:
+def connect(heads: Sequence[int], receivers: Sequence[int], timeout_s: float) -> Route | None:
     """Deal the receivers to the heads in turns; return this rank's route (collective: every rank)."""
     own = None
     for number, head in enumerate(heads):
         ranks = [head, *receivers[number :: len(heads)]]
         if len(ranks) > 1:
-            group = dist.new_group(ranks, sort_ranks=False)
+            group = dist.new_group(ranks, timedelta(seconds=timeout_s), sort_ranks=False)
             if dist.get_rank() in ranks:
                 own = Route(head, group)
     return own

@@ -163,10 +163,10 @@ class Trainer:
             torch.cuda.empty_cache()
         self.awake = False
 
-    def trim(self) -> None:
-        """Free gradients, until it wakes, and the memory that passes left. Not collective."""
+    def trim(self, stays: bool = False) -> None:
+        """Free the memory that passes left and, unless it stays awake, gradients. Not collective."""
         if self.device.type == "cuda":
-            if self.learns:
+            if self.learns and not stays:
                 self.ddp.offload_grad_buffers()
             torch.cuda.empty_cache()
 
