@@ -198,14 +198,14 @@ class Checkpoints:
         return any(n and (step % n == 0 or step == self.config.steps) for n in every)
 
     async def save(self, c: Controller) -> None:
-        """Begin a checkpoint, if one is due. Returns once the snapshot is taken. All engines sleep."""
+        """Begin a checkpoint, if one is due. Returns once the snapshot is taken."""
         if self.is_due(c.state.step, self.config.save_every, self.config.save_hf_every):
             with c.timeline.span("save"):
                 await self.finish(c, wait=True)
                 await self._begin(c)
 
     async def save_now(self, c: Controller) -> None:
-        """Save and wait for it, before a run with --save-every stops. All engines sleep."""
+        """Save and wait for it, before a run with --save-every stops."""
         await self.finish(c, wait=True)
         if self.newest != c.state.step and self.config.save_every:
             await self._begin(c)

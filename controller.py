@@ -125,7 +125,7 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     """
     actor = c.placement.actor
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
-    # on shared ranks controllers agree on a stop while they serve, and give the batch up
+    # apart, a stop is heard here, and the batch kept; on shared ranks while they serve, and it is given up
     asked = c.stop.asked if c.placement.is_apart else 0
     has_costs = "cost" in c.algorithm.signals
     facts = Held.of(batch.kept, actor.image_cost, has_costs)
@@ -133,7 +133,7 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     held = await c.world.gather(facts)
     batch.missing_groups = max(each.missing_groups for each in held)
     stop = max(each.stop for each in held)
-    if stop and not c.stopping:
+    if stop and not c.stopping:  # not given up
         c.ahead = batch
     c.stopping = stop
     models = (actor, *c.placement.critics, *c.placement.references)
@@ -212,6 +212,7 @@ async def share_columns(c: Controller, shares: Shares) -> None:
     """Send what a model said of samples to the ranks that train another model on them. Point to point."""
     parcels = {}
     senders = set()
+    # the head of a copy that made a column sends it to each rank of the target that didn't make it
     for source, target in itertools.permutations(shares.deals, 2):
         for key, makers in shares.deals[source].copies.items():
             for rank in set(shares.deals[target].copies[key]).difference(makers):

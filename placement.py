@@ -326,7 +326,7 @@ class Placement:
             await self.share(rollout, genrm)
 
     async def to_training(self, go_on: bool = True) -> None:
-        """Put engines to sleep that share ranks with trainers (collective). If the run goes on, see _rest."""
+        """Put engines to sleep that share ranks with trainers (collective). go_on: lost ones start again."""
         if not self.is_apart:
             await self._rest(go_on)
 

@@ -35,7 +35,7 @@ class Elsewhere:
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
-        # Megatron's optimizer gathers its groups of parameters from all ranks
+        # Megatron's optimizer gathers its groups of parameters from all ranks, once more for experts'
         for _ in range(2 if learns else 0):
             dist.all_gather_object([None] * dist.get_world_size(), [])
 

@@ -1,4 +1,4 @@
-"""A push to engines on ranks without the actor: the head of a copy of it sends them the whole tensors.
+"""A push to engines on ranks without the actor: the head of each copy of it sends some of them all tensors.
 
 They go over the process group of the head and its receivers, gloo or NCCL. Each receiver then loads its own
 engine, as a rank with the actor does: nothing listens on a port, and an engine that was started again needs
