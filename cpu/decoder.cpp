@@ -186,7 +186,7 @@ static void attend(const Model &m, const Layer &l, const float *query, const int
     }
 }
 
-// x [rows, hidden] through a layer; keys and values go into the cache, and so does what a later row looks at
+// x [rows, hidden] through a layer. All rows' keys and values are in the cache before any row attends to them.
 static void run_layer(const Model &m, const Layer &l, i64 rows, const i64 *positions,
                       const i64 *requests, float *x) {
     const i64 h = m.hidden, d = m.dim, q_size = m.heads * d, kv_size = m.kv_heads * d;
@@ -259,6 +259,7 @@ static i64 sample_row(const float *scores, i64 vocab, float temperature, bool gr
     if (!greedy) look_at(best, murmur(seed, position, u16{} + (uint32_t)best)[0]);
     for (i64 c = 0; c < padded && !greedy; c += 16, columns += 16) {
         u16 hash = murmur(seed, position, columns);
+        // 0.999: below 1 - u, and so below -log(u), even if rounded, so that no winner is passed over
         v16 bound = __builtin_convertvector(~hash, v16) * (0.999f / 4294967296.f);
         u16 may_win = (u16)(bound < load16(weights + c) * (float)least);
         for (int i = 0; i < 16; i++)
