@@ -93,6 +93,11 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
     return flags
 
 
+def kv_tokens(context: int, config: Config) -> int:
+    """The tokens of a KV cache without CUDA: those of all requests that are decoded at once, if they fit."""
+    return max(context, min(KV_TOKENS, context * config.max_running_requests))
+
+
 def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
     """Return the flags of an engine without CUDA. UserError if it is to span several ranks."""
     if (tp := vars(config)[f"{role}_tp"]) > 1:
@@ -102,8 +107,7 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
         # cpu/invariance.py's attention; deterministic mode would look for a GPU's
         "attention-backend": "torch_native",
         "disable-overlap-schedule": None,
-        # of all requests that are decoded at once, if they fit
-        "max-total-tokens": max(context, min(KV_TOKENS, context * config.max_running_requests)),
+        "max-total-tokens": kv_tokens(context, config),
     }
 
 
