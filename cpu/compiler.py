@@ -14,8 +14,7 @@ from runtime.hf_directory import read_model_config
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
 CPU_INFO = Path("/proc/cpuinfo")
-# of these SGLang has one table of angles
-ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")
+ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")  # with one table of angles
 
 
 def program_for(model_dir: str | Path, dtype: str) -> str:

@@ -12,7 +12,6 @@ Either way the server dies with the process that started it. Run it as a module:
 sys.path and `import sglang` would find this file.
 """
 
-import importlib
 import importlib.machinery
 import importlib.util
 import logging
@@ -59,7 +58,6 @@ def replace_triton():
     if importlib.util.find_spec("triton") is not None:
         return
     sys.meta_path.append(StandInFinder("triton"))
-    import triton
     import triton.language
 
     triton.__version__ = "3.0.0"
