@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,14 +14,15 @@ from runtime.hf_directory import read_model_config
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
 CPU_INFO = Path("/proc/cpuinfo")
+ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")  # with one table of angles
 
 
 def program_for(model_dir: str | Path, dtype: str) -> str:
     """Name what serves a model, for people."""
     if library_for(model_dir, dtype):
         return "cpu/decoder.cpp"
-    takes = "cpu/decoder.cpp takes g++ or clang++, a ~/.cache, and Qwen2, Qwen3 or Llama in float32"
-    return f"plain torch, 3 to 5 times slower: {takes}"
+    takes = "g++ or clang++, a private ~/.cache without noexec, Qwen2, Qwen3 or Llama in float32"
+    return f"plain torch, 3 to 5 times slower: cpu/decoder.cpp takes {takes}"
 
 
 def library_for(model_dir: str | Path, dtype: str) -> Path | None:
@@ -28,33 +30,49 @@ def library_for(model_dir: str | Path, dtype: str) -> Path | None:
     hf = read_model_config(model_dir)
     if hf.get("model_type") not in ("qwen2", "qwen3", "llama") or dtype != "float32":
         return None
-    dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    is_odd = hf["hidden_size"] % 8 or dim % 8 or hf["intermediate_size"] < 16
-    if is_odd or hf.get("attention_bias") or hf.get("mlp_bias") or hf.get("use_sliding_window"):
-        return None
-    return compiled()
+    heads = hf["num_attention_heads"]
+    dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    is_odd = hf["hidden_size"] % 8 or dim % 8 or heads % (hf.get("num_key_value_heads") or heads)
+    is_odd = is_odd or rope.get("rope_type", rope.get("type")) not in ROPES
+    others = ("attention_bias", "mlp_bias", "use_sliding_window", "dual_chunk_attention_config")
+    is_odd = is_odd or hf["intermediate_size"] < 16 or any(map(hf.get, others))
+    return None if is_odd or (hf | rope).get("partial_rotary_factor", 1) != 1 else compiled()
 
 
 def compiled() -> Path | None:
     """Return the library; compile it if no process has yet, in a second or two. None: that can't be."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if not compiler or platform.machine() != "x86_64":
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoyatt")
+    # Path.exists would raise an error in a home that is closed to us
+    found = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    can_run = platform.machine() == "x86_64" and not os.statvfs(found).f_flag & os.ST_NOEXEC
+    if not can_run or not folder.is_absolute() or not os.access(found, os.W_OK | os.X_OK):
         return None
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = folder.lstat()
+    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:  # what others write would run as us
+        return None
+    libraries = (compiled_by(name, folder) for name in ("g++", "clang++") if shutil.which(name))
+    return next(filter(None, libraries), None)
+
+
+def compiled_by(compiler: str, folder: Path) -> Path | None:
+    """Return the library that a compiler makes. None: it fails, and one line says why."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     # machines of several kinds may share a home
     processor = [line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags")]
     made_of = "\0".join((SOURCE.read_text(), version, *FLAGS, *processor[:1]))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoyatt")
     library = folder / f"decoder-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        parent = next(each for each in (folder, *folder.parents) if each.exists())
-        if not os.access(parent, os.W_OK):
-            return None
-        folder.mkdir(parents=True, exist_ok=True)
-        # several processes may compile at once: the library is there whole or not at all
-        with tempfile.TemporaryDirectory(dir=folder) as private:
-            built = Path(private, library.name)
-            if subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(built)]).returncode != 0:
-                return None
-            built.rename(library)
-    return library
+    if library.exists():
+        return library
+    # several processes may compile at once: the library is there whole or not at all
+    with tempfile.TemporaryDirectory(dir=folder) as private:
+        built = Path(private, library.name)
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == 0:
+            built.chmod(0o700)  # whatever the umask
+            return built.rename(library)
+    errors = (line for line in done.stderr.splitlines() if "error" in line)
+    print(f"{compiler}: {next(errors, 'it failed')}", file=sys.stderr)
+    return None

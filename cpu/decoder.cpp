@@ -14,6 +14,7 @@
 typedef int64_t i64;
 typedef float v16 __attribute__((vector_size(64), aligned(4)));
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
+typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint32_t u16 __attribute__((vector_size(64)));
 static const int PANEL = 32;   // columns of a matrix that stand side by side, see `pack` in decoder.py
 static const int DEPTH = 128;  // terms of a sum that are added up before they join the rest: less is rounded
@@ -59,7 +60,11 @@ static inline v16 exponential(v16 x) {  // Cephes' polynomial, within 2 ulp; x i
     return p * (v16)(((u16)shifted << 23) + 0x3f800000u);  // times 2^n
 }
 
+#ifdef __clang__
 #define PICK(...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // g++ has that since 12 alone
+#define PICK(...) __builtin_shuffle(a, b, i8{__VA_ARGS__})
+#endif
 static v8 add_pairs(v8 a, v8 b) { return PICK(0, 8, 2, 10, 4, 12, 6, 14) + PICK(1, 9, 3, 11, 5, 13, 7, 15); }
 static v8 add_twos(v8 a, v8 b) { return PICK(0, 1, 8, 9, 4, 5, 12, 13) + PICK(2, 3, 10, 11, 6, 7, 14, 15); }
 static v8 add_fours(v8 a, v8 b) { return PICK(0, 1, 2, 3, 8, 9, 10, 11) + PICK(4, 5, 6, 7, 12, 13, 14, 15); }
@@ -181,7 +186,7 @@ static void attend(const Model &m, const Layer &l, const float *query, const int
     }
 }
 
-// x [rows, hidden] through a layer; keys and values go into the cache, and so does what a later row looks at
+// x [rows, hidden] through a layer. All rows' keys and values are in the cache before any row attends to them.
 static void run_layer(const Model &m, const Layer &l, i64 rows, const i64 *positions,
                       const i64 *requests, float *x) {
     const i64 h = m.hidden, d = m.dim, q_size = m.heads * d, kv_size = m.kv_heads * d;
@@ -254,6 +259,7 @@ static i64 sample_row(const float *scores, i64 vocab, float temperature, bool gr
     if (!greedy) look_at(best, murmur(seed, position, u16{} + (uint32_t)best)[0]);
     for (i64 c = 0; c < padded && !greedy; c += 16, columns += 16) {
         u16 hash = murmur(seed, position, columns);
+        // 0.999: below 1 - u, and so below -log(u), even if rounded, so that no winner is passed over
         v16 bound = __builtin_convertvector(~hash, v16) * (0.999f / 4294967296.f);
         u16 may_win = (u16)(bound < load16(weights + c) * (float)least);
         for (int i = 0; i < 16; i++)

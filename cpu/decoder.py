@@ -138,8 +138,7 @@ class Decoder:
     def decode(self, requests: Tensor, temperatures: Tensor, steps: int, limit_ms: int):
         """Return up to `steps` tokens of each request, their log-probabilities, and how many they are.
 
-        requests: int64 [rows, 6 + STOPS], each decoder.cpp's Request. No step begins after limit_ms of CPU
-        time.
+        requests: int64 [rows, 6 + STOPS], each decoder.cpp's Request. No step begins after limit_ms.
         """
         tokens = torch.zeros(len(requests), steps, dtype=torch.int64)
         logprobs = torch.zeros(len(requests), steps)

@@ -3,8 +3,8 @@
     python -m cpu.forks                            the server; stdin: a socket that listens
     python -m cpu.forks LOG MODULE [--flag ...]    has MODULE.main() run; stdin: a connection to the server
 
-The second is what its owner takes for the engine: it ends as the engine does, and the engine with it. LOG is
-the server's. An engine ends with the fork server, too.
+An engine is the fork server's child and ends with it. Its owner's child is the second process, in its place:
+when one of the two ends, so does the other. LOG is the server's.
 """
 
 import ctypes
@@ -32,13 +32,15 @@ def die_with_parent():
 
 def ask(server, command):
     """Have a process forked that runs the command with this one's variables and output; end as it does."""
-    request = json.dumps([command, dict(os.environ)])
-    socket.send_fds(server, [request.encode()], [sys.stdout.fileno()])
+    request = os.memfd_create("request")  # the variables may be more than a message has room for
+    os.write(request, json.dumps([command, dict(os.environ)]).encode())
     status = b""
-    with suppress(ConnectionResetError):  # it ended before it knew of us
+    with suppress(ConnectionError):  # it ended before it knew of us
+        socket.send_fds(server, [b"fork"], [request, sys.stdout.fileno()])
         status = server.recv(64)
     if not status:
-        sys.exit(f"{Path(sys.argv[1]).read_text(errors='replace')}the fork server ended")
+        problem = "the fork server ended, or as many processes run as may (ulimit -u)"
+        sys.exit(f"{Path(sys.argv[1]).read_text(errors='replace')}{problem}")
     if int(status) < 0:
         os.kill(os.getpid(), -int(status))
     sys.exit(int(status))
@@ -62,29 +64,33 @@ def serve(listener):
     watched = selectors.DefaultSelector()
     watched.register(listener, selectors.EVENT_READ)
     while True:
-        key, _ = watched.select()[0]  # one alone: the others' descriptors may be closed then
+        key, _ = watched.select()[0]  # the first alone: `bury` may close what others are about
         if key.data:
             bury(watched, *key.data)
             continue
         asker, _ = listener.accept()
-        request, descriptors, _, _ = socket.recv_fds(asker, 1 << 20, 1)
-        if not request:  # it is gone
-            continue
-        pid = os.fork()
+        _, descriptors, _, _ = socket.recv_fds(asker, 64, 2)
+        pid = None
+        with suppress(OSError):  # as many processes run as may: then this asker alone gets none
+            pid = os.fork() if descriptors else None  # without any it is gone
         if pid == 0:
-            return become(*json.loads(request), *descriptors)
-        os.close(*descriptors)
-        pidfd = os.pidfd_open(pid)
-        for each in (asker, pidfd):
-            watched.register(each, selectors.EVENT_READ, (asker, pid, pidfd))
+            return become(*descriptors)
+        for each in descriptors:
+            os.close(each)
+        if pid:
+            pidfd = os.pidfd_open(pid)
+            for each in (asker, pidfd):
+                watched.register(each, selectors.EVENT_READ, (asker, pid, pidfd))
+        asker = None  # its connection closes, unless it is watched
 
 
-def become(command, environment, log):
+def become(request, log):
     """Make this child look like a program of its own. Returns its command."""
     os.setsid()
     for standard in range(3):
         os.dup2(log, standard)
-    # before the variables change, behind which it finds the old name
+    command, environment = json.loads(Path(f"/proc/self/fd/{request}").read_text())
+    # before the variables change: the old name lies in front of them, and it is found by them
     setproctitle.setproctitle(f"{sys.executable} -m {' '.join(command)}")
     os.environ |= environment | {"NANOYATT_PARENT": os.environ["NANOYATT_PARENT"]}
     die_with_parent()

@@ -12,7 +12,6 @@ Either way the server dies with the process that started it. Run it as a module:
 sys.path and `import sglang` would find this file.
 """
 
-import importlib
 import importlib.machinery
 import importlib.util
 import logging
@@ -59,7 +58,6 @@ def replace_triton():
     if importlib.util.find_spec("triton") is not None:
         return
     sys.meta_path.append(StandInFinder("triton"))
-    import triton
     import triton.language
 
     triton.__version__ = "3.0.0"
@@ -91,14 +89,10 @@ def replace_torchvision():
 
 # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
 CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
-NAMED_KERNELS = (  # by models at their import, on which those that see depend
-    "fused_sigmoid_mul_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    "fused_sigmoid_gating_delta_rule_update_cpu",
-    "fused_gdn_gating_cpu",
-)
+# by models at their import, on which those that see depend
+NAMED_KERNELS = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
+NAMED_KERNELS += ("fused_sigmoid_mul_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
+NAMED_KERNELS += ("fused_gdn_gating_cpu", "fused_qkvzba_split_reshape_cat_contiguous_cpu")
 
 
 def replace_sgl_kernel():
@@ -165,9 +159,7 @@ def install():
 
 def share_group():
     """Have one group of this rank alone: SGLang's dozen have a thread each, awake 100 times a second."""
-    from torch import distributed
-
-    distributed.new_group = lambda *args, **kwargs: distributed.group.WORLD
+    torch.distributed.new_group = lambda *args, **kwargs: torch.distributed.group.WORLD
 
 
 def run_scheduler_process(server_args, *args, **kwargs):

@@ -19,7 +19,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from cpu.decoder import STOPS, Decoder, rules_of
 
-LIMIT_MS = 20  # of CPU time: what is asked meanwhile, an abort above all, waits so long
+LIMIT_MS = 20  # of CPU time, after which no step begins: an abort waits so long, and a step
 # what a request of a window may choose; and all else as it then must be
 FREE = dict(max_new_tokens=1, temperature=1.0, stop_token_ids=None, ignore_eos=False)
 FREE |= dict(sampling_seed=None, stream_interval=None, top_k=1)
@@ -50,7 +50,7 @@ class WindowScheduler(scheduler.Scheduler):
         self.decoder = Decoder(library, self.tp_worker.model_runner)
         self._take_step = self.model_worker.forward_batch_generation
         self.model_worker.forward_batch_generation = self._take_steps
-        # decode passes between two prefills, each of which was a step
+        # SGLang has so many decode passes between two prefills; as windows they are many steps: one will do
         self.prefill_decode_interval = min(1, self.prefill_decode_interval)
 
     def _take_steps(self, batch: ScheduleBatch, **others) -> GenerationBatchResult:

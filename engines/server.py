@@ -158,14 +158,13 @@ def context_length(model_dir: str | Path, config: Config) -> int:
 
 
 def forks_path() -> str:
-    """The fork server's socket: one for the ranks of a launcher; a process without launcher has its own."""
-    own = "" if "TORCHELASTIC_RUN_ID" in os.environ else f"-{os.getpid()}"
-    # a socket's path has 107 characters at most, and $TMPDIR may be long
-    return f"/proc/self/fd/{rendezvous.hold(rendezvous.private_folder())}/forks{own}"
+    """The fork server's socket, in the run's own folder: its ranks share it."""
+    # by a short name of the folder: a socket's path has 107 characters at most, and $TMPDIR may be long
+    return f"/proc/self/fd/{rendezvous.hold(rendezvous.private_folder())}/forks"
 
 
 def start_forks() -> None:
-    """Start a fork server, which dies with this thread, for all of this machine that ask from now on."""
+    """Start a fork server for the run's ranks on this machine. It ends with the calling thread."""
     own = f"{forks_path()}.{os.getpid()}"
     environment = server_environment("", str(rendezvous.private_folder()), "cpu")
     how = {"cwd": ROOT, "env": environment, "start_new_session": True}
@@ -198,7 +197,9 @@ class ServerProcess:
         self._command = command
         self._log = log
         self._device = device
-        self.folder = tempfile.TemporaryDirectory(prefix="nanoyatt-", ignore_cleanup_errors=True)
+        # SGLang's sockets lie there, whose paths have 107 characters at most
+        how = {"prefix": "nanoyatt-", "dir": "/tmp" if len(tempfile.gettempdir()) > 57 else None}
+        self.folder = tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True)
         self._environment = server_environment(key, self.folder.name, device) | environment
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)

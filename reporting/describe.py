@@ -25,11 +25,9 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
             changed += f" --{dashed(field.name)} {as_text(value)}"
     step = f"{prompts * answers} samples: {answers} answers to each of {prompts} prompts"
     text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
-    text += f"  {config.steps} steps of {step}\n"
-    text += f"  settings other than the defaults:{changed}"
+    text += f"  {config.steps} steps of {step}\n  settings other than the defaults:{changed}"
     if config.device == "cpu":
-        program = compiler.program_for(config.model, config.dtype)
-        text += f"\n  rollout engines run {program}"
+        text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:
         text += "\n  tokens differ from run to run, also of one seed; --deterministic: they don't,"
         text += " and engines decode 25 to 45 % slower (SGLang's figures)"

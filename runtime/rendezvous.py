@@ -115,8 +115,8 @@ def hold(folder: Path) -> int:
 
 @functools.cache  # a rank whose launcher died has another parent
 def launcher_folder() -> Path:
-    """The folder of all ranks that one launcher started, another one after a restart."""
-    launcher = os.getppid()
+    """The folder of all ranks that one torchrun started, another one after a restart. Without it our own."""
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # ticks since the boot
     born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
@@ -125,7 +125,7 @@ def launcher_folder() -> Path:
 
 def close() -> None:
     """Remove the run's own folder, if this rank is the last: the others still read there who was late."""
-    # a rank that asks in vain has lost its lock, too
+    # who asks in vain has lost his shared lock, too, so that the last to ask finds none
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(hold(launcher_folder()), fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(launcher_folder(), ignore_errors=True)

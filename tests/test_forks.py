@@ -2,12 +2,16 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import psutil
+import pytest
 
+from cpu import forks
 from engines.server import ServerProcess
 from launched import ROOT
 
@@ -70,7 +74,7 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
         assert kept.is_running() and kept.status() != psutil.STATUS_ZOMBIE
         forks.kill()
         assert psutil.wait_procs([kept], 20)[0]
-        assert first.stdout.readline() == "exit status 1 the fork server ended\n"
+        assert first.stdout.readline().startswith("exit status 1 the fork server ended")
         again, other = start(first, logs[0])
         assert other != forks
         again.kill()
@@ -87,7 +91,8 @@ def test_a_forked_process_is_as_one_that_was_started(tmp_path):
     program += "print(*own, os.environ['WORD'], "
     program += "os.environ['MKL_CBWR'], command.split()[1:4], os.getcwd())"
     log = tmp_path / "log"
-    status, (line, *_) = run(log, "timeit", "-n1", "-r1", program, WORD="first")
+    many = {f"SERVICE_{i}": "x" * 100_000 for i in range(4)}  # more than a message has room for
+    status, (line, *_) = run(log, "timeit", "-n1", "-r1", program, WORD="first", **many)
     assert status == "exit status 0" and log.stat().st_mode & 0o777 == 0o600
     assert line == f"True True first AUTO,STRICT ['-m', 'timeit', '-n1'] {ROOT}"
     status, lines = run(log, "py_compile", "second")
@@ -99,10 +104,29 @@ def test_a_fork_server_that_can_not_import_says_why(tmp_path, monkeypatch):
     """In the end of the engine's log. Who is ended meanwhile has nothing to wait for."""
     (tmp_path / "fastapi.py").write_text("raise ImportError('a broken installation')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # another server than the other tests'
+    # another server than the other tests', and no room for the paths of sockets
+    monkeypatch.setattr("runtime.rendezvous.launcher_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 20 * "long")
     ended = ServerProcess(["timeit"], "a key", tmp_path / "ended", "cpu", {})
     ended.start()
     asyncio.run(ended.kill())
     status, lines = run(tmp_path / "log", "timeit")
     assert status == "exit status 1"
-    assert lines[-2:] == ["ImportError: a broken installation", "the fork server ended"]
+    assert lines[-2] == "ImportError: a broken installation" and "server ended" in lines[-1]
+
+
+def test_a_fork_that_fails_fails_its_asker_alone(tmp_path, monkeypatch):
+    """As many processes run as may, and the next has its own. Who asks a server that ended says so."""
+    sequence = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server, first, second = (socket.socket(*sequence) for _ in range(3))
+    server.bind(str(tmp_path / "forks"))
+    server.listen()
+    for asker in (first, second):
+        asker.connect(str(tmp_path / "forks"))
+        socket.send_fds(asker, [b"fork"], [0, 1])
+    monkeypatch.setattr("os.fork", Mock(side_effect=[BlockingIOError, 0]))
+    monkeypatch.setattr(forks, "become", lambda request, log: "a child")
+    assert forks.serve(server) == "a child" and first.recv(64) == b""
+    monkeypatch.setattr(sys, "argv", ["", os.devnull])
+    with pytest.raises(SystemExit, match="the fork server ended"):
+        forks.ask(first, [])

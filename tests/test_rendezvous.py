@@ -17,7 +17,7 @@ FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
 def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
     """The same for all its children, another after a restart; nobody else may enter, or it is refused."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHELASTIC_RUN_ID": "1"}
 
     def child(**more):
         command, environ = [sys.executable, "-c", FOLDER], environment | more
@@ -63,6 +63,7 @@ def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
     found["store"].set("key", "value")
     [folder] = tmp_path.iterdir()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "store").is_file()
+    assert f"-{os.getpid()}-" in folder.name  # without a launcher
     monkeypatch.setattr(rendezvous.os, "getppid", lambda: 1)
     other = rendezvous.hold.__wrapped__(folder)
     rendezvous.close()
@@ -85,16 +86,16 @@ def test_an_address_where_machines_cannot_meet_is_named(ranks, host):
         rendezvous.init_method(parse_config(["--host", host]))
 
 
-@pytest.mark.parametrize(
-    "first,message",
-    [
-        ("node7", "torchrun says node7 of rank 0: give it --local-addr 192.0.2.7$"),
-        ("192.0.2.7", r"the ranks' store: .*'192.0.2.7', 29999\)\): choose another --port$"),
-    ],
-)
-def test_what_keeps_rank_0_from_its_store_is_said(ranks, monkeypatch, first, message):
+KEPT = {
+    "node7": "torchrun says node7 of rank 0: give it --local-addr 192.0.2.7$",
+    "192.0.2.7": r"the ranks' store: .*'192.0.2.7', 29999\)\): choose another --port$",
+}
+
+
+@pytest.mark.parametrize("first", KEPT)
+def test_what_keeps_rank_0_from_its_store_is_said(ranks, monkeypatch, first):
     """Others would look for it elsewhere; the port can't be had. (test_machines.py has a store.)"""
     ranks(2, 1, first)
     monkeypatch.setattr(rendezvous, "interface_of", lambda host: "lo")
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=KEPT[first]):
         rendezvous.init_method(parse_config(["--host", "192.0.2.7"]))
