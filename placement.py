@@ -287,8 +287,7 @@ class Placement:
     @property
     def received_bytes(self) -> int:
         """The bytes of weights that collectives brought to this rank for the last push."""
-        by_route = self._route.received if self._route else 0
-        return self.actor.received_bytes + by_route
+        return self.actor.received_bytes + (self._route.received if self._route else 0)
 
     def switch(self, plan: Plan) -> None:
         """Serve with the engines of `plan` from the next hand-over on. The same plan on every controller."""

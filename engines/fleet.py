@@ -86,8 +86,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         except EngineLost:
             await engine.kill()  # its memory is free then, and the first hand-over finds it lost
 
-    async def connect(self, timeline: Timeline, team: World) -> dict[str, Pool]:
-        """Return the pools by role, with a handle on every engine (collective). team: of their methods."""
+    async def connect(self, timeline: Timeline, team: World | None = None) -> dict[str, Pool]:
+        """Return the pools by role, with a handle on every engine (collective). team: who serves, or all."""
         own = [(type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines]
         for rank, there in enumerate(await self._world.gather(own)):
             if rank != self._world.rank:
@@ -95,5 +95,5 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         self._engines.sort(key=lambda engine: engine.rank)
         for role in ROLES:
             engines = [engine for engine in self._engines if engine.role == role]
-            self._pools[role] = Pool(engines, team, timeline, self._config)
+            self._pools[role] = Pool(engines, team or self._world, timeline, self._config)
         return self._pools

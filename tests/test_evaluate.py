@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from unittest.mock import AsyncMock
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from commands.evaluate import pass_at_k
 from config import UserError, parse_config
 from demo import task  # noqa: F401  task adds the format
 from engines.engine import Answer, Sampling, seed_of
+from engines.fleet import Fleet
 from engines.pool import EngineStatus, Pool
 from examples.make_demo import models
 from models import end_turns_with
@@ -89,7 +90,8 @@ def evaluate_in(model, tmp_path):
     def evaluated(pool, *more, stop=None):
         given = f"--data {tmp_path}/rows.jsonl --out {tmp_path}/out --model {model[0]}".split()
         given += ["--judge-format", "addition", "--max-new-tokens", "72", *more]
-        fleet = AsyncMock(connect=AsyncMock(return_value={"rollout": pool}))
+        fleet = create_autospec(Fleet, instance=True)
+        fleet.connect.return_value = {"rollout": pool}
         progress = FakeProgress()
         config = parse_config(["eval", *given])
         return asyncio.run(evaluate.evaluate(config, fleet, progress, stop or Stop())), progress

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import controller
 import fakes
 from fakes import at_random_paces, simulate, trained
+from scheduling.rebalance import Decision
 from test_checkpoint import exact_meetings, exact_times
 from test_faults import ask_to_stop, strike
 from test_rollout import check_prompts, check_tokens
@@ -187,6 +189,18 @@ def test_the_split_moves_between_two_pushes():
         assert len({*splits}) > 1
         assert all(each.placement.plan == c[0].placement.plan for each in serving(c))
     assert columns_of(plain, 8) == columns_of(controllers, 8)
+
+
+def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
+    """Its split stays, says the rule, of a run that has left it meanwhile."""
+
+    def moves_once(history, splits, *_):
+        return Decision(splits[1] if len(history) == 1 else history[-1].split, "", 0.0)
+
+    monkeypatch.setattr(controller, "choose_split", moves_once)
+    controllers, _ = simulate("auto", 5, placement="engines=0-3 actor=4", steps=5, ahead=1)
+    _, _, *others = [stats.split for stats in controllers[0].state.history]
+    assert {*others} == {controllers[0].placement.plans[1].split}
 
 
 @settings(max_examples=20, deadline=None)

@@ -193,6 +193,14 @@ def test_a_taken_port_is_named(tmp_path):
     run.check_nothing_is_left()
 
 
+def test_an_evaluation_on_an_engine(tmp_path):
+    """The demo's actor shows no work yet: it is right about small sums alone."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}')
+    given = ["--model", DEMO / "actor", "--data", tmp_path / "rows.jsonl", "--max-new-tokens", "72"]
+    run = Run(tmp_path, "eval", *given, "--judge-format", "addition", ranks=1).ended()
+    assert json.loads((run.out / "eval.json").read_text())["eval/accuracy"] == 1.0
+
+
 @pytest.mark.slow
 def test_the_demo_learns_in_a_few_steps(tmp_path):
     """Ten steps: accuracy from at most 0.45 to at least 0.85."""
