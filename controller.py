@@ -127,8 +127,7 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
     # apart, a stop is heard here, and the batch kept; on shared ranks while they serve, and it is given up
     asked = c.stop.asked if c.placement.is_apart else 0
-    has_costs = "cost" in c.algorithm.signals
-    facts = Held.of(batch.kept, actor.image_cost, has_costs)
+    facts = Held.of(batch.kept, actor.image_cost, "cost" in c.algorithm.signals)
     facts = facts._replace(missing_groups=batch.missing_groups, stop=max(c.stopping, asked))
     held = await c.world.gather(facts)
     batch.missing_groups = max(each.missing_groups for each in held)
@@ -136,8 +135,7 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     if stop and not c.stopping:  # not given up
         c.ahead = batch
     c.stopping = stop
-    models = (actor, *c.placement.critics, *c.placement.references)
-    shapes = [model.shape for model in models]
+    shapes = [m.shape for m in (actor, *c.placement.critics, *c.placement.references)]
     dealt = deal(held, shapes, actor.cost, c.config)
     parcels = {}
     senders = set()
@@ -209,10 +207,9 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
 
 
 async def share_columns(c: Controller, shares: Shares) -> None:
-    """Send what a model said of samples to the ranks that train another model on them. Point to point."""
+    """Send what a model said of samples from its copies' heads to who trains another model on them."""
     parcels = {}
     senders = set()
-    # the head of a copy that made a column sends it to each rank of the target that didn't make it
     for source, target in itertools.permutations(shares.deals, 2):
         for key, makers in shares.deals[source].copies.items():
             for rank in set(shares.deals[target].copies[key]).difference(makers):
@@ -246,8 +243,7 @@ async def rebalance(c: Controller, stats: StepStats | None) -> dict[str, float |
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
     left = c.config.steps - c.state.step - 1
     decision = choose_split(c.state.history, list(plans), placement.rollout.capacity, tp, left)
-    # not by what was served ahead before the last move
-    moves = step_stats.split == placement.plan.split != decision.split
+    moves = step_stats.split == placement.plan.split != decision.split  # not by older figures
     if moves:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))

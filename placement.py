@@ -58,6 +58,14 @@ class Plan:
         return self.holders.engines.index(lead) // self.genrm_tp % judges
 
     @property
+    def is_whole(self) -> bool:
+        """True if the ranks of each engine are neighbours, from a multiple of their number on."""
+        for ranks, tp in ((self.rollout, self.rollout_tp), (self.genrm, self.genrm_tp)):
+            if len({rank // tp for rank in ranks}) * tp != len(ranks):
+                return False
+        return True
+
+    @property
     def units(self) -> list[tuple[int, ...]]:
         """The ranks, in the smallest parts of them that cut no engine."""
         size = math.lcm(self.rollout_tp, self.genrm_tp)
@@ -136,10 +144,6 @@ def problems_of(holders: Holders, config: Config) -> Iterator[str]:
     row = f"--algorithm {config.algorithm[0]}"
     if 0 not in holders.engines and not config.train_only:
         yield "rank 0, which keeps the prompts, needs an engine"
-    for role, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
-        firsts = {rank - rank % tp for rank in holders.engines}
-        if len(firsts) * tp != len(holders.engines):
-            yield f"--{role}-tp {tp} takes {tp} engines' ranks in a row, from a multiple of {tp} on"
     if "critic" in holders.shapes and not algorithm.critics:
         yield f"{row} has no critic"
     if "critic" in holders.shapes and schedule_of(config).fuses:
@@ -209,9 +213,11 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
         least = next(n for n in counts if plans_of_mode(config, colocate(range(n), config)))
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
-        needed = f"at least {least} ranks, for {engines}"
+        engines += f", on neighbours from a multiple of {unit} on" if unit > 1 else ""
         given = f"this run has {len(holders.engines)} of {world_size} for engines"
-        raise UserError(f"--mode {config.mode} needs {needed}; {given}")
+        raise UserError(
+            f"--mode {config.mode} needs at least {least} ranks, for {engines}; {given}"
+        )
     first = first_plan(plans, config, len(holders.engines))
     if not config.rebalance and config.mode != "auto":
         return [first]
@@ -221,13 +227,14 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
 def plans_of_mode(config: Config, holders: Holders) -> list[Plan]:
     """The plans in which every judge has an engine. Without a judge, rollout shares ranks with nobody."""
     judges = len(config.judge_models)
+    found = PLANS[config.mode](holders, config)
     if not judges:
         mode = "partial" if config.mode in ("fused", "auto") else config.mode
-        return [plan_of(mode, config, holders, holders.engines, ())]
+        found = [plan_of(mode, config, holders, holders.engines, ())]
     plans = []
-    for plan in PLANS[config.mode](holders, config):
+    for plan in found:
         served = {plan.judge_of(lead, judges) for lead in plan.leads("genrm")}
-        if len(served) == judges:
+        if plan.is_whole and len(served) == judges:
             plans.append(plan)
     return plans
 

@@ -147,9 +147,8 @@ class Holders(NamedTuple):
 
     def __str__(self) -> str:
         """Return the words that `holders_from` reads."""
-        words = [f"engines={ranks_in_words(self.engines)}", f"actor={self.actor}"]
-        words += [f"critic={self.critic}", f"reference={self.reference}"]
-        return " ".join(words)
+        models = f"actor={self.actor} critic={self.critic} reference={self.reference}"
+        return f"engines={ranks_in_words(self.engines)} {models}"
 
 
 def holders_from(text: str, default: Shape) -> Holders:

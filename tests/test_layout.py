@@ -122,8 +122,6 @@ CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
         ("engines=0 actor=0 reference=1", {}, 2, "--algorithm grpo without kl_coef has no referen"),
         ("split", dict(algorithm=PPO), 1, "= 1 doesn't divide the 0 ranks of critic"),
         ("standalone", dict(algorithm=PPO), 2, "rank 0, which keeps the prompts, needs an engine"),
-        ("engines=0-2 actor=3", dict(rollout_tp=2), 4, "--rollout-tp 2 takes 2 engines' ranks"),
-        ("engines=0,2 actor=1,3", dict(genrm_tp=2), 4, "--genrm-tp 2 takes 2 engines' ranks in a"),
         ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
         (
             "split",

@@ -41,6 +41,7 @@ def test_a_plan_in_words():
 
 MOVES = dict(mode="partial", rebalance=True)
 THREE_JUDGES = dict(judge=("a", "b", "c"), model="m")
+FULL = dict(mode="full")
 TWO_JUDGES = dict(judge=("a", "b"), model="m")
 TAILED = dict(mode="fused", tail=0.25)
 POSSIBLE = [
@@ -88,6 +89,8 @@ def test_train_only_has_no_engine():
         (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
         (dict(), 1, "--mode partial needs at least 2 ranks, for a rollout engine of 1 and a genrm"),
         (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs at least 12 ranks"),
+        (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on neighbours from a mul"),
+        (dict(FULL, placement="engines=0,2 actor=1,3", genrm_tp=2), 4, "has 2 of 4 for engines"),
         (THREE_JUDGES, 3, "at least 4 ranks, .* for each of 3 judges; this run has 3"),
         (dict(rollout_ranks=4), 4, "--rollout-ranks 4 leaves 0 of 4 ranks for genrm"),
         (dict(rollout_ranks=3, rollout_tp=2), 8, "leaves 5 of 8 ranks .*; this run takes 2, 4, 6"),
