@@ -214,10 +214,8 @@ def make_plans(config: Config, world_size: int, on_machine: int = 0) -> list[Pla
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
         engines += f", on neighbours from a multiple of {unit} on" if unit > 1 else ""
-        given = f"this run has {len(holders.engines)} of {world_size} for engines"
-        raise UserError(
-            f"--mode {config.mode} needs at least {least} ranks, for {engines}; {given}"
-        )
+        has = f"this run has {len(holders.engines)} of {world_size} for engines"
+        raise UserError(f"--mode {config.mode} needs at least {least} ranks, for {engines}; {has}")
     first = first_plan(plans, config, len(holders.engines))
     if not config.rebalance and config.mode != "auto":
         return [first]
