@@ -110,7 +110,8 @@ def test_engines_and_actor_on_ranks_of_their_own(tmp_path, longer):
     run.check_nothing_is_left()
     assert run.rows("samples.jsonl") == longer.rows("samples.jsonl")
     for row, expected in zip(run.numbers(), longer.numbers(), strict=True):
-        for name in expected.keys() - {"balance/max_over_mean", "train/micro_batches"}:
+        assert row.pop("sync/received_mb", 1.46554) == 1.46554  # all of the actor
+        for name in row.keys() - {"balance/max_over_mean", "train/micro_batches"}:
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
