@@ -13,12 +13,12 @@ import psutil
 
 from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
 from config import Config, as_text, why_unusable
+from cpu import compiler
 from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
 from scheduling.layout import Shape
 
-END = "nothing was started"
 DISK_MB = 1000  # of what a run leaves
 SHARED_MB = 16  # besides weights on their way
 NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
@@ -34,7 +34,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     config = with_micro_batch(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
     if os.environ.get("RANK", "0") == "0":
-        print(describe(config, plans, ranks), *lines, END, sep="\n", flush=True)
+        print(describe(config, plans, ranks), *lines, "nothing was started", sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
@@ -84,6 +84,8 @@ def check(config: Config) -> int:
         engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
         pushed = bucket_bytes(config) * engines
     rows += graphics(config)
+    if config.device == "cpu":
+        rows.append(Row("rollout runs", compiler.program_for(config.model, config.dtype)))
     ports = range(config.port, config.port + 2 * ranks)
     connections = psutil.net_connections("tcp")
     listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}

@@ -34,10 +34,13 @@ def library_for(model_dir: str | Path, dtype: str) -> Path | None:
     dim = hf.get("head_dim") or hf["hidden_size"] // heads
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     is_odd = hf["hidden_size"] % 8 or dim % 8 or heads % (hf.get("num_key_value_heads") or heads)
-    is_odd = is_odd or rope.get("rope_type", rope.get("type")) not in ROPES
+    is_small = hf["intermediate_size"] < 16
+    turns_a_part = (hf | rope).get("partial_rotary_factor", 1) != 1
+    has_other_rope = rope.get("rope_type", rope.get("type")) not in ROPES
     others = ("attention_bias", "mlp_bias", "use_sliding_window", "dual_chunk_attention_config")
-    is_odd = is_odd or hf["intermediate_size"] < 16 or any(map(hf.get, others))
-    return None if is_odd or (hf | rope).get("partial_rotary_factor", 1) != 1 else compiled()
+    if is_odd or is_small or turns_a_part or has_other_rope or any(map(hf.get, others)):
+        return None
+    return compiled()
 
 
 def compiled() -> Path | None:

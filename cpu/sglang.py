@@ -119,8 +119,7 @@ def unavailable_kernel(name):
         raise AttributeError(name)
 
     def refuse(*args, **kwargs):
-        problem = "this model or feature cannot run without a GPU"
-        raise NotImplementedError(f"sgl_kernel.{name}: {problem}")
+        raise NotImplementedError(f"sgl_kernel.{name}: this model or feature needs a GPU")
 
     return refuse
 

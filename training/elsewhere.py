@@ -40,19 +40,15 @@ class Elsewhere:
             dist.all_gather_object([None] * dist.get_world_size(), [])
 
     def sleep(self) -> None: ...
-
+    def trim(self, stays: bool) -> None: ...
     def compute_policy_logprobs(self, mini_batches: list) -> None: ...
-
     def compute_ref_logprobs(self, mini_batches: list) -> None: ...
-
     def compute_values(self, mini_batches: list) -> None: ...
 
     def update(self, mini_batches: list, beside: Iterable[Elsewhere] = ()) -> dict[str, float]:
         for trainer in (self, *beside):
             trainer.version += 1
         return {}
-
-    def trim(self, stays: bool) -> None: ...
 
     def named_weights(self) -> Iterator:
         return iter(())
