@@ -247,7 +247,9 @@ async def serve_and_learn(tp: str = "1") -> None:
     config, before = settings(rollout_tp=int(tp)), used_bytes()
     engine = launch("rollout", config)
     try:
+        begun = time.perf_counter()
         await engine.ready(START_S)
+        note("serve", start_s=time.perf_counter() - begun)
         written = await sampled(engine)
         awake = used_bytes()
         await engine.sleep()
@@ -259,11 +261,18 @@ async def serve_and_learn(tp: str = "1") -> None:
         for version in (1, 2):
             update(actor, written)
             note("push", stale=differences(written, logprobs(actor, written))["mean"])
+            begun = time.perf_counter()
             await push(engine, actor)
+            note("push", seconds=time.perf_counter() - begun)
+            begun = time.perf_counter()
             written = await sampled(engine)
+            seconds = time.perf_counter() - begun
+            note("serve", tokens_per_s=SIZE.answers * SIZE.answer / seconds)
             assert {v for sample in written for v in sample.versions} == {version}
+            begun = time.perf_counter()
             await engine.sleep()
-            actor.wake()
+            note("release", sleep_s=time.perf_counter() - begun)
+            note("release", trainer_wake_s=timed(actor.wake))
             note("push", **differences(written, logprobs(actor, written)))
     finally:
         await engine.close()
