@@ -15,6 +15,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -391,10 +392,15 @@ WORKS: dict[str, Callable] = {
 
 if __name__ == "__main__":
     set_constants()  # engines may be far off: that is measured, and must not end an update
+    status = 1
     try:
         world = rendezvous.join(settings())
         world.enter_device()
         WORKS[sys.argv[1]](*sys.argv[5:])
-        world.close()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         rendezvous.close()
+    sys.stderr.flush()
+    os._exit(status)  # at Python's own end the group of NCCL would wait
