@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
+    """Run a rank, and end this process: 0: done or stopped; 2: a user's error; 130, 143: by a signal."""
     shutdown.prepare()
     stop = Stop()
     try:
@@ -71,6 +71,7 @@ def main(arguments: list[str]) -> None:
         shutdown.exit_now(128 + (stop.asked or signal.SIGTERM), stop.reason)
     if last_line:
         shutdown.exit_now(0, last_line)
+    shutdown.leave(0)
 
 
 def start(arguments: list[str], stop: Stop) -> str:

@@ -18,8 +18,9 @@ from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 # of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
-# columns, measured on a CPU (tests/test_memory.py); fused kernels keep less
-KEPT = {"float32": (40, 12, 20), "bfloat16": (28, 6, 10)}
+# columns, measured on a CPU (tests/test_memory.py); on an H100 fused kernels keep less (docs/gpu.md)
+KEPT = {("cpu", "float32"): (40, 12, 20), ("cpu", "bfloat16"): (28, 6, 10)}
+KEPT |= {("cuda", "float32"): (40, 12, 20), ("cuda", "bfloat16"): (16, 6, 6)}
 # of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
 RESIDENT = 2_500_000_000
 # of a further rank of an engine on its lead's device, where it reads what is pushed
@@ -126,7 +127,7 @@ def activations(shapes: Shapes, config: Config, tokens: int) -> int:
     widths = (embedding(shapes)[1], keys, feed_forward)
     whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
     cuts = (whole, config.tp, config.tp)
-    parts = zip(KEPT[config.dtype], widths, cuts, strict=True)
+    parts = zip(KEPT[config.device, config.dtype], widths, cuts, strict=True)
     kept = sum(size * width // cut for size, width, cut in parts)
     if config.recompute:  # the layers' inputs, and all of the one that is computed again
         kept += layers * BYTES[config.dtype] * widths[0] // whole

@@ -75,6 +75,7 @@ def prepare() -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # TensorBoard's thread raises where a disk is full; so does its flush, where that is caught
     threading.excepthook = lambda args: args.exc_type is OSError or threading.__excepthook__(args)
+    sys.excepthook = leave_with_traceback
     warnings.filterwarnings("ignore")
     # a build for CUDA says that there is no device
     for name in ("megatron", "torch.utils.cpp_extension"):
@@ -138,7 +139,22 @@ def exit_now(status: int, line: str) -> NoReturn:
         if reported := reported_file():
             reported.touch(exist_ok=False)
         print(line, file=sys.stderr, flush=True)
+    leave(status)
+
+
+def leave_with_traceback(*error: Any) -> NoReturn:
+    """End after an error that is nobody's but ours; `error` as sys.excepthook takes it."""
+    sys.__excepthook__(*error)
+    leave(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process without Python's own end, at which NCCL would wait for minutes.
+
+    A thread of its group looks for the ranks' store, a file that the last rank has removed.
+    """
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

@@ -32,7 +32,7 @@ from engines.engine import Answer, Engine, Request, Sampling
 from gpu_model import SIZES
 from parallel_worker import balanced, set_constants
 from placement import make_plans
-from runtime import hf_directory, rendezvous
+from runtime import hf_directory, rendezvous, shutdown
 from sample import Sample
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
@@ -402,5 +402,4 @@ if __name__ == "__main__":
         traceback.print_exc()
     finally:
         rendezvous.close()
-    sys.stderr.flush()
-    os._exit(status)  # at Python's own end the group of NCCL would wait
+    shutdown.leave(status)

@@ -20,13 +20,15 @@ import run
 from commands import memory
 from commands.dry_run import graphics
 from commands.memory import RESIDENT, engines_of, peaks_of, trainers_of
-from config import PRESETS, UserError, parse_config
+from config import PRESETS, Config, UserError, parse_config
 from cpu.sglang import CHATTY
 from engines.server import server_environment, server_flags
 from fakes import LEFTOVERS, simulate
 from placement import colocate, make_plans
 from reporting.describe import describe
 from runtime import devices, supported
+from runtime.hf_directory import checkpoint_shapes
+from scheduling.layout import Shape
 
 ROOT = Path(__file__).parent.parent
 H200 = 141e9  # bytes
@@ -401,6 +403,17 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     device_of(70e9)
     trains_nothing = replace(config, rollout_only=True, mem_fraction=0.5)
     memory.check_fits(trains_nothing, make_plans(config, 8), 8)
+
+
+@pytest.mark.parametrize("recompute,measured", [(False, 25.78e9), (True, 12.07e9)])
+def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
+    """By gpu_worker.py's `pass`, of gpu_model.py's widths, on an H100 (docs/gpu.md): within 6 %."""
+    widths = dict(hidden=1536, ffn=4608, layers=16, heads=12, kv_heads=4, vocab=32768)
+    shapes = checkpoint_shapes(sparse_model(tmp_path / "model", **widths))
+    how = dict(device="cuda", dtype="bfloat16", max_tokens_per_micro_batch=16384)
+    config = Config(**how, recompute=recompute)
+    parts = memory.trainer_parts(shapes, config, Shape.of(config, (0,)))
+    assert sum(parts.values()) == pytest.approx(measured, rel=0.06)
 
 
 def test_a_model_is_looked_at_before_it_is_measured(device_of):

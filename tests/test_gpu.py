@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: `make test-gpu`, which ends in a table. Not run yet by anybody.
+"""What only a CUDA device can show: `make test-gpu`, which ends in a table.
 
 Skipped without a device. `--dry` has it all run on a CPU, small, where the device's memory isn't looked at.
 Each check is a part of what gpu_worker.py does in a process of its own; a process that several tests read is

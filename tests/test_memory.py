@@ -51,7 +51,7 @@ def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # 
     how = dict(dtype=dtype, recompute=recompute)
     one, three = (kept_by(make_actor(model, **how)) for model in shallow_and_deep)
     of_a_layer = (three - one) / 2 / TOKENS
-    widths = zip(KEPT[dtype], (HIDDEN, KV, FFN), strict=True)
+    widths = zip(KEPT["cpu", dtype], (HIDDEN, KV, FFN), strict=True)
     all_of_it = sum(size * width for size, width in widths)
     expected = HIDDEN * {"float32": 4, "bfloat16": 2}[dtype] if recompute else all_of_it
     assert of_a_layer == pytest.approx(expected, rel=0.02)

