@@ -51,8 +51,9 @@ class JudgeFormat:
             return None
         if not (isinstance(verdict, Real) and 0 <= verdict <= 1):  # NaN is refused, too
             name = next(name for name, row in FORMATS.items() if row is self)
-            problem = f"{brief(verdict)}: no bool, no number from 0 to 1, nor None"
-            raise UserError(f"--judge-format {name}: parse returned {problem}")
+            shown = " ".join(repr(verdict).split())[:60]
+            needed = "a bool, a number from 0 to 1, or None is needed"
+            raise UserError(f"--judge-format {name}: parse returned {shown}: {needed}")
         is_sure = min(reply.logprobs, default=0.0) > self.min_logprob
         return float(verdict) if is_sure or verdict <= 0.5 else 0.0
 
@@ -156,11 +157,6 @@ def none_right(config: Config, count: int, text: str, key: str) -> str:
     return f"{by}; {one}; formats: {', '.join(FORMATS)}"
 
 
-def brief(value: object) -> str:
-    """Show what a user's function returned, in one short line."""
-    return " ".join(repr(value).split())[:60]
-
-
 class Judgement(NamedTuple):
     """The words and the number of one judge or rule on one answer."""
 
@@ -183,7 +179,7 @@ class Judge:
         # it counts for Sample.verdict
         self.says_verdict = self.signal == "reward" and not self.format.scores
         self.judgements = 1 if self.format.scores else config.judgements
-        self.model_dir = model_dir = config.judge_models[number]
+        self.name = model_dir = config.judge_models[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer, reader)
         self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
@@ -215,8 +211,7 @@ class Judge:
             try:
                 replies = await self._replies(tokens, seeds, pool, images)
             except UserError as error:
-                asked = f"the judge {self.model_dir}, asked about {brief(pair[0])}"
-                raise UserError(f"{asked}: {error}") from None
+                raise UserError(f"the judge {self.name} on {pair[0][:60]!r}: {error}") from None
             found = [self._read(reply) for reply in replies]
             judgements += found
             asked = zip(missing, found, strict=True)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import data
 from config import Config, UserError
 from engines.pool import Pool
-from genrm import FORMATS, Judge, Judgement, brief, formats_of
+from genrm import FORMATS, Judge, Judgement, formats_of
 from sample import Sample
 
 Decode = Callable[..., str]  # the policy's tokens -> text, as data.decode
@@ -95,28 +95,18 @@ class Rule(NamedTuple):
     code: UserCode
     says_verdict: bool = False  # as Judge.says_verdict
 
-    async def ask(self, sample: TextSample, limit_s: float) -> Judgement | None:
-        """Call the function; None: not its to score. UserError: it fails, is late, or says no number."""
-        IN_RULE.set(True)
-        # what awaits is cancelled in time; what holds up the event loop gets a signal
-        signals.signal(signals.SIGALRM, interrupt)
-        signals.setitimer(signals.ITIMER_REAL, limit_s)
-        try:
-            async with asyncio.timeout(limit_s):
-                with self.code:
-                    value = self.function(sample)
-                    if inspect.isawaitable(value):
-                        value = await value
-                    number = float(value) if isinstance(value, Real) else math.nan
-        except (TimeoutError, Overdue):
-            asked = f"{self.code.title}, asked about the prompt {sample.question[:60]!r}"
-            raise UserError(f"{asked}, said nothing for {limit_s:g} s (0.9 --timeout-s)") from None
+    async def ask(self, sample: TextSample) -> Judgement | None:
+        """Call the function; None: not its to score. UserError: an error in it, or no finite number."""
+        with self.code:
+            value = self.function(sample)
+            if inspect.isawaitable(value):
+                value = await value
+            number = float(value) if isinstance(value, Real) else math.nan
         if value is None:
             return None
         if not math.isfinite(number):
-            raise UserError(
-                f"{self.code.title} returned {brief(value)}: no finite number, nor None"
-            )
+            returned = f"{self.code.title} returned {' '.join(repr(value).split())[:60]}"
+            raise UserError(f"{returned}: a finite number or None is needed")
         return Judgement(f"{self.code.title}: {number}", number)
 
 
@@ -154,9 +144,10 @@ class Rewards:
         self.rules = rules
         self._sources: list[Judge | Rule] = [*judges, *rules]
         of_reward = [source for source in self._sources if source.signal == "reward"]
-        weights = config.reward_weights or (1.0,) * len(of_reward)
-        self._weights = dict(zip(of_reward, weights, strict=True))
+        given = zip(of_reward, config.reward_weights, strict=False)
+        self._weights = dict.fromkeys(self._sources, 1.0) | dict(given)
         self._limit_s = 0.9 * config.timeout_s  # other ranks wait for all of it
+        self._overdue: UserError | None = None  # of the first rule that didn't answer
         self._decode = decode
         self._format = formats_of(config)[0]
         # of this step, by what is asked of whom
@@ -172,9 +163,8 @@ class Rewards:
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once."""
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
-        judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
-        asked = zip(self._sources, judgements, strict=True)
-        said = {source: judgement for source, judgement in asked if judgement is not None}
+        found = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
+        said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}
         critiques = [judgement.critique for judgement in said.values()]
         if len(self.judges) > 1:
             for number in range(len(self.judges)):
@@ -183,7 +173,7 @@ class Rewards:
         values = {source: judgement.value for source, judgement in said.items()}
         if None in values.values():
             return  # a mean of the rest would have another scale
-        counting = {source.signal for source in values if self._weights.get(source, 1.0)}
+        counting = {source.signal for source in values if self._weights[source]}
         if lacking := {source.signal for source in self._sources} - counting:
             nothing = f"no {max(lacking)}: all rules that count said None"
             raise UserError(f"an answer to the prompt {sample.question[:60]!r} has {nothing}")
@@ -222,11 +212,31 @@ class Rewards:
             texts = {"text": show(sample.response), "prompt_text": show(sample.prompt)}
             texts |= {"plain_text": text, "answer": self._format.answer_of(text, sample.finish)}
             seen = TextSample(**vars(sample), **texts)
-            asks[number, *sample.key] = partial(rule.ask, seen, self._limit_s)
+            asks[number, *sample.key] = partial(self._ask_rule, rule, seen)
         for key, ask in asks.items():
             if key not in self._tasks:
                 self._tasks[key] = asyncio.create_task(ask())
         return [self._tasks[key] for key in asks]
+
+    async def _ask_rule(self, rule: Rule, seen: TextSample) -> Judgement | None:
+        """Ask a rule. UserError as Rule.ask, and for no answer in time; then no other is asked any more."""
+        if self._overdue:
+            raise self._overdue
+        IN_RULE.set(True)
+        # what awaits is cancelled in time; what holds up the event loop gets a signal
+        signals.signal(signals.SIGALRM, interrupt)
+        signals.setitimer(signals.ITIMER_REAL, self._limit_s)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await rule.ask(seen)
+        except (TimeoutError, Overdue):
+            IN_RULE.set(False)
+            # others that were asked before may hold up the event loop next: no longer than this (s)
+            signals.setitimer(signals.ITIMER_REAL, 0.01, 0.01)
+            silent = f"{rule.code.title} said nothing for {self._limit_s:g} s (0.9 --timeout-s)"
+            late = UserError(f"{silent} of the prompt {seen.question[:60]!r}")
+            self._overdue = self._overdue or late
+            raise self._overdue from None
 
     @property
     def latencies(self) -> list[float]:
