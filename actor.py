@@ -244,6 +244,10 @@ class PolicyLoss:
             total=partial(over_context_parallel, self.cp),
         )
         loss, clipped = algorithm.loss(inputs, algorithm)
+        if loss.shape != logprobs.shape or not loss.requires_grad:
+            has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
+            needed = f"a number for each of {len(logprobs)} tokens, with a gradient, is needed"
+            raise UserError(f"--algorithm {algorithm.name}: its loss has {has}; {needed}")
         loss = correction.importance * loss
         stats = engine_stats(log_ratio[~targets.stale].abs())
         if targets.reference_logprobs is not None:

@@ -212,7 +212,8 @@ class Algorithm(Settings):
     critics: tuple[str, ...] = ()  # names of the value models, by the signal that they predict
     filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
     greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
-    max_new_tokens: int = 0  # of an answer; `algorithm_of` fills it in
+    name: str = ""  # of the row; `algorithm_of` fills it in
+    max_new_tokens: int = 0  # of an answer; likewise
 
     @property
     def corrects_mismatch(self) -> bool:
@@ -249,7 +250,7 @@ def algorithm_of(config: Config) -> Algorithm:
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    of_run = BY_DTYPE[config.dtype] | {"max_new_tokens": config.max_new_tokens}
+    of_run = BY_DTYPE[config.dtype] | {"max_new_tokens": config.max_new_tokens, "name": name}
     algorithm = replace(ALGORITHMS[name], **of_run)
     defaults = {field.name: field.default for field in fields(Settings)}
     for setting, _, value in (text.partition("=") for text in given):

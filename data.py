@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jinja2 import TemplateError
 
@@ -36,6 +36,7 @@ class Prompt:
     # reads them: a prompt doesn't hold their bytes
     images: Callable[[], tuple[Image, ...]] = field(default=tuple, compare=False)
     turns: list[dict] = field(default_factory=list)  # as Sample.turns
+    row: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 class Source(Protocol):
@@ -83,15 +84,15 @@ class Prompts:
 
     def group(self, prompt_id: int) -> Group:
         """Return the group of a prompt: as far as it was generated, or empty samples."""
-        if prompt_id in self.groups:
-            group = self.groups.pop(prompt_id)
-            self.attach_images(group)
-            return group
         prompt = self.source.training(prompt_id)
-        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images(), prompt.turns)
-        group = [Sample(prompt_id, index, *fields) for index in range(self.answers)]
-        if self.has_greedy:
-            group.append(Sample(prompt_id, self.answers, *fields, greedy=True))
+        images = prompt.images()
+        fields = (prompt.tokens, prompt.question, prompt.answer_key, images, prompt.turns)
+        indices = range(self.answers + self.has_greedy)
+        group = [Sample(prompt_id, i, *fields, greedy=i == self.answers) for i in indices]
+        group = self.groups.pop(prompt_id, group)
+        for sample in group:
+            sample.media = images
+            sample.row = prompt.row
         return group
 
     def attach_images(self, samples: list[Sample]) -> None:
@@ -154,6 +155,7 @@ class PromptRow(NamedTuple):
     prompt: Text
     answer_key: str | None
     images: Callable[[], list]  # paths and bytes, as `image_file` takes them
+    row: dict[str, Any]  # all other columns, too
 
 
 @dataclass(eq=False)
@@ -208,7 +210,8 @@ class PromptFile(Sequence[Prompt]):
         key = answer_key(row.get("answer"))
         if key is not None and (key := self.read_key(key)) is None:
             raise UserError(f"{where}: --judge-format finds none in `answer`: {row['answer']!r}")
-        return PromptRow(where, prompt, key, images)
+        columns = {name: value for name, value in row.items() if name != "images"}
+        return PromptRow(where, prompt, key, images, columns)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
         if self.reader is None:
@@ -251,7 +254,8 @@ class PromptFile(Sequence[Prompt]):
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
         # of Parquet, turns may hold times, which a checkpoint's JSON has no word for
         several = json.loads(json.dumps(turns, default=str)) if len(turns) > 1 else []
-        return Prompt(tokens, question, row.answer_key, partial(self._images, row), several)
+        images = partial(self._images, row)
+        return Prompt(tokens, question, row.answer_key, images, several, dict(row.row))
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
@@ -381,8 +385,9 @@ def encode_exchange(tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=Fal
     return tokens
 
 
-def decode(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    return tokenizer.decode(tokens, skip_special_tokens=True)
+def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> str:
+    """Return the text of tokens, `special` ones among them or left out."""
+    return tokenizer.decode(tokens, skip_special_tokens=not special)
 
 
 def named_ends(model_dir: str) -> set[int]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import NamedTuple
 
 import data
@@ -32,7 +33,8 @@ class JudgeFormat:
     final_answer: Callable[[str], str | None]  # in a response; None: reward 0 without asking
     # of question (or transcript) and answer: text, or chat turns; None: all, as `run.py rm` learns
     prompt: Callable[[str, str], str | list[dict]] | None
-    parse: Callable[[str], bool | None] = lambda text: None  # a critique; None: no verdict
+    # a critique -> True, False, or a grade from 0 to 1, which accepts above 0.5; None: it can't be read
+    parse: Callable[[str], float | None] = lambda text: None
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
@@ -42,12 +44,18 @@ class JudgeFormat:
         """The final answer of a response; None when it has none or was cut off before its end."""
         return self.final_answer(text) if finish == "stop" else None
 
-    def verdict(self, text: str, reply: Answer) -> bool | None:
-        """Read a critique; None when it can't be read."""
+    def verdict(self, text: str, reply: Answer) -> float | None:
+        """Read a critique, from 0 to 1; None when it can't be read. UserError for anything else."""
         verdict = self.parse(text) if reply.finish == "stop" else None
-        if not verdict:
-            return verdict
-        return min(reply.logprobs, default=0.0) > self.min_logprob
+        if verdict is None:
+            return None
+        if not (isinstance(verdict, Real) and 0 <= verdict <= 1):  # NaN is refused, too
+            name = next(name for name, row in FORMATS.items() if row is self)
+            shown = " ".join(repr(verdict).split())[:60]
+            needed = "a bool, a number from 0 to 1, or None is needed"
+            raise UserError(f"--judge-format {name}: parse returned {shown}: {needed}")
+        is_sure = min(reply.logprobs, default=0.0) > self.min_logprob
+        return float(verdict) if is_sure or verdict <= 0.5 else 0.0
 
 
 CHAT_JUDGE = """\
@@ -171,7 +179,7 @@ class Judge:
         # it counts for Sample.verdict
         self.says_verdict = self.signal == "reward" and not self.format.scores
         self.judgements = 1 if self.format.scores else config.judgements
-        model_dir = config.judge_models[number]
+        self.name = model_dir = config.judge_models[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer, reader)
         self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
@@ -200,7 +208,10 @@ class Judge:
         attempts = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES  # greedy repeats
         for attempt in range(attempts):
             seeds = [seed_of(self.seed, *pair, self.number, which, attempt) for which in missing]
-            replies = await self._replies(tokens, seeds, pool, images)
+            try:
+                replies = await self._replies(tokens, seeds, pool, images)
+            except UserError as error:
+                raise UserError(f"the judge {self.name} on {pair[0][:60]!r}: {error}") from None
             found = [self._read(reply) for reply in replies]
             judgements += found
             asked = zip(missing, found, strict=True)

@@ -7,10 +7,12 @@ import importlib.util
 import inspect
 import math
 import re
+import signal as signals
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -25,15 +27,18 @@ from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
 from sample import Sample
 
-Decode = Callable[[list[int]], str]  # the policy's tokens -> text
+Decode = Callable[..., str]  # the policy's tokens -> text, as data.decode
+IN_RULE = ContextVar("in_rule", default=False)  # whether the task that runs now is a rule's
 
 
 @dataclass
 class TextSample(Sample):
     """A Sample as a rule sees it, to be read and not changed."""
 
-    text: str = ""  # of the response
-    answer: str | None = None  # the final answer in it, as `Rewards.final_answer` says
+    text: str = ""  # of the response, with its special tokens
+    plain_text: str = ""  # without them, as judges and final answers take it
+    prompt_text: str = ""  # of the prompt as it was rendered, with special tokens
+    answer: str | None = None  # the final answer in plain_text, as `Rewards.final_answer` says
 
 
 def exact_match(sample: TextSample, how: str) -> float:
@@ -41,7 +46,7 @@ def exact_match(sample: TextSample, how: str) -> float:
     answer = sample.answer
     key = sample.answer_key
     if how == "number":
-        answer = FORMATS[how].answer_of(sample.text, sample.finish)
+        answer = FORMATS[how].answer_of(sample.plain_text, sample.finish)
         key = FORMATS[how].read_key(key or "")
     if key is None:
         raise UserError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
@@ -52,7 +57,7 @@ RULES = {  # how a rule is spelled -> its function, which takes the groups of th
     r"(?P<how>right|number)": exact_match,
     # `length:40`: tokens of the answer, divided by 40; `forbidden:7`: 1 if the answer's text has a 7, else 0
     r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
-    r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.text),
+    r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.plain_text),
 }
 
 
@@ -72,23 +77,37 @@ class UserCode(AbstractContextManager):
             raise UserError(f"{self.title}{where}: {what}") from None
 
 
+class Overdue(BaseException):
+    """Raised in a rule that holds up the event loop; its `except Exception` doesn't catch this."""
+
+
+def interrupt(*_: object) -> None:
+    """Raise Overdue in the rule that runs now, if one does: the last that was asked has had its time."""
+    if IN_RULE.get():
+        raise Overdue
+
+
 class Rule(NamedTuple):
-    """A function, `reward(sample) -> float`, maybe `async`: a row of RULES, or from the user's own file."""
+    """A function, `reward(sample)`, maybe `async`: a row of RULES, or from the user's own file."""
 
     signal: str  # what its number is a part of: "reward" or "cost"
-    function: Callable[[TextSample], float | Awaitable[float]]
+    function: Callable[[TextSample], float | Awaitable[float | None] | None]
     code: UserCode
     says_verdict: bool = False  # as Judge.says_verdict
 
-    async def ask(self, sample: TextSample) -> Judgement:
-        """Call the function. UserError for an error in it, and for a result that isn't a finite number."""
+    async def ask(self, sample: TextSample) -> Judgement | None:
+        """Call the function; None: not its to score. UserError: an error in it, or no finite number."""
         with self.code:
             value = self.function(sample)
             if inspect.isawaitable(value):
                 value = await value
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise UserError(f"{self.code.title} returned {value!r}: a finite number is needed")
-        return Judgement(f"{self.code.title}: {float(value)}", float(value))
+            number = float(value) if isinstance(value, Real) else math.nan
+        if value is None:
+            return None
+        if not math.isfinite(number):
+            returned = f"{self.code.title} returned {' '.join(repr(value).split())[:60]}"
+            raise UserError(f"{returned}: a finite number or None is needed")
+        return Judgement(f"{self.code.title}: {number}", number)
 
 
 def load(signal: str, spec: str) -> Rule:
@@ -125,7 +144,10 @@ class Rewards:
         self.rules = rules
         self._sources: list[Judge | Rule] = [*judges, *rules]
         of_reward = [source for source in self._sources if source.signal == "reward"]
-        self._weights = config.reward_weights or (1.0,) * len(of_reward)
+        given = zip(of_reward, config.reward_weights, strict=False)
+        self._weights = dict.fromkeys(self._sources, 1.0) | dict(given)
+        self._limit_s = 0.9 * config.timeout_s  # other ranks wait for all of it
+        self._overdue: UserError | None = None  # of the first rule that didn't answer
         self._decode = decode
         self._format = formats_of(config)[0]
         # of this step, by what is asked of whom
@@ -141,20 +163,24 @@ class Rewards:
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once."""
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
-        judgements = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
-        critiques = [judgement.critique for judgement in judgements]
+        found = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
+        said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}
+        critiques = [judgement.critique for judgement in said.values()]
         if len(self.judges) > 1:
             for number in range(len(self.judges)):
                 critiques[number] = f"judge {number}:\n{critiques[number]}"
         sample.critique = "\n".join(filter(None, critiques))
-        values = [judgement.value for judgement in judgements]
-        if None in values:
+        values = {source: judgement.value for source, judgement in said.items()}
+        if None in values.values():
             return  # a mean of the rest would have another scale
-        said = list(zip(self._sources, values, strict=True))
-        rewards = [value for source, value in said if source.signal == "reward"]
-        costs = [value for source, value in said if source.signal == "cost"]
-        verdicts = [value for source, value in said if source.says_verdict]
-        sample.reward = weighted_mean(rewards, self._weights)
+        counting = {source.signal for source in values if self._weights[source]}
+        if lacking := {source.signal for source in self._sources} - counting:
+            nothing = f"no {max(lacking)}: all rules that count said None"
+            raise UserError(f"an answer to the prompt {sample.question[:60]!r} has {nothing}")
+        rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
+        costs = [value for source, value in values.items() if source.signal == "cost"]
+        verdicts = [value for source, value in values.items() if source.says_verdict]
+        sample.reward = weighted_mean(*zip(*rewards, strict=True))
         sample.cost = math.fsum(costs) if costs else None
         sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
 
@@ -173,8 +199,6 @@ class Rewards:
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
         """Return the task of each judge and rule: the one that runs or has run already, else a new one."""
         text = self._decode(sample.response)
-        answer = self._format.answer_of(text, sample.finish)
-        seen = TextSample(**vars(sample), text=text, answer=answer)
         prompt = sample.turns or sample.question
         asks = {}
         for judge in self.judges:
@@ -183,12 +207,36 @@ class Rewards:
             is_cut = kind.scores and sample.finish != "stop"  # others don't show it
             ask = partial(judge.ask, prompt, shown, pool, sample.media, is_cut)
             asks[judge, str(prompt), shown, sample.media, is_cut] = ask
+        show = partial(self._decode, special=True)
         for number, rule in enumerate(self.rules):
-            asks[number, *sample.key] = partial(rule.ask, seen)
+            texts = {"text": show(sample.response), "prompt_text": show(sample.prompt)}
+            texts |= {"plain_text": text, "answer": self._format.answer_of(text, sample.finish)}
+            seen = TextSample(**vars(sample), **texts)
+            asks[number, *sample.key] = partial(self._ask_rule, rule, seen)
         for key, ask in asks.items():
             if key not in self._tasks:
                 self._tasks[key] = asyncio.create_task(ask())
         return [self._tasks[key] for key in asks]
+
+    async def _ask_rule(self, rule: Rule, seen: TextSample) -> Judgement | None:
+        """Ask a rule. UserError as Rule.ask, and for no answer in time; then no other is asked any more."""
+        if self._overdue:
+            raise self._overdue
+        IN_RULE.set(True)
+        # what awaits is cancelled in time; what holds up the event loop gets a signal
+        signals.signal(signals.SIGALRM, interrupt)
+        signals.setitimer(signals.ITIMER_REAL, self._limit_s)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await rule.ask(seen)
+        except (TimeoutError, Overdue):
+            IN_RULE.set(False)
+            # others that were asked before may hold up the event loop next: no longer than this (s)
+            signals.setitimer(signals.ITIMER_REAL, 0.01, 0.01)
+            silent = f"{rule.code.title} said nothing for {self._limit_s:g} s (0.9 --timeout-s)"
+            late = UserError(f"{silent} of the prompt {seen.question[:60]!r}")
+            self._overdue = self._overdue or late
+            raise self._overdue from None
 
     @property
     def latencies(self) -> list[float]:

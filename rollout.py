@@ -155,6 +155,7 @@ async def collect(c: Controller) -> RolloutBatch:
     samples = flat([step.groups.values()])
     for sample in samples:
         sample.media = ()  # who trains on it, or continues it in a later step, reads them anew
+        sample.row = {}
     if c.stopping:
         c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
         return step.batch

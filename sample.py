@@ -31,6 +31,7 @@ class Sample:
     media: tuple[Image, ...] = ()  # images of the prompt, in the order of their tokens
     turns: list[dict] = field(default_factory=list)  # of a chat of several: all before the answer
     greedy: bool = False  # a baseline for the others of its group, not trained on
+    row: dict[str, Any] = field(default_factory=dict)  # all columns; never sent, nor in a file
     # rollout.py; the tokens as they were sampled: their text, encoded again, may give others
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # by the weights that wrote the token

@@ -139,7 +139,7 @@ class Author:
     def rate(self, request: Request) -> Reply:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))
 
-    def text_of(self, answer: list[int]) -> str:
+    def text_of(self, answer: list[int], **_: Any) -> str:
         return f"{answer[-1] - 1} {len(answer)}"
 
     def decode(self, critique: list[int], **_: Any) -> str:

@@ -721,5 +721,5 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
     )
 
 
-def to_text(tokens):
+def to_text(tokens, **_):
     return "".join(map(chr, tokens))

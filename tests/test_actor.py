@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from algorithms import Algorithm
+from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
+from config import UserError
 from parallel_worker import actor_config, balanced, far, save, set_constants, supervised, weights_of
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
@@ -241,6 +242,34 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
         hook.remove()
     assert update(actor, on_policy_samples(actor))["train/not_finite"] == 0
     assert not all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
+
+
+UNFIT_LOSSES = {
+    "mean": (lambda loss: loss.mean(), r"\[\] and a gradient"),
+    "detached": (lambda loss: loss.detach(), r"\[\d+\] and no gradient"),
+    "column": (lambda loss: loss[:, None], r"\[\d+, 1\] and a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_LOSSES)
+def test_a_loss_of_another_shape_or_without_a_gradient_is_refused(
+    make_actor, model_dir, monkeypatch, name
+):
+    change, has = UNFIT_LOSSES[name]
+
+    def loss(inputs, algorithm):
+        losses, clipped = clipped_loss(inputs, algorithm)
+        return change(losses), clipped
+
+    monkeypatch.setitem(ALGORITHMS, name, Algorithm(group_norm, loss))
+    actor = make_actor(model_dir, row=name)
+    samples, before = on_policy_samples(actor), weights_of(actor)
+    expected = (
+        rf"^--algorithm {name}: its loss has the shape {has}; a number for each of \d+ tokens"
+    )
+    with pytest.raises(UserError, match=expected):
+        update(actor, samples)
+    assert all(torch.equal(before[name], tensor) for name, tensor in actor.named_weights())
 
 
 def test_what_cannot_be_trained_on_is_refused(make_actor, model_dir):

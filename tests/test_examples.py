@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import algorithms
+import data
 import placement
+import rewards
 import rollout
 import run
 from fakes import simulate, to_text
@@ -106,3 +108,17 @@ def test_a_reward_of_one_s_own_runs():
     for sample in (s for c in controllers for s in c.report.steps[1][1].kept):
         right = to_text(sample.response).rsplit(">", 1)[1] == sample.answer_key
         assert sample.reward == pytest.approx(right - 0.01 * max(0, len(sample.response) - 40))
+
+
+def test_a_rule_that_reads_its_rows():
+    """Of each row of its file: the right answer, one too short, one that was cut off; none of other rows."""
+    rule = rewards.load("reward", f"{EXAMPLES / 'my_rule_rows.py'}:tidy")
+    tokenizer = data.load_tokenizer(str(EXAMPLES.parent / "demo/models/written/actor"))
+    prompts = data.PromptFile(EXAMPLES / "my_rows.jsonl", tokenizer, 184)
+    assert {prompt.row["kind"] for prompt in prompts} == {"sum", "free"}
+    for prompt in prompts:
+        said = []
+        for answer, end in ((prompt.answer_key, "<eos>"), ("1", "<eos>"), (prompt.answer_key, "")):
+            texts = dict(text=f">{answer}{end}", answer=answer, row=prompt.row)
+            said.append(rule.function(rewards.TextSample(0, 0, prompt.tokens, **texts)))
+        assert said == ([1.0, 0.0, 0.0] if prompt.row["kind"] == "sum" else [None] * 3)

@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import re
 from fractions import Fraction
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 import data
 import genrm
 import rewards
-from config import Config
+from config import Config, UserError
 from engines.engine import Answer
 from fakes import FakeTokenizer, VirtualClock, to_text
 from models import SPECIAL, save_tokenizer
@@ -244,6 +246,36 @@ def test_confidence_floor(text, logprob, reward):
     assert listed.counts() == ([0], [1])
 
 
+def graded(monkeypatch, verdict, logprob=-0.1):
+    """An answer as it is judged by a format whose `parse` returns this."""
+    row = genrm.JudgeFormat(str, genrm.chat_prompt, lambda text: verdict, min_logprob=-0.36)
+    monkeypatch.setitem(genrm.FORMATS, "graded", row)
+    listed, judged = make_rewards("graded"), sample("125")
+    score_all(listed, Pool(Engine(lambda prompt, number: ("", logprob, "stop"))), [judged])
+    return judged.reward, judged.verdict
+
+
+GRADES = [(0.5, -0.1, 0.5, False), (0.75, -0.1, 0.75, True), (0.75, -0.4, 0.0, False)]
+GRADES += [(0.25, -0.4, 0.25, False), (1, -0.1, 1.0, True), (True, -0.1, 1.0, True)]
+GRADES += [(numpy.float32(0.75), -0.1, 0.75, True), (numpy.int64(0), -0.1, 0.0, False)]
+
+
+@pytest.mark.parametrize("grade, logprob, reward, verdict", GRADES)
+def test_a_graded_verdict_is_the_reward(monkeypatch, grade, logprob, reward, verdict):
+    """Above 0.5 it accepts, and an accept with an unlikely token is a reject."""
+    assert graded(monkeypatch, grade, logprob) == (reward, verdict)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -0.1, math.nan, "yes", [1], numpy.ones((2, 2))])
+def test_what_is_no_verdict_names_the_format(monkeypatch, wrong):
+    shown = re.escape(" ".join(repr(wrong).split()))
+    needed = "a bool, a number from 0 to 1, or None is needed"
+    with pytest.raises(
+        UserError, match=f"^--judge-format graded: parse returned {shown}: {needed}$"
+    ):
+        graded(monkeypatch, wrong)
+
+
 @pytest.mark.parametrize("response,finish", [("125", "stop"), (">125", "length"), (">1", "abort")])
 def test_no_final_answer_is_0_without_a_request(response, finish):
     """Nothing after a '>', or an answer that was cut off."""
@@ -296,10 +328,11 @@ def test_an_engine_that_breaks_stops_everyone():
     """The error reaches every sample that waits for the same verdict: none is scored."""
 
     def broken(prompt, number):
-        raise ValueError("the genrm engine of rank 1 refused")
+        raise UserError("the genrm engine of rank 1 wrote nothing for 30 s")
 
     listed, samples = make_rewards(), [sample(">125"), sample(">125")]
-    with pytest.raises(ValueError, match="refused"):
+    expected = r"^the judge JUDGE0 on '57\+68=': the genrm engine of rank 1 wrote nothing"
+    with pytest.raises(UserError, match=expected):
         score_all(listed, Pool(Engine(broken)), samples)
     assert [s.reward for s in samples] == [None, None]
 

@@ -2,19 +2,25 @@
 
 import asyncio
 import math
+import time
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 
+import numpy
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import data
 import genrm
 import rewards
 from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
-from config import Config
-from fakes import simulate, to_text, trained
+from config import Config, UserError
+from fakes import FakeSource, simulate, to_text, trained
+from models import save_tokenizer
 from sample import Sample
 
 
@@ -42,10 +48,10 @@ def says(value, signal="reward"):
     return rewards.Rule(signal, lambda sample: value, rewards.UserCode(f"--{signal} {value}"))
 
 
-def score(judges=(), rules=(), weights=(), **fields):
+def score(judges=(), rules=(), weights=(), timeout_s=100.0, **fields):
     """An answer that is finished, as these judges and rules score it."""
     config = Config(model="m", rule=("right",) * max(1, len(weights)), reward_weights=weights)
-    config = replace(config, judge_format=("chat",))
+    config = replace(config, judge_format=("chat",), timeout_s=timeout_s)
     listed = rewards.Rewards(config, list(judges), list(rules), to_text)
     sample = Sample(0, 0, [1], response=list(b"It is 5"), finish="stop", **fields)
     asyncio.run(listed.score(sample, None))
@@ -98,6 +104,96 @@ def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_r
     assert sample.verdict == (mean > 0.5) or mean == pytest.approx(0.5)
 
 
+NUMBERS_OF_A_RULE = [(True, 1.0), (0, 0.0), (numpy.float32(0.5), 0.5), (Fraction(1, 4), 0.25)]
+
+
+@pytest.mark.parametrize("said, reward", NUMBERS_OF_A_RULE)
+def test_a_rule_says_any_real_number(said, reward):
+    sample = score([], [says(said), says(said, "cost")])
+    assert (sample.reward, sample.cost) == (reward, reward) and type(sample.reward) is float
+
+
+def test_what_says_none_isn_t_weighed():
+    """By hand: (1 * 1 + 0 * 3) / 4, its 4 left out; the cost is what is said of it."""
+    rules = [says(None), says(0.0), says(None, "cost"), says(0.25, "cost")]
+    sample = score([StubJudge(1.0)], rules, (1.0, 4.0, 3.0))
+    assert (sample.reward, sample.cost, sample.verdict) == (0.25, 0.25, True)
+    assert sample.critique == "says 1.0\n--reward 0.0: 0.0\n--cost 0.25: 0.25"
+
+
+NOBODY = [([], [says(None), says(None)], (), "reward")]
+NOBODY += [([], [says(0.5), says(None)], (0.0, 1.0), "reward")]
+NOBODY += [([StubJudge(1.0)], [says(None, "cost")], (), "cost")]
+
+
+@pytest.mark.parametrize("judges, rules, weights, lacking", NOBODY)
+def test_an_answer_that_nobody_scores_is_an_error_of_the_user_s(judges, rules, weights, lacking):
+    expected = (
+        rf"^an answer to the prompt '3\+9=' has no {lacking}: all rules that count said None$"
+    )
+    with pytest.raises(UserError, match=expected):
+        score(judges, rules, weights, question="3+9=")
+
+
+def test_a_verdict_that_can_t_be_read_drops_a_sample_of_which_no_rule_speaks():
+    assert score([StubJudge(None)], [says(None)]).reward is None
+
+
+NEVER = {
+    "it awaits": "async def reward(sample):\n    await asyncio.Event().wait()\n",
+    "it sleeps": "def reward(sample):\n    time.sleep(4)\n",
+    "it tries again": """
+def reward(sample):
+    for _ in range(400):
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass
+""",
+    "it is in C code": "def reward(sample):\n    re.match('(a+)+$', 'a' * 28 + 'b')\n",
+    "it holds the loop later": """
+async def reward(sample):
+    await asyncio.sleep(0.01)
+    time.sleep(4)
+""",
+}
+
+
+@pytest.mark.parametrize("text", NEVER.values(), ids=NEVER.keys())
+def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
+    """After 0.9 of --timeout-s: none of these answers in less than some seconds."""
+    rules = [rewards.load("reward", write(tmp_path, "import asyncio, re, time\n" + text))]
+    start = time.monotonic()
+    late = (
+        r"^--rule \S+mine\.py said nothing for 0\.45 s \(0\.9 --timeout-s\) of the prompt '3\+9='$"
+    )
+    with pytest.raises(UserError, match=late):
+        score([], [*rules, says(1.0), *rules * 9], timeout_s=0.5, question="3+9=")
+    assert 0.4 < time.monotonic() - start < 3, "other ranks wait, so the first is enough"
+
+
+def test_a_rule_s_own_alarm_stays_its_own(tmp_path):
+    """As libraries set that compare formulas: in the main thread, in less time than the rule has."""
+    rule = """
+import signal
+
+def late(number, frame):
+    raise TimeoutError("too hard")
+
+def reward(sample):
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(1)
+    try:
+        while True:
+            pass
+    except TimeoutError:
+        return 0.25
+    finally:
+        signal.signal(signal.SIGALRM, before)
+"""
+    assert score([], [rewards.load("reward", write(tmp_path, rule))]).reward == 0.25
+
+
 @pytest.mark.parametrize("judges, rules", [([None, 1.0], []), ([None], [1.0])])
 @pytest.mark.parametrize("key", ["reward", "cost"])
 def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
@@ -129,6 +225,56 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
     assert all(text.endswith(f">{answer}") for text, answer, *_ in seen)
 
 
+def test_a_rule_sees_special_tokens_and_others_don_t(tmp_path):
+    tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
+    prompt = data.encode(tokenizer, [{"role": "user", "content": "3+9="}])
+    response = tokenizer("It is 12<|im_end|>")["input_ids"]
+    rule = write(
+        tmp_path, "seen = []\ndef reward(sample):\n    seen.append(sample)\n    return 1\n"
+    )
+    config = Config(model="m", rule=("right",), judge_format=("number",))
+    rules = [rewards.load("reward", rule), rewards.load("cost", "forbidden:im_")]
+    listed = rewards.Rewards(config, [], rules, partial(data.decode, tokenizer))
+    sample = Sample(0, 0, prompt, "3+9=", response=response, finish="stop", row={"level": [1]})
+    asyncio.run(listed.score(sample, None))
+    (seen,) = rules[0].function.__globals__["seen"]
+    assert (seen.text, seen.plain_text, seen.answer) == ("It is 12<|im_end|>", "It is 12", "12")
+    assert seen.prompt_text.startswith("<|im_start|>user\n3+9=<|im_end|>\n<|im_start|>assistant")
+    assert (seen.row, sample.cost) == ({"level": [1]}, 0.0)
+
+
+class WithRows(FakeSource):
+    """Prompt k comes from a row with the columns `number`, k, and `secret`."""
+
+    def training(self, draw):
+        return replace(super().training(draw), row={"number": draw, "secret": "XYZZY"})
+
+
+def test_rules_see_the_columns_of_the_row_and_no_file_does(tmp_path):
+    """Also of answers that are continued in a later step, and after a resume."""
+    rule = """
+def reward(sample):
+    assert sample.question == f"{sample.row['number']}+0=" and sample.row["secret"] == "XYZZY"
+    return float(sample.answer == sample.answer_key)
+"""
+
+    def give_rows(c):
+        c.prompts.source = WithRows()
+
+    named = dict(rule=(write(tmp_path, rule),), steps=4, over_dispatch=1.5)
+    named |= dict(prepare_controller=give_rows, save_every=2, out=tmp_path)
+    controllers, _ = simulate("partial", 2, **named)
+    assert any(group for c in controllers for groups in c.report.carried for group in groups)
+    batches = [batch for c in controllers for _, batch, *_ in c.report.steps]
+    samples = [s for b in batches for s in chain(b.kept, b.dropped, *b.filtered, *b.carried)]
+    assert samples and not any(sample.row for sample in samples)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".py"]
+    assert files and not any(b"XYZZY" in path.read_bytes() for path in files)
+    resumed = tmp_path / "checkpoints" / "step_2"
+    again, _ = simulate("partial", 2, resumed=resumed, **named | {"out": tmp_path / "again"})
+    assert trained(again, 1).keys() == trained(controllers, 3).keys()
+
+
 def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
     """Rollout has all ranks in every mode; a run that goes on from a checkpoint equals the unbroken one."""
     named = dict(model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",), steps=4)
@@ -157,7 +303,15 @@ ERRORS = [
         r"py:4\): ValueError: two lines$",
     ),
     ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
-    ("def reward(sample):\n    pass\n", r"returned None: a finite number is needed$"),
+    (
+        "def reward(sample):\n    return [1.0]\n",
+        r"py returned \[1\.0\]: a finite number or None is needed$",
+    ),
+    ("def reward(sample):\n    return 10 ** 400\n", r"mine\.py: OverflowError: int too large.*$"),
+    (
+        "import torch\ndef reward(sample):\n    return torch.ones(2, 1)\n",
+        r"py returned tensor\(\[\[1\.\], \[1\.\]\]\): a finite number or None is needed$",
+    ),
     ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
     ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
 ]
@@ -179,7 +333,7 @@ def test_a_rule_that_isn_t_there_is_refused(spec):
 
 
 def test_the_rules_that_are_there():
-    fields = dict(text="3+9=12;>12", answer="12", answer_key="12")
+    fields = dict(text="3+9=12;>12<8>", plain_text="3+9=12;>12", answer="12", answer_key="12")
     sample = rewards.TextSample(0, 0, [1], response=[2] * 10, **fields)
     cut_off = rewards.TextSample(0, 0, [1], answer_key="12", text=">", answer=None)
     say = lambda spec, sample: rewards.load("cost", spec).function(sample)  # noqa: E731
@@ -200,7 +354,8 @@ def test_the_rules_that_are_there():
 )
 def test_the_rule_number_compares_last_numbers(text, finish, key, is_right):
     """Whatever the final answer is by --judge-format."""
-    fields = dict(text=text, finish=finish, answer_key=key, answer=text)
+    texts = dict(text=text + "<|9|>", plain_text=text, answer=text)
+    fields = dict(finish=finish, answer_key=key, **texts)
     sample = rewards.TextSample(0, 0, [1], **fields)
     assert rewards.load("reward", "number").function(sample) == is_right
 
