@@ -6,11 +6,11 @@ import heapq
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from jinja2 import TemplateError
 
@@ -36,6 +36,7 @@ class Prompt:
     # reads them: a prompt doesn't hold their bytes
     images: Callable[[], tuple[Image, ...]] = field(default=tuple, compare=False)
     turns: list[dict] = field(default_factory=list)  # as Sample.turns
+    row: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 class Source(Protocol):
@@ -154,6 +155,7 @@ class PromptRow(NamedTuple):
     prompt: Text
     answer_key: str | None
     images: Callable[[], list]  # paths and bytes, as `image_file` takes them
+    row: dict[str, Any]  # all columns but images that are bytes
 
 
 @dataclass(eq=False)
@@ -171,6 +173,9 @@ class PromptFile(Sequence[Prompt]):
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
     read_key: Callable[[str], str | None] = str  # as JudgeFormat.read_key
+    needs: Mapping[str, Callable[[str], str | None]] = field(
+        default_factory=dict
+    )  # who does -> read
 
     def __post_init__(self):
         self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
@@ -205,10 +210,20 @@ class PromptFile(Sequence[Prompt]):
             if self.reader:
                 check_places(str(prompt).count(IMAGE), files, where)
             images = partial(list, files)
-        key = answer_key(row.get("answer"))
-        if key is not None and (key := self.read_key(key)) is None:
-            raise UserError(f"{where}: --judge-format finds none in `answer`: {row['answer']!r}")
-        return PromptRow(where, prompt, key, images)
+        columns = {name: value for name, value in row.items() if not callable(value)}
+        return PromptRow(where, prompt, self._key(row, where), images, columns)
+
+    def _key(self, row: dict, where: str) -> str | None:
+        """Read the answer key in the form of final answers. UserError for one that isn't as needed."""
+        key = answer_key(row.get("answer"), where)
+        if key is None and self.needs:
+            needed = f"{' and '.join(self.needs)} needs an `answer`"
+            raise UserError(f"{where}: {needed}; the row has {', '.join(row)}")
+        for name, read in {"--judge-format": self.read_key, **self.needs}.items():
+            if key is not None and read(key) is None:
+                needed = f"one number, maybe with a unit, for {name}"
+                raise UserError(f"{where}: `answer` must be {needed}, not {row['answer']!r:.60}")
+        return key and self.read_key(key)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
         if self.reader is None:
@@ -249,9 +264,9 @@ class PromptFile(Sequence[Prompt]):
             raise self._too_long(row.where, len(tokens))
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
-        # of Parquet, turns may hold times, which a checkpoint's JSON has no word for
-        several = json.loads(json.dumps(turns, default=str)) if len(turns) > 1 else []
-        return Prompt(tokens, question, row.answer_key, partial(self._images, row), several)
+        several = turns if len(turns) > 1 else []
+        images = partial(self._images, row)
+        return Prompt(tokens, question, row.answer_key, images, several, row.row)
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:

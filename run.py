@@ -40,7 +40,7 @@ from demo.task import Addition
 from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
-from genrm import formats_of
+from genrm import formats_of, number_key
 from images.reader import reader_of
 from placement import Models, Placement, Plan, make_plans
 from reporting.describe import describe, run_metadata
@@ -82,6 +82,8 @@ def start(arguments: list[str], stop: Stop) -> str:
     on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     plans = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            read_inputs(config, plans)
         dry_run.dry_run(config, plans, ranks or 2)
         return ""
     choose_device(config)
@@ -256,7 +258,10 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     if config.data:
         room = longest - config.max_new_tokens
-        how = (config.skip_long, say, reader, formats_of(config)[0].read_key)
+        readers = {"right": str, "number": number_key}  # rules that compare with a row's key
+        rules = readers.keys() & {*config.rule, *config.cost_rule}
+        needs = {f"the rule {rule}": readers[rule] for rule in sorted(rules)}
+        how = (config.skip_long, say, reader, formats_of(config)[0].read_key, needs)
         rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
@@ -273,6 +278,20 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
     return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
+
+
+def read_inputs(config: Config, plans: list[Plan]) -> None:
+    """Read what the command would read. UserError for what can't be used."""
+    from commands import finetune
+
+    tokenizer = data.load_tokenizer(config.model)
+    if config.command == "rl":
+        load_inputs(config, plans, print)
+    elif config.command == "eval":
+        evaluate.read_problems(config, tokenizer, reader_of(config.model))
+    elif config.data:
+        parse = finetune.TASKS[config.command].parse
+        finetune.read_examples(Path(config.data), parse, tokenizer, config)
 
 
 def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]:
