@@ -6,7 +6,7 @@ import heapq
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 Row = TypeVar("Row")
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
 Group = list[Sample]  # the answers to one prompt
+ReadKey = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,8 @@ class PromptFile(Sequence[Prompt]):
     skip_long: bool = False  # leave out longer ones
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
-    read_key: Callable[[str], str | None] = str  # as JudgeFormat.read_key
-    needs: Mapping[str, Callable[[str], str | None]] = field(
-        default_factory=dict
-    )  # who does -> read
+    read_key: ReadKey = str  # as JudgeFormat.read_key
+    needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
 
     def __post_init__(self):
         self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
@@ -217,8 +216,8 @@ class PromptFile(Sequence[Prompt]):
         """Read the answer key in the form of final answers. UserError for one that isn't as needed."""
         key = answer_key(row.get("answer"), where)
         if key is None and self.needs:
-            needed = f"{' and '.join(self.needs)} needs an `answer`"
-            raise UserError(f"{where}: {needed}; the row has {', '.join(row)}")
+            missing = f"`answer` is missing, for {' and '.join(self.needs)}"
+            raise UserError(f"{where}: {missing}; the row has {', '.join(row)}")
         for name, read in {"--judge-format": self.read_key, **self.needs}.items():
             if key is not None and read(key) is None:
                 needed = f"one number, maybe with a unit, for {name}"

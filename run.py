@@ -83,7 +83,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     plans = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            read_inputs(config, plans)
+            load_inputs(config, plans, print)
         dry_run.dry_run(config, plans, ranks or 2)
         return ""
     choose_device(config)
@@ -278,20 +278,6 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
     return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
-
-
-def read_inputs(config: Config, plans: list[Plan]) -> None:
-    """Read what the command would read. UserError for what can't be used."""
-    from commands import finetune
-
-    tokenizer = data.load_tokenizer(config.model)
-    if config.command == "rl":
-        load_inputs(config, plans, print)
-    elif config.command == "eval":
-        evaluate.read_problems(config, tokenizer, reader_of(config.model))
-    elif config.data:
-        parse = finetune.TASKS[config.command].parse
-        finetune.read_examples(Path(config.data), parse, tokenizer, config)
 
 
 def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]:

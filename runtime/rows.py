@@ -1,7 +1,5 @@
 """Rows of a user's file, JSONL or Parquet, and the prompts in them. Errors name the file and the line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -10,20 +8,16 @@ from decimal import Decimal
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config import UserError
 from images.reader import IMAGE
 
-if TYPE_CHECKING:  # it takes long to import
-    from pyarrow import DataType
-
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may write any other, too
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
-TURNS_AS_TEXT = re.compile(  # by JSON, and by Python's str()
-    r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""", re.DOTALL
-)
+# by JSON, and by Python's str()
+TURNS_AS_TEXT = re.compile(r"""(?s)\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""")
 
 
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
@@ -107,8 +101,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
         yield number + 1, _row(line, where) | lazy
 
 
-def _shortest(value: Any, kind: DataType) -> Any:
-    """Read floats of 16 and 32 bits as they are written: 0.1, not 0.10000000149. kind: by Arrow."""
+def _shortest(value: Any, kind: Any) -> Any:
+    """Read floats of 16 and 32 bits as they are written: 0.1, not 0.10000000149. kind: an Arrow DataType."""
     if isinstance(value, list):
         return [_shortest(each, kind.value_type) for each in value]
     if isinstance(value, dict) and str(kind).startswith("map<"):
