@@ -258,9 +258,9 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     if config.data:
         room = longest - config.max_new_tokens
-        readers = {"right": str, "number": number_key}  # rules that compare with a row's key
-        rules = readers.keys() & {*config.rule, *config.cost_rule}
-        needs = {f"the rule {rule}": readers[rule] for rule in sorted(rules)}
+        read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
+        rules = read_key.keys() & {*config.rule, *config.cost_rule}
+        needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
         how = (config.skip_long, say, reader, formats_of(config)[0].read_key, needs)
         rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
         source = data.Shuffled(rows, config.seed, HELD_OUT)

@@ -215,6 +215,8 @@ def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
     given = ["--rule", rule, "--model", f"{tmp_path}/model", "--data", f"{tmp_path}/rows.jsonl"]
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{named}"):
         run.start([*given, "--dry-run"], Stop())
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(good)}\n")
+    assert run.start([*given, "--dry-run"], Stop()) == ""
 
 
 def test_check_names_a_taken_port(capsys):
