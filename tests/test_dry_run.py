@@ -212,11 +212,21 @@ def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
     models.new_model(tmp_path / "model", 0)
     good = dict(prompt="3+4=", answer=7)
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
-    given = ["--rule", rule, "--model", f"{tmp_path}/model", "--data", f"{tmp_path}/rows.jsonl"]
+    given = [
+        "--dry-run",
+        "--max-new-tokens",
+        "9",
+        "--rule",
+        rule,
+        "--model",
+        f"{tmp_path}/model",
+        "--data",
+        f"{tmp_path}/rows.jsonl",
+    ]
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{named}"):
-        run.start([*given, "--dry-run"], Stop())
+        run.start(given, Stop())
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(good)}\n")
-    assert run.start([*given, "--dry-run"], Stop()) == ""
+    assert run.start(given, Stop()) == ""
 
 
 def test_check_names_a_taken_port(capsys):
