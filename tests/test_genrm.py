@@ -31,6 +31,7 @@ ANSWERS = {
     r"\boxed{\{1, 2\}} of {}": r"\{1, 2\}",
     r"\boxed {1\\}": r"1\\",  # a backslash of its own, a line's end
     r"\boxed{1}, then \boxed{ }": None,
+    r"$\boxed{(0, 1\}}$": r"(0, 1\}",
     r"\boxed{" + "{" * 900 + "7" + "}" * 901: "{" * 900 + "7" + "}" * 900,
 }
 VERDICTS = {
@@ -63,6 +64,7 @@ NUMBERS = {  # text -> its last number
     "": None,
     "\u00bd": None,  # one half
     "-, $. and ./": None,
+    "-0.0": "0",
     r"10,\!080": "10080",  # of LaTeX
     "10{,}080": "10080",
     r"10\,080": "10080",
