@@ -192,6 +192,6 @@ def answer_key(answer: Any, where: str) -> str | None:
         text = f"{Decimal(str(answer or 0)):f}".removesuffix(".0")
     last = text.rpartition("####")[2].strip()
     if not last:
-        needed = "text or a number, also behind a last ####"
-        raise UserError(f"{where}: `answer` is {needed}, not {answer!r:.60}")
+        empty = "; nothing stands behind its last ####" if text else ""
+        raise UserError(f"{where}: `answer` is text or a number, not {answer!r:.60}{empty}")
     return text if "\n" in last else last
