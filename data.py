@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 Row = TypeVar("Row")
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
 Group = list[Sample]  # the answers to one prompt
+ReadKey = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class PromptRow(NamedTuple):
     prompt: Text
     answer_key: str | None
     images: Callable[[], list]  # paths and bytes, as `image_file` takes them
-    row: dict[str, Any]  # all other columns, too
+    row: dict[str, Any]  # all columns but images that are bytes
 
 
 @dataclass(eq=False)
@@ -172,7 +173,8 @@ class PromptFile(Sequence[Prompt]):
     skip_long: bool = False  # leave out longer ones
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
-    read_key: Callable[[str], str | None] = str  # as JudgeFormat.read_key
+    read_key: ReadKey = str  # as JudgeFormat.read_key
+    needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
 
     def __post_init__(self):
         self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
@@ -207,11 +209,20 @@ class PromptFile(Sequence[Prompt]):
             if self.reader:
                 check_places(str(prompt).count(IMAGE), files, where)
             images = partial(list, files)
-        key = answer_key(row.get("answer"))
-        if key is not None and (key := self.read_key(key)) is None:
-            raise UserError(f"{where}: --judge-format finds none in `answer`: {row['answer']!r}")
-        columns = {name: value for name, value in row.items() if name != "images"}
-        return PromptRow(where, prompt, key, images, columns)
+        columns = {name: value for name, value in row.items() if not callable(value)}
+        return PromptRow(where, prompt, self._key(row, where), images, columns)
+
+    def _key(self, row: dict, where: str) -> str | None:
+        """Read the answer key in the form of final answers. UserError for one that isn't as needed."""
+        key = answer_key(row.get("answer"), where)
+        if key is None and self.needs:
+            missing = f"`answer` is missing, for {' and '.join(self.needs)}"
+            raise UserError(f"{where}: {missing}; the row has {', '.join(row)}")
+        for name, read in {"--judge-format": self.read_key, **self.needs}.items():
+            if key is not None and read(key) is None:
+                needed = f"one number, maybe with a unit, for {name}"
+                raise UserError(f"{where}: `answer` must be {needed}, not {row['answer']!r:.60}")
+        return key and self.read_key(key)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
         if self.reader is None:
@@ -252,10 +263,9 @@ class PromptFile(Sequence[Prompt]):
             raise self._too_long(row.where, len(tokens))
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
-        # of Parquet, turns may hold times, which a checkpoint's JSON has no word for
-        several = json.loads(json.dumps(turns, default=str)) if len(turns) > 1 else []
+        several = turns if len(turns) > 1 else []
         images = partial(self._images, row)
-        return Prompt(tokens, question, row.answer_key, images, several, dict(row.row))
+        return Prompt(tokens, question, row.answer_key, images, several, row.row)
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import NamedTuple
@@ -71,33 +72,56 @@ Final answer:
 
 VERDICT = re.compile(r"verdict[\s*]*:[\s*]*(?:(correct|incorrect|yes|no)\b)?", re.IGNORECASE)
 ACCEPTS = {"correct": True, "yes": True, "incorrect": False, "no": False}
-# braces inside up to two deep
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+BOX = re.compile(r"\\boxed\s*\{")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a letter
 
 
 def chat_answer(text: str) -> str | None:
     r"""The last \boxed{...}, else what follows the last ####, else the last line that isn't empty."""
-    if boxed := BOXED.findall(text):
-        return boxed[-1].strip()
-    tail = text.rsplit("####", 1)[-1].strip()
-    return tail.splitlines()[-1].strip() if tail else None
+    if not (boxes := list(BOX.finditer(text))):
+        tail = text.rsplit("####", 1)[-1].strip()
+        return tail.splitlines()[-1].strip() if tail else None
+    start = boxes[-1].end()
+    depth = 1
+    for brace in BRACE.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[start : brace.start()].strip() or None
+    return None
 
 
 # a minus behind an operand is an operator, as in 10-3; commas stand between thousands; 3/4 is one number
 NUMBER = re.compile(
-    r"(?:(?<![\w)\]}%])([-−]))?\\?[$€£]?"
-    r"((?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?<![\w.])(?=\.[0-9]))(?:\.[0-9]+)?)(/[0-9]+)?"
+    r"(?:(?<![\w)\]}%])(-))?\\?[$€£]?"
+    # also as \, and {,} of LaTeX and narrow spaces
+    r"((?:\d{1,3}(?:(?:\{?\\?,(?:\\!)?\}?|[_\u2009\u202f])\d{3})+(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?)"
+    r"([eE][+-]?\d+)?(/[0-9]+)?"
+)
+DASHES = dict.fromkeys(map(ord, "−–‑－"), "-")  # that are written for a minus
+KEY = re.compile(  # one number, with what may stand around it
+    rf"[+\s\\$€£¥₹]*{NUMBER.pattern}\.?(?!(?is:.*\b(?:hundred|thousand|[mbtr]+illion|dozen)))"
+    # signs, words of a unit: not 5x, 5^x, 5!
+    r"(?:\\?[%$\s]|[€£¥₹°.]|\\,|\^\{?\\circ\}?|\\(?:text|mathrm)\{[A-Za-z ]*\}"
+    r"|(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])|(?<=[\s/°])[A-Za-z](?![A-Za-z])|(?<=[A-Za-z])[/²³])*"
 )
 
 
 def number_answer(text: str) -> str | None:
     """The last number, in digits that are the same however it is written: -$1,234.50 is -1234.5, 7.0 is 7."""
-    if not (found := NUMBER.findall(text)):
+    if not (found := NUMBER.findall(text.translate(DASHES))):
         return None
-    minus, digits, divisor = found[-1]
-    whole, _, decimals = digits.replace(",", "").partition(".")
-    number = f"{whole.lstrip('0') or 0}.{decimals}".rstrip("0").rstrip(".") + divisor
+    minus, digits, exponent, divisor = found[-1]
+    if len(exponent) > 5:  # no page of zeros
+        return None
+    number = format(Decimal(re.sub(r"[^\d.]", "", digits) + exponent), "f")
+    whole, _, decimals = number.partition(".")
+    number = f"{whole}.{decimals}".rstrip("0").rstrip(".") + divisor
     return f"-{number}" if minus and number != "0" else number
+
+
+def number_key(text: str) -> str | None:
+    """Read a key that is one number, maybe with a unit: none of several numbers, of dates, of \\frac."""
+    return number_answer(text) if KEY.fullmatch(text.translate(DASHES).strip()) else None
 
 
 def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
@@ -126,7 +150,7 @@ Response:
 
 FORMATS = {  # the demo adds rows of its own
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
-    "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_answer),
+    "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_key),
     "harm": JudgeFormat(
         lambda text: text.strip() or None,  # all of the response
         partial(chat_prompt, instruction=HARM_JUDGE),  # what is accepted costs 1 (--cost-judge)

@@ -40,7 +40,7 @@ from demo.task import Addition
 from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
-from genrm import formats_of
+from genrm import formats_of, number_key
 from images.reader import reader_of
 from placement import Models, Placement, Plan, make_plans
 from reporting.describe import describe, run_metadata
@@ -83,6 +83,8 @@ def start(arguments: list[str], stop: Stop) -> str:
     on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     plans = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            load_inputs(config, plans, print)
         dry_run.dry_run(config, plans, ranks or 2)
         return ""
     choose_device(config)
@@ -257,7 +259,10 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     if config.data:
         room = longest - config.max_new_tokens
-        how = (config.skip_long, say, reader, formats_of(config)[0].read_key)
+        read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
+        rules = read_key.keys() & {*config.rule, *config.cost_rule}
+        needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
+        how = (config.skip_long, say, reader, formats_of(config)[0].read_key, needs)
         rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import data
 from checkpoint import FREE, sums_of_files
-from config import Config, UserError
+from config import Config
 from demo.task import Addition
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.fleet import Fleet, ServerSpec
@@ -37,16 +37,13 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def read_problems(
     config: Config, tokenizer: data.Tokenizer, reader: ImageReader | None = None
 ) -> list[data.Prompt]:
-    """The rows of --data that have an answer key, or the demo's. UserError if there are none."""
+    """The rows of --data, or the demo's. UserError for one without an answer key."""
     if not config.data:
         encode = partial(data.encode_prompt, tokenizer, reader)
         return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    how = (config.skip_long, print, reader, formats_of(config)[0].read_key)
-    rows = data.PromptFile(Path(config.data), tokenizer, longest, *how)
-    if not (problems := [row for row in rows if row.answer_key is not None]):
-        raise UserError(f"--data {config.data}: no row has an `answer` to compare with")
-    return problems
+    how = (config.skip_long, print, reader, formats_of(config)[0].read_key, {"run.py eval": str})
+    return list(data.PromptFile(Path(config.data), tokenizer, longest, *how))
 
 
 async def ask(

@@ -21,6 +21,7 @@ from scheduling.balance import flat
 from scheduling.rebalance import RequestStats, StepStats
 
 FIELDS = {"step", "algorithm", *(field.name for field in dataclasses.fields(Sample))}
+EMPTY = {field.name: None for field in dataclasses.fields(Sample) if field.default is None}
 
 
 async def record(c: Controller, shares: Shares) -> dict[str, float]:
@@ -61,6 +62,7 @@ def read_replay(path: Path, name: str) -> list[list[Sample]]:
     """The samples of each step in drawing order; none for a step that kept nothing. name: the algorithm's."""
     by_step = {}
     for number, row in read_rows(path, "--replay"):
+        row = EMPTY | row  # `read_rows` leaves out null fields
         if row.keys() != FIELDS or not isinstance(row["step"], int):
             needed = "expected the fields of a Sample, its step and algorithm, as of --rollout-only"
             raise UserError(f"--replay {path}:{number}: {needed}")

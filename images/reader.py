@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import struct
 import warnings
@@ -131,8 +132,8 @@ def image_file(item: Any, folder: Path, where: str) -> bytes | Path:
         return item
     if not isinstance(item, str) or re.match(r"\w+:", item):
         raise UserError(f"{where}: an image is a file's path or its bytes, not {str(item)[:60]!r}")
-    if not (folder / item).is_file():
-        raise UserError(f"{where}: {folder / item}: no such file")
+    if not os.path.isfile(folder / item):  # False also for what no path could be
+        raise UserError(f"{where}: {str(folder / item)[:200]}: no such file")
     return folder / item
 
 

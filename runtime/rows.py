@@ -1,7 +1,12 @@
 """Rows of a user's file, JSONL or Parquet, and the prompts in them. Errors name the file and the line."""
 
 import json
+import re
+from collections.abc import Iterator
+from datetime import date, time
+from decimal import Decimal
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +16,121 @@ from images.reader import IMAGE
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may write any other, too
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
+# by JSON, and by Python's str()
+TURNS_AS_TEXT = re.compile(r"""(?s)\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""")
 
 
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
-    """Read (number from 1, row) of a .jsonl/.json (object a line) or .parquet file. UserError says where."""
+    """Read (number from 1, row) of a .jsonl/.json (object a line) or .parquet file. UserError says where.
+
+    A row holds what JSON has words for, without null fields. Bytes as `images` are left to a function.
+    """
     if not path.is_file():
         raise UserError(f"{setting} {path}: no such file")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise UserError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+    if path.suffix == ".parquet":
+        rows = list(_parquet_rows(path))
+    else:  # by line: the errors of datasets.load_dataset don't say which line is at fault
+        lines = enumerate(path.read_bytes().splitlines(), 1)
+        rows = [(number, _row(line, f"{path}:{number}")) for number, line in lines if line.strip()]
     if not rows:
         raise UserError(f"{setting} {path}: the file holds no row")
     return rows
 
 
-def _parquet_rows(path: Path) -> list[tuple[int, dict]]:
+def _row(line: bytes, where: str) -> dict:
+    """Read a JSON object. UserError for what UTF-8 can't hold, and for turns that are stored as text."""
+    try:
+        row = json.loads(line, object_pairs_hook=_object)
+        json.dumps(row, ensure_ascii=False).encode()  # fails for half a character, as "\ud83d" is
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON in UTF-8: {error}") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    for name in ("messages", "prompt", "chosen", "rejected"):
+        text = row.get(name)
+        if isinstance(text, str) and (name == "messages" or TURNS_AS_TEXT.fullmatch(text)):
+            raise UserError(f"{where}: `{name}` must be a list of turns, not a text: {text[:40]!r}")
+    return row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict:
+    """Make a dict of a JSON object's fields that aren't null. ValueError if two have one name."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        raise ValueError(f"a name stands twice in one object: {names}")
+    return {name: value for name, value in pairs if value is not None}
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """Read each row as the same row in JSON is read."""
     import pyarrow.parquet
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
+    images = None
     try:
-        # images: maybe more than the memory holds
-        has_images = "images" in pyarrow.parquet.read_schema(path).names
-        table = Dataset.from_parquet(str(path), keep_in_memory=not has_images)
-    except (pyarrow.ArrowException, DatasetGenerationError, ValueError):
-        raise UserError(f"--data {path}: not a Parquet file that can be read") from None
-    if not has_images:
-        return list(enumerate(table, 1))
-    images = table.select_columns("images").with_format("arrow")  # as they are stored: not decoded
+        file = pyarrow.parquet.ParquetFile(path)
+        kinds = {field.name: field.type for field in file.schema_arrow}
+        if len(kinds) < len(file.schema_arrow):
+            raise UserError(f"{path}: two columns have one name, of {', '.join(kinds)}")
+        if re.match("(large_)?list<.*binary", str(kinds.get("images"))):
+            del kinds["images"]  # maybe more than the memory holds
+            images = Dataset.from_parquet(str(path), columns=["images"]).with_format("arrow")
+        table = file.read(columns=list(kinds))
+    except (pyarrow.ArrowException, DatasetGenerationError, OSError):
+        raise UserError(f"{path}: not a Parquet file that can be read") from None
+    if "answer" in kinds and pyarrow.types.is_temporal(kinds["answer"]):
+        raise UserError(f"{path}:1: `answer` is text or a number, not {kinds['answer']}")
 
     def read(number: int) -> list:
         return images[number]["images"][0].as_py() or []
 
-    texts = table.remove_columns("images")
-    return [(n + 1, row | {"images": partial(read, n)}) for n, row in enumerate(texts)]
+    narrow = {name: kind for name, kind in kinds.items() if "float" in str(kind)}
+    for number in range(table.num_rows):
+        where = f"{path}:{number + 1}"
+        try:
+            (row,) = table.slice(number, 1).to_pylist(maps_as_pydicts="strict")
+            row |= {name: _shortest(row[name], kind) for name, kind in narrow.items()}
+            line = json.dumps(row, default=_as_json).encode()
+        except (ValueError, OverflowError, KeyError) as error:
+            columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+            raise UserError(f"{where}: can't be read: {error}; it has {columns}") from None
+        lazy = {"images": partial(read, number)} if images else {}
+        yield number + 1, _row(line, where) | lazy
 
 
-def _json_rows(path: Path) -> list[tuple[int, dict]]:
-    # read line by line: the errors of datasets.load_dataset don't say which line is at fault
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise UserError(f"{path}:{number}: not valid JSON in UTF-8: {error}") from None
-            if not isinstance(row, dict):
-                found = type(row).__name__
-                raise UserError(f"{path}:{number}: expected a JSON object, found {found}")
-            rows.append((number, row))
-    return rows
+def _shortest(value: Any, kind: Any) -> Any:
+    """Read floats of 16 and 32 bits as they are written: 0.1, not 0.10000000149. kind: an Arrow DataType."""
+    if isinstance(value, list):
+        return [_shortest(each, kind.value_type) for each in value]
+    if isinstance(value, dict) and str(kind).startswith("map<"):
+        return {name: _shortest(each, kind.item_type) for name, each in value.items()}
+    if isinstance(value, dict):
+        return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
+    return float(str(kind.to_pandas_dtype()(value))) if isinstance(value, float) else value
+
+
+def _as_json(value: Any) -> Any:
+    """Say in JSON's words what Parquet has others for. ValueError for a type that is unknown here."""
+    match value:
+        case bytes():
+            return value.decode()
+        case Decimal():
+            return int(value) if value == int(value) else float(value)
+        case date() | time():
+            return value.isoformat()
+    raise ValueError(f"a value of the type {type(value).__name__}")
 
 
 def prompt_of(row: dict, where: str) -> Text:
     """The prompt of a row of `PromptFile`, with IMAGE for parts that are images. UserError says `where`."""
-    prompt = row.get("messages") or row.get("prompt")
+    messages = row.get("messages")
+    prompt = row.get("prompt")
+    if messages and prompt and as_turns(prompt, "user") != messages:
+        raise UserError(f"{where}: `messages` and `prompt` say different things; leave one out")
+    prompt = messages or prompt
     if isinstance(prompt, list):
         prompt = [with_text(turn, where) for turn in prompt]
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
@@ -116,11 +181,17 @@ def transcript(prompt: Text) -> str:
     return labelled if len(turns) > 1 else turns[0]["content"]
 
 
-def answer_key(answer: Any) -> str | None:
-    """Read a row's `answer` as text, of a last `#### 72` 72. Columns with a gap hold floats: 56.0 is 56."""
+def answer_key(answer: Any, where: str) -> str | None:
+    """Read a row's `answer` as text: of a last `#### 72` 72, of 56.0, as a gap makes it, 56. UserError."""
     if answer is None or answer != answer:
         return None
-    is_whole = isinstance(answer, float) and answer.is_integer()
-    text = str(int(answer) if is_whole else answer).strip()
+    text = ""
+    if isinstance(answer, str):
+        text = answer.strip()
+    elif type(answer) in (int, float) and abs(answer) != inf:
+        text = f"{Decimal(str(answer or 0)):f}".removesuffix(".0")
     last = text.rpartition("####")[2].strip()
+    if not last:
+        empty = "; nothing stands behind its last ####" if text else ""
+        raise UserError(f"{where}: `answer` is text or a number, not {answer!r:.60}{empty}")
     return text if "\n" in last else last

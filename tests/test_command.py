@@ -68,7 +68,7 @@ def actor(tmp_path_factory):
 
 def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     """All that a rank reads of models and prompts before a start; parts of a controller."""
-    given = ["--model", str(actor), "--rule", "right", "--data", str(rows), *map(str, more)]
+    given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
     return run.load_inputs(settings, make_plans(settings, 2), print)

@@ -5,10 +5,13 @@ import json
 import random
 from collections import Counter
 from contextlib import nullcontext
-from datetime import date
+from datetime import date, timedelta
+from decimal import Decimal
 from types import SimpleNamespace
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +24,7 @@ from demo import task  # noqa: F401  task adds the format
 from examples.make_demo import models
 from fakes import FakeSource, FakeTokenizer
 from models import save_tokenizer
+from runtime.rows import read_rows
 from sample import Sample
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
@@ -161,6 +165,72 @@ def test_parquet(tmp_path, monkeypatch):
     assert '"at": "2024-05-01"' in json.dumps(prompt.turns)
 
 
+def struct(**fields):
+    return pyarrow.struct(list(fields.items()))
+
+
+DAY, NARROW = date(2024, 5, 1), pyarrow.float32()
+COLUMNS = {  # of Parquet: values and type -> the same in JSON, by hand
+    "text": (["a", None], pyarrow.large_string(), ["a", None]),
+    "again": (["b", "b"], pyarrow.dictionary(pyarrow.int8(), pyarrow.string()), ["b", "b"]),
+    "bytes": ([b"caf\xc3\xa9", b""], pyarrow.binary(), ["caf\u00e9", ""]),
+    "nothing": ([None, None], pyarrow.null(), [None, None]),
+    "narrow": ([0.1, 16777216.0], NARROW, [0.1, 16777216.0]),
+    "half": ([0.1, None], pyarrow.float16(), [0.1, None]),
+    "list": ([[0.1, 0.3], []], pyarrow.list_(NARROW), [[0.1, 0.3], []]),
+    "map": ([[("k", 0.1)], []], pyarrow.map_(pyarrow.string(), NARROW), [{"k": 0.1}, {}]),
+    "wide": ([0.1, 1 / 3], pyarrow.float64(), [0.1, 1 / 3]),
+    "decimal": ([Decimal("1.50"), Decimal("7.00")], pyarrow.decimal128(9, 2), [1.5, 7]),
+    "gap": ([56.0, None], pyarrow.float64(), [56.0, None]),
+    "large": ([2**64 - 1, 0], pyarrow.uint64(), [2**64 - 1, 0]),
+    "yes": ([True, None], pyarrow.bool_(), [True, None]),
+    "day": ([DAY, None], pyarrow.date32(), ["2024-05-01", None]),
+    "inner": (
+        [{"a": 0.1, "b": [{"c": None, "d": DAY}]}, {"a": None, "b": None}],
+        struct(a=NARROW, b=pyarrow.list_(struct(c=pyarrow.string(), d=pyarrow.date32()))),
+        [{"a": 0.1, "b": [{"d": "2024-05-01"}]}, {}],
+    ),
+}
+
+
+def write_parquet(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_a_row_of_parquet_is_the_row_in_json(tmp_path):
+    """Whatever its types are, and without null fields, at any depth."""
+    arrays = {name: pyarrow.array(*COLUMNS[name][:2]) for name in COLUMNS}
+    rows = [{name: COLUMNS[name][2][number] for name in COLUMNS} for number in range(2)]
+    read = read_rows(write_parquet(tmp_path / "rows.parquet", **arrays))
+    assert repr(read) == repr(read_rows(jsonl(tmp_path / "rows.jsonl", rows)))
+    assert "None" not in repr(read) and read[0][1]["inner"] == rows[0]["inner"]
+
+
+def test_a_prompt_has_all_columns_of_its_row(tmp_path):
+    """For rules, as they are in the file."""
+    row = {"prompt": "?", "answer": 7, "tests": [{"in": "1", "out": [2.5]}]}
+    [prompt] = data.PromptFile(
+        jsonl(tmp_path / "rows.jsonl", [row | {"no": None}]), Characters(), 9
+    )
+    assert prompt.row == row
+
+
+NO_ROWS = {  # columns of Parquet -> what is said
+    "bytes": ([b"\x89PNG"], pyarrow.binary(), "can't decode byte 0x89 .* has prompt .*x .binary"),
+    "time": ([timedelta(1)], None, "a value of the type timedelta"),
+    "answer": ([DAY], pyarrow.date32(), "`answer` is text or a number, not date32"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_what_json_has_no_word_for_is_refused(tmp_path, name):
+    values, kind, said = NO_ROWS[name]
+    columns = {"prompt": ["?"], name.replace("bytes", "x"): pyarrow.array(values, kind)}
+    with pytest.raises(UserError, match=rf"rows\.parquet:1: .*{said}"):
+        read_rows(write_parquet(tmp_path / "rows.parquet", **columns))
+
+
 GOOD = {"prompt": "good"}
 ANSWERED = [*CHAT, {"role": "assistant", "content": "4"}]
 BAD_ROWS = [
@@ -175,6 +245,18 @@ BAD_ROWS = [
     ([{"messages": CHAT[:1]}], 1, "ends with the system's turn; a prompt ends with the user's"),
     ([{"messages": ANSWERED}], 1, "assistant's turn: that is an example for run.py sft; a"),
     ([GOOD, {"prompt": "all is said\x03"}], 2, "the prompt ends with what ends an answer"),
+    ([GOOD, r'{"prompt": "\ud83d"}'], 2, r"not valid JSON in UTF-8: .* character '\\ud83d'"),
+    ([GOOD, '{"prompt": "a", "prompt": "b"}'], 2, "a name stands twice .*'prompt'"),
+    (['{"prompt": "?", "answer": %s}' % ("1" * 4400)], 1, "not valid JSON"),
+    ([{"messages": json.dumps(CHAT)}], 1, "`messages` must be a list of turns, not a text"),
+    ([{"messages": "What is 2+2?"}], 1, "`messages` must be a list of turns, not a text"),
+    ([{"prompt": json.dumps(CHAT)}], 1, "`prompt` must be a list of turns, not a text"),
+    ([{"prompt": str(CHAT)}], 1, "`prompt` must be a list of turns, not a text"),
+    ([{"messages": CHAT, "prompt": "Other?"}], 1, "`messages` and `prompt` say different things"),
+]
+BAD_KEYS = ("", " \n", "by hand\n#### ", True, ["3", "5"], {"a": 1}, float("inf"))
+BAD_ROWS += [
+    ([GOOD, {"prompt": "?", "answer": key}], 2, "`answer` is text or a number") for key in BAD_KEYS
 ]
 
 
@@ -314,10 +396,32 @@ def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):
 
 def test_the_key_of_an_answer(tmp_path):
     """Whole floats are integers, as a column with a gap holds them; a gap is none."""
-    answers = (56.0, 0.5, " 56.0 ", 7, float("nan"))
+    answers = (56.0, 0.5, " 56.0 ", 7, float("nan"), 0.00001, -0.0, 1e23, 10**30)
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": each} for each in answers])
     prompts = data.PromptFile(path, Characters(), 100)
-    assert [prompt.answer_key for prompt in prompts] == ["56", "0.5", "56.0", "7", None]
+    expected = ["56", "0.5", "56.0", "7", None, "0.00001", "0", f"1{'0' * 23}", f"1{'0' * 30}"]
+    assert [prompt.answer_key for prompt in prompts] == expected
+
+
+def test_a_missing_key_is_named_where_keys_are_needed(tmp_path):
+    """At once, by file and line; by a rule of numbers also one that is no number."""
+    path = jsonl(
+        tmp_path / "rows.jsonl", [{"prompt": "?", "answer": "a"}, {"prompt": "?", "answr": 7}]
+    )
+    with pytest.raises(UserError, match=r"l:2: `answer` is missing, for a rule; .* prompt, answr$"):
+        data.PromptFile(path, Characters(), 100, needs={"a rule": str})
+    with pytest.raises(UserError, match=r"l:1: `answer` must be one number.* for a rule, not 'a'"):
+        data.PromptFile(path, Characters(), 100, needs={"a rule": genrm.number_key})
+
+
+def test_messages_and_a_prompt_that_say_the_same(tmp_path):
+    """Are the turns of `messages`."""
+    rows = [
+        {"messages": CHAT[1:], "prompt": CHAT[1]["content"]},
+        {"messages": CHAT, "prompt": CHAT},
+    ]
+    one, two = data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), Characters(), 100)
+    assert (text_of(one), two.turns) == ("What is 2+2?", CHAT)
 
 
 SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nTogether 72.\n#### 1,072"
@@ -344,7 +448,7 @@ def test_a_key_is_read_in_the_form_of_final_answers(tmp_path, name, answer):
 def test_a_key_without_a_number_is_refused_where_numbers_are_asked_for(tmp_path):
     rows = [{"prompt": "?", "answer": answer} for answer in ("7", "Paris")]
     path = jsonl(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: --judge-format finds none .* 'Paris'"):
+    with pytest.raises(UserError, match=r"l:2: `answer` must be one number.* not 'Paris'"):
         data.PromptFile(path, Characters(), 100, read_key=genrm.FORMATS["number"].read_key)
 
 

@@ -1,6 +1,7 @@
 """What is said before a run: sizes by hand and against the real libraries, and both commands as typed."""
 
 import dataclasses
+import json
 import os
 import re
 import socket
@@ -20,8 +21,10 @@ from commands.dry_run import device_map, grid
 from commands.memory import engine_parts, trainer_parts
 from config import Config, parse_config
 from engines import server
+from examples.make_demo import models
 from models import save_model
 from runtime.hf_directory import checkpoint_shapes
+from runtime.shutdown import Stop
 from scheduling.layout import Shape
 from tiny_models import make_tiny_qwen3
 from vision_models import make_vision_model
@@ -194,6 +197,36 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
     ):
         with pytest.raises(ValueError, match=named):
             said(*arguments, ranks=8)
+
+
+@pytest.mark.parametrize(
+    "rule, row, named",
+    [
+        ("right", {"prompt": "3+4=", "answr": 7}, "`answer` is missing, for the rule right"),
+        ("number", {"prompt": "3+4=", "answer": "a"}, "one number, .* for the rule number"),
+        ("length:9", {"prompt": ""}, "needs `messages`"),
+    ],
+)
+def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
+    """As the run would: one that it can't use is named by file and line."""
+    models.new_model(tmp_path / "model", 0)
+    good = dict(prompt="3+4=", answer=7)
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+    given = [
+        "--dry-run",
+        "--max-new-tokens",
+        "9",
+        "--rule",
+        rule,
+        "--model",
+        f"{tmp_path}/model",
+        "--data",
+        f"{tmp_path}/rows.jsonl",
+    ]
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{named}"):
+        run.start(given, Stop())
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(good)}\n")
+    assert run.start(given, Stop()) == ""
 
 
 def test_check_names_a_taken_port(capsys):

@@ -108,7 +108,7 @@ def read(out):
 def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluate_in):
     """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems."""
     _, tokenizer, end = model
-    rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}, {"prompt": "3+6="}]
+    rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def write(requests):
@@ -139,6 +139,12 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluat
     said = progress.lines[-2]
     assert found["eval/tokens_per_s"] > 0 and progress.at == (2, 2) and last == ""
     assert "pass@2 0.350  pass@4" in said and said.endswith(f"each, {rate})")
+
+
+def test_a_row_without_a_key_is_refused(tmp_path, evaluate_in):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answr": 7}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: `answer` is missing, for run.py eval"):
+        evaluate_in(FakePool(lambda requests: []))
 
 
 @pytest.mark.parametrize("name, accuracy", [("chat", 0), ("number", 0.5)])

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy
@@ -27,6 +28,13 @@ ANSWERS = {
     "": None,
     "words ####": None,
     "####\n\n7\n": "7",
+    r"First \boxed{3}. So \boxed{\frac{1}{\sqrt{x^{2}}}}": r"\frac{1}{\sqrt{x^{2}}}",
+    r"\boxed{1}, and \boxed{\frac{2}{3}": None,
+    r"\boxed{\{1, 2\}} of {}": r"\{1, 2\}",
+    r"\boxed {1\\}": r"1\\",  # a backslash of its own, a line's end
+    r"\boxed{1}, then \boxed{ }": None,
+    r"$\boxed{(0, 1\}}$": r"(0, 1\}",
+    r"\boxed{" + "{" * 900 + "7" + "}" * 901: "{" * 900 + "7" + "}" * 900,
 }
 VERDICTS = {
     "3+4 is 7.\nVerdict: correct": True,
@@ -58,12 +66,88 @@ NUMBERS = {  # text -> its last number
     "": None,
     "\u00bd": None,  # one half
     "-, $. and ./": None,
+    "-0.0": "0",
+    r"10,\!080": "10080",  # of LaTeX
+    "10{,}080": "10080",
+    r"10\,080": "10080",
+    "1_000": "1000",
+    "1\u202f000": "1000",  # NARROW NO-BREAK SPACE
+    "1e-5": "0.00001",
+    "-1.5E3": "-1500",
+    "1e\u22122 m": "0.01",
+    "1e400": "1" + "0" * 400,
+    "1e99999999999": None,
+    "\uff11\uff12": "12",  # FULLWIDTH DIGITS
 }
 
 
 def test_the_last_number_of_a_text():
     """By hand. 3/4 is one number, neither 4 nor 0.75; of dates, times and powers the last, as graders do."""
     assert {text: genrm.number_answer(text) for text in NUMBERS} == NUMBERS
+
+
+KEYS = {  # text -> the one number that it is
+    **{text: text for text in ("3/4", "0", "7", "-3", "0.5")},
+    **dict.fromkeys(("72 apples", "$72.00", r"\$72", "72%", r"72\%", "+72.", "72 km/h"), "72"),
+    **dict.fromkeys(
+        ("$72$", r"72^\circ", r"72\text{ cm}", "72cm", "72 m\u00b2", "72 .", "72 \u20ac"), "72"
+    ),
+    **dict.fromkeys((r"10,\!080", "10{,}080", "10,080", "1.008e4"), "10080"),
+    **dict.fromkeys(("-.5", "\u2212.5", "\u20130.50", "-5e-1"), "-0.5"),
+}
+NO_KEYS = [
+    r"\frac{3}{5}",
+    "2024-01-05",
+    "1.234,50",
+    "3, 5",
+    "3 or 5",
+    "[3]",
+    "(3)",
+    "3-5",
+    "3=3",
+    "1:30",
+]
+NO_KEYS += [
+    "3x",
+    "3i",
+    "3!",
+    r"3\pi",
+    "3^x",
+    "3^2",
+    "3\u00b2",
+    "3\u00bd",
+    "\u00bd",
+    "1 1/2",
+    "0x10",
+    "1'234",
+]
+NO_KEYS += ["1 000", "1,00,000", "1.2.3", "3 million", "about 3", "x = 3", "three", "1e99999999999"]
+
+
+def test_a_key_is_one_number():
+    """Maybe with a currency, a percent sign, a unit; what says more is none."""
+    assert {text: genrm.number_key(text) for text in KEYS} == KEYS
+    assert {text: genrm.number_key(text) for text in NO_KEYS} == dict.fromkeys(NO_KEYS)
+
+
+WRITTEN = [  # with a Decimal's exponent, without, with separators of thousands, in a unit
+    *("{:f}", "{:e}", "{:E}", "{:,f}", "+{:f}", "${:,f}$", "{:f}.", "{:f} apples", "{:.3e}"),
+    *(r"\${:,f}", r"{:,f}\%"),
+]
+
+
+@given(st.decimals(-(10**40), 10**40, allow_nan=False), st.sampled_from(WRITTEN))
+def test_a_key_and_an_answer_agree_however_they_are_written(number, form):
+    """Exactly: one text, without an exponent."""
+    number = Decimal(f"{number:.3e}") if "3e" in form else number
+    written = form.format(number)
+    if "+" in form:
+        written = written.replace("+-", "-")
+    found = genrm.number_answer(written)
+    assert genrm.number_key(written) == found == genrm.number_key(found)
+    assert Decimal(found) == Decimal(number) and "E" not in found.upper()
+    others = (written.replace(",", r",\!"), written.replace("-", "\u2212"), f"It is {written}")
+    assert {*map(genrm.number_answer, others)} == {found}
 
 
 SENTENCES = ["{}", "It is {}.", "2 + 3: {}", "**{}**", "(-1, {})", "**Answer:** {}\n"]

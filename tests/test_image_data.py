@@ -131,6 +131,7 @@ REFUSED = {  # what is wrong with a row -> how its line goes on
     "an address": (ONE | dict(images=["https://a.b/c.png"]), f"{PATH}, not 'https"),
     "a file's address": (ONE | dict(images=["file:///etc/passwd"]), PATH),
     "no such file": (ONE | dict(images=["pictures/9.png"]), r".*pictures/9.png: no such file"),
+    "no path": (ONE | dict(images=["A" * 5000]), r".*A: no such file"),
     "videos": (dict(prompt="=", videos=["a.mp4"]), "videos are not supported"),
     "a video part": (dict(messages=[CHAT | dict(content=[VIDEO])]), "a part {'type': 'video'}"),
     "a part's own image": (dict(messages=[CHAT | dict(content=[OWN])]), "a part {'type': 'image',"),
