@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import algorithms
 import rollout
@@ -20,8 +21,9 @@ from checkpoint import Checkpoints
 from config import Config, UserError
 from data import Prompts
 from engines.engine import Sampling
+from engines.pool import QUEUED
 from placement import Placement
-from reporting.metrics import Report
+from reporting.metrics import Report, pass_at_k
 from reporting.timeline import Timeline
 from rewards import Rewards
 from rollout import RolloutBatch
@@ -279,32 +281,46 @@ def stop_on_empty_steps(c: Controller) -> None:
 
 
 async def evaluate(c: Controller, step: int) -> None:
-    """Report greedy accuracy on held-out prompts, every `eval_every` steps (those that serve)."""
-    held_out = [prompt for prompt in c.prompts.source.held_out if prompt.answer_key is not None]
+    """Report accuracy and pass@k on held-out prompts, every `eval_every` steps (those that serve)."""
+    held_out = c.prompts.source.held_out
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     engines = c.placement.rollout.engines
     if not (held_out and is_due and engines and c.placement.serves):
         return
     tasks = rollout.Tasks()
-    mine = []
-    for i, prompt in list(enumerate(held_out))[c.team.place :: c.team.size]:
-        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
-        mine.append(Sample(-1 - i, 0, *fields, greedy=True))
+    right = []
+    mine = range(c.team.place, len(held_out), c.team.size)
+    numbers = iter(mine)
     with c.timeline.span("evaluate"):
-        for sample in mine:
-            tasks.start(sample.prompt_id, answer_greedily(c, sample, tasks))
+        # as many as engines may be asked: more prompts and images could fill the memory
+        for place in range(min(len(mine), QUEUED * c.config.max_running_requests)):
+            tasks.start(place, answer_held_out(c, numbers, tasks, right))
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
-    num_right = sum(c.rewards.final_answer(sample) == sample.answer_key for sample in mine)
-    counts = await c.team.gather((num_right, len(mine)))
+    greedy, sampled = zip(*flat([await c.team.gather(right)]), strict=True)
     c.placement.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    accuracy = sum(right for right, _ in counts) / sum(asked for _, asked in counts)
-    c.report.accuracy(step, accuracy, c.timeline.now())
+    metrics = {"eval/accuracy": fmean(greedy)} | pass_at_k(c.config.eval_samples, sampled)
+    c.report.evaluation(step, metrics, c.timeline.now())
 
 
-async def answer_greedily(c: Controller, sample: Sample, tasks: rollout.Tasks) -> None:
-    async for _, answer in rollout.ask(c, [sample], tasks):
-        sample.response = sample.response + answer.tokens
-        sample.finish = answer.finish
+async def answer_held_out(
+    c: Controller, numbers: Iterator[int], tasks: rollout.Tasks, right: list[tuple[bool, int]]
+) -> None:
+    """Have the next of these held-out prompts answered, one after another, greedily and `eval_samples` times.
+
+    Adds to `right` whether the greedy answer to each is right, and how many of the others are.
+    """
+    for number in numbers:
+        prompt = c.prompts.source.held_out[number]
+        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
+        samples = [Sample(-1 - number, 0, *fields, greedy=True)]
+        samples += [Sample(-1 - number, 1 + n, *fields) for n in range(c.config.eval_samples)]
+        async for sample, answer in rollout.ask(c, samples, tasks):
+            sample.response = sample.response + answer.tokens
+            sample.finish = answer.finish
+        if tasks.closed:
+            return
+        first, *others = [c.rewards.final_answer(s) == s.answer_key for s in samples]
+        right.append((first, sum(others)))

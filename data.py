@@ -41,7 +41,7 @@ class Prompt:
 class Source(Protocol):
     """A source of prompts: `training` without end, and others held out."""
 
-    held_out: list[Prompt]
+    held_out: Sequence[Prompt]
 
     def training(self, prompt_id: int) -> Prompt: ...
 
@@ -171,10 +171,11 @@ class PromptFile(Sequence[Prompt]):
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
     read_key: Callable[[str], str | None] = str  # as JudgeFormat.read_key
+    setting: str = "--data"  # or --eval-data, of which every row needs an `answer`
 
     def __post_init__(self):
         self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
-        rows = [self._row(line, row) for line, row in read_rows(self.path)]
+        rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
         self._rows: list[PromptRow] = []
         for row in rows:
             tokens = self._most_tokens(row)
@@ -183,7 +184,8 @@ class PromptFile(Sequence[Prompt]):
             elif not self.skip_long:
                 raise self._too_long(row.where, tokens)
         if not self._rows:
-            raise UserError(f"--data {self.path}: no prompt has at most {self.max_tokens} tokens")
+            named = f"{self.setting} {self.path}"
+            raise UserError(f"{named}: no prompt has at most {self.max_tokens} tokens")
         if longer := len(rows) - len(self._rows):
             left_out = f"{longer} of {len(rows)} prompts in {self.path}"
             self.say(f"--skip-long: {left_out} have over {self.max_tokens} tokens")
@@ -208,6 +210,8 @@ class PromptFile(Sequence[Prompt]):
         key = answer_key(row.get("answer"))
         if key is not None and (key := self.read_key(key)) is None:
             raise UserError(f"{where}: --judge-format finds none in `answer`: {row['answer']!r}")
+        if key is None and self.setting == "--eval-data":
+            raise UserError(f"{where}: a row of --eval-data needs an `answer` to compare with")
         return PromptRow(where, prompt, key, images)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:

@@ -254,11 +254,17 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
+    room = longest - config.max_new_tokens
+    how = (tokenizer, room, config.skip_long, say, reader, formats_of(config)[0].read_key)
     if config.data:
-        room = longest - config.max_new_tokens
-        how = (config.skip_long, say, reader, formats_of(config)[0].read_key)
-        rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
-        source = data.Shuffled(rows, config.seed, HELD_OUT)
+        rows = data.PromptFile(Path(config.data), *how)
+        source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
+    source.held_out = [prompt for prompt in source.held_out if prompt.answer_key is not None]
+    if config.eval_data:
+        source.held_out = data.PromptFile(Path(config.eval_data), *how, "--eval-data")
+    if config.eval_samples and not source.held_out:
+        needed = "no prompt with an `answer` is held out of --data; --eval-data FILE names some"
+        raise UserError(f"--eval-samples {config.eval_samples}: {needed}")
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
     sees = reader is not None
     prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)

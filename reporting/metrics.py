@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -113,11 +114,12 @@ class Report:
         if self.found:
             self.progress.resume_at(self.found.step)
 
-    def accuracy(self, step: int, value: float, now: float) -> None:
-        """Take the greedy accuracy on held-out prompts after `step` updates; the step's time begins now."""
-        self._evaluated = {"eval/accuracy": value}
+    def evaluation(self, step: int, metrics: dict[str, float], now: float) -> None:
+        """Take the metrics of held-out prompts after `step` updates; the step's time begins now."""
+        self._evaluated = metrics
         self._ended = now
-        self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        self.note(f"after {step:3d} steps: {shown} on held-out prompts")
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
@@ -177,6 +179,19 @@ class Report:
             figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
+
+
+def pass_at_k(samples: int, right: list[int]) -> dict[str, float]:
+    """Return the mean pass@k over prompts, so many of whose `samples` answers are right; k: 1, 2, 4 ..., all.
+
+    The unbiased 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1.
+    """
+    powers = {2**power for power in range(samples.bit_length())}
+    metrics = {}
+    for k in sorted({*powers, samples} - {0}):
+        passed = (1 - comb(samples - count, k) / comb(samples, k) for count in right)
+        metrics[f"eval/pass@{k}"] = fmean(passed)
+    return metrics
 
 
 class Facts(NamedTuple):

@@ -472,7 +472,8 @@ class FakeReport:
     """Keeps what each step came to; `carried` and `requeued` as they were at its end."""
 
     def __init__(self):
-        self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
+        self.steps, self.notes, self.marks = [], [], []
+        self.accuracies, self.passed = {}, {}
         self.carried, self.requeued, self.cursors, self.restarts = [], [], [], []
         self.note, self.decode = self.notes.append, str
 
@@ -480,8 +481,9 @@ class FakeReport:
         self.dumped = samples
         return "OUT/skipped_samples.jsonl"
 
-    def accuracy(self, step, value, now):
-        self.accuracies[step] = value
+    def evaluation(self, step, metrics, now):
+        self.accuracies[step] = metrics.pop("eval/accuracy")
+        self.passed[step] = metrics
 
     async def step(self, c, step, batch, samples, stats):
         held = chain.from_iterable(batch.carried)
