@@ -41,41 +41,59 @@ from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, m
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
+INSTRUCTIONS = ("system", "developer")  # roles of a conversation's head
 
 
-def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode):
-    """Encode a prompt and an answer, each text or chat turns. UserError says what is wrong, and `where`.
-
-    Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
-    """
+def read_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> tuple:
+    """Return a prompt and an answer, both text or both chat turns. UserError says what is wrong, `where`."""
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         if tokenizer.eos_token_id is None:
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
-        return encode(tokenizer, prompt, answer)
-    before = as_turns(prompt or [], "user")
+        return prompt, answer
+    before = as_turns([] if prompt in (None, "") else prompt, "user")
     turns = as_turns(answer, "assistant")
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
-    turns = turns if turns[0]["role"] != "assistant" else before + turns
+    turns = conversation_of(*map(without_gaps, (before, turns)), where)
     if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
     data.check_prompt(tokenizer, turns[:-1], where)
-    return encode(tokenizer, turns[:-1], turns[-1:])
+    return turns[:-1], turns[-1:]
+
+
+def without_gaps(turns: list[dict]) -> list[dict]:
+    """Leave out what a turn has no value of: in Parquet every turn has all names."""
+    return [dict(item for item in turn.items() if item[1] is not None) for turn in turns]
+
+
+def conversation_of(before: list[dict], turns: list[dict], where: str) -> list[dict]:
+    """Return a prompt's turns and an answer's behind it, which may begin with all of them, or the last.
+
+    Instructions may stand before the prompt in the answer alone. UserError if the two contradict.
+    """
+    first = turns[0]
+    asked = turns[1:] if first["role"] in INSTRUCTIONS else turns
+    if before in (turns[: len(before)], asked[: len(before)]):
+        return turns
+    repeated = [count for count in range(1, len(before)) if before[-count:] == turns[:count]]
+    is_begun = before[-1]["role"] == "user" or first["role"] in INSTRUCTIONS or first in before
+    if is_begun and first["role"] != "assistant" and not repeated:
+        raise UserError(f"{where}: `prompt` contradicts how the conversation beside it begins")
+    return before + turns[max(repeated, default=0) :]
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
-    answers = [(row.get("prompt"), row[name]) for name in ("response", "completion") if name in row]
-    if "messages" in row:
-        answers = [([], row["messages"])]
-    if len(answers) != 1:
+    names = ("messages", "response", "completion")
+    answers = [row[name] for name in names if row.get(name) is not None]
+    if len(answers) != 1 or isinstance(row.get("messages"), str):
         needed = "`messages`, or `prompt` and one of `response` and `completion`"
         raise UserError(f"{where}: needs {needed}")
-    encode = partial(data.encode_pair, where=where)
-    prompt, response = encode_answer(*answers[0], tokenizer, where, encode)
+    asked, answer = read_answer(row.get("prompt"), answers[0], tokenizer, where)
+    prompt, response = data.encode_pair(tokenizer, asked, answer, where)
     return [Sample(0, 0, prompt, response=response)]
 
 
@@ -84,7 +102,13 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     answers = (row["chosen"], row["rejected"])
-    return [encode_answer(row.get("prompt"), each, tokenizer, where, encode) for each in answers]
+    pairs = [read_answer(row.get("prompt"), each, tokenizer, where) for each in answers]
+    if pairs[0][0] != pairs[1][0]:
+        raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
+    chosen, rejected = [encode(tokenizer, *pair) for pair in pairs]
+    if chosen == rejected:
+        raise UserError(f"{where}: `chosen` and `rejected` are the same")
+    return [chosen, rejected]
 
 
 def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -109,6 +133,9 @@ def read_examples(
         if row.get("images"):
             limit = f"run.py {config.command} learns from texts"
             raise UserError(f"{path}:{line}: it has images, and {limit}")
+        for name in filter(row.get, ("system", "system_prompt")):
+            needed = "make it a turn of the system in `prompt` or `messages`"
+            raise UserError(f"{path}:{line}: `{name}` isn't read: {needed}")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"

@@ -295,13 +295,13 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     batch.missing_groups = 1
 
     async def one_step():
-        report.accuracy(0, 0.25, c.timeline.now())
+        report.evaluation(0, {"eval/accuracy": 0.25, "eval/pass@2": 0.5}, c.timeline.now())
         with c.timeline.span("serve"):
             await asyncio.sleep(2.0)
         with c.timeline.span("train"):
             await asyncio.sleep(2.0)
         await report.step(c, 0, batch, batch.kept, {"train/loss": 0.5})
-        report.accuracy(1, 0.75, c.timeline.now())
+        report.evaluation(1, {"eval/accuracy": 0.75}, c.timeline.now())
 
     loop.run_until_complete(one_step())
     if is_full:
@@ -318,11 +318,12 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     report.close()  # whose last row comes first: a run that is killed as it draws has it
     first, last = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     expected = numbers("""
-        step=0 eval/accuracy=0.25 train/loss=0.5 time/step_s=4 time/serve_s=2
+        step=0 eval/accuracy=0.25 eval/pass@2=0.5 train/loss=0.5 time/step_s=4 time/serve_s=2
         split/rollout_ranks=3 rollout/groups_per_kept=1.25 rollout/lacking_groups=1
         perf/tokens_per_s=25""")
     assert {name: first[name] for name in expected} == expected
     assert last == {"step": 1, "eval/accuracy": 0.75}
+    assert "steps: eval/accuracy 0.250  eval/pass@2 0.500 on held-out prompts" in lines[0]
     assert "step 1: 1 of 4 groups are lacking after 2 waves" in lines[1]
     samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").open()]
     assert [s["prompt_id"] for s in samples] == [0, 1]
