@@ -59,6 +59,8 @@ class Config:
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
     tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
     rebalance: bool = False  # move ranks between the roles (fused: the tail) by load
+    eval_data: str = ""  # held-out prompts, each with an `answer`; default: some rows of --data
+    eval_samples: int = 0  # answers to each of them beside a greedy one, for pass@k
     # ---- debugging
     dry_run: bool = False  # print who would run where, and the memory that takes, and end
     rollout_only: bool = False  # generate and judge alone; samples go to OUT/replay.jsonl
@@ -75,9 +77,6 @@ class Config:
     # ---- evaluation
     judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each
     eval_every: int = 10  # steps between greedy evaluations on held-out prompts
-    # ---- evaluation in the loop
-    eval_data: str = ""  # held-out prompts, each with an `answer`; default: some rows of --data
-    eval_samples: int = 0  # answers to each beside a greedy one, for pass@k
     # ---- training
     steps: int = 40  # batches to train on
     lr: float = 1e-6  # AdamW
@@ -233,8 +232,7 @@ class Command(NamedTuple):
 
 
 ALWAYS = ("the run", "model and data", "evaluation")
-LOOP = ("evaluation in the loop", "the loop", "debugging", "rewards", "reinforcement learning")
-LOOP += ("engines", "checkpoints")
+LOOP = ("the loop", "debugging", "rewards", "reinforcement learning", "engines", "checkpoints")
 EXAMPLES = (*ALWAYS, "training", "examples")
 DECAYS = {"lr_decay_to": 0.1}
 COMMANDS = {

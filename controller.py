@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from statistics import fmean
 
 import algorithms
 import rollout
@@ -23,7 +22,7 @@ from data import Prompts
 from engines.engine import Sampling
 from engines.pool import QUEUED
 from placement import Placement
-from reporting.metrics import Report, pass_at_k
+from reporting.metrics import Report
 from reporting.timeline import Timeline
 from rewards import Rewards
 from rollout import RolloutBatch
@@ -281,46 +280,35 @@ def stop_on_empty_steps(c: Controller) -> None:
 
 
 async def evaluate(c: Controller, step: int) -> None:
-    """Report accuracy and pass@k on held-out prompts, every `eval_every` steps (those that serve)."""
+    """Report which answers to held-out prompts are right, every `eval_every` steps (those that serve)."""
     held_out = c.prompts.source.held_out
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
-    engines = c.placement.rollout.engines
-    if not (held_out and is_due and engines and c.placement.serves):
+    if not (held_out and is_due and c.placement.rollout.engines and c.placement.serves):
         return
     tasks = rollout.Tasks()
-    right = []
-    mine = range(c.team.place, len(held_out), c.team.size)
-    numbers = iter(mine)
+    mine = list(range(c.team.place, len(held_out), c.team.size))
+    right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
+
+    async def answer() -> None:
+        while mine and not tasks.closed:
+            number = mine.pop(0)
+            prompt = held_out[number]
+            fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
+            count = 1 + c.config.eval_samples
+            samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]
+            async for sample, part in rollout.ask(c, samples, tasks):
+                sample.response = sample.response + part.tokens
+                sample.finish = part.finish
+            first, *others = [c.rewards.final_answer(s) == s.answer_key for s in samples]
+            right.append((first, sum(others)))
+
     with c.timeline.span("evaluate"):
-        # as many as engines may be asked: more prompts and images could fill the memory
+        # as many at once as engines take: all prompts and images could fill the memory
         for place in range(min(len(mine), QUEUED * c.config.max_running_requests)):
-            tasks.start(place, answer_held_out(c, numbers, tasks, right))
+            tasks.start(place, answer())
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
-    greedy, sampled = zip(*flat([await c.team.gather(right)]), strict=True)
     c.placement.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    metrics = {"eval/accuracy": fmean(greedy)} | pass_at_k(c.config.eval_samples, sampled)
-    c.report.evaluation(step, metrics, c.timeline.now())
-
-
-async def answer_held_out(
-    c: Controller, numbers: Iterator[int], tasks: rollout.Tasks, right: list[tuple[bool, int]]
-) -> None:
-    """Have the next of these held-out prompts answered, one after another, greedily and `eval_samples` times.
-
-    Adds to `right` whether the greedy answer to each is right, and how many of the others are.
-    """
-    for number in numbers:
-        prompt = c.prompts.source.held_out[number]
-        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
-        samples = [Sample(-1 - number, 0, *fields, greedy=True)]
-        samples += [Sample(-1 - number, 1 + n, *fields) for n in range(c.config.eval_samples)]
-        async for sample, answer in rollout.ask(c, samples, tasks):
-            sample.response = sample.response + answer.tokens
-            sample.finish = answer.finish
-        if tasks.closed:
-            return
-        first, *others = [c.rewards.final_answer(s) == s.answer_key for s in samples]
-        right.append((first, sum(others)))
+    c.report.evaluation(step, flat([await c.team.gather(right)]), c.timeline.now())

@@ -184,8 +184,7 @@ class PromptFile(Sequence[Prompt]):
             elif not self.skip_long:
                 raise self._too_long(row.where, tokens)
         if not self._rows:
-            named = f"{self.setting} {self.path}"
-            raise UserError(f"{named}: no prompt has at most {self.max_tokens} tokens")
+            raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
         if longer := len(rows) - len(self._rows):
             left_out = f"{longer} of {len(rows)} prompts in {self.path}"
             self.say(f"--skip-long: {left_out} have over {self.max_tokens} tokens")

@@ -263,8 +263,7 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     if config.eval_data:
         source.held_out = data.PromptFile(Path(config.eval_data), *how, "--eval-data")
     if config.eval_samples and not source.held_out:
-        needed = "no prompt with an `answer` is held out of --data; --eval-data FILE names some"
-        raise UserError(f"--eval-samples {config.eval_samples}: {needed}")
+        raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
     sees = reader is not None
     prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)

@@ -40,8 +40,6 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
-INSTRUCTIONS = ("system", "developer")  # roles of a conversation's head
 
 
 def read_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> tuple:
@@ -56,7 +54,7 @@ def read_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str)
     turns = as_turns(answer, "assistant")
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
-    turns = conversation_of(*map(without_gaps, (before, turns)), where)
+    turns = conversation_of([*map(without_gaps, before)], [*map(without_gaps, turns)], where)
     if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
@@ -64,31 +62,27 @@ def read_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str)
     return turns[:-1], turns[-1:]
 
 
-def without_gaps(turns: list[dict]) -> list[dict]:
-    """Leave out what a turn has no value of: in Parquet every turn has all names."""
-    return [dict(item for item in turn.items() if item[1] is not None) for turn in turns]
+def without_gaps(turn: dict) -> dict:
+    """Leave out what has no value: Parquet gives every turn all names."""
+    return {name: value for name, value in turn.items() if value is not None}
 
 
 def conversation_of(before: list[dict], turns: list[dict], where: str) -> list[dict]:
-    """Return a prompt's turns and an answer's behind it, which may begin with all of them, or the last.
-
-    Instructions may stand before the prompt in the answer alone. UserError if the two contradict.
-    """
+    """Return a prompt's turns, then an answer's, which may begin with all of them, or the last. UserError."""
     first = turns[0]
-    asked = turns[1:] if first["role"] in INSTRUCTIONS else turns
-    if before in (turns[: len(before)], asked[: len(before)]):
-        return turns
-    repeated = [count for count in range(1, len(before)) if before[-count:] == turns[:count]]
-    is_begun = before[-1]["role"] == "user" or first["role"] in INSTRUCTIONS or first in before
-    if is_begun and first["role"] != "assistant" and not repeated:
+    is_headed = first["role"] in ("system", "developer")
+    if is_headed and turns[1 : 1 + len(before)] == before:
+        return turns  # a prompt without the instructions
+    new = next(n for n in range(len(before) + 1) if before[n:] == turns[: len(before) - n])
+    is_whole = 0 < new == len(before) and first["role"] != "assistant"
+    if is_whole and (is_headed or first in before or before[-1]["role"] == "user"):
         raise UserError(f"{where}: `prompt` contradicts how the conversation beside it begins")
-    return before + turns[max(repeated, default=0) :]
+    return before[:new] + turns
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
-    names = ("messages", "response", "completion")
-    answers = [row[name] for name in names if row.get(name) is not None]
+    answers = [row[n] for n in ("messages", "response", "completion") if row.get(n) is not None]
     if len(answers) != 1 or isinstance(row.get("messages"), str):
         needed = "`messages`, or `prompt` and one of `response` and `completion`"
         raise UserError(f"{where}: needs {needed}")
@@ -97,7 +91,7 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     return [Sample(0, 0, prompt, response=response)]
 
 
-def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode) -> list:
+def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callable) -> list:
     """Read {"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
@@ -105,10 +99,10 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode
     pairs = [read_answer(row.get("prompt"), each, tokenizer, where) for each in answers]
     if pairs[0][0] != pairs[1][0]:
         raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
-    chosen, rejected = [encode(tokenizer, *pair) for pair in pairs]
-    if chosen == rejected:
+    encoded = [encode(tokenizer, *pair) for pair in pairs]
+    if encoded[0] == encoded[1]:
         raise UserError(f"{where}: `chosen` and `rejected` are the same")
-    return [chosen, rejected]
+    return encoded
 
 
 def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -134,8 +128,7 @@ def read_examples(
             limit = f"run.py {config.command} learns from texts"
             raise UserError(f"{path}:{line}: it has images, and {limit}")
         for name in filter(row.get, ("system", "system_prompt")):
-            needed = "make it a turn of the system in `prompt` or `messages`"
-            raise UserError(f"{path}:{line}: `{name}` isn't read: {needed}")
+            raise UserError(f"{path}:{line}: `{name}` isn't read; a turn of the system is")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"

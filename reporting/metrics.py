@@ -114,11 +114,12 @@ class Report:
         if self.found:
             self.progress.resume_at(self.found.step)
 
-    def evaluation(self, step: int, metrics: dict[str, float], now: float) -> None:
-        """Take the metrics of held-out prompts after `step` updates; the step's time begins now."""
-        self._evaluated = metrics
+    def evaluation(self, step: int, right: list[tuple[bool, int]], now: float) -> None:
+        """Take which answers, greedy and sampled, are right after `step` updates. The step begins now."""
+        self._evaluated = {"eval/accuracy": fmean(greedy for greedy, _ in right)}
+        self._evaluated |= pass_at_k(self.config.eval_samples, [count for _, count in right])
         self._ended = now
-        shown = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in self._evaluated.items())
         self.note(f"after {step:3d} steps: {shown} on held-out prompts")
 
     async def step(
@@ -182,13 +183,10 @@ class Report:
 
 
 def pass_at_k(samples: int, right: list[int]) -> dict[str, float]:
-    """Return the mean pass@k over prompts, so many of whose `samples` answers are right; k: 1, 2, 4 ..., all.
-
-    The unbiased 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1.
-    """
+    """Return the unbiased pass@k of Codex (arXiv 2107.03374), equation 1. right: answers to each prompt."""
     powers = {2**power for power in range(samples.bit_length())}
     metrics = {}
-    for k in sorted({*powers, samples} - {0}):
+    for k in sorted(powers | {samples} - {0}):
         passed = (1 - comb(samples - count, k) / comb(samples, k) for count in right)
         metrics[f"eval/pass@{k}"] = fmean(passed)
     return metrics

@@ -11,6 +11,7 @@ import random
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import controller
 import demo.task  # noqa: F401 (it adds a judge format)
@@ -473,7 +474,7 @@ class FakeReport:
 
     def __init__(self):
         self.steps, self.notes, self.marks = [], [], []
-        self.accuracies, self.passed = {}, {}
+        self.accuracies, self.sampled = {}, {}
         self.carried, self.requeued, self.cursors, self.restarts = [], [], [], []
         self.note, self.decode = self.notes.append, str
 
@@ -481,9 +482,9 @@ class FakeReport:
         self.dumped = samples
         return "OUT/skipped_samples.jsonl"
 
-    def evaluation(self, step, metrics, now):
-        self.accuracies[step] = metrics.pop("eval/accuracy")
-        self.passed[step] = metrics
+    def evaluation(self, step, right, now):
+        self.accuracies[step] = fmean(greedy for greedy, _ in right)
+        self.sampled[step] = sorted(right)
 
     async def step(self, c, step, batch, samples, stats):
         held = chain.from_iterable(batch.carried)
