@@ -220,6 +220,7 @@ def test_chat_rows_for_sft(row, tokenizers):
 
 WHOLE = [SYSTEM, user("3+4?"), assistant("7")]
 OTHER = [SYSTEM, user("3+4?"), assistant("6")]
+HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
 GAPS = {"name": None, "weight": None}  # Parquet gives every turn all names
 LED = [
     # as TRL documents them: the prompt apart, and as what both conversations begin with
@@ -257,9 +258,9 @@ def test_a_prompt_leads_whole_conversations(row, tokenizers):
 
 def test_a_history_leads_a_conversation_that_goes_on(tokenizers):
     chat = tokenizers["chat"]
-    row = {"prompt": SEVERAL[:3], "messages": [user("3+4?"), assistant("7")]}
+    row = {"prompt": HISTORY, "messages": [user("3+4?"), assistant("7")]}
     ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
-    turns = SEVERAL[:3] + row["messages"][:1]
+    turns = HISTORY + row["messages"][:1]
     assert before == chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert answer == ANSWERED
 
@@ -270,7 +271,7 @@ class ScoringPool:
         yield Answer(0, [], [], "stop", [], score=0.0)
 
 
-SEVERAL = [SYSTEM, user("1+1?"), assistant("2"), user("3+4=")]
+SEVERAL = [*HISTORY, user("3+4=")]
 
 
 @pytest.mark.parametrize("kind,end", [("text", "<eos>"), ("chat", "<|im_end|>\n")])
@@ -307,7 +308,7 @@ BAD = [
     ("dpo", "text", {"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
     ("rm", "chat", {"chosen": WHOLE, "rejected": [turn | GAPS for turn in WHOLE]}, "are the same"),
     ("dpo", "chat", {"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
-    ("rm", "chat", {"chosen": SEVERAL + WHOLE[2:], "rejected": WHOLE}, "differ before their last"),
+    ("rm", "chat", {"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
     ("dpo", "chat", PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
     (
         "dpo",
@@ -319,7 +320,7 @@ BAD = [
     ("sft", "chat", {"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
     ("sft", "chat", {"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
     ("dpo", "chat", {"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
-    ("sft", "chat", {"prompt": SEVERAL[:3], "messages": WHOLE}, CONTRADICTS),
+    ("sft", "chat", {"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),
     (
         "sft",
         "chat",
