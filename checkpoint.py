@@ -48,7 +48,7 @@ LAYOUT = 2  # of what a checkpoint holds: it grows when an earlier one can't be 
 POLL_S = 0.05
 # settings whose change makes another run of it; of the algorithm, its row
 SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights")
-SAME += ("data", "algorithm", "prompts_per_step", "answers_per_prompt")
+SAME += ("data", "eval_data", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 Say = Callable[[str], None]
@@ -420,9 +420,9 @@ def compare(config: Config, folder: Path, say: Say) -> None:
 
 
 def sums_of_files(config: Config) -> dict[str, str]:
-    """Return SHA-256 by path of --data and of files with rules, which may be spelled FILE.py:name."""
+    """Return SHA-256 by path of --data, --eval-data, and files with rules: FILE.py or FILE.py:name."""
     checksums = {}
-    for spec in (config.data, *config.rule, *config.cost_rule):
+    for spec in (config.data, config.eval_data, *config.rule, *config.cost_rule):
         path = spec if Path(spec).is_file() else spec.rpartition(":")[0]
         if Path(path).is_file():
             checksums[path] = atomic_files.sha256(Path(path))

@@ -17,7 +17,7 @@ AT_LEAST_1 += ("max_new_tokens", "judge_max_new_tokens", "judgements", "samples"
 AT_LEAST_1 += ("max_tokens_per_micro_batch", "max_running_requests", "keep")
 AT_LEAST_1 += ("tp", "pp", "cp", "rollout_tp", "genrm_tp")
 AT_LEAST_0 = ("max_refill_waves", "rollout_ranks", "lr_warmup_steps", "weight_decay")
-AT_LEAST_0 += ("max_model_len", "save_every", "save_hf_every")
+AT_LEAST_0 += ("max_model_len", "save_every", "save_hf_every", "eval_samples")
 HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, at most a tenth
 ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
 LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
@@ -59,6 +59,8 @@ class Config:
     rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
     tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
     rebalance: bool = False  # move ranks between the roles (fused: the tail) by load
+    eval_data: str = ""  # held-out prompts, each with an `answer`; default: some rows of --data
+    eval_samples: int = 0  # answers to each of them beside a greedy one, for pass@k
     # ---- debugging
     dry_run: bool = False  # print who would run where, and the memory that takes, and end
     rollout_only: bool = False  # generate and judge alone; samples go to OUT/replay.jsonl
@@ -113,7 +115,7 @@ class Config:
     weight_decay: float = 0.0  # AdamW
     dpo_beta: float = 0.1  # dpo: strength of the KL to the start weights
     # ---- pass@k
-    samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... up to this
+    samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... and this
 
     @property
     def judge_models(self) -> tuple[str, ...]:
@@ -342,7 +344,7 @@ def why_unusable() -> str:
 
 def demo_models(given: dict) -> dict:
     """The models of a command line that names none. UserError for what asks for a model of one's own."""
-    for name in ("data", "judge", "cost_judge", "critic"):
+    for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
             raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
     if given["command"] == "eval":

@@ -20,6 +20,7 @@ from checkpoint import Checkpoints
 from config import Config, UserError
 from data import Prompts
 from engines.engine import Sampling
+from engines.pool import QUEUED
 from placement import Placement
 from reporting.metrics import Report
 from reporting.timeline import Timeline
@@ -279,32 +280,35 @@ def stop_on_empty_steps(c: Controller) -> None:
 
 
 async def evaluate(c: Controller, step: int) -> None:
-    """Report greedy accuracy on held-out prompts, every `eval_every` steps (those that serve)."""
-    held_out = [prompt for prompt in c.prompts.source.held_out if prompt.answer_key is not None]
+    """Report which answers to held-out prompts are right, every `eval_every` steps (those that serve)."""
+    held_out = c.prompts.source.held_out
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
-    engines = c.placement.rollout.engines
-    if not (held_out and is_due and engines and c.placement.serves):
+    if not (held_out and is_due and c.placement.rollout.engines and c.placement.serves):
         return
     tasks = rollout.Tasks()
-    mine = []
-    for i, prompt in list(enumerate(held_out))[c.team.place :: c.team.size]:
-        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
-        mine.append(Sample(-1 - i, 0, *fields, greedy=True))
+    mine = list(range(c.team.place, len(held_out), c.team.size))
+    right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
+
+    async def answer() -> None:
+        while mine and not tasks.closed:
+            number = mine.pop(0)
+            prompt = held_out[number]
+            fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
+            count = 1 + c.config.eval_samples
+            samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]
+            async for sample, part in rollout.ask(c, samples, tasks):
+                sample.response = sample.response + part.tokens
+                sample.finish = part.finish
+            first, *others = [c.rewards.final_answer(s) == s.answer_key for s in samples]
+            right.append((first, sum(others)))
+
     with c.timeline.span("evaluate"):
-        for sample in mine:
-            tasks.start(sample.prompt_id, answer_greedily(c, sample, tasks))
+        # as many at once as engines take: all prompts and images could fill the memory
+        for place in range(min(len(mine), QUEUED * c.config.max_running_requests)):
+            tasks.start(place, answer())
         await rollout.wait_for_all(c, tasks)
     if c.stopping:
         return await rollout.cut_off(c, tasks)
-    num_right = sum(c.rewards.final_answer(sample) == sample.answer_key for sample in mine)
-    counts = await c.team.gather((num_right, len(mine)))
     c.placement.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    accuracy = sum(right for right, _ in counts) / sum(asked for _, asked in counts)
-    c.report.accuracy(step, accuracy, c.timeline.now())
-
-
-async def answer_greedily(c: Controller, sample: Sample, tasks: rollout.Tasks) -> None:
-    async for _, answer in rollout.ask(c, [sample], tasks):
-        sample.response = sample.response + answer.tokens
-        sample.finish = answer.finish
+    c.report.evaluation(step, flat([await c.team.gather(right)]), c.timeline.now())

@@ -43,7 +43,7 @@ class Prompt:
 class Source(Protocol):
     """A source of prompts: `training` without end, and others held out."""
 
-    held_out: list[Prompt]
+    held_out: Sequence[Prompt]
 
     def training(self, prompt_id: int) -> Prompt: ...
 
@@ -175,10 +175,11 @@ class PromptFile(Sequence[Prompt]):
     reader: ImageReader | None = None  # of a model that sees
     read_key: ReadKey = str  # as JudgeFormat.read_key
     needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
+    setting: str = "--data"  # or --eval-data
 
     def __post_init__(self):
         self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
-        rows = [self._row(line, row) for line, row in read_rows(self.path)]
+        rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
         self._rows: list[PromptRow] = []
         for row in rows:
             tokens = self._most_tokens(row)
@@ -187,7 +188,7 @@ class PromptFile(Sequence[Prompt]):
             elif not self.skip_long:
                 raise self._too_long(row.where, tokens)
         if not self._rows:
-            raise UserError(f"--data {self.path}: no prompt has at most {self.max_tokens} tokens")
+            raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
         if longer := len(rows) - len(self._rows):
             left_out = f"{longer} of {len(rows)} prompts in {self.path}"
             self.say(f"--skip-long: {left_out} have over {self.max_tokens} tokens")

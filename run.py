@@ -257,14 +257,20 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
+    room = longest - config.max_new_tokens
+    how = (tokenizer, room, config.skip_long, say, reader, formats_of(config)[0].read_key)
     if config.data:
-        room = longest - config.max_new_tokens
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
         rules = read_key.keys() & {*config.rule, *config.cost_rule}
         needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
-        how = (config.skip_long, say, reader, formats_of(config)[0].read_key, needs)
-        rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
-        source = data.Shuffled(rows, config.seed, HELD_OUT)
+        rows = data.PromptFile(Path(config.data), *how, needs)
+        source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
+    source.held_out = [prompt for prompt in source.held_out if prompt.answer_key is not None]
+    if config.eval_data:
+        needs = {"--eval-data": str}
+        source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")
+    if config.eval_samples and not source.held_out:
+        raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
     sees = reader is not None
     prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
-from math import comb
 from pathlib import Path
 from statistics import fmean
 
@@ -21,17 +20,13 @@ from engines.pool import EngineStatus, Pool
 from engines.server import context_length
 from genrm import formats_of, none_right
 from images.reader import ImageReader, reader_of
+from reporting.metrics import pass_at_k
 from reporting.progress import Progress
 from reporting.timeline import Timeline
 from rollout import Tasks
 from runtime.atomic_files import append, complete_rows, keep_rows
 from runtime.out_folder import archive
 from runtime.shutdown import Stop
-
-
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The unbiased 1 - C(n - c, k) / C(n, k) if c of n are right. Codex (arXiv 2107.03374), equation 1."""
-    return 1 - comb(samples - right, k) / comb(samples, k)
 
 
 def read_problems(
@@ -136,9 +131,7 @@ def row_of(problem: data.Prompt, texts: list[str], finish: list[str], config: Co
 def finish(config: Config, rows: list[dict], rate: float, say: Callable[[str], None]) -> None:
     """Write the figures to OUT/eval.json and say them. rate: tokens a second."""
     figures = {"eval/accuracy": fmean(row["right"][-1] for row in rows)}
-    for power in range(config.samples.bit_length()):
-        passed = [pass_at_k(config.samples, sum(row["right"][:-1]), 2**power) for row in rows]
-        figures[f"eval/pass@{2**power}"] = fmean(passed)
+    figures |= pass_at_k(config.samples, [sum(row["right"][:-1]) for row in rows])
     shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in figures.items()]
     figures["eval/truncated_frac"] = fmean(row["finish"].count("length") for row in rows)
     figures["eval/truncated_frac"] /= config.samples + 1

@@ -40,51 +40,69 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
-Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
 
 
-def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode):
-    """Encode a prompt and an answer, each text or chat turns. UserError says what is wrong, and `where`.
-
-    Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
-    """
+def read_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> tuple:
+    """Return a prompt and an answer, both text or both chat turns. UserError says what is wrong, `where`."""
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         if tokenizer.eos_token_id is None:
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
-        return encode(tokenizer, prompt, answer)
-    before = as_turns(prompt or [], "user")
+        return prompt, answer
+    before = as_turns([] if prompt in (None, "") else prompt, "user")
     turns = as_turns(answer, "assistant")
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
-    turns = turns if turns[0]["role"] != "assistant" else before + turns
+    turns = conversation_of([*map(without_gaps, before)], [*map(without_gaps, turns)], where)
     if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
     data.check_prompt(tokenizer, turns[:-1], where)
-    return encode(tokenizer, turns[:-1], turns[-1:])
+    return turns[:-1], turns[-1:]
+
+
+def without_gaps(turn: dict) -> dict:
+    """Leave out what has no value: Parquet gives every turn all names."""
+    return {name: value for name, value in turn.items() if value is not None}
+
+
+def conversation_of(before: list[dict], turns: list[dict], where: str) -> list[dict]:
+    """Return a prompt's turns, then an answer's, which may begin with all of them, or the last. UserError."""
+    first = turns[0]
+    is_headed = first["role"] in ("system", "developer")
+    if is_headed and turns[1 : 1 + len(before)] == before:
+        return turns  # a prompt without the instructions
+    new = next(n for n in range(len(before) + 1) if before[n:] == turns[: len(before) - n])
+    is_whole = 0 < new == len(before) and first["role"] != "assistant"
+    if is_whole and (is_headed or first in before or before[-1]["role"] == "user"):
+        raise UserError(f"{where}: `prompt` contradicts how the conversation beside it begins")
+    return before[:new] + turns
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
-    answers = [(row.get("prompt"), row[name]) for name in ("response", "completion") if name in row]
-    if "messages" in row:
-        answers = [([], row["messages"])]
-    if len(answers) != 1:
+    answers = [row[n] for n in ("messages", "response", "completion") if row.get(n) is not None]
+    if len(answers) != 1 or isinstance(row.get("messages"), str):
         needed = "`messages`, or `prompt` and one of `response` and `completion`"
         raise UserError(f"{where}: needs {needed}")
-    encode = partial(data.encode_pair, where=where)
-    prompt, response = encode_answer(*answers[0], tokenizer, where, encode)
+    asked, answer = read_answer(row.get("prompt"), answers[0], tokenizer, where)
+    prompt, response = data.encode_pair(tokenizer, asked, answer, where)
     return [Sample(0, 0, prompt, response=response)]
 
 
-def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode) -> list:
+def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callable) -> list:
     """Read {"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     answers = (row["chosen"], row["rejected"])
-    return [encode_answer(row.get("prompt"), each, tokenizer, where, encode) for each in answers]
+    pairs = [read_answer(row.get("prompt"), each, tokenizer, where) for each in answers]
+    if pairs[0][0] != pairs[1][0]:
+        raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
+    encoded = [encode(tokenizer, *pair) for pair in pairs]
+    if encoded[0] == encoded[1]:
+        raise UserError(f"{where}: `chosen` and `rejected` are the same")
+    return encoded
 
 
 def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -109,6 +127,8 @@ def read_examples(
         if row.get("images"):
             limit = f"run.py {config.command} learns from texts"
             raise UserError(f"{path}:{line}: it has images, and {limit}")
+        for name in filter(row.get, ("system", "system_prompt")):
+            raise UserError(f"{path}:{line}: `{name}` isn't read; a turn of the system is")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"

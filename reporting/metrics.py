@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -113,11 +114,13 @@ class Report:
         if self.found:
             self.progress.resume_at(self.found.step)
 
-    def accuracy(self, step: int, value: float, now: float) -> None:
-        """Take the greedy accuracy on held-out prompts after `step` updates; the step's time begins now."""
-        self._evaluated = {"eval/accuracy": value}
+    def evaluation(self, step: int, right: list[tuple[bool, int]], now: float) -> None:
+        """Take which answers, greedy and sampled, are right after `step` updates. The step begins now."""
+        self._evaluated = {"eval/accuracy": fmean(greedy for greedy, _ in right)}
+        self._evaluated |= pass_at_k(self.config.eval_samples, [count for _, count in right])
         self._ended = now
-        self.note(f"after {step:3d} steps: eval/accuracy {value:.3f} on held-out prompts")
+        shown = "  ".join(f"{name} {value:.3f}" for name, value in self._evaluated.items())
+        self.note(f"after {step:3d} steps: {shown} on held-out prompts")
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
@@ -177,6 +180,16 @@ class Report:
             figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
+
+
+def pass_at_k(samples: int, right: list[int]) -> dict[str, float]:
+    """Return the unbiased pass@k of Codex (arXiv 2107.03374), equation 1. right: answers to each prompt."""
+    powers = {2**power for power in range(samples.bit_length())}
+    metrics = {}
+    for k in sorted(powers | {samples} - {0}):
+        passed = (1 - comb(samples - count, k) / comb(samples, k) for count in right)
+        metrics[f"eval/pass@{k}"] = fmean(passed)
+    return metrics
 
 
 class Facts(NamedTuple):

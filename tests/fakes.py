@@ -11,6 +11,7 @@ import random
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 import controller
 import demo.task  # noqa: F401 (it adds a judge format)
@@ -472,7 +473,8 @@ class FakeReport:
     """Keeps what each step came to; `carried` and `requeued` as they were at its end."""
 
     def __init__(self):
-        self.steps, self.accuracies, self.notes, self.marks = [], {}, [], []
+        self.steps, self.notes, self.marks = [], [], []
+        self.accuracies, self.sampled = {}, {}
         self.carried, self.requeued, self.cursors, self.restarts = [], [], [], []
         self.note, self.decode = self.notes.append, str
 
@@ -480,8 +482,9 @@ class FakeReport:
         self.dumped = samples
         return "OUT/skipped_samples.jsonl"
 
-    def accuracy(self, step, value, now):
-        self.accuracies[step] = value
+    def evaluation(self, step, right, now):
+        self.accuracies[step] = fmean(greedy for greedy, _ in right)
+        self.sampled[step] = sorted(right)
 
     async def step(self, c, step, batch, samples, stats):
         held = chain.from_iterable(batch.carried)

@@ -166,6 +166,53 @@ def test_models_beside_the_policy_are_looked_at(actor, tmp_path, setting, file, 
         read(actor, tmp_path / "rows.jsonl", *given)
 
 
+def rows_of(path: Path, *answers) -> Path:
+    """A file with a question for each answer; None: without one."""
+    rows = [{"prompt": f"{path.stem} {n}?", "answer": a} for n, a in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
+    """All of them, but for those that --skip-long leaves out, and then all of --data are trained on.
+    Without one a tenth of --data measures, if it has keys."""
+    rows = rows_of(tmp_path / "rows.jsonl", *range(15), *[None] * 15)
+    own = rows_of(tmp_path / "own.jsonl", *range(5))
+    own.write_text(json.dumps({"prompt": "x" * 900, "answer": 1}) + "\n" + own.read_text())
+    with pytest.raises(config.UserError, match=rf"{own}:1: the prompt has \d+ tokens, but"):
+        read(actor, rows, "--eval-data", own)
+    source = read(actor, rows, "--eval-data", own, "--skip-long").prompts.source
+    assert f"--skip-long: 1 of 6 prompts in {own} have over" in capsys.readouterr().out
+    found = [(prompt.question, prompt.answer_key) for prompt in source.held_out]
+    assert found == [(f"own {n}?", str(n)) for n in range(5)]
+    epoch = {source.training(number).question for number in range(30)}
+    assert epoch == {f"rows {n}?" for n in range(30)}
+    own.write_text(own.read_text().partition("\n")[0])
+    with pytest.raises(config.UserError, match=f"^{own}: no prompt has at most 500 tok"):
+        read(actor, rows, "--eval-data", own, "--skip-long")
+    source = read(actor, rows, "--eval-samples", 2).prompts.source
+    others = {source.training(number).question for number in range(27)}
+    assert {prompt.question for prompt in source.held_out} < epoch - others
+    assert all(prompt.answer_key for prompt in source.held_out)
+    with pytest.raises(config.UserError, match="--eval-samples: no held-out prompt"):
+        read(actor, rows_of(rows, *range(9)), "--eval-samples", 2)
+
+
+@pytest.mark.parametrize(
+    "answers,more,message",
+    [
+        ((1, None), (), "^{}:2: `answer` is missing, for --eval-data; the row has "),
+        ((), (), "^--eval-data {}: the file holds no row$"),
+        (("x" * 9, ""), ("--judge-format", "number"), "^{}:1: `answer` must be one number"),
+    ],
+)
+def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, answers, more, message):
+    (tmp_path / "rows.jsonl").write_text(GOOD_ROW)
+    own = rows_of(tmp_path / "own.jsonl", *answers)
+    with pytest.raises(config.UserError, match=message.format(own)):
+        read(actor, tmp_path / "rows.jsonl", "--eval-data", own, *more)
+
+
 @pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl"])
 def test_every_command_looks_at_its_model(tmp_path, command):
     """rl: its dry run."""

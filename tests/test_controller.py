@@ -1,15 +1,18 @@
 """The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in all modes."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
+import controller
 from config import Config
 from controller import State, advance
 from fakes import LEFTOVERS, FakeSource, batches_of, part_of, simulate, to_text, trained, write_on
 from rollout import RolloutBatch
 
 LAYOUTS = [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 4)]
+APART = "engines=0-2 actor=3"
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 
 
@@ -115,6 +118,54 @@ def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
     answers = [to_text(write_on(prompt.tokens, 0, None).tokens) for prompt in held_out]
     right = sum(answer.endswith(f">{number}") for number, answer in enumerate(answers))
     assert controllers[0].report.accuracies == {0: right / 10, 2: right / 10, 3: right / 10}
+
+
+class Watched(list):
+    """Held-out prompts that are read one after another: `read` tells how many were."""
+
+    read = 0
+
+    def __getitem__(self, number):
+        self.read += 1
+        return super().__getitem__(number)
+
+
+@pytest.mark.parametrize(
+    "mode,size,more",
+    [("full", 3, {}), ("partial", 4, {}), ("partial", 4, dict(placement=APART, ahead=1))],
+)
+def test_evaluation_asks_for_samples_too(mode, size, more, monkeypatch):
+    """Three at the run's temperature beside the greedy one. By hand. Of one prompt at a time, where
+    engines decode one request: all could fill the memory. What is trained on stays the same."""
+    monkeypatch.setattr(controller, "QUEUED", 1)
+    asked, held_out = Counter(), Watched(FakeSource().held_out)
+
+    def write(prompt, index, sampling):
+        if any(prompt == each.tokens for each in held_out) and len(asked) < 40:
+            assert held_out.read - len({question for question, *_ in asked}) <= size
+        asked[to_text(prompt), index, sampling.temperature] += 1
+        return write_on(prompt, index, sampling)
+
+    def watch(c):
+        c.prompts.source.held_out = held_out
+        c.prompts.source.training = lambda number: FakeSource().training(100 + number)
+
+    more |= dict(max_running_requests=1, steps=2, prepare_controller=watch)
+    controllers, _ = simulate(mode, size, eval_samples=3, write=write, **more)
+    for prompt in held_out:
+        counts = [asked[prompt.question, index, float(index > 0)] for index in range(4)]
+        assert counts == [2] * 4, prompt.question
+    right = []
+    for number, prompt in enumerate(held_out):
+        texts = [to_text(write_on(prompt.tokens, index, None).tokens) for index in range(4)]
+        first, *others = [text.endswith(f">{number}") for text in texts]
+        right.append((first, sum(others)))
+    assert controllers[0].report.sampled == {0: sorted(right), 2: sorted(right)}
+    assert len({count for _, count in right}) > 2
+    plain, _ = simulate(mode, size, **more)
+    assert plain[0].report.accuracies == controllers[0].report.accuracies
+    for step in range(2):
+        assert trained(plain, step) == trained(controllers, step)
 
 
 def test_empty_steps_count_in_a_row():

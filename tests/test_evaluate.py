@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import data
 from commands import evaluate
-from commands.evaluate import pass_at_k
 from config import UserError, parse_config
 from demo import task  # noqa: F401  task adds the format
 from engines.engine import Answer, Sampling, seed_of
@@ -21,6 +20,7 @@ from engines.fleet import Fleet
 from engines.pool import EngineStatus, Pool
 from examples.make_demo import models
 from models import end_turns_with
+from reporting.metrics import pass_at_k
 from reporting.timeline import Timeline
 from rollout import Tasks
 from runtime.shutdown import Stop
@@ -126,7 +126,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluat
     assert pool.asked[0][0].sampling.stop_token_ids == (tokenizer.eos_token_id, end)
     found = json.loads((tmp_path / "out" / "eval.json").read_text())
     # of the first, 3 of the 10 ways to draw 2 have no right one, and none of those to draw 4
-    by_hand = {"accuracy": 1, "pass@1": 2 / 5, "pass@2": 1 - 3 / 10, "pass@4": 1}
+    by_hand = {"accuracy": 1, "pass@1": 2 / 5, "pass@2": 1 - 3 / 10, "pass@4": 1, "pass@5": 1}
     for name, of_first in by_hand.items():
         assert found[f"eval/{name}"] == pytest.approx(of_first / 2)
     assert found["prompts"] == 2 and found["eval/truncated_frac"] == pytest.approx(2 / 12)
@@ -279,9 +279,17 @@ def test_an_engine_that_is_gone_ends_an_evaluation(verb):
 
 @given(st.integers(1, 9), st.data())
 def test_pass_at_k_counts_the_draws_that_hold_a_right_answer(samples, drawn):
-    """Over all ways to draw k of them, one by one."""
-    right, k = drawn.draw(st.integers(0, samples)), drawn.draw(st.integers(1, samples))
-    answers = [True] * right + [False] * (samples - right)
-    draws = list(itertools.combinations(answers, k))
-    expected = sum(map(any, draws)) / len(draws)
-    assert pass_at_k(samples, right, k) == pytest.approx(expected, abs=1e-12)
+    """Over all ways to draw k of them, one by one, in the mean over prompts. k: powers of two, and all."""
+    counts = drawn.draw(st.lists(st.integers(0, samples), min_size=1, max_size=3))
+    found = pass_at_k(samples, counts)
+    assert [*found] == [f"eval/pass@{k}" for k in range(1, 10) if k in {1, 2, 4, 8, samples}][
+        : len(found)
+    ]
+    for name, value in found.items():
+        shares = []
+        for right in counts:
+            answers = [True] * right + [False] * (samples - right)
+            draws = list(itertools.combinations(answers, int(name.partition("@")[2])))
+            shares.append(sum(map(any, draws)) / len(draws))
+        assert value == pytest.approx(sum(shares) / len(shares), abs=1e-12)
+    assert pass_at_k(0, counts) == {}

@@ -218,13 +218,60 @@ def test_chat_rows_for_sft(row, tokenizers):
     assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
 
 
+WHOLE = [SYSTEM, user("3+4?"), assistant("7")]
+OTHER = [SYSTEM, user("3+4?"), assistant("6")]
+HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
+GAPS = {"name": None, "weight": None}  # Parquet gives every turn all names
+LED = [
+    # as TRL documents them: the prompt apart, and as what both conversations begin with
+    {"prompt": WHOLE[:2], "chosen": WHOLE[2:], "rejected": OTHER[2:]},
+    {"chosen": WHOLE, "rejected": OTHER},
+    {"prompt": "", "chosen": WHOLE, "rejected": OTHER},
+    # beside whole conversations, which repeat all of it, a part, or nothing
+    {"prompt": [SYSTEM], "chosen": WHOLE[1:], "rejected": OTHER[1:]},
+    {"prompt": WHOLE[:2], "chosen": WHOLE, "rejected": OTHER},
+    {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": OTHER[1:]},
+    {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": "6"},
+    {"prompt": "3+4?", "chosen": WHOLE, "rejected": OTHER},
+    {"prompt": [SYSTEM | GAPS], "chosen": WHOLE, "rejected": [turn | GAPS for turn in OTHER]},
+]
+
+
+@pytest.mark.parametrize("row", LED)
+def test_a_prompt_leads_whole_conversations(row, tokenizers):
+    """Once, whatever of it they repeat; the template of plain transformers is the oracle. A loss without
+    the system's turn would be another."""
+    chat = tokenizers["chat"]
+    before = chat.apply_chat_template(WHOLE[:2], tokenize=False, add_generation_prompt=True)
+    expected = [(before, ANSWERED), (before, ANSWERED.replace("7", "6"))]
+    assert decoded(chat, parse_pair(row, chat, "f:1")) == expected
+    whole = [chat.decode(sample.prompt) for sample in parse_rm(row, chat, "f:1")]
+    assert whole == [question + answer for question, answer in expected]
+    for name in ("completion", "messages") if row["chosen"][0]["role"] != "assistant" else ():
+        learned = {name: row["chosen"]} | {"prompt": row.get("prompt")}
+        assert decoded(chat, parse_sft(learned, chat, "f:1")) == expected[:1]
+    [(shorter, _), _] = decoded(
+        chat, parse_pair({"chosen": WHOLE[1:], "rejected": OTHER[1:]}, chat, "")
+    )
+    assert before.endswith(shorter) and "Be right." in before and "Be right." not in shorter
+
+
+def test_a_history_leads_a_conversation_that_goes_on(tokenizers):
+    chat = tokenizers["chat"]
+    row = {"prompt": HISTORY, "messages": [user("3+4?"), assistant("7")]}
+    ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
+    turns = HISTORY + row["messages"][:1]
+    assert before == chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert answer == ANSWERED
+
+
 class ScoringPool:
     async def generate(self, requests, model):
         self.shown = requests[0].prompt
         yield Answer(0, [], [], "stop", [], score=0.0)
 
 
-SEVERAL = [SYSTEM, user("1+1?"), assistant("2"), user("3+4=")]
+SEVERAL = [*HISTORY, user("3+4=")]
 
 
 @pytest.mark.parametrize("kind,end", [("text", "<eos>"), ("chat", "<|im_end|>\n")])
@@ -245,6 +292,7 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
 
 
 PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}
+CONTRADICTS = "`prompt` contradicts how the conversation beside it begins"
 NO_ANSWER = "a conversation ends with a turn of the assistant"
 BAD = [
     ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
@@ -257,6 +305,41 @@ BAD = [
     ("sft", "text", {"prompt": "<image>", "response": "a", "images": ["a.png"]}, "it has images"),
     ("sft", "text", {"prompt": "3<eos>", "response": "7"}, "the prompt ends with what ends an"),
     ("sft", "chat", {"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
+    ("dpo", "text", {"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
+    ("rm", "chat", {"chosen": WHOLE, "rejected": [turn | GAPS for turn in WHOLE]}, "are the same"),
+    ("dpo", "chat", {"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
+    ("rm", "chat", {"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
+    ("dpo", "chat", PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
+    (
+        "dpo",
+        "chat",
+        {"prompt": {}, "chosen": WHOLE, "rejected": OTHER},
+        "a prompt and an answer are",
+    ),
+    ("rm", "chat", {"prompt": "1+1?", "chosen": WHOLE, "rejected": OTHER}, CONTRADICTS),
+    ("sft", "chat", {"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
+    ("sft", "chat", {"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
+    ("dpo", "chat", {"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
+    ("sft", "chat", {"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),
+    (
+        "sft",
+        "chat",
+        {"messages": WHOLE, "completion": "8"},
+        "needs `messages`, or `prompt` and one",
+    ),
+    ("sft", "chat", {"prompt": "3+4?", "messages": "7"}, "needs `messages`, or `prompt` and one"),
+    (
+        "sft",
+        "chat",
+        {"system": "Be right.", "messages": WHOLE[1:]},
+        "`system` isn't read; a turn",
+    ),
+    (
+        "rm",
+        "text",
+        {"system_prompt": "a", "prompt": "1", "chosen": "2", "rejected": "3"},
+        "isn't read",
+    ),
     ("dpo", "endless", PAIR, "ends an answer with no special token, so none could end"),
 ]
 
@@ -267,7 +350,7 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
     good = {"prompt": "1+1=", "response": ">2", "chosen": ">2", "rejected": ">3"}
     if command != "sft":
         del good["response"]
-    if tokenizer == "chat":
+    if tokenizer == "chat" and command == "sft":
         good = {"messages": [user("1"), assistant("2")]}
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(each) for each in (good, row)))

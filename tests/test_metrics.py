@@ -273,7 +273,9 @@ def test_rows_that_cannot_be_written_wait(tmp_path, monkeypatch, fits, shown):
 
 def report_in(out, world, progress=None):
     progress = progress or SimpleNamespace(line=lambda text: None, step=lambda *_: None)
-    config = Config(steps=1, answers_per_prompt=2, prompts_per_step=4, max_running_requests=4)
+    config = Config(
+        steps=1, eval_samples=2, answers_per_prompt=2, prompts_per_step=4, max_running_requests=4
+    )
     return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens))
 
 
@@ -295,13 +297,13 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     batch.missing_groups = 1
 
     async def one_step():
-        report.accuracy(0, 0.25, c.timeline.now())
+        report.evaluation(0, [(True, 1), *[(False, 0)] * 3], c.timeline.now())
         with c.timeline.span("serve"):
             await asyncio.sleep(2.0)
         with c.timeline.span("train"):
             await asyncio.sleep(2.0)
         await report.step(c, 0, batch, batch.kept, {"train/loss": 0.5})
-        report.accuracy(1, 0.75, c.timeline.now())
+        report.evaluation(1, [*[(True, 0)] * 3, (False, 0)], c.timeline.now())
 
     loop.run_until_complete(one_step())
     if is_full:
@@ -318,11 +320,18 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     report.close()  # whose last row comes first: a run that is killed as it draws has it
     first, last = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     expected = numbers("""
-        step=0 eval/accuracy=0.25 train/loss=0.5 time/step_s=4 time/serve_s=2
+        step=0 eval/accuracy=0.25 eval/pass@1=0.125 eval/pass@2=0.25
+        train/loss=0.5 time/step_s=4 time/serve_s=2
         split/rollout_ranks=3 rollout/groups_per_kept=1.25 rollout/lacking_groups=1
         perf/tokens_per_s=25""")
     assert {name: first[name] for name in expected} == expected
-    assert last == {"step": 1, "eval/accuracy": 0.75}
+    assert last == {"step": 1, "eval/accuracy": 0.75} | dict.fromkeys(
+        ("eval/pass@1", "eval/pass@2"), 0
+    )
+    assert (
+        "steps: eval/accuracy 0.250  eval/pass@1 0.125  eval/pass@2 0.250 on held-out prompts"
+        in lines[0]
+    )
     assert "step 1: 1 of 4 groups are lacking after 2 waves" in lines[1]
     samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").open()]
     assert [s["prompt_id"] for s in samples] == [0, 1]

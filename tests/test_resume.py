@@ -228,6 +228,7 @@ def test_a_name_that_cannot_be_gone_on_from(tmp_path, name, message):
         ("judge", ("K", "L"), "--judge K L: the checkpoint .*step_20 was made with J"),
         ("rule", ("length:9",), '--rule length:9: .* was made with ""'),
         ("algorithm", ("rloo",), "--algorithm rloo: .* was made with grpo"),
+        ("eval_data", "other.jsonl", '--eval-data other.jsonl: .* was made with ""'),
         ("prompts_per_step", 8, "--prompts-per-step 8: .* was made with 16"),
     ],
 )
@@ -239,19 +240,20 @@ def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, name, value, 
     assert is_untouched(out)
 
 
-@pytest.mark.parametrize("changed", ["data.jsonl", "rule.py", None])
+@pytest.mark.parametrize("changed", ["data.jsonl", "eval.jsonl", "rule.py", None])
 def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
     """Prompts are dealt by their number: a row more makes others of them. Old checkpoints can't tell."""
-    for name in ("data.jsonl", "rule.py"):
+    for name in ("data.jsonl", "eval.jsonl", "rule.py"):
         (tmp_path / name).write_text("as it was")
     named = {"data": f"{tmp_path}/data.jsonl", "rule": (f"{tmp_path}/rule.py:score", "length:9")}
+    named["eval_data"] = f"{tmp_path}/eval.jsonl"
     config, out = replace(CONFIG, **named), make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, vars(config))
     assert prepared(out, **named)[0].step == 20
     files = checkpoint.Checkpoints(config, FakeWorld(0, 2, {}), out).files
     other = checkpoint.Checkpoints(config, FakeWorld(1, 2, {}), out)
     assert not other.files  # which may be large
-    assert set(files) == {f"{tmp_path}/data.jsonl", f"{tmp_path}/rule.py"}
+    assert set(files) == {f"{tmp_path}/{each}" for each in ("data.jsonl", "eval.jsonl", "rule.py")}
     make_checkpoint(out, 30, vars(config), files=files)
     if changed:
         (tmp_path / changed).write_text("another")
