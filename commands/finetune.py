@@ -286,28 +286,25 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
             raise UserError(f"the loss or the gradient of {skips} updates in a row was not finite")
     learner.trainer.export(str(out / "hf"))
     if writer and name == "rm":
-        set_padding(out / "hf", tokenizer, examples, progress.line)
+        progress.line(set_padding(out / "hf", tokenizer, examples))
     progress.line(f"wrote {out}/: hf/ (a Hugging Face directory), metrics.jsonl, tensorboard/")
 
 
-def set_padding(
-    folder: Path, tokenizer: data.Tokenizer, examples: list[Example], say: Callable[[str], None]
-) -> None:
-    """Pad with a special token that ends no example: transformers scores the last token but padding."""
+def set_padding(folder: Path, tokenizer: data.Tokenizer, examples: list[Example]) -> str:
+    """Let an exported reward model pad with a special token that ends no example. Returns what to say.
+
+    transformers scores the last token that isn't padding; without a pad token it takes single texts.
+    """
     ends = {None, *(sample.prompt[-1] for sample in chain(*examples))}
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
-    free = [pad for pad in (tokenizer.pad_token_id, *reversed(special)) if pad not in ends]
-    pad = free[0] if free else None  # without one transformers takes a text at a time
-    if tokenizer.pad_token_id != pad:
-        tokenizer.pad_token_id = pad
-        Path(folder, "special_tokens_map.json").unlink(
-            missing_ok=True
-        )  # it would have the last word
-        tokenizer.save_pretrained(folder)
+    pads = [tokenizer.pad_token_id, *reversed(special)]
+    tokenizer.pad_token_id = next((pad for pad in pads if pad not in ends), None)
+    Path(folder, "special_tokens_map.json").unlink(missing_ok=True)  # it would have the last word
+    tokenizer.save_pretrained(folder)
     path = folder / "config.json"
-    named = json.loads(path.read_text()) | {"pad_token_id": pad}
-    path.write_text(json.dumps(named, indent=2))
-    say(f"{folder} pads with {tokenizer.pad_token}, which ends no example")
+    named = {"pad_token_id": tokenizer.pad_token_id}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named, indent=2))
+    return f"{folder} pads with {tokenizer.pad_token}, which ends no example"
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

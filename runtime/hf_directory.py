@@ -38,11 +38,18 @@ def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
     return found["config.json"]
 
 
-def weight_files(folder: Path, where: str) -> list[Path]:
-    """Return the files that SGLang reads, too: what the index names, or the only file. UserErrors."""
-    found = {path.name for path in folder.glob("*.safetensors")}
+def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
+    """Return the open file of each tensor by its name; only heads are read. UserErrors name the directory.
+
+    As SGLang does, it reads the files that the index names, or the only one that there is. framework: "pt" to
+    load tensors; torch maps whole files, which a host may have no memory for.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    where = f"{setting} {model_dir}".strip()
+    found = {path.name for path in Path(model_dir).glob("*.safetensors")}
     named = {"model.safetensors"}
-    if (index := folder / INDEX).exists():
+    if (index := Path(model_dir, INDEX)).exists():
         named = {*map(str, read_object(index, where).get("weight_map", {}).values())}
     elif strays := found - named:
         raise UserError(
@@ -50,25 +57,14 @@ def weight_files(folder: Path, where: str) -> list[Path]:
         )
     if missing := named - found:
         raise UserError(f"{where}: no {min(missing)} in it")
-    return [folder / name for name in sorted(named)]
-
-
-def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
-    """Return the open file of each tensor by its name; only heads are read. UserErrors name the directory.
-
-    framework: "pt" to load tensors; torch maps whole files, which a host may have no memory for.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    where = f"{setting} {model_dir}".strip()
     files = {}
-    for path in weight_files(Path(model_dir), where):
+    for name in sorted(named):
         try:
-            file = safe_open(path, framework=framework)
+            file = safe_open(Path(model_dir, name), framework=framework)
         except SafetensorError as error:  # as of a download that broke off
-            raise UserError(f"{where}: {path.name} is damaged or incomplete: {error}") from None
+            raise UserError(f"{where}: {name} is damaged or incomplete: {error}") from None
         if twice := files.keys() & file.keys():
-            raise UserError(f"{where}: {min(twice)} is in {path.name} and in another file")
+            raise UserError(f"{where}: {min(twice)} is in {name} and in another file")
         files |= dict.fromkeys(file.keys(), file)
     return files
 

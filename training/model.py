@@ -136,8 +136,8 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
     return torch.cat(outputs)
 
 
-def read_family(model_dir: str, setting: str) -> str:
-    """Return config.json's model_type. UserErrors name the setting and the directory."""
+def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True) -> dict:
+    """Return config.json with transformers' defaults. UserErrors, also of what can't learn here."""
     found = read_model_config(model_dir, setting)
     where = f"{setting} {model_dir}"
     model_type = found.get("model_type")
@@ -150,13 +150,6 @@ def read_family(model_dir: str, setting: str) -> str:
     scores = f"{model_type.capitalize()}ForSequenceClassification"
     if named not in ([writes], [scores]):
         raise UserError(f"{where}: architectures {named} are not {writes} or {scores}")
-    return model_type
-
-
-def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True) -> dict:
-    """Return config.json with transformers' defaults. UserErrors, also of what can't learn here."""
-    where = f"{setting} {model_dir}"
-    model_type = read_family(model_dir, setting)
     try:
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except ValueError as error:
@@ -178,7 +171,7 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
         f"rope_type {kind!r}": kind not in ("default", "llama3"),
         "other llama3 rope factors": kind == "llama3" and not LLAMA3_ROPE.items() <= rope.items(),
     }
-    reasons = ", ".join(reason for reason, found in unsupported.items() if found)
+    reasons = ", ".join(reason for reason, is_asked in unsupported.items() if is_asked)
     if learns and reasons:
         raise UserError(f"{where}: config.json asks for what is not supported: {reasons}")
     return hf
