@@ -50,7 +50,10 @@ def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[s
     found = {path.name for path in Path(model_dir).glob("*.safetensors")}
     named = {"model.safetensors"}
     if (index := Path(model_dir, INDEX)).exists():
-        named = {*map(str, read_object(index, where).get("weight_map", {}).values())}
+        weight_map = read_object(index, where).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{where}: {INDEX} has no weight_map")
+        named = {*map(str, weight_map.values())}
     elif strays := found - named:
         raise UserError(
             f"{where}: without {INDEX} nobody knows whether {min(strays)} belongs to it"
