@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from algorithms import algorithm_of
-from config import Config, UserError
+from config import Config
 from engines.reward_model import HEAD
 from sample import Sample
 from scheduling.balance import flat
@@ -65,9 +65,9 @@ class Critic(Trainer):
         if gpt.post_process:
             gpt.output_layer = ValueHead(model_config, self.groups.tp)
         gpt = gpt.to(self.device)
-        weights = hf_weights.HFWeights(self.model_dir, "--critic")
-        # in the output layer's place
-        weights.own["lm_head.weight"] = head_of(weights, hf["hidden_size"])
+        weights = hf_weights.HFWeights(self.model_dir)
+        head = weights[HEAD] if HEAD in weights.file_of else torch.zeros(1, hf["hidden_size"])
+        weights.own["lm_head.weight"] = head  # in the output layer's place
         hf_weights.load_weights(gpt, weights)
         return gpt
 
@@ -110,17 +110,6 @@ class Critic(Trainer):
         label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         architecture = f"{hf['model_type'].capitalize()}ForSequenceClassification"
         return super()._hf_config(hf) | label | {"architectures": [architecture]}
-
-
-def head_of(weights: hf_weights.HFWeights, hidden_size: int) -> Tensor:
-    """A directory's value head, [1, hidden], else zeros. UserError for a bias or more outputs."""
-    if HEAD not in weights.file_of:
-        return torch.zeros(1, hidden_size)
-    head = weights[HEAD]
-    if list(head.shape) != [1, hidden_size] or "score.bias" in weights.file_of:
-        wanted = f"the head of a value model, [1, {hidden_size}] without a bias"
-        raise UserError(f"{weights.where}: {HEAD} isn't {wanted}")
-    return head
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:

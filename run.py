@@ -250,7 +250,7 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     """Read models, data and rewards. UserError for what can't be used."""
     from training import model, ptx
 
-    model.check_models(config, plans[0].holders)
+    model.check_models(config, plans[0].holders, formats_of(config))
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))

@@ -14,6 +14,7 @@ import psutil
 from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
 from config import Config, as_text, why_unusable
 from cpu import compiler
+from genrm import formats_of
 from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
@@ -30,7 +31,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     from training import model
 
     rendezvous.interface_of(config.host)
-    model.check_models(config, plans[0].holders if plans else None)
+    model.check_models(config, plans[0].holders if plans else None, formats_of(config))
     config = with_micro_batch(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
     if os.environ.get("RANK", "0") == "0":
@@ -80,8 +81,12 @@ def check(config: Config) -> int:
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
     pushed = 0  # bytes of weights on their way through /dev/shm at once, to all engines
-    if all(row.is_good for row in rows):  # else nothing reads the shapes of a model's tensors
-        engines = max(len(plan.leads("rollout")) for plan in make_plans(config, ranks))
+    if all(row.is_good for row in rows):  # else nothing reads a model's directory
+        from training import model
+
+        plans = make_plans(config, ranks)
+        model.check_models(config, plans[0].holders, formats_of(config))
+        engines = max(len(plan.leads("rollout")) for plan in plans)
         pushed = bucket_bytes(config) * engines
     rows += graphics(config)
     if config.device == "cpu":

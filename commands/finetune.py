@@ -305,7 +305,26 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
         if skips == MAX_SKIPS:
             raise UserError(f"the loss or the gradient of {skips} updates in a row was not finite")
     learner.trainer.export(str(out / "hf"))
+    if writer and name == "rm":
+        progress.line(set_padding(out / "hf", tokenizer, examples))
     progress.line(f"wrote {out}/: hf/ (a Hugging Face directory), metrics.jsonl, tensorboard/")
+
+
+def set_padding(folder: Path, tokenizer: data.Tokenizer, examples: list[Example]) -> str:
+    """Let an exported reward model pad with a special token that ends no example. Returns what to say.
+
+    transformers scores the last token that isn't padding; without a pad token it takes single texts.
+    """
+    ends = {None, *(sample.prompt[-1] for sample in chain(*examples))}
+    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
+    pads = [tokenizer.pad_token_id, *reversed(special)]
+    tokenizer.pad_token_id = next((pad for pad in pads if pad not in ends), None)
+    Path(folder, "special_tokens_map.json").unlink(missing_ok=True)  # it would have the last word
+    tokenizer.save_pretrained(folder)
+    path = folder / "config.json"
+    named = {"pad_token_id": tokenizer.pad_token_id}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named, indent=2))
+    return f"{folder} pads with {tokenizer.pad_token}, which ends no example"
 
 
 def format_metrics(metrics: dict[str, float]) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from config import UserError
 from engines.engine import Answer, Engine, Request, prompts_of
 
 HEAD = "score.weight"
@@ -16,12 +15,9 @@ class ScoringEngine(Engine):
     flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait like Engine.ready. UserError, too, if the model has no scalar head."""
+        """Wait like Engine.ready."""
         import torch
 
-        if self._shapes.get(HEAD, [0])[0] != 1:
-            what = f"its directory has no {HEAD} of one row"
-            raise UserError(f"the {self.name} serves no scalar reward model: {what}")
         await super().ready(deadline_s)
         # SGLang's heads of Qwen models have a bias, which stays at random: the directory has none
         await self._push([(BIAS, torch.zeros(1))])

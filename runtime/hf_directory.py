@@ -1,4 +1,4 @@
-"""Reads a model's Hugging Face directory: config.json, and the heads of tensor files. No code of it runs."""
+"""Reads a model's Hugging Face directory: its JSON, and the heads of tensor files. No code of it runs."""
 
 import json
 import re
@@ -10,6 +10,18 @@ from config import UserError
 # names files with classes, or one that transformers reads in config.json's place
 CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
 FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors; all others need a scale
+INDEX = "model.safetensors.index.json"
+
+
+def read_object(path: Path, where: str) -> dict:
+    """Return what a JSON file holds. UserError, which begins with `where`, if that is no object."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: {path.name} holds no JSON object")
+    return found
 
 
 def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
@@ -17,10 +29,7 @@ def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
     where = f"{setting} {model_dir}".strip()
     found = {}
     for path in sorted(Path(model_dir).glob("*config.json")):  # also a tokenizer's, processors'
-        try:
-            found[path.name] = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
+        found[path.name] = read_object(path, where)
         text = json.dumps(found[path.name])  # escapes quotes within a text, which so can't match
         if named := CODE.search(text):
             raise UserError(f"{where}: {path.name} has {named[1]}: a model's own code never runs")
@@ -32,34 +41,51 @@ def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
 def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
     """Return the open file of each tensor by its name; only heads are read. UserErrors name the directory.
 
-    framework: "pt" to load tensors; torch maps whole files, which a host may have no memory for.
+    As SGLang does, it reads the files that the index names, or the only one that there is. framework: "pt" to
+    load tensors; torch maps whole files, which a host may have no memory for.
     """
     from safetensors import SafetensorError, safe_open
 
     where = f"{setting} {model_dir}".strip()
+    found = {path.name for path in Path(model_dir).glob("*.safetensors")}
+    named = {"model.safetensors"}
+    if (index := Path(model_dir, INDEX)).exists():
+        weight_map = read_object(index, where).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(f"{where}: {INDEX} has no weight_map")
+        named = {*map(str, weight_map.values())}
+    elif strays := found - named:
+        raise UserError(
+            f"{where}: without {INDEX} nobody knows whether {min(strays)} belongs to it"
+        )
+    if missing := named - found:
+        raise UserError(f"{where}: no {min(missing)} in it")
     files = {}
-    for path in sorted(Path(model_dir).glob("*.safetensors")):
+    for name in sorted(named):
         try:
-            file = safe_open(path, framework=framework)
+            file = safe_open(Path(model_dir, name), framework=framework)
         except SafetensorError as error:  # as of a download that broke off
-            raise UserError(f"{where}: {path.name} is damaged or incomplete: {error}") from None
+            raise UserError(f"{where}: {name} is damaged or incomplete: {error}") from None
+        if twice := files.keys() & file.keys():
+            raise UserError(f"{where}: {min(twice)} is in {name} and in another file")
         files |= dict.fromkeys(file.keys(), file)
-    if not files:
-        raise UserError(f"{where}: no *.safetensors file in it")
     return files
 
 
-def check_tensors(model_dir: str, setting: str, known: set[str] | None = None) -> set[str]:
-    """Return the tensors' names. UserError if one is quantized or, where `known` is given, not known."""
-    where = f"{setting} {model_dir}"
-    files = tensor_files(model_dir, setting)
+def check_tensors(files: dict, where: str, shapes: dict[str, list[int]], optional: set) -> None:
+    """Raise UserError if a tensor is quantized, unknown, of another shape or, unless optional, missing."""
     for name, file in sorted(files.items()):
-        kind = file.get_slice(name).get_dtype()
-        if kind not in FLOATS:
+        tensor = file.get_slice(name)
+        if (kind := tensor.get_dtype()) not in FLOATS:
             raise UserError(f"{where}: {name} is {kind}: quantized weights can't be taken")
-        if known and name not in known and not name.endswith("inv_freq"):  # which is made anew
+        if name.endswith("inv_freq"):  # it is made anew
+            continue
+        if name not in shapes:
             raise UserError(f"{where}: nothing here reads {name}, one of its tensors")
-    return {*files}
+        if (shape := tensor.get_shape()) != shapes[name]:
+            raise UserError(f"{where}: {name} has the shape {shape}, and needs {shapes[name]}")
+    if missing := shapes.keys() - optional - files.keys():
+        raise UserError(f"{where}: its safetensors files lack {min(missing)}")
 
 
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:

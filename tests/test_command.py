@@ -23,7 +23,8 @@ from engines.engine import Engine, EngineLost
 from fakes import FakeWorld
 from launched import ROOT, Run
 from placement import make_plans
-from runtime import atomic_files
+from runtime import atomic_files, hf_directory
+from training.hf_weights import HFWeights
 
 # ---------------------------------------------------------------- as processes
 
@@ -100,16 +101,45 @@ def adding(*names):
     return holding(lambda tensors: tensors | {name: torch.ones(1, 64) for name in names})
 
 
+def without(name):
+    return holding(lambda tensors: {each: tensors[each] for each in tensors if each != name})
+
+
+def two_more(whole):
+    """Of a tokenizer of 384 tokens, with as many rows of embeddings."""
+    found = json.loads(whole)
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    found["added_tokens"] += [{"id": 384 + n, "content": f"<{n}>"} | plain for n in range(2)]
+    return json.dumps(found).encode()
+
+
 UP = "model.layers.0.mlp.up_proj.weight"
 OWN_CODE = {"auto_map": {"AutoModel": "own.Own"}}
 OWN_CLASS = saying(architectures=["OwnForCausalLM"])
+THREE_LAYERS = saying(num_hidden_layers=3, layer_types=["full_attention"] * 3)
 
 
 @pytest.mark.parametrize(
     "file,damaged,message",
     [
         ("model.safetensors", lambda whole: whole[:-1000], r"model\.safetensors"),
-        ("model.safetensors", None, r"no \*\.safetensors"),
+        ("model.safetensors", None, r"no model\.safetensors in it"),
+        ("model.safetensors", without(UP), f"lack {UP}"),
+        ("model.safetensors", without("lm_head.weight"), "lack lm_head.weight"),
+        ("config.json", THREE_LAYERS, "lack model.layers.2.input_layernorm.weight"),
+        (
+            "config.json",
+            saying(intermediate_size=64),
+            r"has the shape \[64, 128\], and needs \[64, 6",
+        ),
+        (
+            "config.json",
+            saying(tie_word_embeddings=True),
+            "isn't model.embed_tokens.weight, to whi",
+        ),
+        ("config.json", saying(pad_token_id=384), "has 385 tokens, its embeddings 384 rows"),
+        ("generation_config.json", saying(eos_token_id=[2, 400]), "has 401 tokens"),
+        ("tokenizer.json", two_more, "has 386 tokens, its embeddings 384 rows"),
         ("model.safetensors", holding(eight_bits), f"{UP} is F8_E4M3: quantized"),
         ("model.safetensors", adding(f"{UP}_scale_inv", "score.weight"), f"reads {UP}_scale_inv"),
         ("model.safetensors", adding("model.layers.2.mlp.up_proj.weight"), "reads model.layers.2"),
@@ -122,6 +152,7 @@ OWN_CLASS = saying(architectures=["OwnForCausalLM"])
         ("config.json", None, "has no config.json"),
         ("config.json", lambda _: b"{", "config.json is not valid JSON"),
         ("config.json", lambda _: b'"\xff"', "config.json is not valid JSON"),
+        ("config.json", lambda _: b"[]", "config.json holds no JSON object"),
         ("config.json", lambda _: GPT2.encode(), "gpt2"),
     ],
 )
@@ -137,14 +168,59 @@ def test_a_model_that_cannot_be_used_is_named(tmp_path, file, damaged, message):
     assert "its-name" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_the_index_says_which_files_are_read(tmp_path):
+    """Shards of another save beside them are not, but without an index nobody knows."""
+    home = models.save_model(tmp_path / "its-name")
+    write = safetensors.save_file
+    saved = safetensors.load_file(home / "model.safetensors")
+    (home / "model.safetensors").unlink()
+    files = [f"model-{n}-of-2.safetensors" for n in (1, 2)]
+    weight_map = {name: files[number % 2] for number, name in enumerate(saved)}
+    for file in files:
+        shard = {name: saved[name] for name in saved if weight_map[name] == file}
+        write(shard, home / file)
+        stray = {name: 2 * tensor for name, tensor in shard.items()}
+        write(stray, home / f"more{file}")
+    index = home / hf_directory.INDEX
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 4)
+    read(home, tmp_path / "rows.jsonl")
+    found = HFWeights(str(home))
+    assert found.file_of.keys() == saved.keys()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
+    elsewhere = json.dumps({"weight_map": {UP: "sub/model.safetensors"}})
+    damages = {
+        r"\S* is in model-2-of-2.safetensors and in": lambda: write(saved, home / files[1]),
+        "no model-1-of-2.safetensors in it": (home / files[0]).unlink,
+        "no sub/model.safetensors in it": lambda: index.write_text(elsewhere),
+        "index.json has no weight_map": lambda: index.write_text('{"weight_map": null}'),
+        "knows whether model-2-of-2.safetensors belongs to it": index.unlink,
+    }
+    for message, damage in damages.items():
+        damage()
+        with pytest.raises(config.UserError, match=f"--model .*its-name: .*{message}"):
+            read(home, tmp_path / "rows.jsonl")
+
+
+def scores_are(shape):
+    return holding(lambda tensors: tensors | {"score.weight": torch.ones(shape)})
+
+
 OF_OTHERS = [
     ("--judge", "config.json", OWN_CLASS, "architectures"),
     ("--cost-judge", "config.json", OWN_CLASS, "architectures"),
     ("--judge", "model.safetensors", holding(eight_bits), "quantized"),
     ("--critic", "config.json", OWN_CLASS, "architectures"),
-    ("--critic", "model.safetensors", holding(dict), "it has no score.weight"),
+    ("--judge", "model.safetensors", without(UP), f"lack {UP}"),
+    ("--cost-judge", "model.safetensors", without("lm_head.weight"), "lack lm_head.weight"),
+    ("--judge", "tokenizer.json", two_more, "has 386 tokens, its embeddings 384 rows"),
+    ("--judge", "config.json", saying(attention_bias=True), "lack .*k_proj.bias"),
+    ("--judge", "model.safetensors", scores_are((1, 64)), "nothing here reads score.weight"),
+    ("--critic", "model.safetensors", holding(dict), "lack score.weight"),
+    ("--critic", "model.safetensors", scores_are((2, 64)), r"\[2, 64\], and needs \[1, 64\]"),
+    ("--critic", "tokenizer.json", two_more, "has 386 tokens, its embeddings 384 rows"),
     ("--critic", "model.safetensors", adding("v_head.summary.weight"), "reads v_head.summary"),
-    ("--critic", "model.safetensors", adding("score.weight", "lm_head.weight", "a.inv_freq"), ""),
+    ("--critic", "model.safetensors", adding("score.weight", "a.inv_freq"), ""),
     ("--critic", "tokenizer.json", swapped, "'1' isn't the token"),
 ]
 
@@ -213,14 +289,32 @@ def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, answers, more, me
         read(actor, tmp_path / "rows.jsonl", "--eval-data", own, *more)
 
 
-@pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl"])
-def test_every_command_looks_at_its_model(tmp_path, command):
+def test_a_judge_that_is_to_score_needs_a_head(actor, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(GOOD_ROW * 4)
+    given = ("--judge", actor, "--judge-format", "score")
+    with pytest.raises(config.UserError, match=r"^--judge .*: its safetensors files lack score.w"):
+        read(actor, tmp_path / "rows.jsonl", *given)
+
+
+@pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl", "check"])
+@pytest.mark.parametrize(
+    "file,damaged,message",
+    [
+        ("config.json", OWN_CLASS, "architectures"),
+        ("model.safetensors", without("lm_head.weight"), "its safetensors files lack lm_head"),
+        ("tokenizer.json", two_more, "its tokenizer .* has 386 tokens, its embeddings 384 rows"),
+    ],
+)
+def test_every_command_looks_at_its_model(tmp_path, command, file, damaged, message):
     """rl: its dry run."""
     home = models.save_model(tmp_path / "model")
-    (home / "config.json").write_bytes(OWN_CLASS((home / "config.json").read_bytes()))
-    given = [command, "--model", str(home), "--out", str(tmp_path / "out")]
-    settings = config.parse_config([*given, *(["--rule", "right"] if command == "rl" else [])])
-    with pytest.raises(config.UserError, match=r"--model .*: architectures"):
+    (home / file).write_bytes(damaged((home / file).read_bytes()))
+    given = [command] * (command != "check") + ["--model", str(home), "--out", f"{tmp_path}/out"]
+    rules = ["--rule", "right"] if command in ("rl", "check") else []
+    settings = config.parse_config([*given, *rules])
+    with pytest.raises(config.UserError, match=f"--model .*: {message}"):
+        if command == "check":
+            dry_run.check(settings)
         if command == "rl":
             dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
         is_eval = command == "eval"

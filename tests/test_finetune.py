@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from statistics import fmean
 from unittest import mock
 
@@ -23,11 +24,12 @@ from config import Config, parse_config
 from engines.engine import Answer
 from examples.make_demo import models
 from examples.make_demo.closing import close
-from models import end_turns_with, save_tokenizer
+from models import end_turns_with, save_model, save_tokenizer
 from parallel_worker import far, set_constants
 from sample import Sample
 from test_actor import VOCAB, make_model, plain_optimizer
 from test_critic import make_value_model
+from training.model import check_models
 
 # worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
 LEARNING_RATES, CLIP = [5e-4, 1e-3, 7.5e-4], 0.5
@@ -327,7 +329,7 @@ BAD = [
         {"messages": WHOLE, "completion": "8"},
         "needs `messages`, or `prompt` and one",
     ),
-    ("sft", "chat", {"prompt": "3+4?", "messages": "7"}, "needs `messages`, or `prompt` and one"),
+    ("sft", "chat", {"prompt": "3+4?", "messages": "7"}, "`messages` must be a list of turns"),
     (
         "sft",
         "chat",
@@ -390,3 +392,66 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
     written = json.loads((out / "hf" / "generation_config.json").read_text())
     assert {*written["eos_token_id"]} == {2, end} and written["pad_token_id"] == 0
+
+
+# of the tokenizer: its pad token, whether it has one special token alone; then what is padded with
+PADS = [
+    ("<|endoftext|>", False, "<|endoftext|>"),
+    ("<|im_end|>", False, "<|im_start|>"),
+    (None, False, "<|im_start|>"),
+    ("<|im_end|>", True, None),
+]
+
+
+@pytest.mark.parametrize("pad,is_alone,padded_with", PADS)
+def test_transformers_scores_a_reward_model_as_it_learned(
+    tmp_path, single_rank, pad, is_alone, padded_with
+):
+    """At the last token, though the tokenizer pads with that one, in batches padded on either side."""
+    home = save_model(tmp_path / "model")
+    tokenizer = data.load_tokenizer(str(home))
+    tokenizer.pad_token, tokenizer.chat_template = pad, None
+    tokenizer.save_pretrained(home)
+    (home / "chat_template.jinja").unlink()
+    (home / "special_tokens_map.json").write_text(json.dumps({"pad_token": pad} if pad else {}))
+    if is_alone:
+        path = home / "tokenizer.json"
+        found = json.loads(path.read_text())
+        found["added_tokens"] = found["added_tokens"][2:]
+        path.write_text(json.dumps(found))
+    settings = json.loads((home / "config.json").read_text())
+    (home / "config.json").write_text(json.dumps(settings | {"pad_token_id": None}))
+    rows = [{"prompt": "1" * n, "chosen": "2" * n, "rejected": "3"} for n in range(1, 5)] * 8
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"rm --model {home} --data {tmp_path}/rows.jsonl --out {tmp_path}/out --steps 3"
+    config = parse_config(f"{given} --lr 1e-3 --batch-size 8".split())
+    (tmp_path / "out").mkdir()
+    progress = mock.MagicMock()
+    finetune.train(config, tmp_path / "out", progress, rank=0)
+    said = [call.args[0] for call in progress.line.call_args_list]
+    exported = str(tmp_path / "out" / "hf")
+    assert f"{exported} pads with {padded_with}, which ends no example" in said
+    again = parse_config(f"rm --model {exported}".split())
+    check_models(again)  # it may learn on
+    reader = finetune.Learner(again).trainer
+    tokenizer = data.load_tokenizer(exported)
+    texts = [parse_rm(row, tokenizer, "f:1")[n % 2] for n, row in enumerate(rows[:4])]
+    ours = list(chain(*reader.read_tokens([texts])))
+    close(reader)
+    theirs = AutoModelForSequenceClassification.from_pretrained(exported)
+    assert (
+        tokenizer.pad_token == padded_with and theirs.config.pad_token_id == tokenizer.pad_token_id
+    )
+    batches = [([text.prompt], "right") for text in texts]
+    if padded_with:
+        batches = [([text.prompt for text in texts], side) for side in ("left", "right")]
+    found = []
+    for ids, side in batches:
+        batch = {"input_ids": ids}
+        if padded_with:
+            batch = tokenizer.pad(batch, padding_side=side)
+        batch = {name: torch.tensor(column) for name, column in batch.items()}
+        with torch.no_grad():
+            found += theirs(**batch).logits[:, 0].tolist()
+    assert found == pytest.approx(ours * (len(found) // len(ours)), abs=1e-5)
+    assert max(ours) - min(ours) > 1e-3

@@ -108,7 +108,7 @@ def test_every_rank_has_as_many_micro_batches(monkeypatch):
 def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     """Where the model's context is longer, a step that draws a long text would end the run."""
     texts = ("grpo", "ptx_data=x.jsonl", "ptx_coef=0.1")
-    config = Config(model="m", judge=("j",), judge_format=("chat",), algorithm=texts, cp=3)
+    config = Config(model="m", rule=("right",), judge_format=("chat",), algorithm=texts, cp=3)
     monkeypatch.setattr(run.server, "context_length", lambda *_: 32768)
     elsewhere = [(model, "check_models"), (run, "reader_of"), (run, "Addition"), (run, "data")]
     for where, name in [*elsewhere, (run.rewards, "build")]:

@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from config import UserError
 from runtime.hf_directory import tensor_files
 
 TOP_NAMES = {
@@ -32,17 +31,12 @@ LAYER_NAMES = {
 class HFWeights:
     """The tensors of a directory's safetensors files, by name; `own` are taken in place of the files'."""
 
-    def __init__(self, model_dir: str, setting: str = "--model"):
-        self.where = f"{setting} {model_dir}"
+    def __init__(self, model_dir: str):
         self.own: dict[str, Tensor] = {}
-        self.file_of = tensor_files(model_dir, setting, "pt")
+        self.file_of = tensor_files(model_dir, framework="pt")
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self.own:
-            return self.own[name]
-        if name not in self.file_of:
-            raise UserError(f"{self.where}: its safetensors files lack {name}")
-        return self.file_of[name].get_tensor(name)
+        return self.own[name] if name in self.own else self.file_of[name].get_tensor(name)
 
 
 class Family(NamedTuple):
@@ -134,7 +128,7 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
         names = hf_names(own, model.family)
         full = fuse(name, [weights[hf_name] for hf_name in names], model.config)
         shard = tp_shard(name, param, full, model.pg_collection.tp)
-        if shard.shape != param.shape:
-            reason = f"{names[0]} does not have the shape that config.json says"
-            raise UserError(f"{weights.where}: {reason}")
+        assert shard.shape == param.shape, (
+            f"{names[0]}: see check_directory"
+        )  # copy_ would spread it
         param.copy_(shard)

@@ -26,13 +26,14 @@ import data
 from config import Config, UserError
 from engines.reward_model import HEAD
 from images.reader import ImageReader
-from runtime.hf_directory import check_tensors, read_model_config
+from runtime.hf_directory import check_tensors, read_model_config, tensor_files
 from scheduling.layout import Holders, Shape
 from training import lm_head
-from training.hf_weights import Family
+from training.hf_weights import Family, HFWeights
 from training.packing import MicroBatch
 from training.vision import Packing, VisionModel, deep_features
 
+OUTPUT = "lm_head.weight"
 NESTED = ("model.language_model.", "model.visual.")  # transformers' names of text and tower
 FAMILIES = {  # by config.json's model_type
     "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}),
@@ -135,8 +136,8 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
     return torch.cat(outputs)
 
 
-def read_family(model_dir: str, setting: str) -> str:
-    """Return config.json's model_type. UserErrors name the setting and the directory."""
+def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True) -> dict:
+    """Return config.json with transformers' defaults. UserErrors, also of what can't learn here."""
     found = read_model_config(model_dir, setting)
     where = f"{setting} {model_dir}"
     model_type = found.get("model_type")
@@ -149,13 +150,6 @@ def read_family(model_dir: str, setting: str) -> str:
     scores = f"{model_type.capitalize()}ForSequenceClassification"
     if named not in ([writes], [scores]):
         raise UserError(f"{where}: architectures {named} are not {writes} or {scores}")
-    return model_type
-
-
-def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
-    """Return config.json with transformers' defaults. UserErrors name the setting and the directory."""
-    where = f"{setting} {model_dir}"
-    model_type = read_family(model_dir, setting)
     try:
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
     except ValueError as error:
@@ -177,7 +171,8 @@ def read_hf_config(model_dir: str, setting: str = "--model") -> dict:
         f"rope_type {kind!r}": kind not in ("default", "llama3"),
         "other llama3 rope factors": kind == "llama3" and not LLAMA3_ROPE.items() <= rope.items(),
     }
-    if reasons := ", ".join(reason for reason, found in unsupported.items() if found):
+    reasons = ", ".join(reason for reason, is_asked in unsupported.items() if is_asked)
+    if learns and reasons:
         raise UserError(f"{where}: config.json asks for what is not supported: {reasons}")
     return hf
 
@@ -269,30 +264,58 @@ def check_sizes(hf: dict, config: Config) -> None:
         raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
 
 
-def tensor_names(hf: dict) -> set[str]:
-    """Return the names of a directory's tensors, the output layer's among them even if it is tied."""
+def tensor_shapes(hf: dict) -> dict[str, list[int]]:
+    """Return the shape of each of a directory's tensors, of the output layer even if it is tied."""
     family = FAMILIES[hf["model_type"]]
     kind = AutoModelForImageTextToText if family.tower else AutoModelForCausalLM
-    with torch.device("meta"):  # no numbers, only names
-        names = " ".join(kind.from_config(hf["whole"]).state_dict())
-    return {*names.replace(NESTED[0], family.text).replace(NESTED[1], family.tower).split()}
+    with torch.device("meta"):  # no numbers, only shapes
+        tensors = kind.from_config(hf["whole"]).state_dict()
+    names = " ".join(tensors).replace(NESTED[0], family.text).replace(NESTED[1], family.tower)
+    shapes = [list(tensor.shape) for tensor in tensors.values()]
+    return dict(zip(names.split(), shapes, strict=True))
 
 
-def check_models(config: Config, holders: Holders | None = None) -> dict:
-    """Check all directories before a start, and return `read_hf_config` of --model. UserErrors."""
+def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device="cpu") -> None:
+    """Raise UserError unless a model is all there, and engine, trainer and transformers read the same.
+
+    hf: its config. scores: it ends in a scalar HEAD. device: of its engine, unless it learns.
+    """
+    where = f"{setting} {model_dir}"
+    rows = hf["vocab_size"]
+    ids = data.load_tokenizer(model_dir).get_vocab().values()
+    tokens = 1 + max(*ids, *data.named_ends(model_dir), hf.get("pad_token_id") or 0)
+    if tokens > rows:
+        counts = f"its tokenizer (or an id in its JSON) has {tokens} tokens"
+        raise UserError(f"{where}: {counts}, its embeddings {rows} rows")
+    if device == "cuda" and "quantization_config" in hf["whole"].to_dict():
+        return  # SGLang has kernels for it, whose tensors have names of their own
+    shapes = tensor_shapes(hf)
+    if scores:
+        shapes[HEAD] = [1, hf["hidden_size"]]
+    is_tied = hf["tie_word_embeddings"] and not scores
+    optional = {OUTPUT} if is_tied or scores else set()
+    check_tensors(tensor_files(model_dir, setting), where, shapes, optional)
+    weights = HFWeights(model_dir)
+    embedding = f"{FAMILIES[hf['model_type']].text}embed_tokens.weight"
+    has_both = is_tied and OUTPUT in weights.file_of
+    if has_both and not torch.equal(weights[OUTPUT], weights[embedding]):
+        raise UserError(f"{where}: {OUTPUT} isn't {embedding}, to which config.json ties it")
+
+
+def check_models(config: Config, holders: Holders | None = None, formats=()) -> dict:
+    """Check all directories before a start, and return `read_hf_config` of --model. formats: of judges."""
     hf = read_hf_config(config.model)
     shape = Shape.of(config, ())
     for each in holders.shapes.values() if holders else [shape]:
         check_sizes(hf, each.sized(config))
-    heads = {HEAD} if config.command == "rm" else set()
-    check_tensors(config.model, "--model", tensor_names(hf) | heads)
+    scores = config.command == "rm" and HEAD in tensor_files(config.model, "--model")
+    check_directory(config.model, "--model", hf, scores)
     if config.critic:
         check_critic((holders.critic if holders else shape).sized(config), hf)
-    for path in config.judge_models:
+    for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
-        read_family(path, setting)
-        if config.device == "cpu":  # with CUDA SGLang has kernels for quantized weights
-            check_tensors(path, setting)
+        judge = read_hf_config(path, setting, learns=False)
+        check_directory(path, setting, judge, judge_format.scores, config.device)
     return hf
 
 
@@ -300,8 +323,7 @@ def check_critic(config: Config, actor: dict) -> None:
     """UserError unless --critic is a value model of the actor's tokens, and the sizes fit."""
     hf = read_hf_config(config.critic, "--critic")
     where = f"--critic {config.critic}"
-    if HEAD not in check_tensors(config.critic, "--critic", tensor_names(hf) | {HEAD}):
-        raise UserError(f"{where}: it has no {HEAD}, the head of a value or reward model")
+    check_directory(config.critic, "--critic", hf, scores=True)
     actors = data.load_tokenizer(config.model).get_vocab()
     own = data.load_tokenizer(config.critic).get_vocab()
     if strange := actors.items() - own.items():
