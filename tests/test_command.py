@@ -1,6 +1,7 @@
 """What the command says about bad input: in one line, before anything starts where that is possible."""
 
 import asyncio
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from commands import dry_run, finetune
 from engines import fleet
 from engines.engine import Engine, EngineLost
 from fakes import FakeWorld
+from genrm import formats_of
 from launched import ROOT, Run
 from placement import make_plans
 from runtime import atomic_files, hf_directory
 from training.hf_weights import HFWeights
+from training.model import check_models
 
 # ---------------------------------------------------------------- as processes
 
@@ -294,6 +297,27 @@ def test_a_judge_that_is_to_score_needs_a_head(actor, tmp_path):
     given = ("--judge", actor, "--judge-format", "score")
     with pytest.raises(config.UserError, match=r"^--judge .*: its safetensors files lack score.w"):
         read(actor, tmp_path / "rows.jsonl", *given)
+
+
+def test_a_quantized_judge_needs_cuda(actor, tmp_path):
+    """Where SGLang has the kernels; but tokens without an embedding are nobody's."""
+    home = models.save_model(tmp_path / "its-name")
+    quantized = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    for file, change in {
+        "config.json": saying(quantization_config=quantized),
+        "model.safetensors": holding(eight_bits),
+    }.items():
+        (home / file).write_bytes(change((home / file).read_bytes()))
+    given = f"--model {actor} --judge {home} --max-model-len 512 --max-new-tokens 9"
+    settings = config.parse_config(f"{given} --judge-max-new-tokens 9 --device cpu".split())
+    on_cuda = dataclasses.replace(settings, device="cuda", dtype="bfloat16")
+    formats = formats_of(settings)
+    check_models(on_cuda, formats=formats)
+    with pytest.raises(config.UserError, match=f"{UP} is F8_E4M3: quantized"):
+        check_models(settings, formats=formats)
+    (home / "tokenizer.json").write_bytes(two_more((home / "tokenizer.json").read_bytes()))
+    with pytest.raises(config.UserError, match="386 tokens"):
+        check_models(on_cuda, formats=formats)
 
 
 @pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl", "check"])

@@ -294,12 +294,13 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
         shapes[HEAD] = [1, hf["hidden_size"]]
     is_tied = hf["tie_word_embeddings"] and not scores
     optional = {OUTPUT} if is_tied or scores else set()
-    check_tensors(tensor_files(model_dir, setting), where, shapes, optional)
-    weights = HFWeights(model_dir)
-    embedding = f"{FAMILIES[hf['model_type']].text}embed_tokens.weight"
-    has_both = is_tied and OUTPUT in weights.file_of
-    if has_both and not torch.equal(weights[OUTPUT], weights[embedding]):
-        raise UserError(f"{where}: {OUTPUT} isn't {embedding}, to which config.json ties it")
+    files = tensor_files(model_dir, setting)
+    check_tensors(files, where, shapes, optional)
+    if is_tied and OUTPUT in files:
+        weights = HFWeights(model_dir)
+        embedding = f"{FAMILIES[hf['model_type']].text}embed_tokens.weight"
+        if not torch.equal(weights[OUTPUT], weights[embedding]):
+            raise UserError(f"{where}: {OUTPUT} isn't {embedding}, to which config.json ties it")
 
 
 def check_models(config: Config, holders: Holders | None = None, formats=()) -> dict:
