@@ -212,7 +212,7 @@ async def build(
         sampling=inputs.sampling,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
-        checkpoints=Checkpoints(config, world, out, point and point.step),
+        checkpoints=await world.run(Checkpoints, config, world, out, point and point.step),
         team=team,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,
