@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank. Status 0: done or stopped; 2: a user's error; 130, 143: a signal too early, or a second."""
+    """Run a rank. Status 0: done or stopped; 2: a user's error; 128 + a signal too early, or a second."""
     shutdown.prepare()
     stop = Stop()
     try:
