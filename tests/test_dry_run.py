@@ -197,7 +197,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
 
 
 def test_check_refuses_an_address_as_a_run_does():
-    with pytest.raises(ValueError, match="^--host ::1 is not an IPv4 address of this machine"):
+    with pytest.raises(ValueError, match=r"^--host ::1 is not an IPv4 address of this machine"):
         dry_run.check(settings(host="::1"))
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 from collections import Counter
 from unittest.mock import create_autospec
 
