@@ -225,10 +225,11 @@ def test_exports_are_kept_while_checkpoints_go(tmp_path, monkeypatch):
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
 LAYOUT_3 = """\
 ahead: aborted carried dropped filtered kept missing_groups moved stats tokens waves
-common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips split step
+common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
+split step
 genrm: cached_tokens in_flight longest prompt_tokens request_s requests stalls tokens wakes
-groups: advantages answer_key cost critique finish greedy index logprobs media outcomes policy_logprobs prompt \
-prompt_id question reference_logprobs response returns reward turns values verdict versions
+groups: advantages answer_key cost critique finish greedy index logprobs media outcomes policy_logprobs \
+prompt prompt_id question reference_logprobs response returns reward turns values verdict versions
 history: genrm hand_over_s lengths rollout serve_s split swap_s waves
 own: ahead groups random rewards
 prompts: cursor owners requeued
