@@ -330,10 +330,7 @@ def engine_difference(stats: dict[str, float]) -> float:
 
 
 def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
-    """Return 0 for `warmup` updates, grow over `lr_warmup_steps`, fall to `lr_decay_to` at the last."""
-    version -= warmup
-    if version < 0:
-        return 0.0
+    """Grow over `lr_warmup_steps`, fall to `lr_decay_to` at the last. warmup: steps without an update."""
     if version < config.lr_warmup_steps:
         return config.lr * (version + 1) / config.lr_warmup_steps
     decay_steps = config.steps - warmup - config.lr_warmup_steps
@@ -345,11 +342,10 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     """The metrics of an update, from the statistics of its optimizer steps."""
     total = totals(steps)
     metrics = means(total, TOKEN_MEANS, "tokens")
-    for name in ("tokens", "skipped", "not_finite"):
+    for name in ("tokens", "skipped", "not_finite", "grad_norm"):
         metrics[name] = total[name]
     metrics["lr"] = lr
     metrics["loss"] = total["policy_loss"] / max(total["divisor"], 1.0)
-    metrics["grad_norm"] = total["grad_norm"] / len(steps)
     metrics["seconds_spread"] = (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"]
     stale_tokens = total["stale_token_frac"]
     metrics["stale_weight_mean"] = total["stale_weight"] / stale_tokens if stale_tokens else 1.0

@@ -5,9 +5,9 @@
         megatron/, critic_<name>/             trainers and optimizers (see training/sharded_checkpoint.py)
         common.json                           what is the same on every controller
         controllers/rank_<r>.json             what isn't: answers that were cut off, counts, random states
-        hf/, hf_critic_<name>/                on request: Hugging Face directories
     OUT/checkpoints/step_<n>.partial-<pid>/   being written, or was when the run died; never read
     OUT/checkpoints/archived_<n>-<i>/         damaged, or of steps that were done again; never read
+    OUT/hf/step_<n>/, OUT/hf_critic_<name>/   on request: Hugging Face directories, which are all kept
 
 A save takes its snapshot while the trainers have the device: each rank forks a process, whose memory stays
 as it was, and goes on. Once all have ended well, rank 0 completes it: checksums, then the folder's name, each
@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,11 +45,15 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 2  # of what a checkpoint holds: it grows when an earlier one can't be read any more
+LAYOUT = 3  # of what a checkpoint holds: it grows with the names of the parts
 POLL_S = 0.05
-# settings whose change makes another run of it; of the algorithm, its row
-SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights")
-SAME += ("data", "eval_data", "algorithm", "prompts_per_step", "answers_per_prompt")
+# settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
+SAME = ("seed", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
+NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
+READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
+# ... and while answers wait that were made with them
+ANSWERED = ("temperature", "max_new_tokens", "max_model_len")
+ANSWERED += ("judge_format", "judge_max_new_tokens", "judgements")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 Say = Callable[[str], None]
@@ -77,7 +82,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "layout": LAYOUT,
         "ranks": c.world.size,
         "config": dict(vars(c.config)),
-        "files": c.checkpoints.files,
+        "contents": c.checkpoints.contents,
         "prompts": c.prompts.state(),
         "split": c.placement.next.split,
     } | asdict(c.state)
@@ -148,13 +153,15 @@ def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch
 
 
 def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> Part:
-    """Write one rank's files in the forked process: JSON by file, Shards and what writes hf/ by folder."""
+    """Write one rank's files in the forked process: JSON by file, Shards by folder, exports by path."""
     described = {name: each.write() for name, each in shards.items()}
     for name, value in state.items():
         (folder / name).write_text(json.dumps(value))
-    for name, write in hf.items():
-        write(folder / name)
-    patterns = [*state, *(f"{name}/__{rank}_*" for name in shards), *(f"{name}/*" for name in hf)]
+    for path, write in hf.items():
+        write(path)
+        for written in (*path.iterdir(), path):
+            sync(written)
+    patterns = [*state, *(f"{name}/__{rank}_*" for name in shards)]
     patterns += [f"{name}/common.pt" for name, each in shards.items() if each.first == rank]
     return Part(described, sync_and_hash(folder, patterns))
 
@@ -191,7 +198,7 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         # as they are at the start; rank 0 alone saves them
-        self.files = {} if self.world.rank else sums_of_files(self.config)
+        self.contents = {} if self.world.rank else contents_of(self.config)
 
     def is_due(self, step: int, *every: int) -> bool:
         """Tell if `step` is one of those every so many (0: never), or the last."""
@@ -248,10 +255,9 @@ class Checkpoints:
             planned = await self.world.run(trainer.snapshot, folder / name)
             shards[name] = Shards(trainer.shape.ranks[0], *planned)
             if self.is_due(step, self.config.save_hf_every):
-                weights = await self.world.run(trainer.whole_weights)
-                if weights:
-                    as_hf = "hf" if name == "megatron" else f"hf_{name}"
-                    hf[as_hf] = partial(trainer.write_hf, weights)
+                kind = "hf" if name == "megatron" else f"hf_{name}"
+                if weights := await self.world.run(trainer.whole_weights):
+                    hf[self.out / kind / folder_name] = partial(trainer.write_hf, weights)
         state = {f"controllers/rank_{self.world.rank}.json": own}
         if self.world.rank == 0:
             state[COMMON] = common
@@ -277,8 +283,8 @@ class Checkpoints:
         self.newest = saving.step
 
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
-        if self.world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        for unnamed in self.out.glob(f"*/{folder.name}") if self.world.rank == 0 else ():
+            shutil.rmtree(unnamed, ignore_errors=True)
         left = f"that of step {self.newest} stays the newest"
         if self.newest is None:
             left = "there is none yet"
@@ -292,7 +298,7 @@ def make_folders(folder: Path, *names: str) -> None:
 
 
 def complete(saving: Saving, parts: list[Part], keep: int) -> None:
-    """Name the folder, whose files are on the disk. In this order: rank 0 may die between any two lines."""
+    """Name the folders, whose files are on the disk. In this order: rank 0 may die between any two lines."""
     folder = saving.folder
     checkpoints = folder.parent
     checksums = {}
@@ -305,9 +311,11 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
     (folder / atomic_files.CHECKSUMS).write_text("".join(lines))
     for path in (folder / atomic_files.CHECKSUMS, *{(folder / name).parent for name in checksums}):
         sync(path)
-    atomic_files.remove_atomically(checkpoints / f"step_{saving.step}")  # a damaged one
-    folder.rename(checkpoints / f"step_{saving.step}")
-    sync(checkpoints)
+    for unnamed in (*checkpoints.parent.glob(f"hf*/{folder.name}"), folder):
+        target = unnamed.with_name(f"step_{saving.step}")
+        atomic_files.remove_atomically(target)  # damaged, or of a save that failed later
+        unnamed.rename(target)
+        sync(target.parent)
     older = [step for step in steps_in(checkpoints) if step < saving.step]
     for step in reversed(older[keep - 1 :]):  # oldest first
         atomic_files.remove_atomically(checkpoints / f"step_{step}")
@@ -377,9 +385,9 @@ def make_ready(config: Config, folder: Path | None, say: Say) -> ResumePoint | N
     out = Path(config.out)
     step = step_of(folder) if folder else 0
     rows = atomic_files.complete_rows(out / "metrics.jsonl")
-    last = max((row["step"] for row in rows), default=-1)
-    if config.resume == "auto" and (step > config.steps or step == config.steps <= last):
-        folder = None  # the run did its steps: it left a last row then, after its last checkpoint
+    is_done = any("time/step_s" not in row for row in rows)  # a last row, which is of no step
+    if config.resume == "auto" and is_done and step >= config.steps:
+        folder = None
     if folder:
         compare(config, folder, say)
     if folder is None or folder.parent.resolve() != (out / "checkpoints").resolve():
@@ -399,44 +407,60 @@ def compare(config: Config, folder: Path, say: Say) -> None:
         raise UserError(f"{folder} is of another version of nanoYATT; --resume never starts anew")
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
+    contents = contents_of(config)
     now = json.loads(json.dumps(vars(config)))
     before = now | common["config"]
+    known = before | contents | common["contents"]
+    fixed = SAME + NAMED + (ANSWERED if has_answers(folder) else ())
     changed = []
     for name in now:
-        if name in FREE or now[name] == before[name]:
-            continue
+        is_other = now[name] != before[name]
         new = as_text(now[name]) or '""'
         old = as_text(before[name]) or '""'
-        if name in SAME and (name != "algorithm" or now[name][0] != before[name][0]):
-            made = f"the checkpoint {folder} was made with {old}"
+        if name in fixed and contents.get(name, now[name]) != known[name]:
+            made = f"the checkpoint {folder} was made with {old if is_other else 'other content'}"
+            made += ", as were answers that wait in it" if name in ANSWERED else ""
             raise UserError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
-        changed.append(f"--{dashed(name)} {new} (was {old})")
-    for path, checksum in sums_of_files(config).items():
-        if common.get("files", {}).get(path, checksum) != checksum:  # it may be of other paths
-            why = f"{path} has changed since {folder} was made"
-            raise UserError(f"{why}; --resume never starts anew")
+        if is_other and name not in FREE:
+            changed.append(f"--{dashed(name)} {new} (was {old})")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
 
 
-def sums_of_files(config: Config) -> dict[str, str]:
-    """Return SHA-256 by path of --data, --eval-data, and files with rules: FILE.py or FILE.py:name."""
-    checksums = {}
-    for spec in (config.data, config.eval_data, *config.rule, *config.cost_rule):
-        path = spec if Path(spec).is_file() else spec.rpartition(":")[0]
-        if Path(path).is_file():
-            checksums[path] = atomic_files.sha256(Path(path))
-    return checksums
+def has_answers(folder: Path) -> bool:
+    """Tell if answers wait in a checkpoint: a batch that was served, or groups that were carried."""
+    states = [json.loads(path.read_text()) for path in folder.glob("controllers/*.json")]
+    carried = [sample for own in states for group in own["groups"] for sample in group]
+    return any(own["ahead"] for own in states) or any(sample["response"] for sample in carried)
+
+
+def contents_of(config: Config) -> dict[str, list[str]]:
+    """Return what settings come to: SHA-256 of files, wherever they lie; of the algorithm its row."""
+    contents = {"algorithm": [config.algorithm[0]]} | {name: [] for name in NAMED}
+    with ThreadPoolExecutor() as threads:
+        for name in NAMED:
+            value = vars(config)[name]
+            for spec in [value] if isinstance(value, str) else value:
+                files = files_of(spec)
+                contents[name].append(spec.partition(".py:")[2] if files else spec)
+                contents[name] += threads.map(atomic_files.sha256, files)
+    return contents
+
+
+def files_of(spec: str) -> list[Path]:
+    """Return the files of FILE, FILE.py:name, or a model's directory; none for what is no file."""
+    if spec and Path(spec, "config.json").is_file():
+        return sorted(file for file in Path(spec).iterdir() if file.suffix in READ)
+    return [path for path in map(Path, (spec, spec.rpartition(":")[0])) if path.is_file()]
 
 
 def truncate_to(out: Path, step: int) -> float:
     """Drop what is recorded of steps from `step` on, to be done again. Returns when the rest ended (s)."""
-    checkpoints = out / "checkpoints"
     for name in ("metrics.jsonl", "samples.jsonl"):
         atomic_files.keep_rows(out / name, lambda row: row["step"] < step)
-    for folder in checkpoints.glob(f"step_*{PARTIAL}*"):
-        shutil.rmtree(folder)
-    for later in steps_in(checkpoints):
-        if later > step:
-            (checkpoints / f"step_{later}").rename(next_free(checkpoints / f"archived_{later}"))
+    for folder in [*out.glob("checkpoints/step_*"), *out.glob("hf*/step_*")]:
+        if PARTIAL in folder.name:
+            shutil.rmtree(folder)
+        elif (later := step_of(folder) or 0) > step:
+            folder.rename(next_free(folder.with_name(f"archived_{later}")))
     return timeline.truncate(out / "spans", step)

@@ -170,7 +170,9 @@ async def serve_ahead(c: Controller) -> RolloutBatch | None:
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     """Update critics and actor, in turns, in one pipeline, or on ranks of their own. Returns metrics."""
     stats = await compute_advantages(c, shares)
-    trainers = [*reversed(c.placement.critics), c.placement.actor]  # the last critic has the device
+    trainers = [*reversed(c.placement.critics)]  # the last critic has the device
+    if c.state.step >= c.algorithm.critic_warmup:
+        trainers.append(c.placement.actor)
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
     for first, *beside in turns:
         await c.placement.give_device_to(first, *beside)

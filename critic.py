@@ -159,15 +159,13 @@ def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
     mean = means(total, ("loss", *STATS), "divisor")
     returns_variance = mean["returns_squared"] - mean["returns"] ** 2
     errors_variance = mean["errors_squared"] - mean["errors"] ** 2
-    varies = returns_variance > 1e-12
-    return {
+    is_flat = returns_variance <= 1e-12  # NaN isn't
+    counted = {name: total[name] for name in ("grad_norm", "skipped", "not_finite")}
+    return counted | {
         "value_loss": mean["loss"],
         # 1: the values before the step were the returns; 0: no better than the returns' mean
-        "explained_variance": 1 - errors_variance / returns_variance if varies else 0.0,
+        "explained_variance": 0.0 if is_flat else 1 - errors_variance / returns_variance,
         "return_mean": mean["returns"],
         "clip_frac": mean["clipped"],
-        "grad_norm": total["grad_norm"] / len(steps),
         "lr": lr,
-        "skipped": total["skipped"],
-        "not_finite": total["not_finite"],
     }

@@ -60,7 +60,7 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank, and end this process: 0: done or stopped; 2: a user's error; 130, 143: by a signal."""
+    """Run a rank, and end this process: 0: done or stopped; 2: a user's error; 128 and more: by a signal."""
     shutdown.prepare()
     stop = Stop()
     try:
@@ -215,7 +215,7 @@ async def build(
         sampling=inputs.sampling,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
-        checkpoints=Checkpoints(config, world, out, point and point.step),
+        checkpoints=await world.run(Checkpoints, config, world, out, point and point.step),
         team=team,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,

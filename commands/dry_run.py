@@ -77,6 +77,7 @@ def check(config: Config) -> int:
     """Print what is installed and what is free, with ! before what a run would miss. Returns a status."""
     from torch import cuda
 
+    rendezvous.interface_of(config.host)
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()

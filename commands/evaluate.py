@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 import data
-from checkpoint import FREE, sums_of_files
+from checkpoint import FREE, NAMED, contents_of
 from config import Config
 from demo.task import Addition
 from engines.engine import Answer, Request, Sampling, seed_of
@@ -108,9 +108,8 @@ async def wait_for_answers(tasks: Tasks, pool: Pool, stop: Stop, progress: Progr
 
 def begin(config: Config, say: Callable[[str], None]) -> dict[int, dict]:
     """Return the rows of an unfinished evaluation of the same. Anything else in OUT is moved aside."""
-    settings = {name: value for name, value in vars(config).items() if name not in FREE}
-    times = {path.name: path.stat().st_mtime for path in Path(config.model).iterdir()}
-    same = json.dumps([settings, sums_of_files(config), times], sort_keys=True)
+    settings = {name: vars(config)[name] for name in vars(config).keys() - {*FREE, *NAMED}}
+    same = json.dumps([settings, contents_of(config)], sort_keys=True)
     begun = Path(config.out, "eval_begun.json")
     if not begun.exists() or begun.read_text() != same:
         archive(begun.parent, say)

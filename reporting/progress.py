@@ -1,5 +1,7 @@
 """Progress: the one bar on rank 0's terminal, and a line per step above it."""
 
+import contextlib
+
 from tqdm import tqdm
 
 from config import printable
@@ -48,7 +50,8 @@ class Progress:
 
     def line(self, text: str) -> None:
         if self._is_main:
-            self._bar.write(printable(text))
+            with contextlib.suppress(OSError):  # the terminal is gone, or the log's disk is full
+                self._bar.write(printable(text))
 
     def close(self) -> None:
         self._bar.close()

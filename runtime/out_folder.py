@@ -61,7 +61,7 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """Move what an earlier run left, if there is anything. UserError where it can't be moved."""
     left = ("metrics.jsonl", "replay.jsonl", "checkpoints", "eval*.json", "spans/rank*.jsonl")
-    if not any(any(out.glob(name)) for name in left):
+    if not any(any(out.glob(name)) for name in (*left, "hf*")):
         return
     there = out.resolve()  # behind a link, which stays: the new run has to write to the same disk
     try:

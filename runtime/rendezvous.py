@@ -85,11 +85,11 @@ def is_local() -> bool:
 
 def interface_of(host: str) -> str:
     """The network interface that has this address. Raises UserError if none of this machine has."""
-    interfaces = psutil.net_if_addrs().items()
-    names = {entry.address: name for name, entries in interfaces for entry in entries}
+    found = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
+    names = {entry.address: name for name, entry in found if entry.family == socket.AF_INET}
     if host not in names:
         known = ", ".join(sorted(names))
-        raise UserError(f"--host {host} is not an address of this machine; it has {known}")
+        raise UserError(f"--host {host} is not an IPv4 address of this machine; it has {known}")
     return names[host]
 
 

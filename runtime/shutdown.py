@@ -1,9 +1,9 @@
-"""Ways out of a rank with its engines closed: a user's error, Ctrl-C, SIGTERM, a launcher that died.
+"""Ways out of a rank with its engines closed: an error, Ctrl-C, SIGTERM, SIGHUP, a launcher that died.
 
 A user's error is one line, whatever the number of ranks, and status 2; torchrun ends the others with SIGTERM.
-While a run trains, the first SIGINT or SIGTERM asks for a stop: the controllers agree on it, save and leave
-with status 0. A second one, one before training, or one after a rank of this machine was killed, cancels all
-work: 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+While a run trains, the first of SIGNALS asks for a stop: the controllers agree on it, save and leave with
+status 0. A second one, one before training, or one after a rank of this machine was killed, cancels all
+work: 130, 143 or 129. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 import asyncio
@@ -25,7 +25,10 @@ from typing import Any, NoReturn
 
 from runtime.world import World, is_alive
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# nohup is obeyed, unless torchrun, which doesn't hear of it, passes the signal on
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
+    SIGNALS = SIGNALS[:2]
 PR_SET_PDEATHSIG = 1
 ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
 LOOK_S = 1.0  # between two looks at the other ranks, after a signal
@@ -135,10 +138,10 @@ def exit_now(status: int, line: str) -> NoReturn:
     """Say why, unless another rank of this machine has, and end although threads may wait for other ranks."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(FileExistsError):
+    with contextlib.suppress(OSError):  # the terminal is gone, or the mark is there
         if reported := reported_file():
             reported.touch(exist_ok=False)
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=sys.stderr)
     leave(status)
 
 
@@ -153,8 +156,9 @@ def leave(status: int) -> NoReturn:
 
     A thread of its group looks for the ranks' store, a file that the last rank has removed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal is gone
+            stream.flush()
     os._exit(status)
 
 

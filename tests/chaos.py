@@ -32,7 +32,7 @@ STEPS = 6  # of a trial
 MODES = ("partial", "full", "fused")
 SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4"
 SMALL += " --eval-every 100 --timeout-s 120"
-FINAL = f"checkpoints/step_{STEPS}"
+FINAL = f"hf/step_{STEPS}/model.safetensors"
 # a role without engines, an engine that stalls or doesn't come up again, a process that can't be ended
 CLEAR_STOPS = ("is left to ask", "third failure in a row", "didn't start again", "doesn't end:")
 ENGINE = ("sglang::scheduler", "sglang::detokenizer", "-m cpu.sglang")  # words of command lines
@@ -124,7 +124,7 @@ def end_of(run: Run, expected: Run) -> str:
     if run.left:
         return f"BROKEN: left behind: {run.left}"
     if run.rows() and run.rows()[-1]["step"] == STEPS:
-        weights, wanted = (each.out / FINAL / "hf/model.safetensors" for each in (run, expected))
+        weights, wanted = (each.out / FINAL for each in (run, expected))
         same = weights.read_bytes() == wanted.read_bytes()
         same = same and run.numbers() == expected.numbers()
         return "the same numbers" if same else f"BROKEN: other than {expected.out}: {run.out}"

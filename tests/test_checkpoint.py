@@ -166,7 +166,7 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Every file and every folder, hf/ among them; then the name itself."""
+    """Every file and every folder, also of exports; then the names, the checkpoint's last."""
     synced, renamed = [], []
     real_sync, real_rename = os.fsync, Path.rename
 
@@ -179,7 +179,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
         real_rename(*paths)
 
     def write_hf(self, weights, folder):
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / "model.safetensors").write_text(str(weights))
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -187,13 +187,79 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {"weight": 1}, raising=False)
     monkeypatch.setattr(FakeActor, "write_hf", write_hf, raising=False)
     simulate("full", 1, steps=1, save_every=1, save_hf_every=1, out=tmp_path)
-    folder = tmp_path / "checkpoints" / "step_1"
-    (at,) = renamed
-    before = {Path(path).name if ".partial" not in Path(path).name else "." for path in synced[:at]}
-    expected = {path.name for path in folder.rglob("*")} | {"."}
-    assert {"hf", "model.safetensors", "megatron", "controllers", CHECKSUMS} < expected
-    assert before == expected
-    assert synced[at:] == [str(tmp_path / "checkpoints")]
+    folder, export = tmp_path / "checkpoints" / "step_1", tmp_path / "hf" / "step_1"
+    at, last = renamed
+    before = [Path(path).name if ".partial" not in Path(path).name else "." for path in synced[:at]]
+    expected = {path.name for path in (*folder.rglob("*"), *export.rglob("*"))} | {"."}
+    assert {"model.safetensors", "megatron", "controllers", CHECKSUMS} < expected
+    assert set(before) == expected and before.count(".") == 2
+    assert (synced[at:last], synced[last:]) == ([str(export.parent)], [str(folder.parent)])
+
+
+def test_exports_are_kept_while_checkpoints_go(tmp_path, monkeypatch):
+    """Beside them, each under its step; one of a save that failed goes, and takes no other with it."""
+
+    def write_hf(self, weights, folder):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text(str(weights))
+
+    def fail_at_the_third(c):
+        snapshot = c.placement.actor.snapshot
+
+        def or_fail(folder):
+            write, complete = snapshot(folder)
+            return (write, complete) if "step_6" not in str(folder) else (None, complete)
+
+        c.placement.actor.snapshot = or_fail
+        c.checkpoints.start_writer = AwaitedWriter
+
+    monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {"weight": 1}, raising=False)
+    monkeypatch.setattr(FakeActor, "write_hf", write_hf, raising=False)
+    how = dict(steps=6, save_every=2, save_hf_every=2, keep=1, out=tmp_path)
+    simulate("full", 1, **how, prepare_controller=fail_at_the_third)
+    assert saved_steps(tmp_path) == [4]
+    exports = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("hf*/*/*"))
+    assert exports == [f"hf/step_{step}/model.safetensors" for step in (2, 4)]
+
+
+# what a checkpoint holds: where these lines change, LAYOUT has to grow
+LAYOUT_3 = """\
+ahead: aborted carried dropped filtered kept missing_groups moved stats tokens waves
+common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
+split step
+genrm: cached_tokens in_flight longest prompt_tokens request_s requests stalls tokens wakes
+groups: advantages answer_key cost critique finish greedy index logprobs media outcomes policy_logprobs \
+prompt prompt_id question reference_logprobs response returns reward row turns values verdict versions
+history: genrm hand_over_s lengths rollout serve_s split swap_s waves
+own: ahead groups random rewards
+prompts: cursor owners requeued
+"""
+ALIKE = {"kept", "carried", "filtered", "dropped", "stats", "rollout"}  # as groups, history, genrm
+NOT_OURS = {"config", "contents", "returns", "row", "values"}  # names of settings and of models
+
+
+def names_in(value, place: str) -> dict[str, set[str]]:
+    """The names of every object in JSON, by its own."""
+    found = {}
+    if isinstance(value, dict):
+        found[place] = set(value)
+        for name in value.keys() - ALIKE - NOT_OURS:
+            found |= names_in(value[name], name)
+    for each in value if isinstance(value, list) else ():
+        found |= names_in(each, place)
+    return found
+
+
+def test_the_layout_has_another_number_when_its_names_change(tmp_path):
+    """A checkpoint of another layout is refused in one line, and the number has to tell."""
+    how = dict(size=3, placement="engines=0-1 actor=2", ahead=1, over_dispatch=1.5, steps=4)
+    simulate("partial", **how, save_every=2, keep=9, out=tmp_path)
+    folder = tmp_path / "checkpoints" / "step_2"
+    found = names_in(json.loads((folder / "common.json").read_text()), "common")
+    for path in folder.glob("controllers/*"):
+        found = names_in(json.loads(path.read_text()), "own") | found
+    lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
+    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_3, 3)
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,18 @@ def test_trainers_that_share_a_table_share_the_device():
         assert critic.batches == actor.batches == before.placement.actor.batches
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "fused"])
+def test_the_policy_makes_no_update_while_the_critic_warms_up(schedule):
+    """Then it learns as if the run began there; the critic learns in every step."""
+    algorithm = (*PPO, "critic_warmup=2")
+    controllers, _ = simulate("full", 2, algorithm=algorithm, schedule=schedule, steps=5)
+    for c in controllers:
+        (critic,), actor = c.placement.critics, c.placement.actor
+        assert (critic.version, actor.version) == (5, 3) and critic.batches[2:] == actor.batches
+        (weights,) = {version for sample in actor.batches[0] for version in sample.versions}
+        assert weights == 0
+
+
 @pytest.mark.parametrize("mode,size,prompts", [("full", 3, 16), ("partial", 4, 6), ("full", 3, 1)])
 def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
     """All is trained on once; ranks differ by a prompt served, a sample trained on, and its work at most."""

@@ -193,7 +193,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
         (["--model", nowhere, "--judge", here], "nowhere"),
         (["--model", here, "--judge", nowhere], "nowhere"),
         ([*own, "--pp", "2", "--tp", "4", "--mode", "full"], "--tp 4 does not divide"),
-        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
+        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an IPv4 address of this machine"),
     ):
         with pytest.raises(ValueError, match=named):
             said(*arguments, ranks=8)
@@ -227,6 +227,11 @@ def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
         run.start(given, Stop())
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(good)}\n")
     assert run.start(given, Stop()) == ""
+
+
+def test_check_refuses_an_address_as_a_run_does():
+    with pytest.raises(ValueError, match=r"^--host ::1 is not an IPv4 address of this machine"):
+        dry_run.check(settings(host="::1"))
 
 
 def test_check_names_a_taken_port(capsys):

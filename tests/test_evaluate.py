@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 from collections import Counter
 from unittest.mock import create_autospec
 
@@ -227,7 +226,8 @@ def test_another_evaluation_begins_anew(tmp_path, model, evaluate_in, five, chan
         with (tmp_path / "rows.jsonl").open("a") as file:
             file.write('{"prompt": "5+5=", "answer": 10}\n')
     if change == "model":
-        os.utime(model[0] / "model.safetensors", (1, 1))
+        with (model[0] / "generation_config.json").open("a") as file:
+            file.write(" ")
     if change == "finished":
         evaluate_in(FakePool(five), *more)
     before = read(tmp_path / "out")

@@ -33,7 +33,7 @@ def run_and_seen(machines, tmp_path_factory):
 def test_the_numbers_are_those_of_one_machine(run_and_seen, tmp_path):
     """To the last digit, the final weights too, though a machine was replaced."""
     one = Run(tmp_path, *SETTINGS).ended()
-    two, path = run_and_seen[0], f"checkpoints/step_{STEPS}/hf/model.safetensors"
+    two, path = run_and_seen[0], f"hf/step_{STEPS}/model.safetensors"
     assert two.numbers() == one.numbers()
     assert (two.out / path).read_bytes() == (one.out / path).read_bytes()
 

@@ -141,7 +141,7 @@ def test_an_exported_directory_is_read_by_transformers_and_served(full, tmp_path
     """Greedy answers by both are the same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    exported = full.out / "checkpoints" / "step_3" / "hf"
+    exported = full.out / "hf" / "step_3"
     evaluate(exported, tmp_path / "eval")
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported)

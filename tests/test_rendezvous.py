@@ -75,7 +75,9 @@ def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
 
 SAID = {
     "127.0.0.1": "ranks of several machines can't meet there",
-    "203.0.113.7": "is not an address of this machine; it has .*127.0.0.1",
+    "203.0.113.7": "is not an IPv4 address of this machine; it has [0-9., ]*127.0.0.1",
+    "::1": "is not an IPv4 address of this machine; it has [0-9., ]*127.0.0.1",
+    "nowhere.example": "is not an IPv4 address of this machine; it has [0-9., ]*127.0.0.1",
 }
 
 

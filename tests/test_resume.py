@@ -5,6 +5,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,7 +28,8 @@ def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Pa
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
-    common = {"layout": checkpoint.LAYOUT, "step": step, "config": dict(config)} | more
+    common = {"layout": checkpoint.LAYOUT, "step": step, "config": dict(config)}
+    common |= {"contents": checkpoint.contents_of(SimpleNamespace(**config))} | more
     (folder / "common.json").write_text(json.dumps(common))
     lines = [f"{atomic_files.sha256(folder / name)}  {name}\n" for name in FILES]
     (folder / CHECKSUMS).write_text("".join(lines))
@@ -35,11 +37,13 @@ def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Pa
 
 
 def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
-    """A run that saved at `steps` and died after `rows` steps, in the middle of a line."""
+    """A run of 40 that saved at `steps` and died in the middle of a line. Its last row is of no step."""
     for step in steps:
         make_checkpoint(out, step)
     (out / "spans").mkdir(parents=True)
-    lines = [json.dumps({"step": step, "x": 0.1 + step}) + "\n" for step in range(rows)]
+    timed = [{"time/step_s": 1.0}] * 40 + [{}]
+    facts = [{"step": step, "x": 0.1 + step} | timed[step] for step in range(rows)]
+    lines = [json.dumps(row) + "\n" for row in facts]
     for name in ("metrics.jsonl", "samples.jsonl"):
         (out / name).write_text("".join(lines) + '{"step": 25, "x": 0.')
     for step in range(rows):
@@ -103,7 +107,8 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
     assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
     assert steps_of(out / "metrics.jsonl") == steps_of(out / "samples.jsonl") == list(range(20))
     assert [event.step for event in timeline.read(out / "spans")] == [n // 2 for n in range(40)]
-    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[3]) == {"step": 3, "x": 3.1}
+    row = json.loads((out / "metrics.jsonl").read_text().splitlines()[3])
+    assert row == {"step": 3, "x": 3.1, "time/step_s": 1.0}
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_10", "step_20"]
 
 
@@ -240,32 +245,117 @@ def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, name, value, 
     assert is_untouched(out)
 
 
-@pytest.mark.parametrize("changed", ["data.jsonl", "eval.jsonl", "rule.py", None])
-def test_a_file_that_makes_another_run_of_it_is_named(tmp_path, changed):
-    """Prompts are dealt by their number: a row more makes others of them. Old checkpoints can't tell."""
-    for name in ("data.jsonl", "eval.jsonl", "rule.py"):
-        (tmp_path / name).write_text("as it was")
-    named = {"data": f"{tmp_path}/data.jsonl", "rule": (f"{tmp_path}/rule.py:score", "length:9")}
-    named["eval_data"] = f"{tmp_path}/eval.jsonl"
-    config, out = replace(CONFIG, **named), make_run(tmp_path / "run", steps=())
-    make_checkpoint(out, 20, vars(config))
-    assert prepared(out, **named)[0].step == 20
-    files = checkpoint.Checkpoints(config, FakeWorld(0, 2, {}), out).files
-    other = checkpoint.Checkpoints(config, FakeWorld(1, 2, {}), out)
-    assert not other.files  # which may be large
-    assert set(files) == {f"{tmp_path}/{each}" for each in ("data.jsonl", "eval.jsonl", "rule.py")}
-    make_checkpoint(out, 30, vars(config), files=files)
-    if changed:
-        (tmp_path / changed).write_text("another")
-        message = f"^{tmp_path / changed} has changed since .*step_30 was"
-        with pytest.raises(ValueError, match=message):
-            prepared(out, **named)
-    assert changed or prepared(out, **named)[0].step == 30
+NAMED = {
+    "data": "rows.jsonl",
+    "eval_data": "own.jsonl",
+    "model": "actor",
+    "judge": ("judge",),
+    "rule": ("rule.py:score",),
+}
+
+
+def make_inputs(folder: Path) -> Path:
+    """Two models, rows and a rule."""
+    for name in ("actor/config.json", "actor/model.safetensors", "judge/config.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "actor" / "README.md").write_text("nobody reads it")
+    for name in ("rows.jsonl", "own.jsonl", "rule.py"):
+        (folder / name).write_text("as it was")
+    return folder
+
+
+def in_folder(folder: Path) -> dict:
+    """Settings that name the inputs there."""
+    below = {name: str(folder / NAMED[name]) for name in ("data", "eval_data", "model")}
+    return below | {name: (str(folder / NAMED[name][0]),) for name in ("judge", "rule")}
+
+
+@pytest.mark.parametrize(
+    "name, setting",
+    [
+        ("rows.jsonl", "data"),
+        ("own.jsonl", "eval_data"),
+        ("rule.py", "rule"),
+        ("actor/model.safetensors", "model"),
+        ("judge/config.json", "judge"),
+        ("", ""),
+    ],
+)
+def test_what_files_hold_decides_and_not_where_they_lie(tmp_path, monkeypatch, name, setting):
+    """Elsewhere, and from another working folder, they make the same run; changed in place another."""
+    here, there = make_inputs(tmp_path / "here"), make_inputs(tmp_path / "there")
+    out = make_run(tmp_path / "run", steps=())
+    make_checkpoint(out, 20, vars(replace(CONFIG, **in_folder(here))))
+    monkeypatch.chdir(there)
+    (here / "actor" / "README.md").write_text("nor this")
+    moved, lines = prepared(out, **NAMED)
+    assert moved.step == 20 and f"--data rows.jsonl (was {here}/rows.jsonl)" in lines[0]
+    for folder in (here, there) if name else ():
+        (folder / name).write_text("another")
+    if not name:
+        assert prepared(out, **in_folder(here))[0].step == 20
+        return
+    made = "the checkpoint .*step_20 was made with"
+    setting = setting.replace("_", "-")
+    with pytest.raises(ValueError, match=f"^--{setting} {here}.*: {made} other content; --resume"):
+        prepared(out, **in_folder(here))
+    with pytest.raises(ValueError, match=f"^--{setting} [a-z.:]*: {made} {here}.*; --resume never"):
+        prepared(out, **NAMED)
+
+
+WAITING = {
+    "served": {"ahead": {"kept": []}, "groups": []},
+    "carried": {"ahead": None, "groups": [[{"response": []}, {"response": [7]}]]},
+    "not begun": {"ahead": None, "groups": [[{"response": []}]]},
+}
+
+
+@pytest.mark.parametrize("state", WAITING)
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.7}, {"max_new_tokens": 71}, {"judgements": 3}]
+)
+def test_what_waiting_answers_were_made_with_stays(tmp_path, state, change):
+    """They would be read as if made otherwise. Where none waits, these settings are free."""
+    out = make_run(tmp_path / "run", steps=())
+    folder = make_checkpoint(out, 20) / "controllers"
+    folder.mkdir()
+    for rank, name in enumerate(("not begun", state)):
+        (folder / f"rank_{rank}.json").write_text(json.dumps(WAITING[name]))
+    if state == "not begun":
+        assert prepared(out, **change)[0].step == 20
+        return
+    (name,) = change
+    line = (
+        f"--{name.replace('_', '-')} .* was made with {SETTINGS[name]}, as were answers that wait"
+    )
+    with pytest.raises(ValueError, match=line):
+        prepared(out, **change)
+    assert is_untouched(out) and prepared(out, lr=1.0)[0].step == 20
+
+
+def test_fewer_steps_than_an_unfinished_run_has_are_refused(tmp_path):
+    """As with --resume DIR: it isn't done, so it isn't moved away."""
+    out = make_run(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"^--steps 15: the checkpoint .*step_20 has more steps"):
+        prepared(out, steps=15)
+    assert is_untouched(out) and not (tmp_path / "run-1").exists()
+    assert prepared(out, steps=20)[0].step == 20
+
+
+def test_exports_stay_and_those_of_steps_that_are_done_again_get_another_name(tmp_path):
+    """What a killed save left of one is swept."""
+    out = make_run(tmp_path / "run")
+    for name in ("hf/step_10", "hf/step_30", "hf_critic_reward/step_30", "hf/step_30.partial-7"):
+        (out / name).mkdir(parents=True)
+    prepared(out)
+    left = sorted(str(path.relative_to(out)) for path in out.glob("hf*/*"))
+    assert left == ["hf/archived_30-1", "hf/step_10", "hf_critic_reward/archived_30-1"]
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path):
     out = make_run(tmp_path / "run", steps=())
-    make_checkpoint(out, 20, layout=1)
+    make_checkpoint(out, 20, layout=checkpoint.LAYOUT - 1)
     with pytest.raises(
         ValueError, match="step_20 is of another version of nanoYATT; --resume never"
     ):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from signal import SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 from types import SimpleNamespace
 
 import psutil
@@ -49,6 +49,7 @@ async def signalled(stop, times, clock, cleaned):
         (True, {1.0: SIGINT, 3.9: SIGINT}, True),  # torchrun passes it on again; stops by itself
         (True, {1.0: SIGINT, 4.1: SIGINT}, False),  # somebody means it
         (True, {1.0: SIGINT, 4.1: SIGTERM}, False),  # torchrun's, at a second Ctrl-C
+        (True, {1.0: SIGHUP, 3.9: SIGHUP}, True),  # the terminal was closed
         (False, {1.0: SIGINT, 3.9: SIGTERM}, False),  # the cleanup isn't cut short
     ],
 )
@@ -58,7 +59,7 @@ def test_signals(monkeypatch, trains, times, is_done):
     monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with contextlib.nullcontext() if is_done else pytest.raises(asyncio.CancelledError):
         assert asyncio.run(signalled(stop, times, clock, cleaned)) == "done"
-    assert cleaned == [True] and stop.asked == SIGINT
+    assert cleaned == [True] and stop.asked == times[1.0]
 
 
 LEAVE = """
@@ -92,7 +93,7 @@ def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path):
         assert abs(failure.timestamp - time.time()) < 60
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
 def test_a_signal_before_the_event_loop(number):
     """One line and the signal's status."""
     assert leave(f"os.kill(os.getpid(), {int(number)})") == (128 + number, "interrupted\n")
@@ -106,6 +107,26 @@ def test_a_rank_never_comes_to_pythons_own_end(start, status):
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (status, "done\n")
     assert ("ZeroDivisionError" in ran.stderr) == bool(status)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_nohup_is_obeyed_unless_torchrun_passes_the_signal_on(launched):
+    """torchrun has handlers of its own, and ends where nohup asked it not to."""
+    environment = {name: os.environ[name] for name in os.environ if "TORCHELASTIC" not in name}
+    environment |= {"TORCHELASTIC_RUN_ID": "1"} if launched else {}
+    program = LEAVE.format("os.kill(os.getpid(), 1); print('goes on')")
+    how = dict(cwd=ROOT, capture_output=True, text=True, env=environment)
+    ran = subprocess.run(["nohup", sys.executable, "-c", program], **how)
+    assert ran.returncode == (129 if launched else 0)
+    assert ("goes on" in ran.stdout) != launched
+
+
+def test_lines_that_nobody_can_read_any_more_end_no_run():
+    """A closed terminal refuses them, while the step is given up and saved."""
+    program = "import pty, sys; from reporting.progress import Progress; terminal, shown = pty.openpty()\n"
+    program += "os.dup2(shown, 1); os.dup2(shown, 2); os.close(shown); os.close(terminal)\n"
+    program += "Progress(5, True).line('step 1'); shutdown.exit_now(7, 'stopped')"
+    assert leave(program) == (7, "")
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows():

@@ -230,7 +230,7 @@ class Trainer:
         names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
         ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped: weights and
         optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), seconds of a
-        rank's own work, `grad_norm` before clipping, `not_finite` and `skipped` (1 or 0).
+        rank's own work, `grad_norm` before clipping, `not_finite`, `skipped` (1 or 0); NaN: it isn't finite.
         """
         stats = self._reduce(work.stats, names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
@@ -243,10 +243,10 @@ class Trainer:
         extremes = self.all_reduce({"slowest": own, "fastest": -own}, dist.ReduceOp.MAX)
         stats["slowest_s"] = extremes["slowest"]
         stats["fastest_s"] = -extremes["fastest"]
-        stats["grad_norm"] = grad_norm
+        stats["grad_norm"] = grad_norm if is_finite else math.nan
         stats["not_finite"] = float(not is_finite)
         stats["skipped"] = float(not (learns and is_finite))
-        return {name: value if math.isfinite(value) else 0.0 for name, value in stats.items()}
+        return {name: value if math.isfinite(value) else math.nan for name, value in stats.items()}
 
     def measure(self, packed: Packed, loss: Loss, names: Iterable[str]) -> dict[str, float]:
         """`loss`, `divisor` and the statistics alone, of examples (collective)."""
@@ -394,11 +394,12 @@ def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
 
 
 def totals(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Each statistic, summed over optimizer steps."""
+    """Sum each statistic over optimizer steps; `grad_norm` is the mean over those that had a target."""
     total = dict.fromkeys(steps[0], 0.0)
     for step in steps:
         for name, value in step.items():
             total[name] += value
+    total["grad_norm"] /= max(1, sum(step["divisor"] > 0 for step in steps))
     return total
 
 
