@@ -48,7 +48,7 @@ LAYOUT = 2  # of what a checkpoint holds: it grows when an earlier one can't be 
 POLL_S = 0.05
 # settings whose change makes another run of it; of the algorithm, its row
 SAME = ("seed", "model", "critic", "judge", "cost_judge", "rule", "cost_rule", "reward_weights")
-SAME += ("data", "algorithm", "prompts_per_step", "answers_per_prompt")
+SAME += ("data", "template", "algorithm", "prompts_per_step", "answers_per_prompt")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 Say = Callable[[str], None]

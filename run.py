@@ -250,7 +250,7 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     model.check_models(config, plans[0].holders)
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
-    tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
+    tokenizer, *judges = data.load_tokenizers(config, say)
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)

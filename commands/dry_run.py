@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
+import data
 from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
 from config import Config, as_text, why_unusable
 from cpu import compiler
@@ -33,6 +34,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     model.check_models(config, plans[0].holders if plans else None)
     config = with_micro_batch(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
+    data.load_tokenizers(config, lines.append)
     if os.environ.get("RANK", "0") == "0":
         print(describe(config, plans, ranks), *lines, "nothing was started", sep="\n", flush=True)
 

@@ -31,7 +31,7 @@ from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
 from runtime.out_folder import archive
-from runtime.rows import TURNS, as_turns, is_chat, read_rows
+from runtime.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
@@ -43,34 +43,38 @@ Example = list[Sample]  # one, or the chosen and the rejected answer
 Encode = Callable[..., Any]  # of a tokenizer, a prompt and an answer, each text or both chat turns
 
 
-def encode_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode):
-    """Encode a prompt and an answer, each text or chat turns. UserError says what is wrong, and `where`.
+def encode_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str, encode: Encode):
+    """Encode a row's prompt and an answer, each text or chat turns. UserError says what is wrong.
 
     Turns that don't begin with the assistant's are a whole conversation, `prompt` left out or repeated.
     """
-    if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
+    prompt = row.get("prompt") or []
+    if isinstance(prompt, str) and isinstance(answer, str) and answer:
+        with_tools(prompt, row, where)
         if tokenizer.eos_token_id is None:
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
         return encode(tokenizer, prompt, answer)
-    before = as_turns(prompt or [], "user")
-    turns = as_turns(answer, "assistant")
+    before = read_turns(as_turns(prompt, "user"), where)
+    turns = read_turns(as_turns(answer, "assistant"), where)
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
     turns = turns if turns[0]["role"] != "assistant" else before + turns
-    if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
+    last = turns[-1]
+    is_empty = not (last["content"] or "tool_calls" in last)
+    if len(turns) < 2 or last["role"] != "assistant" or is_empty:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
     data.check_prompt(tokenizer, turns[:-1], where)
-    return encode(tokenizer, turns[:-1], turns[-1:])
+    return encode(tokenizer, with_tools(turns[:-1], row, where), [last])
 
 
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
-    answers = [(row.get("prompt"), row[name]) for name in ("response", "completion") if name in row]
+    answers = [(row, row[name]) for name in ("response", "completion") if name in row]
     if "messages" in row:
-        answers = [([], row["messages"])]
+        answers = [(row | {"prompt": []}, row["messages"])]
     if len(answers) != 1:
         needed = "`messages`, or `prompt` and one of `response` and `completion`"
         raise UserError(f"{where}: needs {needed}")
@@ -84,7 +88,7 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Encode
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     answers = (row["chosen"], row["rejected"])
-    return [encode_answer(row.get("prompt"), each, tokenizer, where, encode) for each in answers]
+    return [encode_answer(row, each, tokenizer, where, encode) for each in answers]
 
 
 def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
@@ -95,7 +99,7 @@ def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read a pair for a scalar head, which is read at the last token: one target behind it, any one."""
-    pairs = encode_both(row, tokenizer, where, data.encode_exchange)
+    pairs = encode_both(row, tokenizer, where, partial(data.encode_exchange, where=where))
     return [Sample(0, index, both, response=both[-1:]) for index, both in enumerate(pairs)]
 
 
@@ -249,7 +253,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
     name = config.command
     path = Path(config.data or out / "data.jsonl")
-    tokenizer = data.load_tokenizer(config.model)
+    [tokenizer] = data.load_tokenizers(config, progress.line)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
     order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
     held_out = [examples[number] for number in sorted(order.held_out)]

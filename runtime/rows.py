@@ -1,6 +1,7 @@
 """Rows of a user's file, JSONL or Parquet, and the prompts in them. Errors name the file and the line."""
 
 import json
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def _json_rows(path: Path) -> list[tuple[int, dict]]:
 
 def prompt_of(row: dict, where: str) -> Text:
     """The prompt of a row of `PromptFile`, with IMAGE for parts that are images. UserError says `where`."""
-    prompt = row.get("messages") or row.get("prompt")
+    prompt = read_turns(row.get("messages") or row.get("prompt"), where)
     if isinstance(prompt, list):
         prompt = [with_text(turn, where) for turn in prompt]
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
@@ -75,7 +76,55 @@ def prompt_of(row: dict, where: str) -> Text:
         example = ": that is an example for run.py sft" * (roles[-1] == "assistant")
         end = f"it ends with the {roles[-1]}'s turn{example}"
         raise UserError(f"{where}: {end}; a prompt ends with the user's")
-    return prompt
+    return with_tools(prompt, row, where)
+
+
+def with_tools(prompt: Text, row: dict, where: str) -> Text:
+    """Put a row's `tools` into its first turn, from where the chat template gets them. UserError."""
+    tools = row.get("tools")
+    if not tools:
+        return prompt
+    if isinstance(prompt, str):
+        raise UserError(f"{where}: `tools` go to the chat template, and its prompt is a text")
+    if not (isinstance(tools, list) and all(map(names_function, tools))):
+        needed = "a list of JSON schemas, {type: function, function: {name, ...}}"
+        raise UserError(f"{where}: `tools` is {needed}, not {str(tools)[:60]!r}")
+    return [prompt[0] | {"tools": tools}, *prompt[1:]]
+
+
+def names_function(item: Any) -> bool:
+    """Tell if it is a tool or a tool call in the form that transformers' templates take."""
+    match item:
+        case {"function": {"name": str(name)}}:
+            return bool(name.strip())
+    return False
+
+
+def read_turns(turns: Any, where: str) -> Any:
+    """Read the tool calls of chat turns; a turn that has some needs no content. UserError."""
+    if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+        return turns
+    read = [dict(turn) for turn in turns]
+    for turn in read:
+        if calls := turn.pop("tool_calls", None):
+            listed = calls if isinstance(calls, list) else [str(calls)]
+            turn["tool_calls"] = [read_call(call, where) for call in listed]
+            turn["content"] = turn.get("content") or ""
+    return read
+
+
+def read_call(call: Any, where: str) -> dict:
+    """Read a tool call, whose arguments may be JSON: templates take the object. UserError."""
+    arguments = None
+    if names_function(call):
+        arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        with suppress(json.JSONDecodeError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        needed = "{function: {name, arguments}}, the arguments an object"
+        raise UserError(f"{where}: a tool call is {needed}, not {str(call)[:60]!r}")
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def with_text(turn: Any, where: str) -> Any:
@@ -112,8 +161,8 @@ def as_turns(text: Text, role: str) -> list[dict]:
 def transcript(prompt: Text) -> str:
     """Write chat turns as text: the words of a lone one; of several, each behind its role."""
     turns = as_turns(prompt, "user")
-    labelled = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-    return labelled if len(turns) > 1 else turns[0]["content"]
+    labelled = [f"{turn['role']}: {turn['content']}{turn.get('tool_calls', '')}" for turn in turns]
+    return "\n".join(labelled) if len(turns) > 1 else turns[0]["content"]
 
 
 def answer_key(answer: Any) -> str | None:
