@@ -170,6 +170,7 @@ class PromptFile(Sequence[Prompt]):
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
     read_key: Callable[[str], str | None] = str  # as JudgeFormat.read_key
+    scorers: Sequence[Tokenizer] = ()  # of judges that are shown all turns, by a template
 
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
@@ -199,6 +200,9 @@ class PromptFile(Sequence[Prompt]):
             raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
         check_prompt(self.tokenizer, prompt, where)
+        for tokenizer in self.scorers:
+            exchange = as_turns(prompt, "user") + as_turns("yes", "assistant")
+            render(tokenizer, exchange, where, is_complete=True)
         if not callable(images):  # of JSON
             files = [image_file(item, self.path.parent, where) for item in images]
             if self.reader:
@@ -245,8 +249,8 @@ class PromptFile(Sequence[Prompt]):
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
         # of Parquet, turns may hold times, which a checkpoint's JSON has no word for
-        is_more = len(turns) > 1 or "tools" in turns[0]
-        several = json.loads(json.dumps(turns, default=str)) if is_more else []
+        turns = json.loads(json.dumps(turns, default=str))
+        several = turns if len(turns) > 1 or "tools" in turns[0] else []
         return Prompt(tokens, question, row.answer_key, partial(self._images, row), several)
 
 

@@ -256,7 +256,9 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     if config.data:
         room = longest - config.max_new_tokens
-        how = (config.skip_long, say, reader, formats_of(config)[0].read_key)
+        formats = zip(judges, formats_of(config), strict=False)
+        scorers = [each for each, row in formats if row.scores and each.chat_template]
+        how = (config.skip_long, say, reader, formats_of(config)[0].read_key, scorers)
         rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
         source = data.Shuffled(rows, config.seed, HELD_OUT)
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}

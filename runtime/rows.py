@@ -82,22 +82,15 @@ def prompt_of(row: dict, where: str) -> Text:
 def with_tools(prompt: Text, row: dict, where: str) -> Text:
     """Put a row's `tools` into its first turn, from where the chat template gets them. UserError."""
     tools = row.get("tools")
+    if isinstance(prompt, str):
+        if tools:
+            raise UserError(f"{where}: `tools` go to the chat template, and its prompt is a text")
+        return prompt
+    tools = tools or prompt[0].get("tools")  # where some have them
     if not tools:
         return prompt
-    if isinstance(prompt, str):
-        raise UserError(f"{where}: `tools` go to the chat template, and its prompt is a text")
-    if not (isinstance(tools, list) and all(map(names_function, tools))):
-        needed = "a list of JSON schemas, {type: function, function: {name, ...}}"
-        raise UserError(f"{where}: `tools` is {needed}, not {str(tools)[:60]!r}")
+    read_functions(tools, "tools", where)
     return [prompt[0] | {"tools": tools}, *prompt[1:]]
-
-
-def names_function(item: Any) -> bool:
-    """Tell if it is a tool or a tool call in the form that transformers' templates take."""
-    match item:
-        case {"function": {"name": str(name)}}:
-            return bool(name.strip())
-    return False
 
 
 def read_turns(turns: Any, where: str) -> Any:
@@ -107,24 +100,28 @@ def read_turns(turns: Any, where: str) -> Any:
     read = [dict(turn) for turn in turns]
     for turn in read:
         if calls := turn.pop("tool_calls", None):
-            listed = calls if isinstance(calls, list) else [str(calls)]
-            turn["tool_calls"] = [read_call(call, where) for call in listed]
+            turn["tool_calls"] = read_functions(calls, "tool_calls", where)
             turn["content"] = turn.get("content") or ""
     return read
 
 
-def read_call(call: Any, where: str) -> dict:
-    """Read a tool call, whose arguments may be JSON: templates take the object. UserError."""
-    arguments = None
-    if names_function(call):
-        arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError):
-            arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        needed = "{function: {name, arguments}}, the arguments an object"
-        raise UserError(f"{where}: a tool call is {needed}, not {str(call)[:60]!r}")
-    return call | {"function": call["function"] | {"arguments": arguments}}
+def read_functions(items: Any, field: str, where: str) -> list[dict]:
+    """Read tools or tool calls; arguments may be JSON: templates take the object. UserError."""
+    read = []
+    for item in items if isinstance(items, list) else [None]:
+        arguments = None
+        match item:
+            case {"function": {"name": str(name), **more}} if name.strip():
+                given = more.get("arguments")
+                arguments = {} if given in (None, "") else given
+        if isinstance(arguments, str):
+            with suppress(json.JSONDecodeError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            needed = "a list of {type: function, function: {name, ...}}, arguments an object"
+            raise UserError(f"{where}: `{field}` is {needed}, not {str(items)[:60]!r}")
+        read.append(item | {"function": item["function"] | {"arguments": arguments}})
+    return read
 
 
 def with_text(turn: Any, where: str) -> Any:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError
@@ -26,7 +26,7 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
     """Put --template's NAME=VALUE before all templates. UserError for a NAME that none of them mentions."""
     settings = dict(text.partition("=")[::2] for text in given)
     before = "".join(f"{{% set {name} = {literal(text)} +%}}" for name, text in settings.items())
-    unknown = {*settings}
+    mentioned: set[str] = set()
     for tokenizer in tokenizers:
         templates = tokenizer.chat_template or {}
         if isinstance(templates, str):
@@ -36,11 +36,12 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
             fixed = f"the date in its chat template is always {TODAY:%d %b %Y}"
             say(f"{tokenizer.name_or_path}: {fixed} (--template date_string=...)")
         if templates and settings:
-            unknown -= {word for _, kind, word in Environment().lex(source) if kind == "name"}
+            mentioned |= {word for _, kind, word in Environment().lex(source) if kind == "name"}
             tokenizer.chat_template = {name: before + text for name, text in templates.items()}
-    if unknown:
-        needed = "NAME=VALUE is needed, of a NAME that a chat template of this run mentions"
-        raise UserError(f"--template {min(unknown)}: {needed}")
+    for text in given:
+        if "=" not in text or text.partition("=")[0] not in mentioned:
+            needed = "NAME=VALUE is needed, of a NAME that a chat template of this run mentions"
+            raise UserError(f"--template {text}: {needed}")
 
 
 def literal(text: str) -> str:
@@ -50,10 +51,15 @@ def literal(text: str) -> str:
     return repr(text)
 
 
+@lru_cache(maxsize=8)  # it takes long to ask a tokenizer
+def broken_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
+
+
 def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
     """Put a space in what spells out a special token, `< |im_end|>`: else a text could end its turn."""
-    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    broken = {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
+    broken = broken_tokens(tokenizer)
     while found := [name for name in broken if name in text and name not in broken[name]]:
         for name in found:
             text = text.replace(name, broken[name])

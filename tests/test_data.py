@@ -295,7 +295,8 @@ def test_no_special_token_is_left_in_broken_text(tokenizer, parts):
 
 
 def test_a_break_may_spell_out_another_special_token():
-    tokenizer = SimpleNamespace(added_tokens_decoder={}, all_special_tokens=["<s>", "< s>"])
+    tokenizer = FakeTokenizer()
+    tokenizer.all_special_tokens = ("<s>", "< s>")
     assert data.break_special_tokens(tokenizer, "<s>") == "<  s>"
 
 

@@ -150,14 +150,28 @@ def test_tools_go_to_the_template(with_template, tmp_path):
 
 
 BAD_TOOLS = [
-    ({"tools": json.dumps(TOOLS)}, "`tools` is a list of JSON schemas"),
-    ({"tools": [{"name": "weather"}]}, "`tools` is a list of JSON schemas"),
-    ({"tools": TOOLS[0]}, "`tools` is a list of JSON schemas"),
+    ({"tools": json.dumps(TOOLS)}, r"`tools` is a list of \{type"),
+    ({"tools": [{"name": "weather"}]}, r"`tools` is a list of \{type"),
+    ({"messages": [ASKED | {"tools": "weather"}]}, r"`tools` is a list of \{type"),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", [])])]},
+        "`tool_calls` is",
+    ),
+    ({"tools": TOOLS[0]}, r"`tools` is a list of \{type"),
     ({"prompt": "What?", "tools": TOOLS}, "`tools` go to the chat template"),
-    ({"messages": [ASKED, turn("assistant", "", tool_calls="weather")]}, "a tool call is"),
-    ({"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "3")])]}, "call is"),
-    ({"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "{")])]}, "call is"),
-    ({"messages": [ASKED, turn("assistant", "", tool_calls=[call(None, {})])]}, "a tool call is"),
+    ({"messages": [ASKED, turn("assistant", "", tool_calls="weather")]}, "`tool_calls` is a list"),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "3")])]},
+        "`tool_calls` is a list",
+    ),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "{")])]},
+        "`tool_calls` is a list",
+    ),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call(None, {})])]},
+        "`tool_calls` is a list",
+    ),
     ({"messages": [ASKED, turn("assistant", None, tool_calls=[])]}, "needs `messages`"),
 ]
 
@@ -167,7 +181,7 @@ def test_tools_that_can_t_be_read_are_refused(with_template, tmp_path, row, mess
     row = {"prompt": [ASKED]} | row
     if "messages" in row:
         row["messages"].append(TOLD)
-    with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{message}"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: " + message):
         prompts_of(with_template(QWEN3), tmp_path, row)
 
 
@@ -219,6 +233,17 @@ def test_a_judges_template_is_checked_at_the_start(with_template, directory, mon
     for template, problem in ((GEMMA, "refuses turns"), (dropping, "leaves out the system's turn")):
         with pytest.raises(UserError, match=f"the chat template in {directory} {problem}"):
             build([with_template(template)])
+
+
+def test_a_scalar_judges_template_is_checked_on_every_row(with_template, tmp_path):
+    """It is shown all turns: else the first answer to such a prompt would end the run."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "3+4="}, {"messages": [turn("system", "Be brief."), ASKED]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = partial(data.PromptFile, path, with_template(EACH), 4000)
+    assert len(read(scorers=[with_template(QWEN3)])) == 2
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: .* refuses turns: System role not"):
+        read(scorers=[with_template(GEMMA)])
 
 
 def loaded(directory, template, *settings, monkeypatch):
@@ -294,15 +319,15 @@ def test_thinking_is_switched_off(directory, monkeypatch):
     assert tokens == oracle(plain, [ASKED], enable_thinking=False) != oracle(plain, [ASKED])
 
 
-@pytest.mark.parametrize(
-    "setting", ["enable_thinkng=false", "think=false", "enable_thinking", "=1"]
-)
+UNKNOWN = ["enable_thinkng=false", "think=false", "enable_thinking", "=1", "enable-thinking=1"]
+
+
+@pytest.mark.parametrize("setting", UNKNOWN)
 def test_a_setting_that_no_template_mentions_is_refused(directory, monkeypatch, setting):
     """A word of its text is no mention."""
-    setting = setting.replace("enable_thinking", "enable-thinking")
-    with pytest.raises(UserError, match=f"^--template {setting.partition('=')[0]}: NAME=VALUE is"):
+    with pytest.raises(UserError, match=f"^--template {setting}: NAME=VALUE is needed, of a NAME"):
         loaded(directory, QWEN3, "enable_thinking=true", setting, monkeypatch=monkeypatch)
-    with pytest.raises(UserError, match=r"^--template x: NAME=VALUE"):
+    with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE"):
         loaded(directory, None, "x=1", monkeypatch=monkeypatch)
 
 
