@@ -170,7 +170,7 @@ class PromptFile(Sequence[Prompt]):
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
     read_key: Callable[[str], str | None] = str  # as JudgeFormat.read_key
-    scorers: Sequence[Tokenizer] = ()  # of judges that are shown all turns, by a template
+    scorers: Sequence[Tokenizer] = ()  # of scalar judges, which are shown all turns
 
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
@@ -201,8 +201,7 @@ class PromptFile(Sequence[Prompt]):
         prompt = prompt_of(row, where)
         check_prompt(self.tokenizer, prompt, where)
         for tokenizer in self.scorers:
-            exchange = as_turns(prompt, "user") + as_turns("yes", "assistant")
-            render(tokenizer, exchange, where, is_complete=True)
+            encode_exchange(tokenizer, prompt, "yes", where=where)
         if not callable(images):  # of JSON
             files = [image_file(item, self.path.parent, where) for item in images]
             if self.reader:
@@ -298,7 +297,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
         stop = [token for token in (tokenizer.eos_token_id, end) if token is not None]
         if prompt.endswith(tuple(map(tokenizer.decode, stop))):
             raise UserError(f"{where}: the prompt ends with what ends an answer: {prompt[-20:]!r}")
-    elif end is None:
+    elif end is None and tokenizer.chat_template is not None:
         render(tokenizer, prompt, where)  # UserError, if that is why
         problem = "its chat template ends an answer with no special token, so none could end"
         raise UserError(f"{where}: chat turns need another {tokenizer.name_or_path}: {problem}")
@@ -350,7 +349,7 @@ def encode_exchange(
 ) -> list[int]:
     """Encode a prompt and an answer as `run.py rm` and its model read them. is_cut: without the end."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
-    if tokenizer.chat_template is not None:
+    if tokenizer.chat_template is not None or "tools" in turns[0]:
         tokens = encode(tokenizer, turns, where, is_complete=True)
         end = end_of_turn(tokenizer)
     else:

@@ -257,7 +257,7 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     if config.data:
         room = longest - config.max_new_tokens
         formats = zip(judges, formats_of(config), strict=False)
-        scorers = [each for each, row in formats if row.scores and each.chat_template]
+        scorers = [each for each, row in formats if row.scores]
         how = (config.skip_long, say, reader, formats_of(config)[0].read_key, scorers)
         rows = data.PromptFile(Path(config.data), tokenizer, room, *how)
         source = data.Shuffled(rows, config.seed, HELD_OUT)

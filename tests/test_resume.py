@@ -228,6 +228,7 @@ def test_a_name_that_cannot_be_gone_on_from(tmp_path, name, message):
         ("judge", ("K", "L"), "--judge K L: the checkpoint .*step_20 was made with J"),
         ("rule", ("length:9",), '--rule length:9: .* was made with ""'),
         ("algorithm", ("rloo",), "--algorithm rloo: .* was made with grpo"),
+        ("template", ("a=1",), '--template a=1: .* was made with ""'),
         ("prompts_per_step", 8, "--prompts-per-step 8: .* was made with 16"),
     ],
 )

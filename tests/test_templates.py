@@ -145,6 +145,8 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     assert [sample.prompt for sample in parse_pair(row, tokenizer, "f:1")] == [expected] * 2
     [learned, _] = parse_rm(row, tokenizer, "f:1")
     assert data.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
+    with pytest.raises(UserError, match=r"f:1: .* has no chat template"):
+        parse_rm(row, with_template(None), "f:1")
     [sample] = parse_sft({"messages": [ASKED, CALLED], "tools": TOOLS}, tokenizer, "f:1")
     assert "<tool_call>" in tokenizer.decode(sample.response)
 
