@@ -33,10 +33,13 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
             templates = {"default": templates}
         source = "".join(templates.values())
         if "strftime_now" in source and "date_string" not in settings:
+            other = "; --template date_string=... says another" * ("date_string" in source)
             fixed = f"the date in its chat template is always {TODAY:%d %b %Y}"
-            say(f"{tokenizer.name_or_path}: {fixed} (--template date_string=...)")
+            say(f"{tokenizer.name_or_path}: {fixed}{other}")
         if templates and settings:
-            mentioned |= {word for _, kind, word in Environment().lex(source) if kind == "name"}
+            with suppress(TemplateError):  # such a template renders nothing
+                lexed = Environment().lex(source)
+                mentioned |= {word for _, kind, word in lexed if kind == "name"}
             tokenizer.chat_template = {name: before + text for name, text in templates.items()}
     for text in given:
         if "=" not in text or text.partition("=")[0] not in mentioned:
@@ -45,7 +48,9 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
 
 
 def literal(text: str) -> str:
-    """Write a setting's value for a template: read as JSON, or as text if it is none."""
+    """Write a setting's value for a template: read as JSON or a word of Python's, else as text."""
+    if text in ("True", "False", "None"):
+        return text
     with suppress(json.JSONDecodeError):
         text = json.loads(text, parse_constant=str)
     return repr(text)

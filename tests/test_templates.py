@@ -271,8 +271,12 @@ def test_the_date_in_a_prompt_is_always_the_same(directory, monkeypatch):
     tokenizer, said = load()
     assert "Today Date: 26 Jul 2024\n" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
     assert datetime(2024, 7, 26) == TODAY
-    date = "the date in its chat template is always 26 Jul 2024 (--template date_string=...)"
-    assert said == [f"{directory}: {date}"]
+    date = f"{directory}: the date in its chat template is always 26 Jul 2024"
+    assert said == [f"{date}; --template date_string=... says another"]
+    direct = EACH + "{{ strftime_now('%Y-%m-%d') }}"
+    tokenizer, said = loaded(directory, direct, monkeypatch=monkeypatch)
+    assert tokenizer.decode(data.encode(tokenizer, [ASKED])).endswith("2024-07-26")
+    assert said == [date]
     tokenizer, said = load("date_string=1 May 2025")
     assert "Today Date: 1 May 2025\n" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
     assert said == []
@@ -280,6 +284,8 @@ def test_the_date_in_a_prompt_is_always_the_same(directory, monkeypatch):
 
 SHOWN = "{% if x is defined %}{{ x | tojson }}{% endif %}" + TEMPLATE
 VALUES = [
+    "False",
+    "None",
     "true",
     "-1.5",
     "null",
@@ -298,7 +304,8 @@ VALUES = [
 def test_a_setting_is_read_as_json_else_as_text(directory, monkeypatch, value):
     """As transformers hands a keyword on, exactly; in each template of several."""
     try:
-        expected = json.loads(value) if value != "NaN" else value
+        python = {"NaN": '"NaN"', "False": "false", "None": "null"}
+        expected = json.loads(python.get(value, value))
     except json.JSONDecodeError:
         expected = value
     plain = data.load_tokenizer(str(directory))
@@ -329,8 +336,9 @@ def test_a_setting_that_no_template_mentions_is_refused(directory, monkeypatch, 
     """A word of its text is no mention."""
     with pytest.raises(UserError, match=f"^--template {setting}: NAME=VALUE is needed, of a NAME"):
         loaded(directory, QWEN3, "enable_thinking=true", setting, monkeypatch=monkeypatch)
-    with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE"):
-        loaded(directory, None, "x=1", monkeypatch=monkeypatch)
+    for template in (None, "{{ x '"):
+        with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE"):
+            loaded(directory, template, "x=1", monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("command", ["rl", "sft", "rm", "dpo", "eval"])
