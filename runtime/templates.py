@@ -58,6 +58,7 @@ def literal(text: str) -> str:
 
 @lru_cache(maxsize=8)  # it takes long to ask a tokenizer
 def broken_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Map what spells out a special token to what doesn't."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
 
@@ -106,10 +107,10 @@ def render(
 
 
 class Marks:
-    """Marks, one behind each text that a template must render, which tell that it does."""
+    """Marks of their own behind texts that a template must render: found again, the text was not another's."""
 
     def __init__(self):
-        # a role, or "" ; what a template does that leaves the text out; the text and its mark
+        # of a turn its role; what a template does that leaves the text out; the text and its mark
         self._marked: list[tuple[str, str, str]] = []
 
     def turn(self, turn: dict, is_learned: bool) -> dict:
