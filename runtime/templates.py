@@ -107,7 +107,7 @@ def render(
 
 
 class Marks:
-    """Marks of their own behind texts that a template must render: found again, the text was not another's."""
+    """Marks, each of its own, behind texts: one that is rendered tells that its text is, not another's."""
 
     def __init__(self):
         # of a turn its role; what a template does that leaves the text out; the text and its mark
