@@ -48,7 +48,7 @@ COMMON = "common.json"
 LAYOUT = 3  # of what a checkpoint holds: it grows with the names of the parts
 POLL_S = 0.05
 # settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
-SAME = ("seed", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
+SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
 # ... and while answers wait that were made with them

@@ -46,6 +46,7 @@ class Config:
     # ---- model and data
     model: str = ""  # Hugging Face directory of the policy; default: the demo's
     data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
+    template: tuple[str, ...] = ()  # settings of the chat templates: enable_thinking=false
     dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
     # ---- the loop
     mode: str = "partial"  # how engines share their ranks: full | partial | fused | auto
@@ -364,6 +365,8 @@ def option(field: dataclasses.Field) -> dict:
         return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}
     kind = field.type.removeprefix("tuple[").removesuffix(", ...]")
     known = {"type": {"int": int, "float": float, "str": str}[kind], "metavar": kind.upper()}
+    if field.name == "template":  # each time that it is given adds names
+        known["action"] = "extend"
     return known if kind == field.type else known | {"nargs": "+"}
 
 

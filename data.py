@@ -12,12 +12,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from jinja2 import TemplateError
-
-from config import UserError
+from config import Config, UserError
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
 from runtime.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
+from runtime.templates import apply_settings, break_special_tokens, render
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -176,9 +175,10 @@ class PromptFile(Sequence[Prompt]):
     read_key: ReadKey = str  # as JudgeFormat.read_key
     needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
     setting: str = "--data"  # or --eval-data
+    scorers: Sequence[Tokenizer] = ()  # of scalar judges, which are shown all turns
 
     def __post_init__(self):
-        self._least: dict[str, int] = {}  # tokens of a prompt of the same roles, with hardly a text
+        self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
         rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
         self._rows: list[PromptRow] = []
         for row in rows:
@@ -205,6 +205,8 @@ class PromptFile(Sequence[Prompt]):
             raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
         check_prompt(self.tokenizer, prompt, where)
+        for tokenizer in self.scorers:
+            encode_exchange(tokenizer, prompt, "yes", where=where)
         if not callable(images):  # of JSON
             files = [image_file(item, self.path.parent, where) for item in images]
             if self.reader:
@@ -236,14 +238,10 @@ class PromptFile(Sequence[Prompt]):
 
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes; where that doesn't tell that it fits, count them."""
-        shortest = "x"
-        if not isinstance(row.prompt, str):
-            shortest = [{"role": turn["role"], "content": "x"} for turn in row.prompt]
-        roles = str(shortest)
-        if roles not in self._least:
-            self._least[roles] = len(encode_prompt(self.tokenizer, self.reader, shortest))
-        text = repr(row.prompt)
-        most = len(text.encode()) + self._least[roles]
+        text = row.prompt
+        if not isinstance(text, str):
+            text = render(self.tokenizer, text, row.where)
+        most = len(text.encode()) + self._frame
         if self.reader:
             most += text.count(IMAGE) * self.reader.most_features
         return most if most <= self.max_tokens else len(self._tokens(row))
@@ -264,7 +262,7 @@ class PromptFile(Sequence[Prompt]):
             raise self._too_long(row.where, len(tokens))
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
-        several = turns if len(turns) > 1 else []
+        several = turns if len(turns) > 1 or "tools" in turns[0] else []
         images = partial(self._images, row)
         return Prompt(tokens, question, row.answer_key, images, several, row.row)
 
@@ -281,14 +279,11 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
         raise UserError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
 
 
-def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
-    """Put a space in what spells out a special token, `< |im_end|>`: else a text could end its turn."""
-    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    broken = {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
-    while found := [name for name in broken if name in text and name not in broken[name]]:
-        for name in found:
-            text = text.replace(name, broken[name])
-    return text
+def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenizer]:
+    """Load the policy's, then the judges', with --template's settings. UserError."""
+    tokenizers = [load_tokenizer(model) for model in (config.model, *config.judge_models)]
+    apply_settings(tokenizers, config.template, say)
+    return tokenizers
 
 
 @lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
@@ -296,21 +291,17 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Find the token by which the chat template ends an answer: special, or named as an end; or None."""
     if tokenizer.chat_template is None:
         return None
-    question = as_turns("Is it?", "user")
+    turns = as_turns("Is it?", "user") + as_turns("yes", "assistant")
     try:
-        yes = encode(tokenizer, question + as_turns("yes", "assistant"), is_complete=True)
-        no = encode(tokenizer, question + as_turns("no", "assistant"), is_complete=True)
+        text = render(tokenizer, turns, "a prompt", is_complete=True)
     except UserError:  # rows of text need no template
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ends = special | named_ends(tokenizer.name_or_path)
-    end = None
-    for token, other in zip(reversed(yes), reversed(no), strict=False):
-        if token != other:  # of the answers, in which alone the two differ
-            break
-        if token in ends:
-            end = token
-    return end
+    behind = tokenizer(text.rpartition(turns[1]["content"])[2], add_special_tokens=False)[
+        "input_ids"
+    ]
+    return next((token for token in behind if token in ends), None)
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
@@ -321,70 +312,59 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
         if prompt.endswith(tuple(map(tokenizer.decode, stop))):
             raise UserError(f"{where}: the prompt ends with what ends an answer: {prompt[-20:]!r}")
     elif end is None and tokenizer.chat_template is not None:
+        render(tokenizer, prompt, where)  # UserError, if that is why
         problem = "its chat template ends an answer with no special token, so none could end"
         raise UserError(f"{where}: chat turns need another {tokenizer.name_or_path}: {problem}")
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text, images=(), where: str = "--data"
+    tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text, images=(), where="a prompt"
 ) -> list[int]:
     """Encode a prompt; each IMAGE is one of `images`, if the model sees. UserError for too few or many."""
     if reader is None:
-        return encode(tokenizer, prompt)
+        return encode(tokenizer, prompt, where)
     image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
-    tokens = encode(tokenizer, prompt, image=image)
+    tokens = encode(tokenizer, prompt, where, image=image)
     check_places(tokens.count(reader.image_token), images, where)
     return expand(tokens, images)
 
 
-def encode(tokenizer: Tokenizer, prompt: Text, is_complete=False, image: str = IMAGE) -> list[int]:
-    """Encode text or chat turns. is_complete: the last is an answer. UserError for turns without template."""
+def encode(
+    tokenizer: Tokenizer, prompt: Text, where="a prompt", is_complete=False, image: str = IMAGE
+) -> list[int]:
+    """Encode text, or chat turns as `render` writes them. UserError."""
     if isinstance(prompt, str):
         text = prompt.replace(IMAGE, image)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         framed = tokenizer(text)["input_ids"]
         # behind a BOS that the tokenizer adds, unless the text spells it; no EOS: it is to go on
         return framed[: framed.index(tokens[0])] + tokens if tokens else framed
-    if tokenizer.chat_template is None:
-        needed = "no chat template, which prompts of chat turns need"
-        raise UserError(f"the tokenizer in {tokenizer.name_or_path} has {needed}")
-    turns = [plain_turn(tokenizer, turn, image) for turn in prompt]
-    settings = {"add_generation_prompt": not is_complete, "return_dict": True}
-    try:
-        return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
-    except TemplateError as error:
-        problem = f"refuses turns: {error}"
-        raise UserError(f"the chat template in {tokenizer.name_or_path} {problem}") from None
+    text = render(tokenizer, prompt, where, is_complete, image=image)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def plain_turn(tokenizer: Tokenizer, turn: dict, image: str) -> dict:
-    """Keep a turn's texts from making special tokens; IMAGE becomes `image`, as in Qwen's templates."""
-    plain = dict(turn)
-    for name, value in turn.items():
-        if isinstance(value, str):
-            plain[name] = break_special_tokens(tokenizer, value).replace(IMAGE, image)
-    return plain
-
-
-def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where: str = "--data") -> Pair:
+def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a prompt") -> Pair:
     """Encode two texts, or two lists of turns. UserError if the template doesn't put one behind the other."""
-    start = encode(tokenizer, prompt)
+    start = encode(tokenizer, prompt, where)
     if isinstance(prompt, str):
         # encoded apart: a token across the border would be none of a prompt's
         answer = tokenizer(response, add_special_tokens=False)["input_ids"]
         return start, [*answer, tokenizer.eos_token_id]
-    both = encode(tokenizer, prompt + response, is_complete=True)
+    text = render(tokenizer, prompt + response, where, is_complete=True, is_learned=True)
+    both = tokenizer(text, add_special_tokens=False)["input_ids"]
     if both[: len(start)] != start or both == start:
         problem = "the chat template doesn't render the conversation as its prompt and an answer behind it"
         raise UserError(f"{where}: {problem}")
     return start, both[len(start) :]
 
 
-def encode_exchange(tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False) -> list[int]:
+def encode_exchange(
+    tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False, where="a prompt"
+) -> list[int]:
     """Encode a prompt and an answer as `run.py rm` and its model read them. is_cut: without the end."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
-    if tokenizer.chat_template is not None:
-        tokens = encode(tokenizer, turns, is_complete=True)
+    if tokenizer.chat_template is not None or "tools" in turns[0]:
+        tokens = encode(tokenizer, turns, where, is_complete=True)
         end = end_of_turn(tokenizer)
     else:
         texts = (transcript(turns[:-1]), turns[-1]["content"])

@@ -211,6 +211,8 @@ class Judge:
         self.failed = 0  # questions and answers without a verdict, since the run's start
         self.parsed = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
+        # raises UserError for what its chat template can't say of the format
+        self._tokens("Is it?", "yes", (), False)
 
     async def ask(
         self, prompt: data.Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False

@@ -253,7 +253,7 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     model.check_models(config, plans[0].holders, formats_of(config))
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
-    tokenizer, *judges = map(data.load_tokenizer, (config.model, *config.judge_models))
+    tokenizer, *judges = data.load_tokenizers(config, say)
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
@@ -263,7 +263,9 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
         rules = read_key.keys() & {*config.rule, *config.cost_rule}
         needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
-        rows = data.PromptFile(Path(config.data), *how, needs)
+        formats = zip(judges, formats_of(config), strict=False)
+        scorers = [tokenizer for tokenizer, row in formats if row.scores]
+        rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
         source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
     source.held_out = [prompt for prompt in source.held_out if prompt.answer_key is not None]
     if config.eval_data:

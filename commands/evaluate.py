@@ -57,7 +57,7 @@ async def ask(
 
 async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop) -> str:
     """Write OUT/answers.jsonl, then OUT/eval.json. Returns how far it came if it is stopped. UserErrors."""
-    tokenizer = data.load_tokenizer(config.model)
+    [tokenizer] = data.load_tokenizers(config, progress.line)
     reader = reader_of(config.model)
     problems = read_problems(config, tokenizer, reader)
     stop_tokens = data.stop_tokens(config.model, tokenizer, reader, progress.line)

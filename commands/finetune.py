@@ -31,7 +31,7 @@ from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
 from runtime.out_folder import archive
-from runtime.rows import TURNS, as_turns, is_chat, read_rows
+from runtime.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
 from sample import Sample
 from scheduling.balance import flat, packed_length, plan_batch
 from training.lm_head import over_context_parallel
@@ -42,29 +42,28 @@ from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, m
 Example = list[Sample]  # one, or the chosen and the rejected answer
 
 
-def read_answer(prompt: Any, answer: Any, tokenizer: data.Tokenizer, where: str) -> tuple:
-    """Return a prompt and an answer, both text or both chat turns. UserError says what is wrong, `where`."""
+def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -> tuple:
+    """Return a row's prompt and an answer, both text or both chat turns. UserError says what is wrong."""
+    prompt = row.get("prompt")
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
+        with_tools(prompt, row, where)
         if tokenizer.eos_token_id is None:
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
         return prompt, answer
-    before = as_turns([] if prompt in (None, "") else prompt, "user")
-    turns = as_turns(answer, "assistant")
+    before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
+    turns = read_turns(as_turns(answer, "assistant"), where)
     if not (is_chat(before) and is_chat(turns) and turns):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
-    turns = conversation_of([*map(without_gaps, before)], [*map(without_gaps, turns)], where)
-    if len(turns) < 2 or turns[-1]["role"] != "assistant" or not turns[-1]["content"]:
+    turns = conversation_of(before, turns, where)
+    last = turns[-1]
+    is_empty = not (last["content"] or "tool_calls" in last)
+    if len(turns) < 2 or last["role"] != "assistant" or is_empty:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
     data.check_prompt(tokenizer, turns[:-1], where)
-    return turns[:-1], turns[-1:]
-
-
-def without_gaps(turn: dict) -> dict:
-    """Leave out what has no value: Parquet gives every turn all names."""
-    return {name: value for name, value in turn.items() if value is not None}
+    return with_tools(turns[:-1], row, where), [last]
 
 
 def conversation_of(before: list[dict], turns: list[dict], where: str) -> list[dict]:
@@ -86,7 +85,7 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     if len(answers) != 1 or isinstance(row.get("messages"), str):
         needed = "`messages`, or `prompt` and one of `response` and `completion`"
         raise UserError(f"{where}: needs {needed}")
-    asked, answer = read_answer(row.get("prompt"), answers[0], tokenizer, where)
+    asked, answer = read_answer(row, answers[0], tokenizer, where)
     prompt, response = data.encode_pair(tokenizer, asked, answer, where)
     return [Sample(0, 0, prompt, response=response)]
 
@@ -96,7 +95,7 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callab
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     answers = (row["chosen"], row["rejected"])
-    pairs = [read_answer(row.get("prompt"), each, tokenizer, where) for each in answers]
+    pairs = [read_answer(row, each, tokenizer, where) for each in answers]
     if pairs[0][0] != pairs[1][0]:
         raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
     encoded = [encode(tokenizer, *pair) for pair in pairs]
@@ -113,7 +112,7 @@ def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read a pair for a scalar head, which is read at the last token: one target behind it, any one."""
-    pairs = encode_both(row, tokenizer, where, data.encode_exchange)
+    pairs = encode_both(row, tokenizer, where, partial(data.encode_exchange, where=where))
     return [Sample(0, index, both, response=both[-1:]) for index, both in enumerate(pairs)]
 
 
@@ -269,7 +268,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
     name = config.command
     path = Path(config.data or out / "data.jsonl")
-    tokenizer = data.load_tokenizer(config.model)
+    [tokenizer] = data.load_tokenizers(config, progress.line)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
     order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
     held_out = [examples[number] for number in sorted(order.held_out)]

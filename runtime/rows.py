@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
 from functools import partial
@@ -130,7 +131,7 @@ def prompt_of(row: dict, where: str) -> Text:
     prompt = row.get("prompt")
     if messages and prompt and as_turns(prompt, "user") != messages:
         raise UserError(f"{where}: `messages` and `prompt` say different things; leave one out")
-    prompt = messages or prompt
+    prompt = read_turns(messages or prompt, where)
     if isinstance(prompt, list):
         prompt = [with_text(turn, where) for turn in prompt]
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
@@ -140,7 +141,52 @@ def prompt_of(row: dict, where: str) -> Text:
         example = ": that is an example for run.py sft" * (roles[-1] == "assistant")
         end = f"it ends with the {roles[-1]}'s turn{example}"
         raise UserError(f"{where}: {end}; a prompt ends with the user's")
-    return prompt
+    return with_tools(prompt, row, where)
+
+
+def with_tools(prompt: Text, row: dict, where: str) -> Text:
+    """Put a row's `tools` into its first turn, from where the chat template gets them. UserError."""
+    tools = row.get("tools")
+    if isinstance(prompt, str):
+        if tools:
+            raise UserError(f"{where}: `tools` go to the chat template, and its prompt is a text")
+        return prompt
+    tools = tools or prompt[0].get("tools")  # where some have them
+    if not tools:
+        return prompt
+    read_functions(tools, "tools", where)
+    return [prompt[0] | {"tools": tools}, *prompt[1:]]
+
+
+def read_turns(turns: Any, where: str) -> Any:
+    """Read the tool calls of chat turns; a turn that has some needs no content. UserError."""
+    if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+        return turns
+    read = [dict(turn) for turn in turns]
+    for turn in read:
+        if calls := turn.pop("tool_calls", None):
+            turn["tool_calls"] = read_functions(calls, "tool_calls", where)
+            turn["content"] = turn.get("content") or ""
+    return read
+
+
+def read_functions(items: Any, field: str, where: str) -> list[dict]:
+    """Read tools or tool calls; arguments may be JSON: templates take the object. UserError."""
+    read = []
+    for item in items if isinstance(items, list) else [None]:
+        arguments = None
+        match item:
+            case {"function": {"name": str(name), **more}} if name.strip():
+                given = more.get("arguments")
+                arguments = {} if given in (None, "") else given
+        if isinstance(arguments, str):
+            with suppress(json.JSONDecodeError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            needed = "a list of {type: function, function: {name, ...}}, arguments an object"
+            raise UserError(f"{where}: `{field}` is {needed}, not {str(items)[:60]!r}")
+        read.append(item | {"function": item["function"] | {"arguments": arguments}})
+    return read
 
 
 def with_text(turn: Any, where: str) -> Any:
@@ -177,8 +223,8 @@ def as_turns(text: Text, role: str) -> list[dict]:
 def transcript(prompt: Text) -> str:
     """Write chat turns as text: the words of a lone one; of several, each behind its role."""
     turns = as_turns(prompt, "user")
-    labelled = "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
-    return labelled if len(turns) > 1 else turns[0]["content"]
+    labelled = [f"{turn['role']}: {turn['content']}{turn.get('tool_calls', '')}" for turn in turns]
+    return "\n".join(labelled) if len(turns) > 1 else turns[0]["content"]
 
 
 def answer_key(answer: Any, where: str) -> str | None:

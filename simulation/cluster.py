@@ -145,8 +145,11 @@ class Author:
     def decode(self, critique: list[int], **_: Any) -> str:
         return "right" if critique[0] else "wrong"
 
-    def apply_chat_template(self, turns: list[dict], **_: Any) -> dict[str, list[int]]:
-        numbers = re.findall(r"\d+", str(turns)) or (0, 0, 0)  # other words say nothing
+    def apply_chat_template(self, turns: list[dict], **_: Any) -> str:
+        return "".join(turn["content"] for turn in turns)
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        numbers = re.findall(r"\d+", text) or (0, 0, 0)  # other words say nothing
         prompt_id, index, tokens = map(int, numbers)
         return {"input_ids": [prompt_id, index] + [0] * max(0, self._prompt + tokens - 2)}
 

@@ -18,6 +18,7 @@ import config
 import data
 import models
 import run
+from chat_templates import GEMMA
 from commands import dry_run, finetune
 from engines import fleet
 from engines.engine import Engine, EngineLost
@@ -26,6 +27,7 @@ from genrm import formats_of
 from launched import ROOT, Run
 from placement import make_plans
 from runtime import atomic_files, hf_directory
+from training import model
 from training.hf_weights import HFWeights
 from training.model import check_models
 
@@ -355,6 +357,23 @@ def test_a_damaged_record_of_a_run_is_named(tmp_path):
     path.write_text('{"step": 0}\n{"step" 1}\n{"st')
     with pytest.raises(config.UserError, match=r"metrics\.jsonl:2: not valid JSON"):
         list(atomic_files.complete_rows(path))
+
+
+def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch):
+    """The names of --template; of a scalar judge, which is shown all turns, every row."""
+    monkeypatch.setattr(model, "check_models", lambda *_: None)
+    tokenizer = data.load_tokenizer(str(models.save_model(tmp_path / "judge")))
+    tokenizer.chat_template = GEMMA
+    tokenizer.save_pretrained(tmp_path / "judge")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(GOOD_ROW + json.dumps({"messages": turns}) + "\n")
+    judge = ("--judge", tmp_path / "judge", "--judge-max-new-tokens", 12, "--judge-format")
+    read(actor, rows, *judge, "chat")
+    with pytest.raises(config.UserError, match=r"rows\.jsonl:2: .*judge refuses turns: System"):
+        read(actor, rows, *judge, "score")
+    with pytest.raises(config.UserError, match=r"^--template x=1: NAME=VALUE is needed"):
+        read(actor, rows, "--template", "x=1")
 
 
 @pytest.mark.parametrize("more,fits", [(0, True), (1, False)])

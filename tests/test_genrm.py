@@ -181,8 +181,8 @@ class Characters(FakeTokenizer):
 
     chat_template = "turns"
 
-    def apply_chat_template(self, turns, add_generation_prompt=False, return_dict=True):
-        return self("".join(f"<{turn['role']}>{turn['content']}" for turn in turns))
+    def apply_chat_template(self, turns, **_):
+        return "".join(f"<{turn['role']}>{turn['content']}" for turn in turns)
 
 
 class Engine:

@@ -113,6 +113,7 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     elsewhere = [(model, "check_models"), (run, "reader_of"), (run, "Addition"), (run, "data")]
     for where, name in [*elsewhere, (run.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())
+    run.data.load_tokenizers.return_value = [None, None]
     monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)
     plans = [SimpleNamespace(holders=None)]
     longest = run.load_inputs(config, plans, print).texts

@@ -234,6 +234,7 @@ def test_a_name_that_cannot_be_gone_on_from(tmp_path, name, message):
         ("rule", ("length:9",), '--rule length:9: .* was made with ""'),
         ("algorithm", ("rloo",), "--algorithm rloo: .* was made with grpo"),
         ("eval_data", "other.jsonl", '--eval-data other.jsonl: .* was made with ""'),
+        ("template", ("a=1",), '--template a=1: .* was made with ""'),
         ("prompts_per_step", 8, "--prompts-per-step 8: .* was made with 16"),
     ],
 )

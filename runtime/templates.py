@@ -1,0 +1,166 @@
+"""Chat templates: what they are given, and whether what they render holds all of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, TemplateError
+
+from config import UserError
+from images.reader import IMAGE
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+TODAY = datetime(2024, 7, 26)  # for a template that asks for the clock: Llama-3.2's own default
+IN_ORDER = ("user", "assistant", "tool")  # some templates move the other turns
+
+
+def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Callable) -> None:
+    """Put --template's NAME=VALUE before all templates. UserError for a NAME that none of them mentions."""
+    settings = dict(text.partition("=")[::2] for text in given)
+    before = "".join(f"{{% set {name} = {literal(text)} +%}}" for name, text in settings.items())
+    mentioned: set[str] = set()
+    for tokenizer in tokenizers:
+        templates = tokenizer.chat_template or {}
+        if isinstance(templates, str):
+            templates = {"default": templates}
+        source = "".join(templates.values())
+        if "strftime_now" in source and "date_string" not in settings:
+            other = "; --template date_string=... says another" * ("date_string" in source)
+            fixed = f"the date in its chat template is always {TODAY:%d %b %Y}"
+            say(f"{tokenizer.name_or_path}: {fixed}{other}")
+        if templates and settings:
+            with suppress(TemplateError):  # such a template renders nothing
+                lexed = Environment().lex(source)
+                mentioned |= {word for _, kind, word in lexed if kind == "name"}
+            tokenizer.chat_template = {name: before + text for name, text in templates.items()}
+    for text in given:
+        if "=" not in text or text.partition("=")[0] not in mentioned:
+            needed = "NAME=VALUE is needed, of a NAME that a chat template of this run mentions"
+            raise UserError(f"--template {text}: {needed}")
+
+
+def literal(text: str) -> str:
+    """Write a setting's value for a template: read as JSON or a word of Python's, else as text."""
+    if text in ("True", "False", "None"):
+        return text
+    with suppress(json.JSONDecodeError):
+        text = json.loads(text, parse_constant=str)
+    return repr(text)
+
+
+@lru_cache(maxsize=8)  # it takes long to ask a tokenizer
+def broken_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Map what spells out a special token to what doesn't."""
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
+
+
+def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
+    """Put a space in what spells out a special token, `< |im_end|>`: else a text could end its turn."""
+    broken = broken_tokens(tokenizer)
+    while found := [name for name in broken if name in text and name not in broken[name]]:
+        for name in found:
+            text = text.replace(name, broken[name])
+    return text
+
+
+def render(
+    tokenizer: Tokenizer, turns: list, where: str, is_complete=False, is_learned=False, image=IMAGE
+) -> str:
+    """Render chat turns, the first with the `tools`. UserError: no template, or it leaves something out.
+
+    is_complete: the last is an answer. is_learned: it may spell special tokens, which no other turn can.
+    IMAGE becomes `image`, as in Qwen's templates.
+    """
+    name = tokenizer.name_or_path
+    if tokenizer.chat_template is None:
+        needed = "no chat template, which prompts of chat turns need"
+        raise UserError(f"{where}: the tokenizer in {name} has {needed}")
+
+    def plain(text: str) -> str:
+        return break_special_tokens(tokenizer, text).replace(IMAGE, image)
+
+    broken = turns[:-1] if is_learned else turns
+    turns = map_texts(plain, broken) + map_texts(str, turns[len(broken) :])
+    tools = turns[0].pop("tools", None)
+    settings = {"add_generation_prompt": not is_complete, "strftime_now": TODAY.strftime}
+    apply = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
+    marks = Marks()
+    marked = [marks.turn(turn, is_learned and turn is turns[-1]) for turn in turns]
+    marked_tools = [marks.function(tool, "ignores `tools`") for tool in tools or ()]
+    try:
+        text = apply(turns, tools=tools)
+        problem = marks.problem_in(apply(marked, tools=marked_tools or None))
+    except (TemplateError, TypeError, ValueError) as error:  # the last two: of what it calls
+        problem = f"refuses turns: {error}"
+    if problem:
+        raise UserError(f"{where}: the chat template in {name} {problem}")
+    return text
+
+
+class Marks:
+    """Marks, each of its own, behind texts: one that is rendered tells that its text is, not another's."""
+
+    def __init__(self):
+        # of a turn its role; what a template does that leaves the text out; the text and its mark
+        self._marked: list[tuple[str, str, str]] = []
+
+    def turn(self, turn: dict, is_learned: bool) -> dict:
+        """Mark a turn's text and calls. Reasoning may be left out, but of an answer that is learned."""
+        role = turn["role"]
+        mark = partial(self._mark, role, f"leaves out the {role}'s turn")
+        parts = re.split("(</?think>)", turn["content"])
+        first = len(parts) - 1 if role == "assistant" and not is_learned else 0
+        parts[first::2] = map(mark, parts[first::2])
+        marked = turn | {"content": "".join(parts)}
+        if calls := turn.get("tool_calls"):
+            marked["tool_calls"] = [self.function(call, "leaves out a tool call") for call in calls]
+        return marked
+
+    def function(self, item: dict, problem: str) -> dict:
+        """Mark the name of a tool or tool call, and what it is called with."""
+        mark = partial(self._mark, "", problem)
+        function = item["function"]
+        arguments = map_texts(mark, function.get("arguments"))
+        return item | {
+            "function": function | {"name": mark(function["name"]), "arguments": arguments}
+        }
+
+    def _mark(self, role: str, problem: str, text: str) -> str:
+        if not text.strip():
+            return text
+        mark = f"~{len(self._marked)}~"
+        self._marked.append((role, problem, text.lstrip() + mark))
+        return text + mark
+
+    def problem_in(self, rendered: str) -> str:
+        """Say what a template did that leaves a text out, or moves it; "" if all are in what it rendered."""
+        last = 0
+        for role, problem, text in self._marked:
+            start = last if role in IN_ORDER else 0
+            as_json = json.dumps(text, ensure_ascii=False)[1:-1]
+            place = max(rendered.find(text, start), rendered.find(as_json, start))
+            if place < 0:
+                return problem
+            last = max(last, place) if role in IN_ORDER else last
+        return ""
+
+
+def map_texts(change: Callable[[str], str], value: Any) -> Any:
+    """Change every text in a JSON value, and every name in its objects; leave out fields that are None."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [map_texts(change, each) for each in value]
+    if isinstance(value, dict):
+        items = value.items()
+        return {change(name): map_texts(change, each) for name, each in items if each is not None}
+    return value

@@ -1,0 +1,367 @@
+"""What a chat template rendered is checked: turns, tools, calls; settings for templates; their date."""
+
+import copy
+import json
+from datetime import datetime
+from functools import partial
+
+import datasets
+import pytest
+
+import data
+import genrm
+import rewards
+from chat_templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
+from commands.finetune import parse_pair, parse_rm, parse_sft
+from config import Config, UserError, parse_config
+from models import TEMPLATE, save_tokenizer
+from runtime.templates import TODAY
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def with_template(directory):
+    """A function that gives the tokenizer a chat template, maybe special tokens."""
+
+    def changed(template, special=()):
+        tokenizer = data.load_tokenizer(str(directory))
+        tokenizer.chat_template = template
+        tokenizer.add_special_tokens({"extra_special_tokens": [*special]})
+        return tokenizer
+
+    return changed
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content} | more
+
+
+def call(name, arguments):
+    return {"type": "function", "id": "call00001", "function": dict(name=name, arguments=arguments)}
+
+
+def tool(name, **more):
+    return {"type": "function", "function": {"name": name, "description": "Say it."} | more}
+
+
+ASKED = turn("user", "What is 3+4?")
+WEATHER = call("weather", {"city": 'Ulm "North"', "days": 2})
+CALLED = turn("assistant", "", tool_calls=[WEATHER])
+TOLD = turn("tool", '{"sun": "yes"}', name="weather", tool_call_id="call00001")
+
+
+def prompts_of(tokenizer, tmp_path, *rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return data.PromptFile(path, tokenizer, 4000)
+
+
+def oracle(tokenizer, turns, **settings):
+    """What transformers itself makes of them, on the date that they are told it is."""
+    settings |= {"strftime_now": datetime(2024, 7, 26).strftime, "add_generation_prompt": True}
+    return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
+
+
+THOUGHT = turn("assistant", "<think>\nOne\n</think>\n\nTwo.")
+RENDERED = [
+    (QWEN3, [turn("system", "Be brief."), ASKED, THOUGHT, turn("user", " And 2? \n")]),
+    (QWEN3, [ASKED, CALLED, TOLD]),
+    (LLAMA3, [turn("system", " Be brief.\n"), ASKED, CALLED, turn("tool", 'sun: "yes"\n\tor é')]),
+    (MISTRAL, [turn("system", "user"), ASKED, turn("assistant", " 7 "), turn("user", "And 2?")]),
+    (GEMMA, [turn("user", "  model\n"), turn("assistant", ""), turn("user", "~0~")]),
+    (CODER, [ASKED, turn("assistant", "I look.", tool_calls=[WEATHER, WEATHER]), TOLD]),
+]
+
+
+@pytest.mark.parametrize("template,turns", RENDERED)
+def test_a_prompt_is_what_transformers_renders(with_template, tmp_path, template, turns):
+    """Templates strip, drop reasoning, move the system's turn, write JSON."""
+    tokenizer = with_template(template)
+    [prompt] = prompts_of(tokenizer, tmp_path, {"messages": turns})
+    assert prompt.tokens == oracle(tokenizer, turns)
+
+
+EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+LEFT_OUT = [
+    (QWEN3, [turn("developer", "Be brief."), ASKED], "leaves out the developer's turn"),
+    # words that the rest has, too
+    (QWEN3, [turn("developer", "user"), ASKED], "leaves out the developer's turn"),
+    (QWEN3, [turn("developer", "3+4"), ASKED], "leaves out the developer's turn"),
+    (EACH.replace("messages", "messages[1:]"), [ASKED, turn("user", "?")], "the user's turn"),
+    (EACH.replace("m.content", "m.content[:9]"), [ASKED], "leaves out the user's turn"),
+    (EACH.replace("messages", "messages | reverse"), [ASKED, turn("tool", "7")], "the tool's turn"),
+    (EACH, [ASKED, CALLED, TOLD], "leaves out a tool call"),
+    (LLAMA3, [ASKED, CALLED | {"content": "I look."}, TOLD], "leaves out the assistant's turn"),
+    (CODER.replace(" + name", ""), [ASKED, CALLED, TOLD], "leaves out a tool call"),
+    (GEMMA, [turn("system", "Be brief."), ASKED], "refuses turns: System role not supported"),
+    (EACH.replace("m.role", "m.at | length"), [ASKED | {"at": 3}], "refuses turns: .* no len"),
+]
+
+
+@pytest.mark.parametrize("template,turns,message", LEFT_OUT)
+def test_what_a_template_leaves_out_is_refused(
+    with_template, directory, tmp_path, template, turns, message
+):
+    """With file, line and role, when the rows are read; whatever else the prompt says."""
+    tokenizer = with_template(template)
+    with pytest.raises(
+        UserError, match=rf"rows\.jsonl:2: the chat template in {directory} .*{message}"
+    ):
+        prompts_of(tokenizer, tmp_path, {"prompt": "What is 3+4?"}, {"messages": turns})
+
+
+def test_an_example_is_checked_as_a_prompt_is(with_template):
+    """All commands that learn from examples; the answer, too, whose reasoning may not be dropped."""
+    tokenizer = with_template(QWEN3)
+    developer = [turn("developer", "Be brief."), ASKED]
+    pair = {"prompt": developer, "chosen": "7", "rejected": "6"}
+    rows = [(parse_sft, {"messages": [*developer, turn("assistant", "7")]})]
+    rows += [(parse_rm, pair), (parse_pair, pair)]
+    for parse, row in rows:
+        with pytest.raises(UserError, match=r"f:3: .* leaves out the developer's turn"):
+            parse(row, tokenizer, "f:3")
+    row = {"messages": [ASKED, THOUGHT]}
+    [sample] = parse_sft(row, tokenizer, "f:3")
+    assert tokenizer.decode(sample.response) == "<think>\nOne\n</think>\n\nTwo.<|im_end|>\n"
+    dropping = with_template(QWEN3.replace("if loop.last", "if false"))
+    with pytest.raises(UserError, match=r"f:3: .* leaves out the assistant's turn"):
+        parse_sft(row, dropping, "f:3")
+
+
+TOOLS = [tool("weather", parameters={"type": "object"}), tool("clock")]
+
+
+def test_tools_go_to_the_template(with_template, tmp_path):
+    """Of prompts and of examples, as transformers hands them over; a reward model is shown them, too."""
+    tokenizer = with_template({"default": EACH, "tool_use": QWEN3})
+    [prompt] = prompts_of(tokenizer, tmp_path, {"messages": [ASKED], "tools": TOOLS})
+    expected = oracle(tokenizer, [ASKED], tools=TOOLS)
+    assert prompt.tokens == expected and prompt.question == ASKED["content"]
+    row = {"prompt": [ASKED], "chosen": "7", "rejected": "6", "tools": TOOLS}
+    assert [sample.prompt for sample in parse_pair(row, tokenizer, "f:1")] == [expected] * 2
+    [learned, _] = parse_rm(row, tokenizer, "f:1")
+    assert data.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
+    with pytest.raises(UserError, match=r"f:1: .* has no chat template"):
+        parse_rm(row, with_template(None), "f:1")
+    [sample] = parse_sft({"messages": [ASKED, CALLED], "tools": TOOLS}, tokenizer, "f:1")
+    assert "<tool_call>" in tokenizer.decode(sample.response)
+
+
+BAD_TOOLS = [
+    ({"tools": json.dumps(TOOLS)}, r"`tools` is a list of \{type"),
+    ({"tools": [{"name": "weather"}]}, r"`tools` is a list of \{type"),
+    ({"messages": [ASKED | {"tools": "weather"}]}, r"`tools` is a list of \{type"),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", [])])]},
+        "`tool_calls` is",
+    ),
+    ({"tools": TOOLS[0]}, r"`tools` is a list of \{type"),
+    ({"prompt": "What?", "tools": TOOLS}, "`tools` go to the chat template"),
+    ({"messages": [ASKED, turn("assistant", "", tool_calls="weather")]}, "`tool_calls` is a list"),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "3")])]},
+        "`tool_calls` is a list",
+    ),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "{")])]},
+        "`tool_calls` is a list",
+    ),
+    (
+        {"messages": [ASKED, turn("assistant", "", tool_calls=[call(None, {})])]},
+        "`tool_calls` is a list",
+    ),
+    ({"messages": [ASKED, turn("assistant", None, tool_calls=[])]}, "needs `messages`"),
+]
+
+
+@pytest.mark.parametrize("row,message", BAD_TOOLS)
+def test_tools_that_can_t_be_read_are_refused(with_template, tmp_path, row, message):
+    row = {"prompt": [ASKED]} | row
+    if "messages" in row:
+        row["messages"].append(TOLD)
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: " + message):
+        prompts_of(with_template(QWEN3), tmp_path, row)
+
+
+@pytest.mark.parametrize("template", [EACH, TEMPLATE, LLAMA3, QWEN3.replace("tool | tojson", "''")])
+def test_tools_that_a_template_ignores_are_refused(with_template, tmp_path, template):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template in .* ignores `tools`"):
+        prompts_of(with_template(template), tmp_path, {"messages": [ASKED], "tools": TOOLS})
+
+
+def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
+    """At any depth, as Parquet has them; a call needs no content, and JSON of arguments is an object."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    turns = [ASKED, turn("assistant", None, tool_calls=[call("weather", {"city": "Ulm"})])]
+    turns += [TOLD, turn("assistant", None, tool_calls=[call("weather", {"days": 2})]), TOLD]
+    datasets.Dataset.from_list([{"messages": turns}]).to_parquet(tmp_path / "rows.parquet")
+    turns[1]["content"] = turns[3]["content"] = ""
+    for template in (LLAMA3, QWEN3, CODER):
+        tokenizer = with_template(template)
+        expected = oracle(tokenizer, turns)
+        [prompt] = data.PromptFile(tmp_path / "rows.parquet", tokenizer, 4000)
+        assert prompt.tokens == expected
+        as_text = copy.deepcopy(turns)
+        as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Ulm"}'
+        as_text[0]["tool_calls"] = []
+        [prompt] = prompts_of(tokenizer, tmp_path, {"messages": as_text})
+        assert prompt.tokens == expected
+
+
+def test_what_tools_and_calls_spell_is_text(with_template, tmp_path):
+    """No special token comes from them."""
+    tokenizer = with_template(QWEN3)
+    end = tokenizer.eos_token_id
+    counts = []
+    for word in ("Ulm", "Ulm<|im_end|>"):
+        turns = [ASKED, turn("assistant", "", tool_calls=[call("weather", {"city": word})]), TOLD]
+        row = {"messages": turns, "tools": [tool("weather", description=word)]}
+        counts.append(prompts_of(tokenizer, tmp_path, row)[0].tokens.count(end))
+    assert counts[0] == counts[1]
+
+
+def test_a_judges_template_is_checked_at_the_start(with_template, directory, monkeypatch):
+    """On what its format says; before any answer."""
+    prompt = lambda question, answer: [turn("system", "Judge."), turn("user", question + answer)]  # noqa: E731
+    monkeypatch.setitem(genrm.FORMATS, "own", genrm.JudgeFormat(genrm.chat_answer, prompt))
+    config = Config(model="m", judge=(str(directory),), judge_format=("own",), max_model_len=2000)
+    build = partial(rewards.build, config, decode="".join)
+    build([with_template(QWEN3)])
+    dropping = EACH.replace("messages", "messages if m.role != 'system'")
+    for template, problem in ((GEMMA, "refuses turns"), (dropping, "leaves out the system's turn")):
+        with pytest.raises(UserError, match=f"the chat template in {directory} {problem}"):
+            build([with_template(template)])
+
+
+def test_a_scalar_judges_template_is_checked_on_every_row(with_template, tmp_path):
+    """It is shown all turns: else the first answer to such a prompt would end the run."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "3+4="}, {"messages": [turn("system", "Be brief."), ASKED]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = partial(data.PromptFile, path, with_template(EACH), 4000)
+    assert len(read(scorers=[with_template(QWEN3)])) == 2
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: .* refuses turns: System role not"):
+        read(scorers=[with_template(GEMMA)])
+
+
+def loaded(directory, template, *settings, monkeypatch):
+    """The tokenizer as a run has it, and what the start says."""
+    said = []
+    load = data.load_tokenizer
+
+    def load_tokenizer(model):
+        tokenizer = load(model)
+        tokenizer.chat_template = template
+        return tokenizer
+
+    monkeypatch.setattr(data, "load_tokenizer", load_tokenizer)
+    config = Config(command="eval", model=str(directory), template=settings)
+    [tokenizer] = data.load_tokenizers(config, said.append)
+    monkeypatch.setattr(data, "load_tokenizer", load)
+    return tokenizer, said
+
+
+def test_the_date_in_a_prompt_is_always_the_same(directory, monkeypatch):
+    """The default of Llama-3.2's template, which is said; or what the command line says."""
+    load = partial(loaded, directory, LLAMA3, monkeypatch=monkeypatch)
+    tokenizer, said = load()
+    assert "Today Date: 26 Jul 2024\n" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
+    assert datetime(2024, 7, 26) == TODAY
+    date = f"{directory}: the date in its chat template is always 26 Jul 2024"
+    assert said == [f"{date}; --template date_string=... says another"]
+    direct = EACH + "{{ strftime_now('%Y-%m-%d') }}"
+    tokenizer, said = loaded(directory, direct, monkeypatch=monkeypatch)
+    assert tokenizer.decode(data.encode(tokenizer, [ASKED])).endswith("2024-07-26")
+    assert said == [date]
+    tokenizer, said = load("date_string=1 May 2025")
+    assert "Today Date: 1 May 2025\n" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
+    assert said == []
+
+
+SHOWN = "{% if x is defined %}{{ x | tojson }}{% endif %}" + TEMPLATE
+VALUES = [
+    "False",
+    "None",
+    "true",
+    "-1.5",
+    "null",
+    '"true"',
+    "[1, {}]",
+    "1 May 2025",
+    "é😀'\"{%",
+    "NaN",
+    "",
+    "a=b",
+    '"\\u00e9\\n"',
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_setting_is_read_as_json_else_as_text(directory, monkeypatch, value):
+    """As transformers hands a keyword on, exactly; in each template of several."""
+    try:
+        python = {"NaN": '"NaN"', "False": "false", "None": "null"}
+        expected = json.loads(python.get(value, value))
+    except json.JSONDecodeError:
+        expected = value
+    plain = data.load_tokenizer(str(directory))
+    for template in (
+        SHOWN,
+        {"default": SHOWN, "tool_use": "{{ x }}"},
+        {"default": "\n" + SHOWN, "tool_use": ""},
+    ):
+        plain.chat_template = template
+        tokenizer, _ = loaded(directory, template, f"x={value}", monkeypatch=monkeypatch)
+        assert data.encode(tokenizer, [ASKED]) == oracle(plain, [ASKED], x=expected)
+
+
+def test_thinking_is_switched_off(directory, monkeypatch):
+    """As by transformers' keyword."""
+    tokenizer, _ = loaded(directory, QWEN3, "enable_thinking=false", monkeypatch=monkeypatch)
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = QWEN3
+    tokens = data.encode(tokenizer, [ASKED])
+    assert tokens == oracle(plain, [ASKED], enable_thinking=False) != oracle(plain, [ASKED])
+
+
+UNKNOWN = ["enable_thinkng=false", "think=false", "enable_thinking", "=1", "enable-thinking=1"]
+
+
+@pytest.mark.parametrize("setting", UNKNOWN)
+def test_a_setting_that_no_template_mentions_is_refused(directory, monkeypatch, setting):
+    """A word of its text is no mention."""
+    with pytest.raises(UserError, match=f"^--template {setting}: NAME=VALUE is needed, of a NAME"):
+        loaded(directory, QWEN3, "enable_thinking=true", setting, monkeypatch=monkeypatch)
+    for template in (None, "{{ x '"):
+        with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE"):
+            loaded(directory, template, "x=1", monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "rm", "dpo", "eval"])
+def test_settings_of_templates_are_those_of_every_command(command):
+    """Given once or several times."""
+    judge = ["--judge", "j"] * (command == "rl")
+    given = ["--template", "a=1", "b=2", "--template", "c=3"]
+    assert parse_config([command, "--model", "m", *judge, *given]).template == ("a=1", "b=2", "c=3")
+
+
+SPELLED = "<think>Sum<|im_end|></think> 7"
+
+
+def test_the_learned_turn_alone_spells_special_tokens(with_template):
+    """`<think>` is a token there, in chat turns as in text; in all other turns it is broken."""
+    tokenizer = with_template(TEMPLATE, ["<think>", "</think>"])
+    begin, end, stop = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_end|>"])
+    for parse in (parse_sft, parse_pair):
+        prompt = [turn("user", SPELLED), turn("assistant", SPELLED), turn("user", SPELLED)]
+        row = {"prompt": prompt, "response": SPELLED, "chosen": SPELLED, "rejected": "6"}
+        for name in ("response",) if parse is parse_pair else ("chosen", "rejected"):
+            del row[name]
+        sample = parse(row, tokenizer, "f:1")[0]
+        assert not {begin, end} & {*sample.prompt} and sample.prompt.count(stop) == 3
+        special = [token for token in sample.response if token in (begin, end, stop)]
+        assert special == [begin, stop, end, stop]
