@@ -146,7 +146,7 @@ class Author:
         return "right" if critique[0] else "wrong"
 
     def apply_chat_template(self, turns: list[dict], **_: Any) -> str:
-        return "".join(turn["content"] for turn in turns)
+        return " ".join(turn["content"] for turn in turns)
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         numbers = re.findall(r"\d+", text) or (0, 0, 0)  # other words say nothing

@@ -406,7 +406,7 @@ def test_metrics_of_two_optimizer_steps_by_hand():
     second = dict.fromkeys(first, 0.0) | dict(slowest_s=1.0, fastest_s=1.0, skipped=1.0)
     second["engine_logprob_diff_max"] = 0.7
     expected = numbers("""
-        loss=0.5 reference_kl=0.5 masked_frac=0.2 entropy=0.4 kl=0.1 clip_frac=0.3 grad_norm=0.5
+        loss=0.5 reference_kl=0.5 masked_frac=0.2 entropy=0.4 kl=0.1 clip_frac=0.3 grad_norm=1.0
         lr=0.01 tokens=10 skipped=1 not_finite=0 engine_logprob_diff_mean=0.05
         engine_logprob_diff_max=0.1 seconds_spread=0.25 stale_token_frac=0.4
         stale_weight_mean=1.5""")

@@ -223,7 +223,6 @@ def test_chat_rows_for_sft(row, tokenizers):
 WHOLE = [SYSTEM, user("3+4?"), assistant("7")]
 OTHER = [SYSTEM, user("3+4?"), assistant("6")]
 HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
-GAPS = {"name": None, "weight": None}  # Parquet gives every turn all names
 LED = [
     # as TRL documents them: the prompt apart, and as what both conversations begin with
     {"prompt": WHOLE[:2], "chosen": WHOLE[2:], "rejected": OTHER[2:]},
@@ -235,7 +234,6 @@ LED = [
     {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": OTHER[1:]},
     {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": "6"},
     {"prompt": "3+4?", "chosen": WHOLE, "rejected": OTHER},
-    {"prompt": [SYSTEM | GAPS], "chosen": WHOLE, "rejected": [turn | GAPS for turn in OTHER]},
 ]
 
 
@@ -308,7 +306,7 @@ BAD = [
     ("sft", "text", {"prompt": "3<eos>", "response": "7"}, "the prompt ends with what ends an"),
     ("sft", "chat", {"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
     ("dpo", "text", {"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
-    ("rm", "chat", {"chosen": WHOLE, "rejected": [turn | GAPS for turn in WHOLE]}, "are the same"),
+    ("rm", "chat", {"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
     ("dpo", "chat", {"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
     ("rm", "chat", {"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
     ("dpo", "chat", PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),

@@ -182,7 +182,7 @@ BAD_TOOLS = [
 def test_tools_that_can_t_be_read_are_refused(with_template, tmp_path, row, message):
     row = {"prompt": [ASKED]} | row
     if "messages" in row:
-        row["messages"].append(TOLD)
+        row = {"messages": [*row["messages"], TOLD]}
     with pytest.raises(UserError, match=r"rows\.jsonl:1: " + message):
         prompts_of(with_template(QWEN3), tmp_path, row)
 
