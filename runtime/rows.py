@@ -195,9 +195,7 @@ def with_text(turn: Any, where: str) -> Any:
         return turn
     content = ""
     for part in turn["content"]:
-        part = part if isinstance(part, dict) else {"type": part}
-        # Parquet has all names
-        match {name: value for name, value in part.items() if value is not None}:
+        match part if isinstance(part, dict) else {"type": part}:
             case {"type": "text", "text": str(text)}:
                 content += text
             case {"type": "image", **others} if not others:
