@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
     SIGNALS = SIGNALS[:2]
 PR_SET_PDEATHSIG = 1
+QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
 LOOK_S = 1.0  # between two looks at the other ranks, after a signal
 GONE_S = 10.0  # for gloo to tell those who wait for a rank that is gone
@@ -74,7 +76,7 @@ def prepare() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections are open files
     for number in SIGNALS:  # until the event loop takes over
         signal.signal(number, lambda number, _: exit_now(128 + number, "interrupted"))
-    os.environ |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
+    os.environ |= dict.fromkeys(QUIET, "1")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     # TensorBoard's thread raises where a disk is full; so does its flush, where that is caught
     threading.excepthook = lambda args: args.exc_type is OSError or threading.__excepthook__(args)
@@ -147,7 +149,8 @@ def exit_now(status: int, line: str) -> NoReturn:
 
 def leave_with_traceback(*error: Any) -> NoReturn:
     """End after an error that is nobody's but ours; `error` as sys.excepthook takes it."""
-    sys.__excepthook__(*error)
+    # while it calls this hook, torch catches what is written to sys.stderr, to say it later
+    traceback.print_exception(*error, file=sys.__stderr__)
     leave(1)
 
 
