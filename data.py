@@ -223,8 +223,8 @@ class PromptFile(Sequence[Prompt]):
             raise UserError(f"{where}: {missing}; the row has {', '.join(row)}")
         for name, read in {"--judge-format": self.read_key, **self.needs}.items():
             if key is not None and read(key) is None:
-                needed = f"one number, maybe with a unit, for {name}"
-                raise UserError(f"{where}: `answer` must be {needed}, not {row['answer']!r:.60}")
+                form = "; for number a key is one number, maybe with a unit"
+                raise UserError(f"{where}: {name} finds no key in {row['answer']!r:.60}{form}")
         return key and self.read_key(key)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
@@ -304,13 +304,18 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     return next((token for token in behind if token in ends), None)
 
 
+def check_end(tokenizer: Tokenizer, text: str, where: str, name: str) -> None:
+    """Raise UserError if a text, of this name, ends with what ends an answer, which comes by itself."""
+    stop = {tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
+    if text.endswith(tuple(map(tokenizer.decode, stop))):
+        raise UserError(f"{where}: the {name} ends with what ends an answer: {text[-20:]!r}")
+
+
 def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
     """Raise UserError, which says `where`, if no answer can follow the prompt, or none could end."""
     end = end_of_turn(tokenizer)
     if isinstance(prompt, str):
-        stop = [token for token in (tokenizer.eos_token_id, end) if token is not None]
-        if prompt.endswith(tuple(map(tokenizer.decode, stop))):
-            raise UserError(f"{where}: the prompt ends with what ends an answer: {prompt[-20:]!r}")
+        check_end(tokenizer, prompt, where, "prompt")
     elif end is None and tokenizer.chat_template is not None:
         render(tokenizer, prompt, where)  # UserError, if that is why
         problem = "its chat template ends an answer with no special token, so none could end"

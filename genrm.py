@@ -90,25 +90,36 @@ def chat_answer(text: str) -> str | None:
     return None
 
 
+def chat_key(text: str) -> str | None:
+    """Read a key in a box as an answer is read; any other stays as it is written."""
+    return chat_answer(text) if BOX.search(text) else text
+
+
 # a minus behind an operand is an operator, as in 10-3; commas stand between thousands; 3/4 is one number
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}%])(-))?\\?[$€£]?"
     # also as \, and {,} of LaTeX and narrow spaces
-    r"((?:\d{1,3}(?:(?:\{?\\?,(?:\\!)?\}?|[_\u2009\u202f])\d{3})+(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?)"
+    r"((?:\d{1,3}(?:(?:\{?\\?,(?:\\!)?\}?|[_\u00a0\u2009\u202f])\d{3})+(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?)"
     r"([eE][+-]?\d+)?(/[0-9]+)?"
 )
-DASHES = dict.fromkeys(map(ord, "−–‑－"), "-")  # that are written for a minus
-KEY = re.compile(  # one number, with what may stand around it
-    rf"[+\s\\$€£¥₹]*{NUMBER.pattern}\.?(?!(?is:.*\b(?:hundred|thousand|[mbtr]+illion|dozen)))"
-    # signs, words of a unit: not 5x, 5^x, 5!
-    r"(?:\\?[%$\s]|[€£¥₹°.]|\\,|\^\{?\\circ\}?|\\(?:text|mathrm)\{[A-Za-z ]*\}"
-    r"|(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])|(?<=[\s/°])[A-Za-z](?![A-Za-z])|(?<=[A-Za-z])[/²³])*"
+SIGNS = dict.fromkeys(map(ord, "−–‑－"), "-") | {ord("⁄"): "/"}  # written for a minus, for a slash
+# what may stand behind a key's number: signs and words, LaTeX's among them
+UNIT = re.compile(
+    r"(?:[\s%$€£¥₹°.,/]|(?<=[A-Za-z])[²³]|\\[%$, ]|\^\{?\\circ\}?|\\(?:text|mathrm)\{[A-Za-z ]*\}|[A-Za-z])*"
 )
+# words that aren't a unit, but make another number of it
+NO_UNITS = (
+    " and or to plus minus times over by of hundred thousand million billion trillion dozen lakh crore bn mn"
+    " half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths"
+    " tenth tenths hundredth hundredths squared cubed factorial pi one two three four five six seven eight"
+    " nine ten eleven twelve "
+)
+LETTERS = "AVWJNFCmgshlLtd"  # that are units by themselves: not x, k, M, e, i
 
 
 def number_answer(text: str) -> str | None:
     """The last number, in digits that are the same however it is written: -$1,234.50 is -1234.5, 7.0 is 7."""
-    if not (found := NUMBER.findall(text.translate(DASHES))):
+    if not (found := NUMBER.findall(text.translate(SIGNS))):
         return None
     minus, digits, exponent, divisor = found[-1]
     if len(exponent) > 5:  # no page of zeros
@@ -121,7 +132,13 @@ def number_answer(text: str) -> str | None:
 
 def number_key(text: str) -> str | None:
     """Read a key that is one number, maybe with a unit: none of several numbers, of dates, of \\frac."""
-    return number_answer(text) if KEY.fullmatch(text.translate(DASHES).strip()) else None
+    before, *numbers = NUMBER.split(text.translate(SIGNS))
+    if len(numbers) != NUMBER.groups + 1 or before.strip("+ \t\n\\$€£¥₹"):
+        return None
+    words = re.findall("[A-Za-z]+", re.sub(r"\\(text|mathrm|circ)", "", numbers[-1]))
+    others = [word for word in words if len(word) == 1 and word not in LETTERS]
+    others += [word for word in words if f" {word.lower()} " in NO_UNITS]
+    return None if others or not UNIT.fullmatch(numbers[-1]) else number_answer(text)
 
 
 def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
@@ -149,7 +166,7 @@ Response:
 
 
 FORMATS = {  # the demo adds rows of its own
-    "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse),
+    "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse, read_key=chat_key),
     "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_key),
     "harm": JudgeFormat(
         lambda text: text.strip() or None,  # all of the response
@@ -157,7 +174,7 @@ FORMATS = {  # the demo adds rows of its own
         chat_parse,
         full_response=True,
     ),
-    "score": JudgeFormat(chat_answer, None, full_response=True, scores=True),
+    "score": JudgeFormat(chat_answer, None, full_response=True, scores=True, read_key=chat_key),
 }
 
 

@@ -51,6 +51,7 @@ def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -
             where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
             raise UserError(f"{where} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
+        data.check_end(tokenizer, answer.rstrip(), where, "answer")
         return prompt, answer
     before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
     turns = read_turns(as_turns(answer, "assistant"), where)
@@ -58,11 +59,14 @@ def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
     turns = conversation_of(before, turns, where)
     last = turns[-1]
-    is_empty = not (last["content"] or "tool_calls" in last)
+    is_empty = not (last["content"].strip() or "tool_calls" in last)
     if len(turns) < 2 or last["role"] != "assistant" or is_empty:
         needed = "a turn of the assistant, which is not empty, after at least one other"
         raise UserError(f"{where}: a conversation ends with {needed}")
+    if turns[-2]["role"] == "assistant":
+        raise UserError(f"{where}: the answer follows a turn of the assistant; make them one")
     data.check_prompt(tokenizer, turns[:-1], where)
+    data.check_end(tokenizer, last["content"].rstrip(), where, "answer")
     return with_tools(turns[:-1], row, where), [last]
 
 
@@ -126,8 +130,6 @@ def read_examples(
         if row.get("images"):
             limit = f"run.py {config.command} learns from texts"
             raise UserError(f"{path}:{line}: it has images, and {limit}")
-        for name in filter(row.get, ("system", "system_prompt")):
-            raise UserError(f"{path}:{line}: `{name}` isn't read; a turn of the system is")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"

@@ -17,8 +17,14 @@ from images.reader import IMAGE
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may write any other, too
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
-# by JSON, and by Python's str()
-TURNS_AS_TEXT = re.compile(r"""(?s)\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:.*\]\s*""")
+TEXTS = ("messages", "prompt", "chosen", "rejected", "response", "completion")  # or chat turns
+# by JSON, and by str() of Python or of NumPy
+TURNS_AS_TEXT = re.compile(r"""(?s)\s*(array\()?\[?\s*\{.*["'](role|from)["']\s*:.*\}.*""")
+UNREAD = {  # columns of other trainers -> where what they say belongs
+    "system": "a turn of the system is",
+    "system_prompt": "a turn of the system is",
+    "chat_template_kwargs": "--template NAME=VALUE is, for all rows",
+}
 
 
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
@@ -41,19 +47,27 @@ def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
 
 
 def _row(line: bytes, where: str) -> dict:
-    """Read a JSON object. UserError for what UTF-8 can't hold, and for turns that are stored as text."""
+    """Read an object of JSON on a line. UserError for turns that are stored as text, and for UNREAD."""
     try:
-        row = json.loads(line, object_pairs_hook=_object)
-        json.dumps(row, ensure_ascii=False).encode()  # fails for half a character, as "\ud83d" is
+        row = _json(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}")
-    for name in ("messages", "prompt", "chosen", "rejected"):
+    for name in TEXTS:
         text = row.get(name)
         if isinstance(text, str) and (name == "messages" or TURNS_AS_TEXT.fullmatch(text)):
             raise UserError(f"{where}: `{name}` must be a list of turns, not a text: {text[:40]!r}")
+    for name in filter(row.get, UNREAD):
+        raise UserError(f"{where}: `{name}` isn't read; {UNREAD[name]}")
     return row
+
+
+def _json(text: bytes | str) -> Any:
+    """Read JSON. ValueError or RecursionError for what is none, or what UTF-8 can't hold."""
+    found = json.loads(text, object_pairs_hook=_object)
+    json.dumps(found, ensure_ascii=False).encode()  # fails for half a character, as "\ud83d" is
+    return found
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
@@ -95,11 +109,13 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
             (row,) = table.slice(number, 1).to_pylist(maps_as_pydicts="strict")
             row |= {name: _shortest(row[name], kind) for name, kind in narrow.items()}
             line = json.dumps(row, default=_as_json).encode()
-        except (ValueError, OverflowError, KeyError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError) as error:
             columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
             raise UserError(f"{where}: can't be read: {error}; it has {columns}") from None
-        lazy = {"images": partial(read, number)} if images else {}
-        yield number + 1, _row(line, where) | lazy
+        row = _row(line, where)
+        if images and len(images[number]["images"][0].values or ()):
+            row["images"] = partial(read, number)
+        yield number + 1, row
 
 
 def _shortest(value: Any, kind: Any) -> Any:
@@ -110,7 +126,8 @@ def _shortest(value: Any, kind: Any) -> Any:
         return {name: _shortest(each, kind.item_type) for name, each in value.items()}
     if isinstance(value, dict):
         return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
-    return float(str(kind.to_pandas_dtype()(value))) if isinstance(value, float) else value
+    is_rounded = isinstance(value, float) and not value.is_integer()
+    return float(str(kind.to_pandas_dtype()(value))) if is_rounded else value
 
 
 def _as_json(value: Any) -> Any:
@@ -180,8 +197,8 @@ def read_functions(items: Any, field: str, where: str) -> list[dict]:
                 given = more.get("arguments")
                 arguments = {} if given in (None, "") else given
         if isinstance(arguments, str):
-            with suppress(json.JSONDecodeError):
-                arguments = json.loads(arguments)
+            with suppress(ValueError, RecursionError):
+                arguments = _json(arguments)
         if not isinstance(arguments, dict):
             needed = "a list of {type: function, function: {name, ...}}, arguments an object"
             raise UserError(f"{where}: `{field}` is {needed}, not {str(items)[:60]!r}")

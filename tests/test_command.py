@@ -284,7 +284,7 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
     [
         ((1, None), (), "^{}:2: `answer` is missing, for --eval-data; the row has "),
         ((), (), "^--eval-data {}: the file holds no row$"),
-        (("x" * 9, ""), ("--judge-format", "number"), "^{}:1: `answer` must be one number"),
+        (("x" * 9, ""), ("--judge-format", "number"), "^{}:1: --judge-format finds no key in"),
     ],
 )
 def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, answers, more, message):

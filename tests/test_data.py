@@ -408,7 +408,7 @@ def test_a_missing_key_is_named_where_keys_are_needed(tmp_path):
     )
     with pytest.raises(UserError, match=r"l:2: `answer` is missing, for a rule; .* prompt, answr$"):
         data.PromptFile(path, Characters(), 100, needs={"a rule": str})
-    with pytest.raises(UserError, match=r"l:1: `answer` must be one number.* for a rule, not 'a'"):
+    with pytest.raises(UserError, match=r"l:1: a rule finds no key in 'a'; for number"):
         data.PromptFile(path, Characters(), 100, needs={"a rule": genrm.number_key})
 
 
@@ -446,7 +446,7 @@ def test_a_key_is_read_in_the_form_of_final_answers(tmp_path, name, answer):
 def test_a_key_without_a_number_is_refused_where_numbers_are_asked_for(tmp_path):
     rows = [{"prompt": "?", "answer": answer} for answer in ("7", "Paris")]
     path = jsonl(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(UserError, match=r"l:2: `answer` must be one number.* not 'Paris'"):
+    with pytest.raises(UserError, match=r"l:2: --judge-format finds no key in 'Paris'"):
         data.PromptFile(path, Characters(), 100, read_key=genrm.FORMATS["number"].read_key)
 
 

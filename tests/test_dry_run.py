@@ -203,7 +203,11 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
     "rule, row, named",
     [
         ("right", {"prompt": "3+4=", "answr": 7}, "`answer` is missing, for the rule right"),
-        ("number", {"prompt": "3+4=", "answer": "a"}, "one number, .* for the rule number"),
+        (
+            "number",
+            {"prompt": "3+4=", "answer": "a"},
+            "the rule number finds no key in 'a'; .* one number",
+        ),
         ("length:9", {"prompt": ""}, "needs `messages`"),
     ],
 )

@@ -108,7 +108,8 @@ JOINED = """(lambda *_: dist.init_process_group(
 )
 def test_a_rank_never_comes_to_pythons_own_end(start, status):
     """With a group of NCCL that took minutes on an H100: its thread looked for a file that was removed."""
-    program = f"import atexit, run; import torch.distributed as dist; atexit.register(print, 'late'); run.start = {start}"
+    program = "import atexit, run; import torch.distributed as dist; atexit.register(print, 'late')"
+    program += f"; run.start = {start}"
     command = [sys.executable, "-c", f"{program}; print('done'); run.main([])"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (status, "done\n")
