@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, TemplateError, meta
 
 from config import UserError
 from images.reader import IMAGE
@@ -19,6 +19,11 @@ if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 TODAY = datetime(2024, 7, 26)  # for a template that asks for the clock: Llama-3.2's own default
+PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers'
+MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers' own
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # by the program
+OF_CALLS = (TypeError, ValueError, ArithmeticError, RecursionError)  # of what a template calls
+NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not what a turn says
 IN_ORDER = ("user", "assistant", "tool")  # some templates move the other turns
 
 
@@ -38,19 +43,18 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
             say(f"{tokenizer.name_or_path}: {fixed}{other}")
         if templates and settings:
             with suppress(TemplateError):  # such a template renders nothing
-                lexed = Environment().lex(source)
-                mentioned |= {word for _, kind, word in lexed if kind == "name"}
+                mentioned |= meta.find_undeclared_variables(PARSER.parse(MARKER.sub("", source)))
             tokenizer.chat_template = {name: before + text for name, text in templates.items()}
     for text in given:
-        if "=" not in text or text.partition("=")[0] not in mentioned:
-            needed = "NAME=VALUE is needed, of a NAME that a chat template of this run mentions"
+        if "=" not in text or text.partition("=")[0] not in mentioned - GIVEN:
+            needed = "NAME=VALUE is needed, of a NAME that a chat template of this run asks for"
             raise UserError(f"--template {text}: {needed}")
 
 
 def literal(text: str) -> str:
     """Write a setting's value for a template: read as JSON or a word of Python's, else as text."""
-    if text in ("True", "False", "None"):
-        return text
+    if text.capitalize() in ("True", "False", "None"):
+        return text.capitalize()
     with suppress(json.JSONDecodeError):
         text = json.loads(text, parse_constant=str)
     return repr(text)
@@ -88,18 +92,18 @@ def render(
     def plain(text: str) -> str:
         return break_special_tokens(tokenizer, text).replace(IMAGE, image)
 
-    broken = turns[:-1] if is_learned else turns
-    turns = map_texts(plain, broken) + map_texts(str, turns[len(broken) :])
-    tools = turns[0].pop("tools", None)
     settings = {"add_generation_prompt": not is_complete, "strftime_now": TODAY.strftime}
     apply = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
     marks = Marks()
-    marked = [marks.turn(turn, is_learned and turn is turns[-1]) for turn in turns]
-    marked_tools = [marks.function(tool, "ignores `tools`") for tool in tools or ()]
     try:
+        broken = turns[:-1] if is_learned else turns
+        turns = map_texts(plain, broken) + map_texts(str, turns[len(broken) :])
+        tools = turns[0].pop("tools", None)
+        marked = [marks.turn(turn, is_learned and turn is turns[-1]) for turn in turns]
+        marked_tools = [marks.function(tool, "ignores `tools`") for tool in tools or ()]
         text = apply(turns, tools=tools)
         problem = marks.problem_in(apply(marked, tools=marked_tools or None))
-    except (TemplateError, TypeError, ValueError) as error:  # the last two: of what it calls
+    except (TemplateError, *OF_CALLS) as error:
         problem = f"refuses turns: {error}"
     if problem:
         raise UserError(f"{where}: the chat template in {name} {problem}")
@@ -116,11 +120,14 @@ class Marks:
     def turn(self, turn: dict, is_learned: bool) -> dict:
         """Mark a turn's text and calls. Reasoning may be left out, but of an answer that is learned."""
         role = turn["role"]
-        mark = partial(self._mark, role, f"leaves out the {role}'s turn")
+        problem = f"leaves out the {role}'s turn"
+        mark = partial(self._mark, role, problem)
         parts = re.split("(</?think>)", turn["content"])
         first = len(parts) - 1 if role == "assistant" and not is_learned else 0
         parts[first::2] = map(mark, parts[first::2])
         marked = turn | {"content": "".join(parts)}
+        for name in turn.keys() - NAMES if is_learned else ():  # such as reasoning_content
+            marked[name] = map_texts(partial(self._mark, "", problem), turn[name])
         if calls := turn.get("tool_calls"):
             marked["tool_calls"] = [self.function(call, "leaves out a tool call") for call in calls]
         return marked

@@ -524,3 +524,37 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path, files):
         data.load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
         data.load_tokenizer(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    "row,message",
+    [
+        (
+            {"prompt": "q", "completion": '[{"role": "assistant", "content": "7"}]'},
+            "`completion` must",
+        ),
+        ({"prompt": '{"name": "x", "role": "user", "content": "q"}'}, "`prompt` must be a list"),
+        ({"prompt": "array([{'from': 'human', 'value': 'q'}], dtype=object)"}, "`prompt` must be"),
+        ({"prompt": "q", "system_prompt": "Be brief."}, "`system_prompt` isn't read; a turn of"),
+        (
+            {"prompt": "q", "chat_template_kwargs": {"x": 1}},
+            "`chat_template_kwargs` isn't read; --t",
+        ),
+    ],
+)
+def test_what_other_trainers_read_is_not_dropped(tmp_path, row, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=rf"rows\.jsonl:1: {message}"):
+        read_rows(path)
+
+
+def test_parquet_of_whole_floats_and_of_no_images(tmp_path):
+    """float32 holds 134217728 exactly; an empty list of bytes is no image, as in JSON."""
+    images = pyarrow.array([[], None], pyarrow.list_(pyarrow.binary()))
+    numbers = pyarrow.array([134217728.0, 0.1], pyarrow.float32())
+    table = pyarrow.table({"prompt": ["p", "q"], "answer": numbers, "images": images})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = [row for _, row in read_rows(tmp_path / "rows.parquet")]
+    assert [row["answer"] for row in rows] == [134217728.0, 0.1]
+    assert not any("images" in row for row in rows)

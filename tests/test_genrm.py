@@ -573,3 +573,18 @@ def test_a_cancelled_sample_leaves_its_verdict_to_others():
 
     run(together())
     assert [s.reward for s in samples] == [None, 1.0] and len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("text", ["5 or six", "4 fifths", "5 pi", "72 k", "5 M", "5x", "3²", "5!"])
+def test_a_word_that_makes_another_number_of_it_is_no_unit(text):
+    assert genrm.number_key(text) is None
+
+
+@pytest.mark.parametrize("text", ["5m", "5 kg", "5 m²", "$5 per hour", r"5\text{ cm}", "5 years old"])
+def test_a_unit_is_a_unit(text):
+    assert genrm.number_key(text) == "5"
+
+
+def test_a_key_in_a_box_is_read_as_an_answer_in_one():
+    assert genrm.FORMATS["chat"].read_key(r"\boxed{72}") == "72"
+    assert genrm.FORMATS["chat"].read_key("a\n#### b\nc") == "a\n#### b\nc"

@@ -127,6 +127,9 @@ def test_an_example_is_checked_as_a_prompt_is(with_template):
     row = {"messages": [ASKED, THOUGHT]}
     [sample] = parse_sft(row, tokenizer, "f:3")
     assert tokenizer.decode(sample.response) == "<think>\nOne\n</think>\n\nTwo.<|im_end|>\n"
+    for more in ({"reasoning_content": "3+4"}, {"function_call": {"name": "add"}}):
+        with pytest.raises(UserError, match=r"f:3: .* leaves out the assistant's turn"):
+            parse_sft({"messages": [ASKED, turn("assistant", "7", **more)]}, tokenizer, "f:3")
     dropping = with_template(QWEN3.replace("if loop.last", "if false"))
     with pytest.raises(UserError, match=r"f:3: .* leaves out the assistant's turn"):
         parse_sft(row, dropping, "f:3")
@@ -285,6 +288,7 @@ def test_the_date_in_a_prompt_is_always_the_same(directory, monkeypatch):
 SHOWN = "{% if x is defined %}{{ x | tojson }}{% endif %}" + TEMPLATE
 VALUES = [
     "False",
+    "TRUE",
     "None",
     "true",
     "-1.5",
@@ -304,7 +308,7 @@ VALUES = [
 def test_a_setting_is_read_as_json_else_as_text(directory, monkeypatch, value):
     """As transformers hands a keyword on, exactly; in each template of several."""
     try:
-        python = {"NaN": '"NaN"', "False": "false", "None": "null"}
+        python = {"NaN": '"NaN"', "False": "false", "TRUE": "true", "None": "null"}
         expected = json.loads(python.get(value, value))
     except json.JSONDecodeError:
         expected = value
@@ -328,7 +332,16 @@ def test_thinking_is_switched_off(directory, monkeypatch):
     assert tokens == oracle(plain, [ASKED], enable_thinking=False) != oracle(plain, [ASKED])
 
 
-UNKNOWN = ["enable_thinkng=false", "think=false", "enable_thinking", "=1", "enable-thinking=1"]
+UNKNOWN = [
+    "role=x",
+    "loop=1",
+    "messages=1",
+    "enable_thinkng=false",
+    "think=false",
+    "enable_thinking",
+    "=1",
+    "enable-thinking=1",
+]
 
 
 @pytest.mark.parametrize("setting", UNKNOWN)
