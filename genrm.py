@@ -99,7 +99,8 @@ def chat_key(text: str) -> str | None:
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}%])(-))?\\?[$€£]?"
     # also as \, and {,} of LaTeX and narrow spaces
-    r"((?:\d{1,3}(?:(?:\{?\\?,(?:\\!)?\}?|[_\u00a0\u2009\u202f])\d{3})+(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?)"
+    r"((?:\d{1,3}(?:(?:\{?\\?,(?:\\!)?\}?|[_\u00a0\u2009\u202f])\d{3})+(?!\d)"
+    r"|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?)"
     r"([eE][+-]?\d+)?(/[0-9]+)?"
 )
 SIGNS = dict.fromkeys(map(ord, "−–‑－"), "-") | {ord("⁄"): "/"}  # written for a minus, for a slash

@@ -580,7 +580,9 @@ def test_a_word_that_makes_another_number_of_it_is_no_unit(text):
     assert genrm.number_key(text) is None
 
 
-@pytest.mark.parametrize("text", ["5m", "5 kg", "5 m²", "$5 per hour", r"5\text{ cm}", "5 years old"])
+@pytest.mark.parametrize(
+    "text", ["5m", "5 kg", "5 m²", "$5 per hour", r"5\text{ cm}", "5 years old"]
+)
 def test_a_unit_is_a_unit(text):
     assert genrm.number_key(text) == "5"
 
