@@ -304,7 +304,7 @@ BAD = [
     (
         "sft",
         "text",
-        {"prompt": "3+4=", "response": "7<|im_end|>"},
+        {"prompt": "3+4=", "response": "7<eos>"},
         "the answer ends with what ends",
     ),
     ("sft", "chat", {"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with"),
