@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from config import Config, UserError
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
+from runtime.hf_directory import readable
 from runtime.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
 from runtime.templates import apply_settings, break_special_tokens, render
 from sample import Sample
@@ -272,11 +273,11 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     options = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        return AutoTokenizer.from_pretrained(model_dir, **options)
-    except (OSError, ValueError, KeyError, AttributeError) as error:  # the last: an odd config.json
-        reason = str(error).splitlines()[0]
-        raise UserError(f"no tokenizer could be loaded from {model_dir}: {reason}") from None
+    with readable(f"no tokenizer could be loaded from {model_dir}"):
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, **options)
+        if not isinstance(tokenizer.chat_template, str | dict | None):
+            raise ValueError("its chat template isn't text")
+    return tokenizer
 
 
 def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenizer]:
@@ -392,7 +393,10 @@ def named_ends(model_dir: str) -> set[int]:
     if not path.is_file():
         return set()
     named = json.loads(path.read_text()).get("eos_token_id")
-    return {*(named if isinstance(named, list) else [named])} - {None}
+    ends = named if isinstance(named, list) else [named]
+    if not all(isinstance(end, int | None) for end in ends):
+        raise UserError(f"{path}: eos_token_id is a number, or several, not {named!r:.60}")
+    return {*ends} - {None}
 
 
 def stop_tokens(

@@ -15,6 +15,8 @@ from functools import partial
 from numbers import Real
 from typing import NamedTuple
 
+import numpy
+
 import data
 from config import Config, UserError, as_text
 from engines.engine import Answer, Request, Sampling, seed_of
@@ -50,7 +52,8 @@ class JudgeFormat:
         verdict = self.parse(text) if reply.finish == "stop" else None
         if verdict is None:
             return None
-        if not (isinstance(verdict, Real) and 0 <= verdict <= 1):  # NaN is refused, too
+        # NaN is refused, too
+        if not (isinstance(verdict, Real | numpy.bool_) and 0 <= verdict <= 1):
             name = next(name for name, row in FORMATS.items() if row is self)
             shown = " ".join(repr(verdict).split())[:60]
             needed = "a bool, a number from 0 to 1, or None is needed"

@@ -21,14 +21,17 @@ from statistics import fmean
 from types import TracebackType
 from typing import NamedTuple
 
+import numpy
+
 import data
 from config import Config, UserError
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
+from runtime import shutdown
 from sample import Sample
 
 Decode = Callable[..., str]  # the policy's tokens -> text, as data.decode
-IN_RULE = ContextVar("in_rule", default=False)  # whether the task that runs now is a rule's
+OVERDUE = ContextVar("overdue", default="")  # what to say of the rule that runs now, if one does
 
 
 @dataclass
@@ -69,7 +72,7 @@ class UserCode(AbstractContextManager):
     file: str = ""
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
-        if isinstance(error, Exception):
+        if isinstance(error, Exception | SystemExit):
             frames = traceback.extract_tb(trace)
             lines = [frame.lineno for frame in frames if frame.filename == self.file]
             where = f" ({self.file}:{lines[-1]})" if lines else ""
@@ -77,14 +80,10 @@ class UserCode(AbstractContextManager):
             raise UserError(f"{self.title}{where}: {what}") from None
 
 
-class Overdue(BaseException):
-    """Raised in a rule that holds up the event loop; its `except Exception` doesn't catch this."""
-
-
-def interrupt(*_: object) -> None:
-    """Raise Overdue in the rule that runs now, if one does: the last that was asked has had its time."""
-    if IN_RULE.get():
-        raise Overdue
+def leave_overdue(*_: object) -> None:
+    """End the run if a rule runs now: its time is over, and what is raised in it might never come out."""
+    if line := OVERDUE.get():
+        shutdown.exit_on_error(f"error: {line}")
 
 
 class Rule(NamedTuple):
@@ -101,7 +100,7 @@ class Rule(NamedTuple):
             value = self.function(sample)
             if inspect.isawaitable(value):
                 value = await value
-            number = float(value) if isinstance(value, Real) else math.nan
+            number = float(value) if isinstance(value, Real | numpy.bool_) else math.nan
         if value is None:
             return None
         if not math.isfinite(number):
@@ -147,7 +146,6 @@ class Rewards:
         given = zip(of_reward, config.reward_weights, strict=False)
         self._weights = dict.fromkeys(self._sources, 1.0) | dict(given)
         self._limit_s = 0.9 * config.timeout_s  # other ranks wait for all of it
-        self._overdue: UserError | None = None  # of the first rule that didn't answer
         self._decode = decode
         self._format = formats_of(config)[0]
         # of this step, by what is asked of whom
@@ -219,24 +217,18 @@ class Rewards:
         return [self._tasks[key] for key in asks]
 
     async def _ask_rule(self, rule: Rule, seen: TextSample) -> Judgement | None:
-        """Ask a rule. UserError as Rule.ask, and for no answer in time; then no other is asked any more."""
-        if self._overdue:
-            raise self._overdue
-        IN_RULE.set(True)
+        """Ask a rule. UserError as Rule.ask, and for no answer in time; what blocks ends the run at once."""
+        silent = f"{rule.code.title} said nothing for {self._limit_s:g} s (0.9 --timeout-s)"
+        late = f"{silent} of the prompt {seen.question[:60]!r}"
+        OVERDUE.set(late)
         # what awaits is cancelled in time; what holds up the event loop gets a signal
-        signals.signal(signals.SIGALRM, interrupt)
+        signals.signal(signals.SIGALRM, leave_overdue)
         signals.setitimer(signals.ITIMER_REAL, self._limit_s)
         try:
             async with asyncio.timeout(self._limit_s):
                 return await rule.ask(seen)
-        except (TimeoutError, Overdue):
-            IN_RULE.set(False)
-            # others that were asked before may hold up the event loop next: no longer than this (s)
-            signals.setitimer(signals.ITIMER_REAL, 0.01, 0.01)
-            silent = f"{rule.code.title} said nothing for {self._limit_s:g} s (0.9 --timeout-s)"
-            late = UserError(f"{silent} of the prompt {seen.question[:60]!r}")
-            self._overdue = self._overdue or late
-            raise self._overdue from None
+        except TimeoutError:
+            raise UserError(late) from None
 
     @property
     def latencies(self) -> list[float]:

@@ -98,7 +98,7 @@ def start(arguments: list[str], stop: Stop) -> str:
         work = run(config, plans, stop)
     else:
         work = learn_from_examples(config)
-    return asyncio.run(shutdown.run_until_signal(work, stop))
+    return shutdown.run(work, stop)
 
 
 def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:

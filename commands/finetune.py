@@ -325,6 +325,8 @@ def set_padding(folder: Path, tokenizer: data.Tokenizer, examples: list[Example]
     path = folder / "config.json"
     named = {"pad_token_id": tokenizer.pad_token_id}
     path.write_text(json.dumps(json.loads(path.read_text()) | named, indent=2))
+    if tokenizer.pad_token_id is None:
+        return f"{folder} has no token to pad with: transformers reads it right a text at a time"
     return f"{folder} pads with {tokenizer.pad_token}, which ends no example"
 
 

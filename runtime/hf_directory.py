@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,25 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors; all others need a sc
 INDEX = "model.safetensors.index.json"
 
 
+@contextmanager
+def readable(where: str) -> Iterator[None]:
+    """Make one line, which begins with `where`, of what a library says of a file that it can't read."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    known = (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError)
+    try:
+        yield
+    except UserError:
+        raise
+    except (*known, OSError) as error:
+        raise UserError(f"{where}: {' '.join(str(error).split())[:200]}") from None
+
+
 def read_object(path: Path, where: str) -> dict:
     """Return what a JSON file holds. UserError, which begins with `where`, if that is no object."""
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
     if not isinstance(found, dict):
         raise UserError(f"{where}: {path.name} holds no JSON object")
@@ -64,7 +80,7 @@ def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[s
     for name in sorted(named):
         try:
             file = safe_open(Path(model_dir, name), framework=framework)
-        except SafetensorError as error:  # as of a download that broke off
+        except (SafetensorError, OSError) as error:  # as of a download that broke off
             raise UserError(f"{where}: {name} is damaged or incomplete: {error}") from None
         if twice := files.keys() & file.keys():
             raise UserError(f"{where}: {min(twice)} is in {name} and in another file")

@@ -92,6 +92,14 @@ def die_with_parent(number: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def run(work: Coroutine, stop: Stop) -> Any:
+    """Run the work like `run_until_signal`, on an event loop that stays open.
+
+    To close it would take as long as threads of the user's code do.
+    """
+    return asyncio.new_event_loop().run_until_complete(run_until_signal(work, stop))
+
+
 async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
     """Run the work and return its result. A signal is noted in `stop`, or cancels it with every `finally`."""
     task = asyncio.ensure_future(work)

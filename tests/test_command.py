@@ -159,6 +159,14 @@ THREE_LAYERS = saying(num_hidden_layers=3, layer_types=["full_attention"] * 3)
         ("config.json", lambda _: b'"\xff"', "config.json is not valid JSON"),
         ("config.json", lambda _: b"[]", "config.json holds no JSON object"),
         ("config.json", lambda _: GPT2.encode(), "gpt2"),
+        ("config.json", saying(hidden_size="64"), "config.json: .*hidden_size"),
+        ("config.json", saying(rms_norm_eps=None), "config.json: .*rms_norm_eps"),
+        ("config.json", saying(rope_parameters="x"), "config.json: "),
+        ("config.json", saying(dtype="float33"), "config.json: .*float33"),
+        ("config.json", saying(num_key_value_heads=0), "config.json: "),
+        ("config.json", saying(model_type=["qwen3"]), "model_type .* is not supported"),
+        ("generation_config.json", saying(eos_token_id="2"), "eos_token_id is a number"),
+        ("tokenizer_config.json", saying(pad_token=0), "no tokenizer could be loaded from"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_named(tmp_path, file, damaged, message):

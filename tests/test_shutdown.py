@@ -128,6 +128,26 @@ def test_nohup_is_obeyed_unless_torchrun_passes_the_signal_on(launched):
     assert ("goes on" in ran.stdout) != launched
 
 
+def test_a_thread_of_the_users_code_holds_nothing_up():
+    """Closing an event loop would wait for it."""
+    program = """
+async def work():
+    waits = asyncio.create_task(asyncio.to_thread(time.sleep, 1000))
+    await asyncio.sleep(0.1)
+    raise UserError("its rule is late")
+try:
+    shutdown.run(work(), shutdown.Stop())
+except UserError as error:
+    shutdown.exit_on_error(str(error))
+"""
+    imports = (
+        "import asyncio, sys, time\nfrom config import UserError\nfrom runtime import shutdown\n"
+    )
+    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", imports + program], **how)
+    assert (ran.returncode, ran.stderr) == (2, "its rule is late\n")
+
+
 def test_lines_that_nobody_can_read_any_more_end_no_run():
     """A closed terminal refuses them, while the step is given up and saved."""
     program = "import pty, sys; from reporting.progress import Progress; terminal, shown = pty.openpty()\n"

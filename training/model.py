@@ -26,7 +26,7 @@ import data
 from config import Config, UserError
 from engines.reward_model import HEAD
 from images.reader import ImageReader
-from runtime.hf_directory import check_tensors, read_model_config, tensor_files
+from runtime.hf_directory import check_tensors, read_model_config, readable, tensor_files
 from scheduling.layout import Holders, Shape
 from training import lm_head
 from training.hf_weights import Family, HFWeights
@@ -141,7 +141,7 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     found = read_model_config(model_dir, setting)
     where = f"{setting} {model_dir}"
     model_type = found.get("model_type")
-    if model_type not in FAMILIES:
+    if str(model_type) not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise UserError(f"{where}: model_type {model_type!r} is not supported, only {supported}")
     # SGLang looks for a class that it lacks in the directory's code; without a name it fails
@@ -150,18 +150,18 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     scores = f"{model_type.capitalize()}ForSequenceClassification"
     if named not in ([writes], [scores]):
         raise UserError(f"{where}: architectures {named} are not {writes} or {scores}")
-    try:
+    with readable(f"{where}: config.json"):
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    except ValueError as error:
-        raise UserError(f"{where}: config.json: {str(error).splitlines()[0]}") from None
-    whole._attn_implementation = "sdpa"  # a tower's, too; a file may name kernels that a hub has
-    hf = whole.get_text_config().to_dict()
+        whole._attn_implementation = (
+            "sdpa"  # a tower's, too; a file may name kernels that a hub has
+        )
+        hf = whole.get_text_config().to_dict()
+        rope = hf["rope_parameters"]
+        kind = rope["rope_type"]
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
     hf["whole"] = whole
     if FAMILIES[model_type].tower:
         hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
-    rope = hf["rope_parameters"]
-    kind = rope["rope_type"]
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
         "quantized weights": bool((hf | whole.to_dict()).get("quantization_config")),
@@ -289,7 +289,8 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
         raise UserError(f"{where}: {counts}, its embeddings {rows} rows")
     if device == "cuda" and "quantization_config" in hf["whole"].to_dict():
         return  # SGLang has kernels for it, whose tensors have names of their own
-    shapes = tensor_shapes(hf)
+    with readable(f"{where}: config.json"):
+        shapes = tensor_shapes(hf)
     if scores:
         shapes[HEAD] = [1, hf["hidden_size"]]
     is_tied = hf["tie_word_embeddings"] and not scores
