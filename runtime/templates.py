@@ -162,12 +162,11 @@ class Marks:
 
 
 def map_texts(change: Callable[[str], str], value: Any) -> Any:
-    """Change every text in a JSON value, and every name in its objects; leave out fields that are None."""
+    """Change every text in a JSON value, and every name in its objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
         return [map_texts(change, each) for each in value]
     if isinstance(value, dict):
-        items = value.items()
-        return {change(name): map_texts(change, each) for name, each in items if each is not None}
+        return {change(name): map_texts(change, each) for name, each in value.items()}
     return value

@@ -18,8 +18,8 @@ BENCH = sorted(ROOT.glob("bench/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
 # lines of the product, its root files, what is around it
-MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 13_800, 4_400, 2_300, 2_500
-MOST_TEST_LINES = 18_900
+MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 14_160, 4_400, 2_300, 2_500
+MOST_TEST_LINES = 19_800
 MOST_WORDS = 18_900  # of docs/, without the pages that a command writes
 MOST_FLAGS = 66  # of run.py rl
 MOST_ROOT_FILES, MOST_COLUMNS = 13, 110
