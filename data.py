@@ -369,7 +369,8 @@ def encode_exchange(
 ) -> list[int]:
     """Encode a prompt and an answer as `run.py rm` and its model read them. is_cut: without the end."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
-    if tokenizer.chat_template is not None or "tools" in turns[0]:
+    needs_template = "tools" in turns[0] or "tool_calls" in turns[-1]
+    if tokenizer.chat_template is not None or needs_template:
         tokens = encode(tokenizer, turns, where, is_complete=True)
         end = end_of_turn(tokenizer)
     else:

@@ -168,11 +168,14 @@ def with_tools(prompt: Text, row: dict, where: str) -> Text:
         if tools:
             raise UserError(f"{where}: `tools` go to the chat template, and its prompt is a text")
         return prompt
-    tools = tools or prompt[0].get("tools")  # where some have them
-    if not tools:
+    given = [tools] if tools else []
+    given += [turn["tools"] for turn in prompt if turn.get("tools")]  # where some have them
+    if len(given) > 1:
+        raise UserError(f"{where}: it has `tools` in more than one place")
+    if not given:
         return prompt
-    read_functions(tools, "tools", where)
-    return [prompt[0] | {"tools": tools}, *prompt[1:]]
+    read_functions(given[0], "tools", where)
+    return [prompt[0] | {"tools": given[0]}, *prompt[1:]]
 
 
 def read_turns(turns: Any, where: str) -> Any:

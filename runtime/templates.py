@@ -123,8 +123,11 @@ class Marks:
         problem = f"leaves out the {role}'s turn"
         mark = partial(self._mark, role, problem)
         parts = re.split("(</?think>)", turn["content"])
-        first = len(parts) - 1 if role == "assistant" and not is_learned else 0
-        parts[first::2] = map(mark, parts[first::2])
+        texts = range(0, len(parts), 2)
+        if role == "assistant" and not is_learned:
+            texts = [n for n in texts if "<think>" in parts[n + 1 : n + 2] or n == texts[-1]]
+        for number in texts:
+            parts[number] = mark(parts[number])
         marked = turn | {"content": "".join(parts)}
         for name in turn.keys() - NAMES if is_learned else ():  # such as reasoning_content
             marked[name] = map_texts(partial(self._mark, "", problem), turn[name])

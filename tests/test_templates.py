@@ -87,6 +87,11 @@ def test_a_prompt_is_what_transformers_renders(with_template, tmp_path, template
 
 EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 LEFT_OUT = [
+    (
+        QWEN3,
+        [ASKED, turn("assistant", "So: <think>x</think> 7"), ASKED],
+        "leaves out the assistant",
+    ),
     (QWEN3, [turn("developer", "Be brief."), ASKED], "leaves out the developer's turn"),
     # words that the rest has, too
     (QWEN3, [turn("developer", "user"), ASKED], "leaves out the developer's turn"),
@@ -148,8 +153,10 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     assert [sample.prompt for sample in parse_pair(row, tokenizer, "f:1")] == [expected] * 2
     [learned, _] = parse_rm(row, tokenizer, "f:1")
     assert data.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
-    with pytest.raises(UserError, match=r"f:1: .* has no chat template"):
-        parse_rm(row, with_template(None), "f:1")
+    called = {"prompt": [ASKED], "chosen": [CALLED], "rejected": [turn("assistant", "6")]}
+    for each in (row, called):
+        with pytest.raises(UserError, match=r"f:1: .* has no chat template"):
+            parse_rm(each, with_template(None), "f:1")
     [sample] = parse_sft({"messages": [ASKED, CALLED], "tools": TOOLS}, tokenizer, "f:1")
     assert "<tool_call>" in tokenizer.decode(sample.response)
 
@@ -162,6 +169,7 @@ BAD_TOOLS = [
         {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", [])])]},
         "`tool_calls` is",
     ),
+    ({"messages": [ASKED | {"tools": TOOLS}, ASKED | {"tools": TOOLS}]}, "it has `tools` in more"),
     ({"tools": TOOLS[0]}, r"`tools` is a list of \{type"),
     ({"prompt": "What?", "tools": TOOLS}, "`tools` go to the chat template"),
     ({"messages": [ASKED, turn("assistant", "", tool_calls="weather")]}, "`tool_calls` is a list"),
