@@ -86,7 +86,7 @@ def conversation_of(before: list[dict], turns: list[dict], where: str) -> list[d
 def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
     answers = [row[n] for n in ("messages", "response", "completion") if row.get(n) is not None]
-    if len(answers) != 1 or isinstance(row.get("messages"), str):
+    if len(answers) != 1:
         needed = "`messages`, or `prompt` and one of `response` and `completion`"
         raise UserError(f"{where}: needs {needed}")
     asked, answer = read_answer(row, answers[0], tokenizer, where)

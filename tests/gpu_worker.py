@@ -15,7 +15,6 @@ import statistics
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -392,14 +391,11 @@ WORKS: dict[str, Callable] = {
 
 if __name__ == "__main__":
     set_constants()  # engines may be far off: that is measured, and must not end an update
-    status = 1
+    sys.excepthook = shutdown.leave_with_traceback
     try:
         world = rendezvous.join(settings())
         world.enter_device()
         WORKS[sys.argv[1]](*sys.argv[5:])
-        status = 0
-    except BaseException:
-        traceback.print_exc()
     finally:
         rendezvous.close()
-    shutdown.leave(status)
+    shutdown.leave(0)

@@ -17,10 +17,16 @@ OUTSIDE = sorted(path for room in ("simulation", "papers") for path in (ROOT / r
 BENCH = sorted(ROOT.glob("bench/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
-# lines of the product, its root files, what is around it
+# lines of the product, its root files, what is around it. 13,560 before what strangers bring was read by type
+# or refused: 170 of runtime/templates.py are new, 130 of rows, 65 of model directories, 45 of keys, 45 of
+# preference rows, 40 of rewards; 13,800 were meant, and the rest is owed
 MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 14_160, 4_400, 2_300, 2_500
-MOST_TEST_LINES = 19_800
-MOST_WORDS = 18_900  # of docs/, without the pages that a command writes
+MOST_TEST_LINES = (
+    19_800  # 18,900 were meant: each refusal has a row of a test, which is laid out on lines
+)
+MOST_WORDS = (
+    18_900  # of docs/, without the pages that a command writes; 350 are of the above and of an H100
+)
 MOST_FLAGS = 66  # of run.py rl
 MOST_ROOT_FILES, MOST_COLUMNS = 13, 110
 LAYERS = (  # each may import what stands below it, and its own line
@@ -132,7 +138,7 @@ def folds_in(tree: ast.AST) -> list[str]:
 def test_budget_of_a_file(path):
     """Met by leaving things out, not by golf."""
     lines = path.read_text().splitlines()
-    assert len(lines) < 480
+    assert len(lines) < 480  # 450, but for checkpoint.py, which knows files by what they hold now
     assert not any("fmt: " in line for line in lines), "the formatter decides the layout"
     assert max(map(len, lines), default=0) <= MOST_COLUMNS
     for function in functions_of(path):
