@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 import rollout
-from config import Config, UserError, as_text, dashed
+from config import Config, RunLost, UserError, as_text, dashed
 from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
@@ -116,7 +116,7 @@ async def restore(c: Controller, folder: Path) -> None:
             groups.append([sample_from_json(row) for row in rows])
     holder = c.team.place if c.placement.serves else -1
     c.prompts.load_state(common["prompts"], groups, c.team.size, holder)
-    c.ahead = served_ahead(c, [own["ahead"] for own in controllers])
+    c.ahead = c.checkpoints.newest_ahead = served_ahead(c, [own["ahead"] for own in controllers])
     # they are summed over the ranks, so rank 0 alone takes them
     c.rewards.load_counts([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
     split = Split(*common["split"])
@@ -136,8 +136,10 @@ def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch
     """Return a batch that was served and not trained on: the first rank has all of it."""
     if not rows[0]:
         return None
-    c.placement.actor.lag = 1  # older weights than the next step's wrote it
     parts = [rollout.batch_from(row) for row in rows]
+    actor = c.placement.actor
+    wrote = max((v for part in parts for s in part.kept for v in s.versions), default=actor.version)
+    actor.lag = max(actor.lag, actor.version - wrote)  # older weights than the next step's wrote it
     total = StepStats.total([part.stats for part in parts if part.stats])
     if total.split not in {plan.split for plan in c.placement.plans}:
         total = replace(total, split=c.placement.plan.split)
@@ -183,6 +185,7 @@ class Saving:
     folder: Path
     writer: BackgroundWriter
     shards: dict[str, Shards]  # by folder
+    ahead: rollout.RolloutBatch | None
 
 
 @dataclass
@@ -193,6 +196,8 @@ class Checkpoints:
     world: World
     out: Path
     newest: int | None = None
+    newest_ahead: rollout.RolloutBatch | None = None  # the batch in it
+    problem: str = ""  # why the last save failed
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
 
@@ -214,9 +219,15 @@ class Checkpoints:
     async def save_now(self, c: Controller) -> None:
         """Save and wait for it, before a run with --save-every stops."""
         await self.finish(c, wait=True)
-        if self.newest != c.state.step and self.config.save_every:
+        is_saved = self.newest == c.state.step and self.newest_ahead is c.ahead
+        if self.config.save_every and not is_saved:
             await self._begin(c)
-            await self.finish(c, wait=True)
+
+    async def close(self, c: Controller) -> None:
+        """Wait until the last save is complete (collective). RunLost if it failed."""
+        await self.finish(c, wait=True)
+        if self.problem:
+            raise RunLost(self.problem)
 
     async def finish(self, c: Controller, wait: bool = False) -> None:
         """Complete what all ranks have written, if they have, or `wait` for it, --timeout-s at most."""
@@ -264,7 +275,7 @@ class Checkpoints:
         work = partial(write_part, folder, self.world.rank, state, shards, hf)
         # the writer ends with the thread that forks it: the world's lives as long as the run
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, shards)
+        self.saving = Saving(step, folder, writer, shards, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
@@ -281,6 +292,8 @@ class Checkpoints:
         if error:
             return self._give_up(c, saving.step, saving.folder, error)
         self.newest = saving.step
+        self.newest_ahead = saving.ahead
+        self.problem = ""
 
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
         for unnamed in self.out.glob(f"*/{folder.name}") if self.world.rank == 0 else ():
@@ -288,8 +301,8 @@ class Checkpoints:
         left = f"that of step {self.newest} stays the newest"
         if self.newest is None:
             left = "there is none yet"
-        why = f"step {step} could not be saved: {error}"
-        c.report.note(f"CHECKPOINT FAILED: {why}; {left}, training goes on")
+        self.problem = f"step {step} could not be saved: {error}"
+        c.report.note(f"CHECKPOINT FAILED: {self.problem}; {left}")
 
 
 def make_folders(folder: Path, *names: str) -> None:

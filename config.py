@@ -30,6 +30,10 @@ class UserError(ValueError):
     """A mistake that the user can mend, told in one line; any other ValueError shows its place."""
 
 
+class RunLost(Exception):
+    """The run lost what it needs, an engine or room on a disk. It ends in one line, and goes on later."""
+
+
 @dataclass(frozen=True)
 class Config:
     """The settings. Sizes in tokens, times in seconds. The comment behind a field is its --help."""
@@ -144,14 +148,12 @@ class Config:
         return 0.9 * self.timeout_s
 
     @property
-    def engine_silence_s(self) -> float:
-        """An awake engine without a sign of life for so long hangs; also the deadline of short calls."""
-        return self.timeout_s / 15
+    def engine_lost_s(self) -> float:
+        """The time after which an engine that says nothing is lost: the deadline of every call to it.
 
-    @property
-    def stalled_s(self) -> float:
-        """After such a silence an engine is asked whether it is healthy; if not, others get its requests."""
-        return self.timeout_s / 5
+        It is longer than a long prompt's prefill on a CPU, and shorter than the wait for another rank.
+        """
+        return self.timeout_s / 2
 
     def __post_init__(self):
         """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""

@@ -26,7 +26,7 @@ from reporting.metrics import Report
 from reporting.timeline import Timeline
 from rewards import Rewards
 from rollout import RolloutBatch
-from runtime.shutdown import Stop
+from runtime.shutdown import Stop, Stopped
 from runtime.world import World
 from sample import Sample
 from scheduling.balance import flat
@@ -70,27 +70,38 @@ class Controller:
     learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
-    stopping: int = 0  # the signal that asked one of the controllers to stop, once all know
 
     def __post_init__(self) -> None:
         self.team = self.team or self.world
 
 
-async def train(c: Controller) -> int:
-    """The loop: serve, then train (collective). Returns the signal that ended it, once all is saved, or 0."""
+async def train(c: Controller) -> bool:
+    """Run the loop, and end with all of it saved (collective). Returns whether a stop ended it."""
+    try:
+        await loop(c)
+    except Stopped:
+        was_stopped = True
+        await c.placement.to_training()
+        await c.checkpoints.save_now(c)
+    else:
+        was_stopped = False
+    await c.checkpoints.close(c)
+    return was_stopped
+
+
+async def loop(c: Controller) -> None:
+    """The loop: serve, then train (collective). Raises Stopped on all ranks if one was asked to stop."""
     await c.placement.to_serving()  # engines come up asleep, as trainers do
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
         batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
         shares = await exchange(batch, c)  # all meet: equal work for every rank
-        if c.stopping:
-            break
         await c.placement.to_training()  # engines that share ranks sleep; trainers wake as needed
         c.ahead = await serve_ahead(c)  # on ranks of their own engines serve the next step
         with c.timeline.span("train"):
             stats = await c.learn(c, shares)
-        stats = await agree(c, stats, shares)  # all meet
+        stats, stopping = await agree(c, stats, shares)  # all meet
         decision = await rebalance(c, batch.stats)  # the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
@@ -98,44 +109,29 @@ async def train(c: Controller) -> int:
         c.timeline.mark("weights", f"v{c.placement.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.placement.actor)), stats | decision)
         await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
-        stop_on_empty_steps(c)
+        stop_if_due(c, stopping)
         del batch, shares  # not held while the next step is served
-    return await finish(c)
-
-
-async def finish(c: Controller) -> int:
-    """Evaluate after the last step, or save after a stop (collective). Returns the signal or 0."""
-    if not c.stopping:
-        c.timeline.step = c.config.steps
-        await evaluate(c, c.config.steps)
+    c.timeline.step = c.config.steps
+    await evaluate(c, c.config.steps)
     await c.world.wait_for_all()
-    c.stopping = await c.world.reduce(c.stopping, max)
-    if c.stopping:
-        await c.placement.to_training(go_on=False)
-        await c.checkpoints.save_now(c)
-    await c.checkpoints.finish(c, wait=True)
-    return c.stopping
 
 
 async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     """Deal all samples to the models' data-parallel ranks in equal work (collective).
 
     Each rank gathers lengths, works out the same deals, and sends its samples straight to the ranks that need
-    them: for each shape of a model, all ranks of the copy that gets a sample. A stop that is heard of here
-    comes after the batch: it is kept, saved, and trained on when the run goes on.
+    them: for each shape of a model, all ranks of the copy that gets a sample. Raises Stopped if a rank was
+    asked to stop: the batch is saved, and trained on when the run goes on.
     """
     actor = c.placement.actor
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
-    # apart, a stop is heard here, and the batch kept; on shared ranks while they serve, and it is given up
-    asked = c.stop.asked if c.placement.is_apart else 0
     facts = Held.of(batch.kept, actor.image_cost, "cost" in c.algorithm.signals)
-    facts = facts._replace(missing_groups=batch.missing_groups, stop=max(c.stopping, asked))
+    facts = facts._replace(missing_groups=batch.missing_groups, stop=bool(c.stop.asked))
     held = await c.world.gather(facts)
     batch.missing_groups = max(each.missing_groups for each in held)
-    stop = max(each.stop for each in held)
-    if stop and not c.stopping:  # not given up
+    if any(each.stop for each in held):
         c.ahead = batch
-    c.stopping = stop
+        raise Stopped
     shapes = [m.shape for m in (actor, *c.placement.critics, *c.placement.references)]
     dealt = deal(held, shapes, actor.cost, c.config)
     parcels = {}
@@ -163,8 +159,7 @@ async def serve_ahead(c: Controller) -> RolloutBatch | None:
     is_last = c.state.step + 1 == c.config.steps
     if not c.config.ahead or is_last:
         return None
-    with c.stop.put_off():  # after the update the weights that the batch began with are gone
-        return await c.collect(c)
+    return await c.collect(c)
 
 
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:
@@ -226,12 +221,20 @@ async def share_columns(c: Controller, shares: Shares) -> None:
                 shares.samples[key].fill(columns)
 
 
-async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> dict[str, float]:
-    """Unite the metrics of all models (collective). UserError after MAX_SKIPS skipped updates in a row."""
+async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple[dict, bool]:
+    """Return the metrics of all models, and whether a rank was asked to stop (collective).
+
+    UserError after MAX_SKIPS skipped updates in a row.
+    """
+
+    def total(parts: list[tuple[dict, bool]]) -> tuple[dict, bool]:
+        stats, asked = zip(*parts, strict=True)
+        return dict(ChainMap(*reversed(stats))), any(asked)
+
     await c.world.wait_for_all()
-    stats = await c.world.reduce(stats, lambda parts: dict(ChainMap(*reversed(parts))))
+    stats, stopping = await c.world.reduce((stats, bool(c.stop.asked)), total)
     stop_on_nan(c, stats, shares.of(c.placement.actor))
-    return stats
+    return stats, stopping
 
 
 async def rebalance(c: Controller, stats: StepStats | None) -> dict[str, float | str]:
@@ -239,7 +242,6 @@ async def rebalance(c: Controller, stats: StepStats | None) -> dict[str, float |
     if stats is None:
         return {}
     placement = c.placement
-    restarts = await c.team.reduce(placement.restarts, sum)
     step_stats = await c.team.reduce(stats, StepStats.total)
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
@@ -252,7 +254,7 @@ async def rebalance(c: Controller, stats: StepStats | None) -> dict[str, float |
         c.timeline.mark("split", str(decision.split))
         placement.switch(plans[decision.split])
     metrics = {"split/predicted_s": decision.predicted_s, "split/moved": float(moves)}
-    return metrics | {"split/reason": decision.reason, "faults/engine_restarts": float(restarts)}
+    return metrics | {"split/reason": decision.reason}
 
 
 def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatches) -> None:
@@ -275,7 +277,10 @@ def advance(c: Controller, batch: RolloutBatch) -> None:
     c.state.empty_steps = c.state.empty_steps + 1 if is_empty else 0
 
 
-def stop_on_empty_steps(c: Controller) -> None:
+def stop_if_due(c: Controller, stopping: bool) -> None:
+    """End the run where a step ends: Stopped, if a rank was asked to; UserError after MAX_EMPTY_STEPS."""
+    if stopping:
+        raise Stopped
     if c.state.empty_steps >= MAX_EMPTY_STEPS:
         problem = f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward"
         raise UserError(f"{problem}; they are too easy or too hard, or the judge can't tell")
@@ -287,11 +292,10 @@ async def evaluate(c: Controller, step: int) -> None:
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     if not (held_out and is_due and c.placement.rollout.engines and c.placement.serves):
         return
-    tasks = rollout.Tasks()
     mine = list(range(c.team.place, len(held_out), c.team.size))
     right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
 
-    async def answer() -> None:
+    async def answer(tasks: rollout.Tasks) -> None:
         while mine and not tasks.closed:
             number = mine.pop(0)
             prompt = held_out[number]
@@ -305,12 +309,11 @@ async def evaluate(c: Controller, step: int) -> None:
             right.append((first, sum(others)))
 
     with c.timeline.span("evaluate"):
-        # as many at once as engines take: all prompts and images could fill the memory
-        for place in range(min(len(mine), QUEUED * c.config.max_running_requests)):
-            tasks.start(place, answer())
-        await rollout.wait_for_all(c, tasks)
-    if c.stopping:
-        return await rollout.cut_off(c, tasks)
+        async with rollout.Tasks() as tasks:
+            # as many at once as engines take: all prompts and images could fill the memory
+            for place in range(min(len(mine), QUEUED * c.config.max_running_requests)):
+                tasks.start(place, answer(tasks))
+            await rollout.wait_for_all(c, tasks)
     c.placement.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
     c.report.evaluation(step, flat([await c.team.gather(right)]), c.timeline.now())

@@ -9,8 +9,8 @@ memory peak:
     to serving    critics sleep, the actor's gradients and what its passes left go, rollout weights come back,
                   push, the actor sleeps, the KV cache comes back
 
-Engines on ranks that train nothing sleep for the push alone. While all sleep lost ones are started again, and
-a run may switch to another plan.
+Engines on ranks that train nothing sleep for the push alone. While all sleep, a run may switch to another
+plan.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms import algorithm_of
 from config import Config, UserError
-from engines.pool import Pool
+from engines.pool import EngineStatus, Pool
+from engines.routing import Silence
 from runtime.world import World
 from scheduling.fusion import TAILS, Left, ranks_of_tail
 from scheduling.layout import Holders, Shape, holders_from, ranks_in_words
@@ -287,7 +288,7 @@ class Placement:
         self._route = models.route
         self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
         self.swap_s = 0.0  # moves between the roles since
-        self.restarts = 0  # engines of this rank that the last hand-over to training started again
+        self._idle = Silence(self.rollout.config.engine_lost_s)  # of all engines
 
     @property
     def received_bytes(self) -> int:
@@ -308,6 +309,20 @@ class Placement:
         await self.genrm.use(genrm)
         self.swap_s += self._timeline.now() - start
 
+    def apply(self, rollout: EngineStatus, genrm: EngineStatus) -> None:
+        """Act on what all controllers told of the engines. Not collective.
+
+        EngineLost: this rank's engine owes tokens and writes none. UserError: requests wait for an engine
+        that the mode doesn't wake.
+        """
+        self.rollout.apply_status(rollout)
+        self.genrm.apply_status(genrm)
+        waiting = rollout.waiting + genrm.waiting
+        if self._idle.is_too_long(waiting > 0, bool(rollout.parts or genrm.parts)):
+            asked = f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine"
+            silent = f"no engine wrote anything for {self._idle.most_s:g} s"
+            raise UserError(f"{asked} that --mode {self.plan.mode} doesn't wake, and {silent}")
+
     async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:
         """Share the ranks by the answers that are left: fused mode (collective). See ranks_of_tail."""
         plan = self.plan
@@ -320,8 +335,8 @@ class Placement:
             left=left,
             most_ranks=keep * tp,
             owed=owed,
-            writers={engine.rank: engine.model for engine in self.rollout.up},
-            judges={engine.rank: engine.model for engine in self.genrm.up},
+            writers={engine.rank: engine.model for engine in self.rollout.engines},
+            judges={engine.rank: engine.model for engine in self.genrm.engines},
         )
         if ranks != held:
             self._timeline.mark("tail", f"{len(ranks)}|{len(plan.rollout) - len(ranks)}")
@@ -329,17 +344,15 @@ class Placement:
             genrm = tuple(sorted({*plan.leads("genrm")} - {*ranks}))
             await self.share(rollout, genrm)
 
-    async def to_training(self, go_on: bool = True) -> None:
-        """Put engines to sleep that share ranks with trainers (collective). go_on: lost ones start again."""
+    async def to_training(self) -> None:
+        """Put engines to sleep that share ranks with trainers (collective)."""
         if not self.is_apart:
-            await self._rest(go_on)
+            await self._rest()
 
-    async def _rest(self, go_on: bool = True) -> None:
-        """Put all engines to sleep; if the run goes on, start lost ones again (collective)."""
+    async def _rest(self) -> None:
+        """Put all engines to sleep (collective)."""
         await self.rollout.sleep()
         await self.genrm.sleep()
-        if go_on:
-            self.restarts = await self.rollout.restart_lost() + await self.genrm.restart_lost()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
         """Wake those of this rank, once others that have its device sleep. Not collective."""

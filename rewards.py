@@ -83,7 +83,7 @@ class UserCode(AbstractContextManager):
 def leave_overdue(*_: object) -> None:
     """End the run if a rule runs now: its time is over, and what is raised in it might never come out."""
     if line := OVERDUE.get():
-        shutdown.exit_on_error(f"error: {line}")
+        shutdown.exit_on_error(2, f"error: {line}")
 
 
 class Rule(NamedTuple):

@@ -7,7 +7,6 @@ more, to stop, to cut off the rest, is a pure function of the totals: all take t
 An answer that its engine doesn't finish is continued from its tokens:
 
     what cut it off                            who continues it                      what cuts
-    its engine is lost or stalls               Pool.generate, by another engine
     its engine's ranks go to genrm             `ask` requests the rest               Pool.use(move=True)
     over-dispatch, full mode: enough written   the next wave of generate_then_judge  wait_for_enough
     the step has its groups                    the next step: Prompts.group          cut_off, partition
@@ -20,12 +19,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
+from runtime.shutdown import Stopped
 from sample import Outcome, Sample, sample_from_json
 from scheduling import dynamic_sampling
 from scheduling.balance import flat
@@ -64,11 +66,18 @@ def batch_from(row: dict) -> RolloutBatch:
 
 
 @dataclass
-class Tasks:
-    """The tasks that this controller waits for, one for each prompt."""
+class Tasks(AbstractAsyncContextManager):
+    """The tasks that this controller waits for, one for each prompt: none outlives the `async with`."""
 
     running: dict[int, asyncio.Task] = field(default_factory=dict)  # by prompt_id
     closed: bool = False  # everything is being cut off
+
+    async def __aexit__(self, *error: object) -> None:
+        """Cancel what still runs: its requests break off. Not collective: an error may be one rank's."""
+        self.closed = True
+        for task in self.running.values():
+            task.cancel()
+        await asyncio.gather(*self.running.values(), return_exceptions=True)
 
     def start(self, prompt_id: int, work: Coroutine) -> None:
         self.running[prompt_id] = asyncio.create_task(work)
@@ -100,9 +109,9 @@ class RolloutStep:
 
     @property
     def is_over(self) -> bool:
-        """True once the batch is complete, no more groups can come, or a stop was asked for."""
+        """True once the batch is complete, or no more groups can come."""
         sampler = self.sampler
-        if sampler.is_complete or self.c.stopping:
+        if sampler.is_complete:
             return True
         return not sampler.num_in_flight and sampler.next_wave() is None
 
@@ -124,6 +133,19 @@ class RolloutStep:
             self.unwritten[prompt_id] = sum(not sample.is_finished for sample in group)
         return mine
 
+    def without_media(self) -> list[Sample]:
+        """Return all samples. Who trains on one, or continues it in a later step, reads its images anew."""
+        samples = flat([self.groups.values()])
+        for sample in samples:
+            sample.media = ()
+            sample.row = {}
+        return samples
+
+    def give_back(self) -> None:
+        """Give the step up: all of its prompts come again."""
+        self.without_media()
+        self.c.prompts.requeue(list(self.sampler.wave_of), list(self.groups.values()))
+
     def start(self, prompt_ids: list[int], work: Callable[..., Coroutine]) -> None:
         """Start `work(step, group)` of each of these groups."""
         for prompt_id in prompt_ids:
@@ -135,8 +157,8 @@ async def collect(c: Controller) -> RolloutBatch:
 
     The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
     replace what was filtered. The first informative groups in the order of drawing are kept, with
-    `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. When a
-    stop is asked for, nothing is trained on, and all prompts of the step come again.
+    `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. A stop
+    gives the step up: all of its prompts come again.
     """
     if not c.placement.serves:
         return RolloutBatch()
@@ -149,16 +171,17 @@ async def collect(c: Controller) -> RolloutBatch:
     keeps = dynamic_sampling.is_informative if filters else dynamic_sampling.is_judged
     step = RolloutStep(c, sampler, keeps)
     c.rewards.reset()
-    with c.timeline.span("serve"):
-        await MODES[c.placement.plan.mode](step)
-        await cut_off(c, step.tasks)
-    samples = flat([step.groups.values()])
-    for sample in samples:
-        sample.media = ()  # who trains on it, or continues it in a later step, reads them anew
-        sample.row = {}
-    if c.stopping:
-        c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
-        return step.batch
+    try:
+        with c.timeline.span("serve"):
+            async with step.tasks:
+                await MODES[c.placement.plan.mode](step)
+                await cut_off(c, step.tasks)
+    except Stopped:
+        step.give_back()
+        raise
+    finally:
+        await c.rewards.cancel()
+    samples = step.without_media()
     c.state.groups_per_kept = sampler.updated_groups_per_kept()
     partition(step)
     placement = c.placement
@@ -185,8 +208,6 @@ async def generate_then_judge(step: RolloutStep) -> None:
         await placement.share(rollout=placement.plan.leads("rollout"))
         step.start(wave, generate)
         await wait_for_enough(step)
-        if c.stopping:
-            return
         await placement.share(genrm=placement.plan.leads("genrm"))
         step.start([p for p in wave if not step.unwritten[p]], judge)
         await wait_for_all(c, step.tasks)
@@ -280,16 +301,16 @@ async def judge(step: RolloutStep, group: list[Sample]) -> None:
 
 async def generate_and_judge(step: RolloutStep, group: list[Sample]) -> None:
     """Have the answers of a group generated, and each judged the moment it is finished."""
-    judging = []
+    async with Tasks() as judging:
 
-    def start_judging(sample: Sample) -> None:
-        judging.append(asyncio.create_task(judge_one(step, sample)))
+        def start_judging(sample: Sample) -> None:
+            judging.start(sample.index, judge_one(step, sample))
 
-    for sample in group:
-        if sample.is_finished and sample.reward is None:  # in a step before
-            start_judging(sample)
-    await generate(step, group, start_judging)
-    await asyncio.gather(*judging)
+        for sample in group:
+            if sample.is_finished and sample.reward is None:  # in a step before
+                start_judging(sample)
+        await generate(step, group, start_judging)
+        await asyncio.gather(*judging.running.values())
 
 
 async def judge_one(step: RolloutStep, sample: Sample) -> None:
@@ -344,25 +365,32 @@ class Meeting(NamedTuple):
     facts: Any
     rollout: EngineStatus
     genrm: EngineStatus
-    stop: int  # the signal that asked for a stop, else 0
+    stop: bool  # whether a signal asked for one
+
+    @staticmethod
+    def total(meetings: list[Meeting], total: Callable) -> Meeting:
+        facts, rollout, genrm, stops = zip(*meetings, strict=True)
+        engines = (EngineStatus.total(rollout), EngineStatus.total(genrm))
+        return Meeting(total(facts), *engines, any(stops))
+
+
+async def meet(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
+    """Return the total of what all controllers tell: facts, what engines owe and wrote (collective).
+
+    Raises EngineLost or UserError if an engine says nothing for too long (see Placement.apply).
+    """
+    statuses = (c.placement.rollout.status(), c.placement.genrm.status())
+    own = Meeting(facts, *statuses, bool(c.stop.asked))
+    meeting = await c.team.reduce(own, partial(Meeting.total, total=total))
+    c.placement.apply(meeting.rollout, meeting.genrm)
+    return meeting
 
 
 async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
-    """Tell the others facts, lost engines, and of a stop (collective). UserError if no engine is left."""
-
-    def total_of(meetings: list[Meeting]) -> Meeting:
-        facts, rollout, genrm, stops = zip(*meetings, strict=True)
-        statuses = (EngineStatus.total(rollout), EngineStatus.total(genrm))
-        return Meeting(total(facts), *statuses, max(stops))
-
-    statuses = (c.placement.rollout.status(), c.placement.genrm.status())
-    meeting = await c.team.reduce(Meeting(facts, *statuses, c.stop.heard), total_of)
-    c.stopping = max(c.stopping, meeting.stop)
-    if not c.stopping:  # else all is cut off and saved, whoever is left
-        for line in c.placement.rollout.apply_status(meeting.rollout):
-            c.report.note(line)
-        for line in c.placement.genrm.apply_status(meeting.genrm):
-            c.report.note(line)
+    """Meet, and raise Stopped if a rank was asked to stop and none trains meanwhile (collective)."""
+    meeting = await meet(c, facts, total)
+    if meeting.stop and not c.placement.is_apart:
+        raise Stopped
     return meeting
 
 
@@ -411,11 +439,8 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]
 
 
 async def wait_for_all(c: Controller, tasks: Tasks) -> None:
-    """Wait for the tasks of every controller, or until a stop is asked for (collective)."""
-    while True:
-        meeting = await sync_controllers(c, len(tasks.running))
-        if not meeting.facts or c.stopping:
-            return
+    """Wait for the tasks of every controller (collective)."""
+    while (await sync_controllers(c, len(tasks.running))).facts:
         await tasks.poll()
 
 
@@ -428,7 +453,7 @@ async def wait_for_enough(step: RolloutStep) -> None:
     missing = (sampler.target - sampler.num_informative) * c.state.groups_per_kept
     wanted = min(missing, sampler.num_in_flight)
     generated = 0
-    while generated < wanted and not c.stopping:
+    while generated < wanted:
         meeting = await sync_controllers(c, await step.tasks.poll())
         generated += meeting.facts
     await cut_off(c, step.tasks)
@@ -438,7 +463,7 @@ async def cut_off(c: Controller, tasks: Tasks) -> None:
     """Abort what is generated and judged, and wait until it has come back (collective)."""
     tasks.closed = True
     await c.rewards.cancel()
-    while await c.team.reduce(len(tasks.running), sum):
+    while (await meet(c, len(tasks.running))).facts:
         await asyncio.gather(c.placement.rollout.abort(), c.placement.genrm.abort())
         await tasks.poll()  # a request that was on its way then is aborted in the next round
     tasks.closed = False

@@ -34,7 +34,7 @@ import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, prepare_out, restore
 from commands import dry_run, evaluate, memory, replay
-from config import HELD_OUT, Config, UserError, parse_config, printable
+from config import HELD_OUT, Config, RunLost, UserError, parse_config, printable
 from controller import Controller
 from demo.task import Addition
 from engines import server
@@ -60,13 +60,18 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 def main(arguments: list[str]) -> None:
-    """Run a rank, and end this process: 0: done or stopped; 2: a user's error; 128 and more: by a signal."""
+    """Run a rank, and end this process.
+
+    Status 0: done or stopped; 1: an engine or the disk failed; 2: a user's error; 128 and more: by a signal.
+    """
     shutdown.prepare()
     stop = Stop()
     try:
         last_line = start(arguments, stop)
     except UserError as error:
-        shutdown.exit_on_error(f"error: {printable(str(error))}")
+        shutdown.exit_on_error(2, f"error: {printable(str(error))}")
+    except RunLost as error:
+        shutdown.exit_on_error(1, f"error: {printable(str(error))}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         shutdown.exit_now(128 + (stop.asked or signal.SIGTERM), stop.reason)
     if last_line:
@@ -119,10 +124,10 @@ async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         c = await build(config, plans, world, progress, fleet, stop)
-        stopped_by = await controller.train(c)
+        stopped = await fleet.while_up(controller.train(c))
         await world.barrier()
         stop.neighbours = {}  # who is through may leave
-        if stopped_by:
+        if stopped:
             saved = "nothing was saved"
             if c.checkpoints.newest == c.state.step:
                 saved = "the same command, without --resume, goes on"

@@ -86,7 +86,7 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     for number, problem in enumerate(problems):
         if number not in rows:
             tasks.start(number, answer(number, problem))
-    rate = await wait_for_answers(tasks, pool, stop, progress)
+    rate = await fleet.while_up(wait_for_answers(tasks, pool, stop, progress))
     if len(rows) < len(problems):
         return f"stopped after {len(rows)} of {len(problems)} prompts"
     finish(config, list(rows.values()), rate, progress.line)
@@ -94,7 +94,7 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
 
 
 async def wait_for_answers(tasks: Tasks, pool: Pool, stop: Stop, progress: Progress) -> float:
-    """Wait for all, or for a stop. Returns the tokens a second. UserError as soon as no engine is left."""
+    """Wait for all, or for a stop. Returns the tokens a second."""
     clock = asyncio.get_running_loop().time
     tokens = rate = 0
     while tasks.running and not stop.asked:

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import aiohttp
 
-from config import Config, UserError
+from config import Config, RunLost, UserError
 from engines import server, wire
 from images.tokens import Image, collapse
 from runtime import hf_directory
@@ -28,8 +28,8 @@ HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
 WARM_UP_TOKENS = 2  # one that a prompt's pass gives, and one of a decoding step
 
 
-class EngineLost(ConnectionError):
-    """A server doesn't answer: it died, it hangs, or it can't be reached."""
+class EngineLost(RunLost):
+    """An engine died, hangs, or can't be reached."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Engine:
         self._session: aiohttp.ClientSession | None = None
         self._tp = 1
         self._shapes: dict[str, list[int]] = {}  # of the weights, by Hugging Face name
-        self._silence_s = 40.0  # of silence: it hangs; also the deadline of short calls
-        self._move_s = 120.0  # the deadline of calls that move weights
+        self._lost_s = 300.0  # of silence, after which it is lost; the deadline of every call
+        self._is_awake = False
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
 
@@ -126,8 +126,7 @@ class Engine:
                 raise UserError(f"{wanted}, is in use: choose another --port")
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = hf_directory.checkpoint_shapes(model_dir)
-        engine._silence_s = config.engine_silence_s
-        engine._move_s = config.stalled_s
+        engine._lost_s = config.engine_lost_s
         flags = server.server_flags(role, rank, port, model_dir, config)
         command = [cls.module, *flags, *cls.flags]
         # no cache of image features: a push may bring another tower
@@ -140,8 +139,8 @@ class Engine:
         """Wait until the server generates. UserError with its log's end if it dies or is slow."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + deadline_s
-        while not await self.is_healthy(self._silence_s, "/ready"):
-            if self.exit_status():
+        while not await self.is_healthy(self._lost_s, "/ready"):
+            if self._process.exit_status():
                 raise self._start_error("stopped while starting")
             if clock() > deadline:
                 raise self._start_error(f"wasn't ready within {deadline_s:g} s")
@@ -158,7 +157,7 @@ class Engine:
             late = f"didn't answer a first request within {deadline_s:g} s"
             raise self._start_error(late) from None
         except EngineLost as error:
-            raise self._start_error(f"{error} while starting") from None
+            raise UserError(f"{error}, while starting") from None
         # else each sleep collects over all of SGLang's imports: 0.7 s
         await self._call("POST", "/freeze_gc")
 
@@ -174,30 +173,33 @@ class Engine:
         async for _ in self.generate(requests):
             pass
 
-    def exit_status(self) -> str:
-        """Return how its process ended; empty while it runs."""
-        return self._process.exit_status()
+    async def watch(self) -> NoReturn:
+        """Raise EngineLost once the process ends, or gives no sign of life for long while it is awake.
 
-    async def until_down(self) -> str:
-        """Wait until the server, which is awake, is dead or hangs; return which.
-
-        It hangs if no stream brings anything and /health doesn't say yes. That is asked after some
-        silence only: SGLang holds it for a second beside others, and pausing would wait as long.
+        Signs are events of a stream and a yes of /health, which is asked after some silence alone: SGLang
+        holds the reply for a second while it writes, and a pause would wait as long.
         """
         clock = asyncio.get_running_loop().time
-        patience_s = self._silence_s / 4
+        patience_s = self._lost_s / 4
         silent_s = 0.0
-        while silent_s < self._silence_s:
-            if status := self.exit_status():
-                return f"died ({status})"
+        while silent_s < self._lost_s:
+            if status := self._process.exit_status():
+                raise self.lost(f"died ({status})")
             events = self._events
             start = clock()
             await asyncio.sleep(LOOK_S)
-            is_alive = silent_s >= patience_s and await self.is_healthy(patience_s)
+            is_alive = not self._is_awake or self._events != events
+            if not is_alive and silent_s >= patience_s:
+                is_alive = await self.is_healthy(patience_s)
             # at most: this process may have been stopped, and couldn't listen
             waited_s = min(clock() - start, LOOK_S + patience_s)
-            silent_s = 0.0 if is_alive or self._events != events else silent_s + waited_s
-        return f"gave no sign of life for {self._silence_s:g} s"
+            silent_s = 0.0 if is_alive else silent_s + waited_s
+        raise self.lost(f"gave no sign of life for {self._lost_s:g} s")
+
+    def lost(self, how: str) -> EngineLost:
+        """Return the error to raise. The engine's owner adds the end of its log."""
+        log = f"; {self._process.log_end()}" if self._process else ""
+        return EngineLost(f"the {self.name} {how}{log}")
 
     async def ready_asleep(self, deadline_s: float) -> None:
         """Wait until `ready`, then sleep, which pins all weights' memory: both by the deadline."""
@@ -206,30 +208,17 @@ class Engine:
         await self.ready(deadline_s)
         await self.sleep(deadline - clock())
 
-    async def restart(self, deadline_s: float) -> None:
-        """Start a server for a killed one: asleep, the directory's weights. Raises like `ready`."""
-        self._process.start()
-        await self.ready_asleep(deadline_s)
-
-    async def kill(self) -> None:
-        """End the server and all of its processes: its port is free then, its requests break."""
-        await self._process.kill()
-
     async def close(self) -> None:
-        """Close the connections; end the server if it is ours."""
+        """Close the connections; end the server and all of its processes if it is ours."""
         if self._session:
             await self._session.close()
         if self._process:
-            await self.kill()
+            await self._process.kill()
             self._process.folder.cleanup()
-
-    def log_end(self) -> str:
-        """Return where its log is, and its last line, in one line."""
-        where, *lines = self._process.log_tail().splitlines()
-        return f"{where} {lines[-1]}" if lines else where
 
     async def sleep(self, deadline_s: float | None = None) -> None:
         """Hand the memory back. Running answers are aborted: they come back with finish "abort"."""
+        self._is_awake = False
         if self._has_aborted:
             # until an aborted request is out, or pausing would take a second
             await asyncio.sleep(0.1)
@@ -237,16 +226,18 @@ class Engine:
         # in other modes the idle scheduler spins
         await self._call("POST", "/pause_generation", mode="abort")
         await self._call("POST", "/flush_cache?timeout=30")
-        await self._move("/release_memory_occupation", deadline_s, tags=["kv_cache", "weights"])
+        tags = ["kv_cache", "weights"]
+        await self._call("POST", "/release_memory_occupation", deadline_s, tags=tags)
 
     async def wake_weights(self) -> None:
         """Make room for the weights. They are as before with a backup (see cuda_flags), else to be loaded."""
-        await self._move("/resume_memory_occupation", tags=["weights"])
+        await self._call("POST", "/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
         """Make room for the KV cache, once the actor is out; requests are welcome again."""
-        await self._move("/resume_memory_occupation", tags=["kv_cache"])
+        await self._call("POST", "/resume_memory_occupation", tags=["kv_cache"])
         await self._call("POST", "/continue_generation")
+        self._is_awake = True
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, under Hugging Face names. UserError: one is unknown or missing."""
@@ -270,13 +261,11 @@ class Engine:
 
     async def _push(self, named_weights: Iterable[tuple[str, Tensor]], **body: Any) -> None:
         body |= {"load_format": "flattened_bucket", "flush_cache": False}
-        await self._move("/begin_weight_update")
-        try:
-            for bucket in wire.buckets(named_weights):
-                body["serialized_named_tensors"] = wire.serialize_bucket(bucket, self._tp)
-                await self._move("/update_weights_from_tensor", **body)
-        finally:
-            await self._move("/end_weight_update")
+        await self._call("POST", "/begin_weight_update")
+        for bucket in wire.buckets(named_weights):
+            body["serialized_named_tensors"] = wire.serialize_bucket(bucket, self._tp)
+            await self._call("POST", "/update_weights_from_tensor", **body)
+        await self._call("POST", "/end_weight_update")
         await self._call("POST", "/flush_cache?timeout=30")  # once, not in each bucket
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
@@ -317,7 +306,7 @@ class Engine:
     async def _open(
         self, method: str, path: str, body: dict, deadline_s: float | None = None, also: int = 200
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a reply. EngineLost: none comes or it breaks off; UserError: not 200 nor `also`."""
+        """Open a reply. EngineLost: none comes, or it breaks off; UserError: not 200 nor `also`."""
         if self._session is None:
             # SGLang drops idle connections after 5 s: ours go before a request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
@@ -332,7 +321,7 @@ class Engine:
                     raise UserError(f"the {self.name} refused {path}: {reason}")
                 yield response
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise EngineLost(f"didn't answer {path}: {error!r}") from error
+            raise self.lost(f"didn't answer {path}: {error!r}") from error
 
     async def is_healthy(self, deadline_s: float, path: str = "/health") -> bool:
         """Ask whether it takes another step, or if idle generates a token. /ready: whether it has started."""
@@ -341,13 +330,11 @@ class Engine:
                 return True
         return False
 
-    async def _call(self, method: str, path: str, **body: Any) -> Any:
-        async with self._open(method, path, body, self._silence_s) as response:
+    async def _call(
+        self, method: str, path: str, deadline_s: float | None = None, **body: Any
+    ) -> Any:
+        async with self._open(method, path, body, deadline_s or self._lost_s) as response:
             return await response.json() if response.content_type == "application/json" else None
-
-    async def _move(self, path: str, deadline_s: float | None = None, **body: Any) -> None:
-        async with self._open("POST", path, body, deadline_s or self._move_s):
-            pass
 
 
 def prompts_of(requests: list[Request]) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config
 from engines.engine import Engine, EngineLost
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from reporting.timeline import Timeline
 
 ROLES = ("rollout", "genrm")
+OWNER_S = (
+    3.0  # for the owner of a lost engine to say how it ended, and for torchrun to end the others
+)
 
 
 class ServerSpec(NamedTuple):
@@ -41,11 +45,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         self._world = world
         self._engines: list[Engine] = []  # those of this rank; once connected all
         self._starting: list[Engine] = []
-        self._pools: dict[str, Pool] = {}
 
     async def __aexit__(self, *error: object) -> None:
-        for pool in self._pools.values():
-            pool.close()
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     async def launch(self, specs: list[ServerSpec]) -> None:
@@ -78,13 +79,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         """Wait until those that start are asleep (collective). UserError with the end of a log."""
         starting = self._starting
         self._starting = []
-        await raise_on_all(self._world, asyncio.gather(*map(self._until_asleep, starting)))
-
-    async def _until_asleep(self, engine: Engine) -> None:
-        try:
-            await engine.ready_asleep(self._config.engine_start_s)
-        except EngineLost:
-            await engine.kill()  # its memory is free then, and the first hand-over finds it lost
+        asleep = [engine.ready_asleep(self._config.engine_start_s) for engine in starting]
+        await raise_on_all(self._world, asyncio.gather(*asleep))
 
     async def connect(self, timeline: Timeline, team: World | None = None) -> dict[str, Pool]:
         """Return the pools by role, with a handle on every engine (collective). team: who serves, or all."""
@@ -93,7 +89,30 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             if rank != self._world.rank:
                 self._engines += [kind(*arguments) for kind, *arguments in there]
         self._engines.sort(key=lambda engine: engine.rank)
+        pools = {}
         for role in ROLES:
             engines = [engine for engine in self._engines if engine.role == role]
-            self._pools[role] = Pool(engines, team or self._world, timeline, self._config)
-        return self._pools
+            pools[role] = Pool(engines, team or self._world, timeline, self._config)
+        return pools
+
+    async def while_up(self, work: Coroutine) -> Any:
+        """Await the work, and return its result. EngineLost as soon as one of this rank's engines is lost."""
+        mine = [engine for engine in self._engines if engine.rank == self._world.rank]
+        works = [leave_word_to_owner(work), *(engine.watch() for engine in mine)]
+        tasks = list(map(asyncio.ensure_future, works))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return done.pop().result()
+
+
+async def leave_word_to_owner(work: Coroutine) -> Any:
+    """Await the work. If it loses an engine, the owner, who knows how that ended, may say so first."""
+    try:
+        return await work
+    except EngineLost:
+        await asyncio.sleep(OWNER_S)
+        raise

@@ -1,16 +1,14 @@
-"""Routing: which engine of a role is asked next: how much each has to write, and which are up."""
+"""Routing: which engine of a role is asked next, by how much each has to write."""
 
 import asyncio
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from config import UserError
-from engines.engine import Engine, EngineLost
+from engines.engine import Answer, Engine, Request
 from runtime.world import World
-
-Verb = Callable[[Engine], Awaitable[None]]
 
 
 class Load:
@@ -27,6 +25,23 @@ class Load:
         """Return the tokens that the engine of `rank` still has to write."""
         of_others = self._all[rank] - self._own[rank]
         return self.outstanding[rank] + of_others
+
+    @contextmanager
+    def owed(self, engine: Engine, requests: list[Request]) -> Iterator[Callable[[Answer], None]]:
+        """Count what the engine owes for these requests, less each part that the block notes."""
+        left = [len(request.prompt) + request.limit for request in requests]
+        self.outstanding[engine.rank] += sum(left)
+
+        def note(part: Answer) -> None:
+            done = left[part.index] if part.finish else len(part.tokens)
+            left[part.index] -= done
+            self.outstanding[engine.rank] -= done
+            self._parts[engine.rank] += 1
+
+        try:
+            yield note
+        finally:
+            self.outstanding[engine.rank] -= sum(left)
 
     def choose(self, engines: list[Engine]) -> Engine | None:
         """Return the less loaded of two engines, whose turn it is and another; None if there is none.
@@ -48,14 +63,23 @@ class Load:
         pair = (engines[turn % count], engines[other % count])
         return min(pair, key=lambda engine: self.tokens(engine.rank))
 
-    def update(self, of_all: Counter[int], of_own: Counter[int]) -> None:
-        """Note what all controllers awaited when they met, and this one's part of it."""
+    def tell(self) -> tuple[Counter[int], Counter[int]]:
+        """Return what this controller awaits, and the parts that came since it told the last time."""
+        parts = self._parts
+        self._parts = Counter()
+        self._told = +self.outstanding
+        return self._told, parts
+
+    def update(self, of_all: Counter[int]) -> None:
+        """Note what all controllers awaited when they met, of which this one has told its own."""
         self._all = of_all
-        self._own = of_own
+        self._own = self._told
 
     def forget(self) -> None:
         """Start anew: a resumed run can't know what steered the requests of the step before."""
-        self.update(Counter(), Counter())
+        self._parts = Counter()  # engine's rank -> parts of answers
+        self._told = Counter()
+        self.update(Counter())
         self._asked = Counter()  # model -> requests so far
         self._random = random.Random(self._world.rank)
 
@@ -67,7 +91,8 @@ class Load:
         """
         queues = (self.waiting, +self.outstanding)
         waiting, outstanding = await world.reduce(queues, sum_counters)
-        self.update(outstanding, +self.outstanding)
+        self._told = +self.outstanding
+        self.update(outstanding)
         self._dealt = {}
         if not +waiting:
             return
@@ -93,91 +118,18 @@ def sum_counters(rows: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
     return sums
 
 
-class Health:
-    """The engines that may be asked, as one controller knows it; it kills this rank's own once it is down."""
+class Silence:
+    """The time for which nothing has come although something is awaited, as meetings see it."""
 
-    def __init__(self, own: Engine | None):
-        self._own = own
-        self._watch: asyncio.Task | None = None  # while its own is awake: ends when that is down
-        self.own_loss = ""  # how its own was lost, whether the others know it or not
-        self.lost: dict[int, str] = {}  # rank -> how its engine was lost, as told in a meeting
-        self.stalled: frozenset[int] = frozenset()  # ranks whose engine stalled in this step
-        self.progress: Counter[int] = Counter()  # rank -> grows when its engine writes for anybody
-        self.new_parts: Counter[int] = Counter()  # rank -> parts that came here since a meeting
-        # model -> the engines to ask, and what they were found by
-        self._askable: dict[int, tuple[tuple, list[Engine]]] = {}
+    def __init__(self, most_s: float):
+        self.most_s = most_s
+        self._since: float | None = None  # the first meeting of the silence
 
-    def is_up(self, engine: Engine) -> bool:
-        return engine.rank not in self.lost and not (self.own_loss and engine is self._own)
-
-    def askable(self, model: int, engines: list[Engine], awake: tuple[int, ...]) -> list[Engine]:
-        """Return the engines of `model` that are awake and up; stalled ones only if all are."""
-        # a list is kept while nothing is replaced that it follows from: of thousands of engines,
-        # to look at each would take longer than all else that a request costs
-        found_by = (engines, awake, self.lost, self.own_loss, self.stalled)
-        known_by, found = self._askable.get(model, ((), []))
-        if known_by != found_by:
-            chosen = set(awake)
-            serving = [e for e in engines if e.model == model and e.rank in chosen]
-            up = [engine for engine in serving if self.is_up(engine)]
-            found = [engine for engine in up if engine.rank not in self.stalled] or up
-            self._askable[model] = (found_by, found)
-        return found
-
-    async def call(self, verb: Verb) -> None:
-        """Await `verb` of this rank's engine if it is up. One that doesn't answer is lost."""
-        if self.own_loss:
-            return
-        try:
-            await verb(self._own)
-        except EngineLost as error:
-            await self._lose(str(error))
-
-    async def _lose(self, how: str) -> None:
-        if not self.own_loss:  # else two found it at once
-            self.own_loss = how
-            await self._own.kill()
-            self.own_loss += f"; {self._own.log_end()}"
-
-    def watch(self) -> None:
-        """Watch this rank's engine, which is awake, until it is down or `unwatch`."""
-        self._watch = asyncio.create_task(self._lose_when_down())
-
-    async def _lose_when_down(self) -> None:
-        await self._lose(await self._own.until_down())
-
-    async def unwatch(self) -> None:
-        self.close()
-        await asyncio.wait([self._watch])
-        self._watch = None
-
-    def close(self) -> None:
-        if self._watch:
-            self._watch.cancel()
-
-    def loss_to_tell(self) -> dict[int, str]:
-        """Return the rank of this rank's engine and how it was lost, if it was."""
-        if self._watch and self._watch.done():
-            self._watch.result()  # raises an error of our own
-        return {self._own.rank: self.own_loss} if self.own_loss else {}
-
-    async def restart(self, deadline_s: float) -> None:
-        """Start this rank's engine again, asleep, if it was lost. UserError if it doesn't start."""
-        own = self._own
-        if own and not self.own_loss and (status := own.exit_status()):  # asleep, it wasn't watched
-            self.own_loss = f"died ({status})"
-            await own.kill()
-        if self.own_loss:
-            try:
-                await own.restart(deadline_s)
-            except (EngineLost, UserError) as error:
-                lost = f"the {own.name} {self.own_loss}"
-                raise UserError(f"{lost}; it didn't start again: {error}") from None
-
-    def reset(self) -> int:
-        """Count all engines as up; return how many of this rank's were lost."""
-        restarted = 1 if self.own_loss else 0
-        self.own_loss = ""
-        self.lost = {}
-        self.stalled = frozenset()
-        return restarted
+    def is_too_long(self, awaited: bool, came: bool) -> bool:
+        """Note what a meeting says, and tell if the silence lasts longer than `most_s`."""
+        now = asyncio.get_running_loop().time()
+        if came or not awaited:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        return self._since is not None and now - self._since > self.most_s

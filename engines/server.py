@@ -221,8 +221,6 @@ class ServerProcess:
 
     def exit_status(self) -> str:
         """Return how it ended; empty while it runs."""
-        if self._process is None:
-            return "killed"
         status = self._process.poll()
         if status is None:
             return ""
@@ -245,6 +243,14 @@ class ServerProcess:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def log_tail(self) -> str:
+        return "\n".join((f"the end of {self._log}:", *self._log_lines()[-15:]))
+
+    def log_end(self) -> str:
+        """Return where the log is, and the last line of it that isn't SGLang's own farewell, in one line."""
+        lines = [line for line in self._log_lines() if line.strip() and not FAREWELL.search(line)]
+        return f"the end of {self._log}: {lines[-1] if lines else 'nothing'}"
+
+    def _log_lines(self) -> list[str]:
+        """Return the lines since the last start, cut to MOST_COLUMNS."""
         newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
-        lines = [line[:MOST_COLUMNS] for line in newest.splitlines()[1:][-15:]]
-        return "\n".join((f"the end of {self._log}:", *lines))
+        return [line[:MOST_COLUMNS] for line in newest.splitlines()[1:]]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from config import Config
+from config import Config, RunLost
 from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
@@ -43,53 +42,32 @@ Metrics = dict[str, float | str]  # by name; texts such as a split's
 class MetricsWriter:
     """Writes metrics.jsonl and TensorBoard's curves under `out`. Only metrics.jsonl has texts.
 
-    Rows that can't be written wait for the next. `say` hears of it once, and once when all are there.
     purge_step: TensorBoard forgets what an earlier try wrote from there on.
     """
 
-    def __init__(self, out: Path, say: Callable[[str], None], purge_step: int | None = None):
+    def __init__(self, out: Path, purge_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
 
         self._path = out / "metrics.jsonl"
-        self._say = say
-        self._problem = ""
-        self._waiting: list[dict] = []
-        self._open_board = partial(SummaryWriter, str(out / "tensorboard"))
-        # None after an error: its thread is gone then
-        self._board = self._open_board(purge_step=purge_step)
+        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
 
-    def write(self, step: int, metrics: Metrics, problem: str = "") -> None:
-        """Write row k: what k updates came to, and the update that followed. problem: of other records."""
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Write row k: what k updates came to, and the update that followed. RunLost if the disk is full."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_exact = isinstance(value, str) or float(value).is_integer()
             row[name] = value if is_exact else float(f"{value:.6g}")
-        self._waiting.append(row)
+        atomic_files.append(self._path, [row])
         try:
-            while self._waiting:
-                atomic_files.append(self._path, self._waiting[:1])
-                self._show(**self._waiting.pop(0))
+            for name, value in row.items():
+                if name != "step" and not isinstance(value, str):
+                    self._board.add_scalar(name, value, step)
+            self._board.flush()
         except OSError as error:
-            self._board = None
-            problem = str(error)
-        if problem and not self._problem:
-            where = f"{self._path.parent}: {problem}"
-            self._say(f"RECORDS NOT WRITTEN: {where}; rows of metrics.jsonl wait, training goes on")
-        elif self._problem and not problem:
-            self._say("records are written again, and all rows of metrics.jsonl are there")
-        self._problem = problem
-
-    def _show(self, step: int, **metrics: float | str) -> None:
-        """Add the numbers of a row to TensorBoard's curves."""
-        self._board = self._board or self._open_board()
-        for name, value in metrics.items():
-            if not isinstance(value, str):
-                self._board.add_scalar(name, value, step)
-        self._board.flush()
+            raise RunLost(f"{self._board.log_dir} can't be written: {error.strerror}") from None
 
     def close(self) -> None:
-        if self._board:
-            self._board.close()
+        self._board.close()
 
 
 @dataclass
@@ -110,7 +88,7 @@ class Report:
         self._ended = self.found.ended_s if self.found else 0.0
         self._writer = None
         if self.world.rank == 0:
-            self._writer = MetricsWriter(self.out, self.note, self.found and self.found.step)
+            self._writer = MetricsWriter(self.out, self.found and self.found.step)
         if self.found:
             self.progress.resume_at(self.found.step)
 
@@ -128,7 +106,7 @@ class Report:
         """Write a step's metrics (collective). samples: what this rank trained on; stats: further metrics."""
         facts = local_facts(c, batch, samples, c.timeline.drain())
         now = c.timeline.now()
-        gathered = await self.world.gather_on_0(facts._replace(problem=c.timeline.problem))
+        gathered = await self.world.gather_on_0(facts)
         if not self._writer:
             return
         metrics = summarize(gathered) | serving_metrics(c.state.history[-1], self.config) | stats
@@ -139,15 +117,11 @@ class Report:
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
         }
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
-        problem = max(each.problem for each in gathered)
-        try:
-            for sample in shown:
-                row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-                row["response"] = self.decode(sample.response)
-                atomic_files.append(self.out / "samples.jsonl", [row])
-        except OSError as error:
-            problem = str(error)
-        self._writer.write(step, metrics | self._evaluated, problem)
+        for sample in shown:
+            row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
+            row["response"] = self.decode(sample.response)
+            atomic_files.append(self.out / "samples.jsonl", [row])
+        self._writer.write(step, metrics | self._evaluated)
         self._evaluated = {}
         self._ended = now
         self.progress.step(step, metrics)
@@ -200,7 +174,6 @@ class Facts(NamedTuple):
     maxima: dict[str, float]
     latencies: list[float]  # of judgements, seconds
     work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
-    problem: str = ""  # why its events could not be written
 
 
 def local_facts(
@@ -280,7 +253,6 @@ def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:
         "split/swaps": float(stats.rollout.wakes + stats.genrm.wakes),
         "split/rollout_ranks": float(stats.split.rollout),
         "split/tail": stats.split.tail,
-        "genrm/timeouts": float(stats.genrm.stalls),
         "genrm/tokens": float(stats.genrm.tokens),
         "genrm/response_len_max": float(stats.genrm.longest),
     }

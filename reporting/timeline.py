@@ -80,7 +80,6 @@ class Timeline:
     on_open: Callable[[str, int], None] = lambda name, step: None  # told of each span that opens
     step: int = 0
     events: list[Event] = field(default_factory=list)
-    problem: str = ""  # why the last events could not be written
 
     def __post_init__(self) -> None:
         self._zero = self.clock()
@@ -124,15 +123,11 @@ class Timeline:
             self.add("pass", model, self.rank, start, end, **what)
 
     def drain(self) -> list[Event]:
-        """Return the events since the last call. They go to a file, if they can, and are forgotten."""
+        """Return the events since the last call. They go to a file, and are forgotten here."""
         events = self.events
         self.events = []
-        self.problem = ""
         if self.folder and events:
-            try:
-                atomic_files.append(self.folder / f"rank{self.rank}.{self.step}.jsonl", events)
-            except OSError as error:  # a full disk: pictures will lack them
-                self.problem = str(error)
+            atomic_files.append(self.folder / f"rank{self.rank}.{self.step}.jsonl", events)
         return events
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from config import UserError
+from config import RunLost, UserError
 
 CHECKSUMS = "SHA256SUMS"
 PARTIAL = ".partial-"  # in the name of a folder that is being written or removed
@@ -73,18 +73,21 @@ def remove_atomically(folder: Path) -> None:
 
 
 def append(path: Path, rows: Iterable[Any]) -> None:
-    """Add rows to a JSONL file that several ranks may add to: all or, if OSError is raised, none."""
+    """Add rows to a JSONL file that several ranks may add to: all or none. RunLost if the disk is full."""
     left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
-    with path.open("ab", buffering=0) as file:
-        with contextlib.suppress(OSError):  # of a disk that has no locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        end = file.seek(0, os.SEEK_END)
-        try:
-            while left:  # a disk that is almost full takes a part, and refuses only the rest
-                left = left[file.write(left) :]
-        except OSError:
-            file.truncate(end)
-            raise
+    try:
+        with path.open("ab", buffering=0) as file:
+            with contextlib.suppress(OSError):  # of a disk that has no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while left:  # a disk that is almost full takes a part, and refuses only the rest
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(end)
+                raise
+    except OSError as error:
+        raise RunLost(f"{path} can't be written: {error.strerror}") from None
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:

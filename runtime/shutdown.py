@@ -1,9 +1,10 @@
 """Ways out of a rank with its engines closed: an error, Ctrl-C, SIGTERM, SIGHUP, a launcher that died.
 
-A user's error is one line, whatever the number of ranks, and status 2; torchrun ends the others with SIGTERM.
-While a run trains, the first of SIGNALS asks for a stop: the controllers agree on it, save and leave with
-status 0. A second one, one before training, or one after a rank of this machine was killed, cancels all
-work: 130, 143 or 129. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+A user's error is one line, whatever the number of ranks, and status 2; a lost engine or a full disk is one
+line and status 1. torchrun ends the other ranks with SIGTERM. While a run trains, the first of SIGNALS asks
+for a stop: the controllers agree on it, save and leave with status 0. A second one, one before training, or
+one where a rank of this machine is gone, cancels all work: 129, 130 or 143. torchrun kills its ranks after
+30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,32 +34,22 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" n
 PR_SET_PDEATHSIG = 1
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
-LOOK_S = 1.0  # between two looks at the other ranks, after a signal
-GONE_S = 10.0  # for gloo to tell those who wait for a rank that is gone
+LOOK_S = 0.5  # between two looks at the other ranks, after a signal
+
+
+class Stopped(Exception):
+    """All controllers have agreed to stop: it is raised on each, in the same meeting."""
 
 
 @dataclass
 class Stop:
-    """The requests of signals to this process. They set it, the training loop reads `asked`."""
+    """The requests of signals to this process. Controllers tell each other of them when they meet."""
 
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
-    is_put_off: bool = False
     time: float = 0.0  # when it came
     neighbours: dict[int, int] = field(default_factory=dict)  # process ids of this machine's ranks
     reason: str = "interrupted"  # what the process says if it leaves before it is done
-
-    @property
-    def heard(self) -> int:
-        """The first signal, once it isn't put off."""
-        return 0 if self.is_put_off else self.asked
-
-    @contextlib.contextmanager
-    def put_off(self) -> Iterator[None]:
-        """Let a request wait until this is closed."""
-        self.is_put_off = True
-        yield
-        self.is_put_off = False
 
     async def until_all_are_ready(self, world: World) -> None:
         """The last meeting before training (collective): no rank is past it before all stop by themselves."""
@@ -107,41 +98,43 @@ async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
 
     def on_signal(number: int) -> None:
         now = time.monotonic()
-        is_first = not stop.asked
-        if is_first:
+        if not stop.asked:
             stop.asked = number
             stop.time = now
-        if (is_first and not stop.graceful) or now - stop.time > ECHO_S:
-            task.cancel()
-        elif is_first:
-            watches.append(asyncio.ensure_future(cancel_if_one_is_gone(task, stop)))
+            if stop.graceful:
+                watches.append(asyncio.ensure_future(cancel_if_one_is_gone(task, stop)))
+                return
+        elif now - stop.time <= ECHO_S:
+            return
+        task.cancel()
 
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
         return await task
-    except RuntimeError:  # of a collective, where another rank has left with a user's error
+    except RuntimeError:  # of a collective, where another rank has left with an error that it told
         if (reported := reported_file()) and reported.exists():
             raise asyncio.CancelledError from None
         raise
 
 
 async def cancel_if_one_is_gone(task: asyncio.Future, stop: Stop) -> None:
-    """A rank that was killed never agrees to stop, and with NCCL those that wait for it get no error."""
-    while all(map(is_alive, stop.neighbours.values())):
+    """Cancel a stop that can't be: a rank that is gone never agrees, and with NCCL nobody gets an error."""
+    looks = 0  # in a row: a rank that is through leaves, maybe before this one knows that all are
+    while looks < 2:
+        gone = [rank for rank, pid in stop.neighbours.items() if not is_alive(pid)]
+        looks = looks + 1 if gone else 0
         await asyncio.sleep(LOOK_S)
-    await asyncio.sleep(GONE_S)
-    if gone := [rank for rank, pid in stop.neighbours.items() if not is_alive(pid)]:
-        stop.reason = f"interrupted: rank {gone[0]} of this machine is gone"
-        task.cancel()
+    stop.reason = f"interrupted: rank {gone[0]} of this machine is gone"
+    task.cancel()
 
 
-def exit_on_error(line: str) -> NoReturn:
-    """Leave because of a user's error. torchrun reads the line from its error file, to quote it."""
+def exit_on_error(status: int, line: str) -> NoReturn:
+    """Leave because of an error that can be told in a line. torchrun reads it from its error file."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": message}))
-    exit_now(2, line)
+    exit_now(status, line)
 
 
 def exit_now(status: int, line: str) -> NoReturn:

@@ -24,7 +24,7 @@ class Held(NamedTuple):
     image_costs: dict[int, int]  # prompt_id -> work on its images
     costs: list[float]  # of the samples, where they are a signal
     missing_groups: int = 0
-    stop: int = 0  # the signal that asked for one
+    stop: bool = False  # whether a signal asked for one
 
     @staticmethod
     def of(samples: list[Sample], image_cost: Callable[[list[int]], int], has_costs: bool) -> Held:

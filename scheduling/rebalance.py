@@ -64,10 +64,9 @@ class RequestStats:
     cached_tokens: int = 0
     requests: int = 0
     wakes: int = 0  # times that the role's engines woke up while serving
-    stalls: int = 0  # times that another engine was asked, because nothing came of a request
 
     @staticmethod
-    def of(requests: Iterable[Request], wakes: int = 0, stalls: int = 0) -> RequestStats:
+    def of(requests: Iterable[Request], wakes: int = 0) -> RequestStats:
         """Sum up what one controller requested."""
         columns = [*zip(*requests, strict=True)] or [()] * 5
         sent, ends, tokens, prompt_tokens, cached_tokens = columns
@@ -82,7 +81,7 @@ class RequestStats:
         mean = second_moment / max(request_s, 1e-9)
         longest = max(tokens, default=0)
         sizes = (sum(prompt_tokens), sum(cached_tokens), len(tokens))
-        return RequestStats(sum(tokens), longest, request_s, mean, *sizes, wakes, stalls)
+        return RequestStats(sum(tokens), longest, request_s, mean, *sizes, wakes)
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:

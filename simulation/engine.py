@@ -282,9 +282,3 @@ class SimulatedEngine:
     async def load_weights(self, named_weights: Iterator, version: int) -> None:
         await asyncio.sleep(self.moves.push_s)
         self.version = version
-
-    async def until_down(self) -> str:
-        return await asyncio.get_running_loop().create_future()
-
-    def exit_status(self) -> str:
-        return ""

@@ -19,9 +19,10 @@ import placement
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
-from config import Config, UserError
+from config import Config
 from data import Prompt, Prompts
 from engines.engine import Answer, EngineLost, Request, Sampling, seed_of
+from engines.fleet import Fleet
 from engines.pool import Pool
 from images.tokens import Image
 from reporting.timeline import MARKS, Timeline, of_kind
@@ -33,7 +34,6 @@ from simulation.meetings import Network, SimulatedWorld
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a server that hangs is found out
-RESTART_S = 10.0
 
 
 class FakeWorld(SimulatedWorld):
@@ -98,7 +98,7 @@ class FakeEngine:
     """One for all ranks: a handle, and its server with those that take its place.
 
     version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time,
-    first: at first. swap_s: to sleep or wake. starts: how many more times it can be started.
+    first: at first. swap_s: to sleep or wake.
     drops: replies that will be lost on their way. requests, asked: of each call, when, by which version.
     """
 
@@ -111,7 +111,7 @@ class FakeEngine:
         self.pace, self.part, self.swap_s = SECONDS_PER_TOKEN, 10**6, 0.1
         self.first = None  # default: as many as in the others
         self.requests, self.asked, self.aborts = [], [], []
-        self.starts, self.drops = 10**6, 0
+        self.drops = 0
         self.changed = asyncio.Event()  # set when it dies, hangs or is killed
 
     def die(self):
@@ -136,14 +136,14 @@ class FakeEngine:
         if self.runs and self.hangs:
             await asyncio.wait([asyncio.ensure_future(self.changed.wait())], timeout=PROBE_S)
         if not self.runs or self.hangs:
-            raise EngineLost("didn't answer")
+            raise self.lost("didn't answer")
 
     async def generate(self, requests):
         """Each answer in parts of `part` tokens, or as far as it is when it is aborted. A prompt
         that ends in the beginning of its answer is continued."""
         clock = asyncio.get_running_loop().time
         if not self.runs:
-            raise EngineLost("refused the connection")
+            raise self.lost("refused the connection")
         assert self.awake, f"a request came to the {self.name} while it slept"
         if self.role == "rollout":
             self._check(requests)
@@ -164,7 +164,7 @@ class FakeEngine:
                     continue
                 if self.drops:
                     self.drops -= 1
-                    raise EngineLost("broke the connection")
+                    raise self.lost("broke the connection")
                 finish = answer.finish if end == lengths[index] else ""
                 if aborted.done() and (so_far := int((clock() - start) / self.pace)) < end:
                     end, finish = max(begin, so_far), "abort"
@@ -201,14 +201,9 @@ class FakeEngine:
             finally:
                 changed.cancel()
             if not self.runs:
-                raise EngineLost("broke the connection")
+                raise self.lost("broke the connection")
             if not self.hangs and changed not in done:
                 return
-
-    async def is_healthy(self, deadline_s):
-        if self.hangs:
-            await asyncio.sleep(deadline_s)
-        return self.runs and not self.hangs
 
     async def abort(self):
         await self.answer()
@@ -244,32 +239,16 @@ class FakeEngine:
         assert f"{self.role} weights" in self.device.holders
         self.version = version
 
-    async def until_down(self):
-        while self.runs:
-            if self.hangs:
-                died = asyncio.ensure_future(self.changed.wait())
-                done, _ = await asyncio.wait([died], timeout=PROBE_S)
-                return "died" if done else "gave no sign of life"
+    async def watch(self):
+        while self.runs and not self.hangs:
             await self.changed.wait()
-        return "died"
+        if self.hangs:
+            died = asyncio.ensure_future(self.changed.wait())
+            await asyncio.wait([died], timeout=PROBE_S)
+        raise self.lost("gave no sign of life" if self.hangs else "died")
 
-    def exit_status(self):
-        return "" if self.runs else "signal 9"
-
-    async def restart(self, deadline_s):
-        assert not self.runs, "started while it runs"
-        await asyncio.sleep(RESTART_S)
-        self.starts -= 1
-        if self.starts < 0:
-            raise UserError("its log")
-        self.device.take(f"{self.role} weights")
-        self.device.take(f"{self.role} cache")
-        self.runs = self.awake = True
-        self.version = None
-        await self.sleep()
-
-    async def kill(self):
-        self.die()
+    def lost(self, how):
+        return EngineLost(f"the {self.name} {how}; {self.log_end()}")
 
 
 def part_ends(length, first, part):
@@ -437,6 +416,9 @@ class FakeCheckpoints:
     async def finish(self, c, wait=False):
         pass
 
+    async def close(self, c):
+        pass
+
     async def save_now(self, c):
         await c.world.barrier()
         awake = c.placement.rollout.awake + c.placement.genrm.awake
@@ -475,7 +457,7 @@ class FakeReport:
     def __init__(self):
         self.steps, self.notes, self.marks = [], [], []
         self.accuracies, self.sampled = {}, {}
-        self.carried, self.requeued, self.cursors, self.restarts = [], [], [], []
+        self.carried, self.requeued, self.cursors = [], [], []
         self.note, self.decode = self.notes.append, str
 
     def dump(self, samples):
@@ -492,7 +474,6 @@ class FakeReport:
         self.carried.append(copy.deepcopy(facts))
         self.requeued.append(list(c.prompts.requeued))
         self.cursors.append(c.prompts.cursor)
-        self.restarts.append(stats.get("faults/engine_restarts"))
         events = c.timeline.drain()
         self.marks += of_kind(events, *MARKS)
         self.steps.append((step, batch, samples, of_kind(events, "span")))
@@ -668,7 +649,9 @@ def simulate(
     async def one_rank(c):
         if resumed:
             await restore(c, resumed)
-        await loop(c)
+        fleet = Fleet(config, c.world)
+        fleet._engines = engines
+        c.was_stopped = await fleet.while_up(loop(c))
 
     run_on(clock, *map(one_rank, controllers))
     return controllers, log
