@@ -117,11 +117,13 @@ def test_a_fork_server_that_can_not_import_says_why(tmp_path, monkeypatch):
 
 
 def test_a_fork_that_fails_fails_its_asker_alone(tmp_path, monkeypatch):
-    """As many processes run as may, and the next has its own. Who asks a server that ended says so."""
+    """As many processes run as may, and the next has its own, though one before them is silent. Who asks a
+    server that ended says so."""
     sequence = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server, first, second = (socket.socket(*sequence) for _ in range(3))
+    server, silent, first, second = (socket.socket(*sequence) for _ in range(4))
     server.bind(str(tmp_path / "forks"))
     server.listen()
+    silent.connect(str(tmp_path / "forks"))  # and asks for nothing
     for asker in (first, second):
         asker.connect(str(tmp_path / "forks"))
         socket.send_fds(asker, [b"fork"], [0, 1])
