@@ -203,6 +203,11 @@ async def one_is_killed(world, stop):
         os.kill(os.getpid(), 9)
     await world.run(time.sleep, 1000)  # as in a kernel of NCCL's, where no error comes
 
+async def one_is_gone(world, stop):
+    if rank == 1:
+        os._exit(1)
+    await world.barrier()
+
 def come_out_later(world):
     gather = world.gather
 
@@ -280,6 +285,13 @@ def test_a_stop_that_was_asked_for(tmp_path):
     assert "interrupted" not in stderr
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
     check_no_traceback_of_ours(stderr)
+
+
+def test_a_rank_whose_collective_broke_says_in_which_phase(tmp_path):
+    with torchrun(tmp_path, "one_is_gone", ranks=2) as run:
+        stdout, stderr = run.communicate(timeout=100)
+    assert run.returncode == 1 and stdout.count("cleaned up") == 1
+    assert "rank 0 waited in vain for the others, for 60 s at most (starting)\n" in stderr
 
 
 def test_a_rank_that_waits_for_one_that_was_killed_leaves_in_order(tmp_path):
