@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -277,7 +278,10 @@ def test_a_stop_that_was_asked_for(tmp_path):
     """
     with torchrun(tmp_path, "until_a_stop", ranks=2) as run:
         assert run.stdout.readline() == "serving\n"
-        assert (tmp_path / ".out.lease").exists()  # nobody else may write there meanwhile
+        with (tmp_path / "out" / "lock").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(
+                file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # nobody else may write there meanwhile
         ranks = psutil.Process(run.pid).children()
         run.send_signal(signal.SIGINT)
         stdout, stderr = run.communicate(timeout=100)
