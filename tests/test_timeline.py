@@ -75,6 +75,26 @@ def test_steps_are_read_without_all_others(tmp_path):
         assert [mark.step for mark in tl.read(tmp_path, *asked)] == list(range(*found))
 
 
+def test_files_of_a_long_run_are_bounded(tmp_path, monkeypatch):
+    """Each rank keeps those of the last steps, after a resume, too; older steps can't be drawn."""
+    monkeypatch.setattr(tl, "STEPS_KEPT", 5)
+    lines = [tl.Timeline(rank, lambda: 0.0, tmp_path) for rank in range(2)]
+
+    def run(first, last):
+        for step in range(first, last):
+            for line in lines:
+                line.step = step
+                line.add("span", "train", line.rank, step, step + 0.5)
+                line.drain()
+
+    run(0, 12)
+    assert tl.truncate(tmp_path, 9) == 8.5
+    run(9, 14)
+    assert [step for step, _ in tl.files_in(tmp_path)] == sorted([*range(9, 14)] * 2)
+    assert len(tl.read(tmp_path, -10)) == 10 and not tl.read(tmp_path, 3, 8)
+    assert tl.truncate(tmp_path, 8) == 0.0 and not tl.files_in(tmp_path)
+
+
 def test_passes_that_were_run(tmp_path):
     """A record for each pass, on the clock of the spans; all are in the trace's file."""
     line = tl.Timeline(1, lambda: 110.0, tmp_path)
