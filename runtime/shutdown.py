@@ -1,6 +1,7 @@
 """Ways out of a rank with its engines closed: an error, Ctrl-C, SIGTERM, SIGHUP, a launcher that died.
 
-A user's error is one line, whatever the number of ranks, and status 2; torchrun ends the others with SIGTERM.
+A user's error is one line, whatever the number of ranks, and status 2; torchrun ends the others with SIGTERM,
+and what it starts again leaves at once: the error would come again.
 While a run trains, the first of SIGNALS asks for a stop: the controllers agree on it, save and leave with
 status 0. A second one, one before training, or one after a rank of this machine was killed, cancels all
 work: 130, 143 or 129. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
@@ -13,6 +14,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -31,6 +33,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
     SIGNALS = SIGNALS[:2]
 PR_SET_PDEATHSIG = 1
+USER_ERROR = "user_error"  # in the folder of all attempts of a torchrun: the first error file
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
 LOOK_S = 1.0  # between two looks at the other ranks, after a signal
@@ -70,8 +73,15 @@ class Stop:
 
 
 def prepare() -> None:
-    """Begin a rank: it ends with its launcher, opens many files, hears no warnings."""
+    """Begin a rank: it ends with its launcher, opens many files, hears no warnings.
+
+    If torchrun has started it again after a user's error, it leaves as the ranks before did.
+    """
     die_with_parent(signal.SIGTERM)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and (error := Path(path).parents[2] / USER_ERROR).exists():
+        shutil.copy(error, path)
+        leave(2)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections are open files
     for number in SIGNALS:  # until the event loop takes over
@@ -141,6 +151,8 @@ def exit_on_error(line: str) -> NoReturn:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": message}))
+        with contextlib.suppress(OSError):  # another rank has, or the disk knows no links
+            os.link(path, Path(path).parents[2] / USER_ERROR)
     exit_now(2, line)
 
 

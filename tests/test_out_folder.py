@@ -7,8 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-from functools import partial
+import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -43,11 +44,14 @@ def test_a_folder_has_one_holder(out):
 
 
 def test_a_lock_goes_with_its_process(out):
-    """Killed hard, too. What was left in the folder is moved, not the lock: nobody else gets in meanwhile."""
-    code = "import sys; from tests.test_out_folder import hold_for_ever; hold_for_ever(sys.argv[1])"
-    how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    with subprocess.Popen([sys.executable, "-c", code, out], **how) as holder:
-        assert holder.stdout.readline() == f"moved the earlier run in {out} to {out}-1\n"
+    """Killed hard, too. What a run left is moved, not the lock: nobody else gets in meanwhile."""
+    code = "from tests.test_out_folder import *; stay = asyncio.sleep(99)"
+    code += f"; asyncio.run(hold(Path('{out}'), print, stay))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as holder:
+        while not (out / "lock").exists() or not (out / "lock").read_text():
+            time.sleep(0.01)
+        (out / "metrics.jsonl").touch()
+        archive(out, print)
         with pytest.raises(UserError, match=f"process {holder.pid} on .* is at work there"):
             asyncio.run(hold(out))
         holder.kill()
@@ -55,23 +59,9 @@ def test_a_lock_goes_with_its_process(out):
     assert os.listdir(out) == ["lock"] and os.listdir(f"{out}-1") == ["metrics.jsonl"]
 
 
-def hold_for_ever(name):
-    async def work():
-        async with held(Path(name), print):
-            Path(name, "metrics.jsonl").touch()
-            archive(Path(name), partial(print, flush=True))
-            await asyncio.sleep(100)
-
-    asyncio.run(work())
-
-
 def test_a_disk_without_locks(out, monkeypatch):
     """One line says so."""
-
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
     said = []
     asyncio.run(hold(out, said.append))
     assert len(said) == 1 and "is on a disk without locks: nothing keeps another" in said[0]

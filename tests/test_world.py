@@ -14,8 +14,7 @@ from runtime.world import World
 
 
 def in_ranks(folder, program, timeout_s, size=2):
-    """Run `program(world)` in forked ranks; returns what each printed, an exception's text and notes at
-    the end."""
+    """Run `program(world)` in forked ranks; returns what each printed, last an exception's text and notes."""
     pids = []
     for rank in range(size):
         pid = os.fork()
