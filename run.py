@@ -183,6 +183,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
         world.enter_device()
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)
+        opened.enter_context(world.explaining(lambda: progress.what))
         out_is_ours = held(Path(config.out), progress.line)
         lock = out_is_ours if world.rank == 0 else contextlib.nullcontext()
         await raise_on_all(world, opened.enter_async_context(lock))
@@ -202,7 +203,7 @@ async def build(
     progress.line(describe(config, plans, world.size))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
-    timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
+    timeline = Timeline(world.rank, clock, out / "spans", progress.phase)
     await fleet.launch(servers_of(world.rank, config, plans))
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
@@ -231,12 +232,6 @@ async def build(
     await stop.until_all_are_ready(world)  # from here on every rank stops by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
-
-
-def tell_phase(world: World, progress: Progress, name: str, step: int) -> None:
-    """Name what this rank does, in the bar and to those that wait for the rank."""
-    world.doing(f"{name} of step {step + 1}")
-    progress.phase(name, step)
 
 
 class Inputs(NamedTuple):
