@@ -278,6 +278,7 @@ class Placement:
         self.next = plans[0]  # from the next hand-over to serving on
         holders = plans[0].holders
         self.is_apart = holders.is_apart  # engines and trainers share no rank
+        self.is_shared = all(len(s.ranks) == world.size for s in holders.shapes.values())  # by all
         self.serves = world.rank in holders.servers
         self.actor, *self.critics = models.trainers
         self.references = models.references
@@ -353,6 +354,7 @@ class Placement:
         """Put all engines to sleep (collective)."""
         await self.rollout.sleep()
         await self.genrm.sleep()
+        await self._world.barrier()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
         """Wake those of this rank, once others that have its device sleep. Not collective."""
@@ -382,7 +384,7 @@ class Placement:
             await self.give_device_to()  # of ranks that another model trained on
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim, self.is_apart)
-        await self._world.barrier()  # an engine may hold the devices of other ranks, too
+        await self._meet_for_wide_engines()
         await self.rollout.wake_weights()
         named_weights = self.actor.named_weights()
         if self._route:
@@ -390,7 +392,12 @@ class Placement:
         await self.rollout.load_weights(named_weights, self.actor.version)
         if not self.is_apart:
             await self.give_device_to()
-            await self._world.barrier()
+            await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()
         self.hand_over_s = self._timeline.now() - start
         self.swap_s = 0.0
+
+    async def _meet_for_wide_engines(self) -> None:
+        """Meet if an engine holds the devices of other ranks, too, which must have room (collective)."""
+        if self.plan.rollout_tp > 1:
+            await self._world.barrier()

@@ -167,8 +167,18 @@ class Pool:
         await self.use(tuple(engine.rank for engine in self.engines))
 
     async def sleep(self) -> None:
-        """Free the devices of weights and KV cache of all engines (collective)."""
-        await self.use(())
+        """Free the device of weights and KV cache of this rank's engine.
+
+        Every rank does, between two meetings: the first comes after all answers, the second before anything
+        takes the devices.
+        """
+        assert not +self._load.outstanding, "an engine is to sleep that still has to write"
+        is_awake = self.world.rank in self.awake
+        self._set_awake(())
+        self._load.forget()
+        if is_awake:
+            with self.timeline.span("switch"):
+                await self._on_own(lambda engine: engine.sleep())
 
     async def use(self, leads: tuple[int, ...], move: bool = False) -> None:
         """Have the engines of these ranks awake and no others (collective).
@@ -208,8 +218,9 @@ class Pool:
         return any(status.outstanding[rank] for rank in leads)
 
     async def wake_weights(self) -> None:
-        """Make room for the weights alone (collective): the actor still holds its own memory."""
-        await self._on_each(lambda engine: engine.wake_weights())
+        """Make room for the weights alone: the actor still holds its own memory. Not collective."""
+        with self.timeline.span("switch"):
+            await self._on_own(lambda engine: engine.wake_weights())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Push the actor's weights into this rank's engine (collective, as the iterator is)."""
@@ -219,7 +230,6 @@ class Pool:
             finally:
                 # to its end, even if the engine is lost: other ranks wait for this one's shards
                 await self.world.run(deque, named_weights, 0)
-            await self.world.barrier()
 
     async def wake_kv_cache(self) -> None:
         """Bring the KV cache back: requests may come (collective)."""

@@ -460,6 +460,9 @@ class FakeReport:
         self.carried, self.requeued, self.cursors = [], [], []
         self.note, self.decode = self.notes.append, str
 
+    async def written(self):
+        pass
+
     def dump(self, samples):
         self.dumped = samples
         return "OUT/skipped_samples.jsonl"
