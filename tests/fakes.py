@@ -345,14 +345,11 @@ class FakeTrainer:
 
         def write():
             (folder / f"__{rank}_0.distcp").write_text(str(version))
-            if rank == self.shape.ranks[0]:
-                (folder / "common.pt").write_text("")
             return [rank]
 
         def complete(written):
             assert written == [[rank] for rank in range(len(written))], "a rank's part is missing"
-            for name in (".metadata", "metadata.json"):
-                (folder / name).write_text("")
+            (folder / ".metadata").write_text("")
 
         return write, complete
 

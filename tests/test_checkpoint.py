@@ -7,12 +7,13 @@ import pickle
 import resource
 import shutil
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import rollout
@@ -20,12 +21,11 @@ from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from parallel_worker import far
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
-from workers import run_worker
+from workers import train_layouts
 
 ROOT = Path(__file__).parent.parent
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}
-IN_MEGATRON = (".metadata", "metadata.json", "common.pt", "__0_0.distcp")
-EVERY_FILE |= {f"megatron/{name}" for name in IN_MEGATRON}
+EVERY_FILE |= {"megatron/.metadata", "megatron/__0_0.distcp"}
 
 
 def files_of(folder: Path) -> set[str]:
@@ -165,6 +165,19 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3, 1]
 
 
+def test_a_save_without_all_numbers_ends_the_run(tmp_path):
+    """No disk makes that: the plan is wrong, and every later save would be."""
+
+    def lose_numbers(c):
+        complete = Mock(side_effect=ValueError("invalid fill"))
+        c.placement.actor.snapshot = lambda folder: (lambda: [], complete)
+
+    how = dict(steps=2, save_every=1, out=tmp_path, prepare_controller=lose_numbers)
+    with pytest.raises(ValueError, match="invalid fill"):
+        simulate("full", 1, **how)
+    assert atomic_files.steps_in(tmp_path / "checkpoints") == []
+
+
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Every file and every folder, also of exports; then the names, the checkpoint's last."""
     synced, renamed = [], []
@@ -223,7 +236,7 @@ def test_exports_are_kept_while_checkpoints_go(tmp_path, monkeypatch):
 
 
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
-LAYOUT_3 = """\
+LAYOUT_4 = """\
 ahead: aborted carried dropped filtered kept missing_groups moved stats tokens waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
 split step
@@ -259,12 +272,16 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
     for path in folder.glob("controllers/*"):
         found = names_in(json.loads(path.read_text()), "own") | found
     lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
-    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_3, 3)
+    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_4, 4)
+
+
+LAYOUTS = {"save": (3, {"saves": True}), "dp3": (3, {}), "dp2": (2, {})}  # name -> ranks, sizes
+LAYOUTS |= {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """A checkpoint of two ranks, and what every layout made of it."""
+def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
+    """A checkpoint of three ranks; what each rank of each layout made of it, and those that saved."""
     from test_actor import make_model, make_samples
 
     out = tmp_path_factory.mktemp("saved")
@@ -273,57 +290,59 @@ def saved(tmp_path_factory) -> Path:
         for sample in batch:
             sample.versions = [step] * len(sample.response)
             sample.logprobs = [-4.0] * len(sample.response)
-    case = {"batches": [[vars(sample) for sample in batch] for batch in batches]}
-    case["model_dir"] = make_model(out / "model", "qwen3", tied=True)
-    torch.save(case, out / "case.pt")
-    run_worker("checkpoint_worker.py", out / "case.pt", out, "save", *RANKS)
-    return out
+    model_dir = make_model(out / "model", "qwen3", tied=True)
+    references = {"both": {"batches": batches, "model_dir": model_dir}}
+    layouts = {name: ("both", *layout) for name, layout in LAYOUTS.items()}
+    results = train_layouts("checkpoint_worker.py", out, layouts, references=references)
+    return out / "checkpoints" / "step_2", results
 
 
-def result(saved: Path, name: str, rank: int = 0) -> dict:
-    return torch.load(saved / f"{name}.{rank}")
-
-
-RANKS = {"dp2": 2, "tp2": 2}
-
-
-@pytest.mark.parametrize("name,ranks", RANKS.items())
-def test_the_next_update_is_the_same_under_every_layout(saved, name, ranks):
-    """Saved on two data-parallel ranks while the next update was under way."""
-    expected, got = result(saved, "save"), result(saved, name)
-    assert (got["version"], got["step"]) == (3, 2)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "save"])
+def test_the_next_update_is_the_same_under_every_layout(saved, name):
+    """Saved on three data-parallel ranks while the next update was under way."""
+    _, results = saved
+    expected, ranks = results["save"][0], results[name]
+    got = ranks[0]
     metrics = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr")]
     metrics += [f"critic/{name}" for name in ("value_loss", "grad_norm", "lr")]
     for metric in metrics:
         wanted = pytest.approx(expected["metrics"][metric], abs=1e-4)
         assert got["metrics"][metric] == wanted, metric
-    for model in ("weights", "critic"):
-        assert far(got[model], expected[model]) < 5e-5
-    assert sum(result(saved, name, rank)["parsed"] for rank in range(ranks)) == 5 + 6
+    for weights, wanted in zip(got["weights"], expected["weights"], strict=True):
+        assert far(weights, wanted) < 5e-5
+    assert got["step"] == 2 and sum(rank["parsed"] for rank in ranks) == 5 + 6 + 7
     assert (got["prompts"]["cursor"], got["prompts"]["requeued"]) == (9, list(range(9)))
     owners = dict(got["prompts"]["owners"])
-    held = {prompt_id: facts for rank in got["held"] for prompt_id, facts in rank.items()}
-    assert sum(map(len, got["held"])) == len(held) == 9, "every carried group is held once"
+    held = {prompt_id: facts for rank in ranks for prompt_id, facts in rank["held"].items()}
+    assert sum(len(rank["held"]) for rank in ranks) == 9, "every carried group is held once"
     assert held == {number: ([number], [-number / 3], [1], owners[number]) for number in range(9)}
 
 
 def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
     """Metrics, weights and random numbers."""
-    for rank in range(2):
-        expected, got = result(saved, "save", rank), result(saved, "dp2", rank)
+    _, results = saved
+    for expected, got in zip(results["save"], results["dp3"], strict=True):
         for name, value in expected["metrics"].items():
             assert "seconds" in name or got["metrics"][name] == value, name
-        for model in ("weights", "critic"):
-            assert far(got[model], expected[model]) == 0
+        for weights, wanted in zip(got["weights"], expected["weights"], strict=True):
+            assert far(weights, wanted) == 0
         assert torch.equal(got["random"], expected["random"])
-    assert not torch.equal(result(saved, "dp2", 0)["random"], result(saved, "dp2", 1)["random"])
+    assert not torch.equal(results["dp3"][0]["random"], results["dp3"][1]["random"])
 
 
 def test_each_file_of_a_real_checkpoint_has_its_checksum(saved):
     """So that any changed byte shows."""
-    folder = saved / "checkpoints" / "step_2"
+    folder, _ = saved
     assert atomic_files.verify(folder) == "" and len(files_of(folder)) > 8
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
+
+
+def test_each_data_parallel_rank_writes_a_stretch_of_the_weights(saved):
+    """As it does of AdamW's state; torch's own reader finds all of it."""
+    folder, _ = saved
+    found = FileSystemReader(folder / "megatron").read_metadata().storage_data
+    files = {info.relative_path for index, info in found.items() if "optimizer" not in index.fqn}
+    assert files == {f"__{rank}_0.distcp" for rank in range(3)}
 
 
 class Evil:
@@ -335,7 +354,8 @@ def test_a_checkpoint_never_executes_code(saved, tmp_path):
     """The one pickle in it names descriptions of tensors and nothing else."""
     from training import sharded_checkpoint
 
-    shutil.copytree(saved / "checkpoints" / "step_2" / "megatron", tmp_path / "megatron")
+    folder, _ = saved
+    shutil.copytree(folder / "megatron", tmp_path / "megatron")
     metadata = tmp_path / "megatron" / ".metadata"
     with metadata.open("rb") as file:
         sharded_checkpoint.OnlyDescriptions(file).load()
