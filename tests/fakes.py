@@ -18,7 +18,7 @@ import demo.task  # noqa: F401 (it adds a judge format)
 import placement
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
-from checkpoint import Checkpoints, restore
+from checkpoint import Checkpoints, contents_of, restore
 from config import Config, UserError
 from data import Prompt, Prompts
 from engines.engine import Answer, EngineLost, Request, Sampling, seed_of
@@ -709,7 +709,8 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
-        checkpoints = Checkpoints(config, world, out, start_writer=writer)
+        how = dict(contents=contents_of(config), start_writer=writer)
+        checkpoints = Checkpoints(config, world, out, **how)
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(

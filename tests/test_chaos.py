@@ -355,9 +355,8 @@ class Trial:
         worlds = [FakeWorld(rank, self.layout[1], meetings) for rank in range(self.layout[1])]
 
         async def prepare():
-            each = [
-                checkpoint.prepare_out(config, {}, world, lambda line: None) for world in worlds
-            ]
+            how = (config, checkpoint.contents_of(config))
+            each = [checkpoint.prepare_out(*how, world, lambda line: None) for world in worlds]
             return await asyncio.gather(*each, return_exceptions=True)
 
         points = asyncio.run(prepare())

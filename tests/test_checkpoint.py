@@ -125,6 +125,7 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     common = json.loads((folder / "common.json").read_text())
     assert (common["step"], common["ranks"], common["config"]["keep"]) == (6, 2, 2)
     assert common["split"] == ["partial", 1, 1, 0.0]
+    assert common["contents"] == checkpoint.contents_of(controllers[0].config)
     assert files_of(folder) == EVERY_FILE | {"megatron/__1_0.distcp"}
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
 
