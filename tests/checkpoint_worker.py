@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import torch
 
@@ -22,18 +22,6 @@ from parallel_worker import balanced, critic_config, each_layout, gathered, main
 from reporting.timeline import Timeline
 from runtime.world import World
 from scheduling.balance import flat
-
-
-class Rewards:
-    """As much of the real ones as a checkpoint looks at: what one judge was read from."""
-
-    parsed = 0
-
-    def counts(self):
-        return self.parsed
-
-    def load_counts(self, counts):
-        self.parsed = sum(counts)
 
 
 def controller_of(world: World, actor, critic) -> SimpleNamespace:
@@ -49,7 +37,7 @@ def controller_of(world: World, actor, critic) -> SimpleNamespace:
         team=world,
         ahead=None,
         placement=SimpleNamespace(**held),
-        rewards=Rewards(),
+        rewards=Mock(counts=Mock(return_value=5 + world.rank)),
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),
         state=State(),
@@ -95,7 +83,7 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
     if saves:
         for batch in before:
             update(c, batch)
-        c.state.step, c.rewards.parsed = 2, 5 + world.rank
+        c.state.step = 2
         torch.manual_seed(world.rank + 100)
         carry_answers(c.prompts, models[0])
         c.checkpoints = Checkpoints(c.config, world, out)
@@ -104,8 +92,11 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
         await restore(c, out / "checkpoints" / "step_2")
         assert [model.version for model in models] == [2, 2]
     random = torch.rand(3)
-    held = {s.prompt_id: (s.response, s.logprobs, s.versions, world.rank) for s in carried(c)}
-    facts = dict(step=c.state.step, prompts=c.prompts.state(), held=held, parsed=c.rewards.parsed)
+    groups = c.prompts.groups.values()
+    answers = [sample for group in groups for sample in group]
+    held = {s.prompt_id: (s.response, s.logprobs, s.versions, world.rank) for s in answers}
+    counts = [call.args[0] for call in c.rewards.load_counts.mock_calls]
+    facts = dict(step=c.state.step, prompts=c.prompts.state(), held=held, counts=counts)
     facts |= dict(metrics=update(c, last), random=random, weights=[*map(weights_of, models)])
     if saves:
         await c.checkpoints.finish(c, wait=True)
@@ -115,10 +106,6 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
     for model in models:
         close(model)
     return gathered(facts)
-
-
-def carried(c: SimpleNamespace) -> list:
-    return [sample for group in c.prompts.groups.values() for sample in group]
 
 
 def train(reference: dict, layout: dict, path: str) -> list[dict]:

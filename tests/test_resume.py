@@ -100,10 +100,13 @@ def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
 
 
 def test_the_newest_checkpoint_is_continued(tmp_path):
-    """Later records and cut rows are dropped, the clock goes on; what killed saves left is swept, unread."""
+    """Later records and cut rows are dropped, the clock goes on; what killed saves left is swept, unread.
+
+    Exports stay, those of steps that are done again under another name."""
     out = make_run(tmp_path / "run")
-    for name in ("step_30.partial-123", "step_10.partial-123.old"):
-        (out / "checkpoints" / name).mkdir()
+    left = ("checkpoints/step_30.partial-123", "checkpoints/step_10.partial-123.old")
+    for name in (*left, "hf/step_30.partial-7", "hf/step_10", "hf/step_30", "hf_critic_r/step_30"):
+        (out / name).mkdir(parents=True)
     point, lines = prepared(out)
     assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5)
     assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
@@ -111,7 +114,9 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
     assert [event.step for event in timeline.read(out / "spans")] == [n // 2 for n in range(40)]
     row = json.loads((out / "metrics.jsonl").read_text().splitlines()[3])
     assert row == {"step": 3, "x": 3.1, "time/step_s": 1.0}
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_10", "step_20"]
+    left = {str(path.relative_to(out)) for path in (*out.glob("checkpoints/*"), *out.glob("hf*/*"))}
+    exports = {"hf/step_10", "hf/archived_30-1", "hf_critic_r/archived_30-1"}
+    assert left == {"checkpoints/step_10", "checkpoints/step_20", *exports}
 
 
 @pytest.mark.parametrize("step", [16, 20])
@@ -228,6 +233,7 @@ REFUSED = [
     (dict(eval_data="other.jsonl"), '--eval-data other.jsonl: .* was made with ""'),
     (dict(template=("a=1",)), '--template a=1: .* was made with ""'),
     (dict(prompts_per_step=8), "--prompts-per-step 8: .* was made with 16"),
+    ({}, ".*step_20 is of another version of nanoYATT; --resume never starts anew"),
 ]
 
 
@@ -236,20 +242,12 @@ def test_what_cannot_be_continued_is_one_line(tmp_path, monkeypatch, settings, l
     """Before anything is touched: it names the setting, and what makes another run of it."""
     monkeypatch.chdir(tmp_path)
     out = make_run(Path("run"))
+    monkeypatch.setattr(checkpoint, "LAYOUT", checkpoint.LAYOUT + (settings == {}))
     (out / "checkpoints" / "step_10.partial-1").mkdir()
     spoil(out / "checkpoints" / "step_10")
     with pytest.raises(ValueError, match=f"^(--resume )?{line}.*$"):
         prepared(out, **settings)
     assert is_untouched(out) and not Path("run-1").exists()
-
-
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
-    out = make_run(tmp_path / "run", steps=())
-    make_checkpoint(out, 20, layout=checkpoint.LAYOUT - 1)
-    with pytest.raises(
-        ValueError, match="step_20 is of another version of nanoYATT; --resume never"
-    ):
-        prepared(out)
 
 
 def make_inputs(folder: Path) -> dict:
@@ -323,16 +321,6 @@ def test_what_waiting_answers_were_made_with_stays(tmp_path, state):
         with waits:
             assert prepared(out, **{name: value})[0].step == 20
     assert prepared(out, lr=1.0)[0].step == 20
-
-
-def test_exports_stay_and_those_of_steps_that_are_done_again_get_another_name(tmp_path):
-    """What a killed save left of one is swept."""
-    out = make_run(tmp_path / "run")
-    for name in ("hf/step_10", "hf/step_30", "hf_critic_reward/step_30", "hf/step_30.partial-7"):
-        (out / name).mkdir(parents=True)
-    prepared(out)
-    left = sorted(str(path.relative_to(out)) for path in out.glob("hf*/*"))
-    assert left == ["hf/archived_30-1", "hf/step_10", "hf_critic_reward/archived_30-1"]
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
