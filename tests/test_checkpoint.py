@@ -11,7 +11,6 @@ from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemReader
@@ -272,48 +271,38 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "save"])
 def test_the_next_update_is_the_same_under_every_layout(saved, name):
-    """Saved on three data-parallel ranks while the next update was under way."""
+    """Saved on three ranks while the next update was under way; on three ranks, it is so bit for bit."""
     _, results = saved
     expected, ranks = results["save"][0], results[name]
-    got = ranks[0]
     metrics = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr")]
     metrics += [f"critic/{name}" for name in ("value_loss", "grad_norm", "lr")]
+    near, nearer = 1e-4, 5e-5
+    if name == "dp3":
+        near = nearer = 0.0
+        metrics = [metric for metric in expected["metrics"] if "seconds" not in metric]
+        random = [rank["random"].tolist() for rank in ranks]
+        assert random == [rank["random"].tolist() for rank in results["save"]]
+        assert random[0] != random[1]
     for metric in metrics:
-        wanted = pytest.approx(expected["metrics"][metric], abs=1e-4)
-        assert got["metrics"][metric] == wanted, metric
-    for weights, wanted in zip(got["weights"], expected["weights"], strict=True):
-        assert far(weights, wanted) < 5e-5
+        wanted = pytest.approx(expected["metrics"][metric], rel=0, abs=near)
+        assert ranks[0]["metrics"][metric] == wanted, metric
+    for weights, wanted in zip(ranks[0]["weights"], expected["weights"], strict=True):
+        assert far(weights, wanted) <= nearer
     counts = [rank["counts"] for rank in ranks]  # what one judge was read from
-    assert got["step"] == 2 and counts == [[[5, 6, 7]], *[[[]] for _ in ranks[1:]]]
-    assert (got["prompts"]["cursor"], got["prompts"]["requeued"]) == (9, list(range(9)))
-    owners = dict(got["prompts"]["owners"])
+    assert counts == [[[5, 6, 7]], *[[[]] for _ in ranks[1:]]]
+    got = ranks[0]["prompts"]
+    assert (ranks[0]["step"], got["cursor"], got["requeued"]) == (2, 9, list(range(9)))
+    owners = dict(got["owners"])
     held = {prompt_id: facts for rank in ranks for prompt_id, facts in rank["held"].items()}
     assert sum(len(rank["held"]) for rank in ranks) == 9, "every carried group is held once"
     assert held == {number: ([number], [-number / 3], [1], owners[number]) for number in range(9)}
 
 
-def test_on_the_same_ranks_the_next_update_is_the_same_bit_for_bit(saved):
-    """Metrics, weights and random numbers."""
-    _, results = saved
-    for expected, got in zip(results["save"], results["dp3"], strict=True):
-        for name, value in expected["metrics"].items():
-            assert "seconds" in name or got["metrics"][name] == value, name
-        for weights, wanted in zip(got["weights"], expected["weights"], strict=True):
-            assert far(weights, wanted) == 0
-        assert torch.equal(got["random"], expected["random"])
-    assert not torch.equal(results["dp3"][0]["random"], results["dp3"][1]["random"])
-
-
-def test_each_file_of_a_real_checkpoint_has_its_checksum(saved):
+def test_each_rank_writes_a_stretch_of_the_weights_and_each_file_has_its_checksum(saved):
     """So that any changed byte shows."""
     folder, _ = saved
-    assert atomic_files.verify(folder) == "" and len(files_of(folder)) > 8
+    assert atomic_files.verify(folder) == ""
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
-
-
-def test_each_data_parallel_rank_writes_a_stretch_of_the_weights(saved):
-    """As it does of AdamW's state."""
-    folder, _ = saved
     found = FileSystemReader(folder / "megatron").read_metadata().storage_data
     files = {info.relative_path for index, info in found.items() if "optimizer" not in index.fqn}
     assert files == {f"__{rank}_0.distcp" for rank in range(3)}
@@ -324,18 +313,13 @@ class Evil:
         return (os.system, (f"touch {self.path}",))
 
 
-def test_a_checkpoint_never_executes_code(saved, tmp_path):
+def test_a_checkpoint_never_executes_code(tmp_path):
     """The one pickle in it names descriptions of tensors and nothing else."""
     from training import sharded_checkpoint
 
-    folder, _ = saved
-    shutil.copytree(folder / "megatron", tmp_path / "megatron")
-    metadata = tmp_path / "megatron" / ".metadata"
-    with metadata.open("rb") as file:
-        sharded_checkpoint.OnlyDescriptions(file).load()
     evil = Evil()
     evil.path = tmp_path / "executed"
-    metadata.write_bytes(pickle.dumps(evil))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(evil))
     with pytest.raises(ValueError, match=r"posix.system, which has no place there"):
-        sharded_checkpoint.load(None, tmp_path / "megatron")
-    assert not (tmp_path / "executed").exists()
+        sharded_checkpoint.load(None, tmp_path)
+    assert not evil.path.exists()

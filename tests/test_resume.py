@@ -180,18 +180,13 @@ def test_out_that_cannot_be_written_is_one_line(tmp_path, out, reason):
         prepared(tmp_path / out)
 
 
-def test_an_older_checkpoint_of_this_run_by_name(tmp_path):
-    """The newer ones are archived: their steps will be others."""
-    out = make_run(tmp_path / "run")
+def test_a_checkpoint_by_name(tmp_path):
+    """Of this run: newer ones are archived, their steps will be others. Another run stays as it is."""
+    out, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
     point, _ = prepared(out, resume=str(out / "checkpoints" / "step_10"))
     assert point.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
     assert atomic_files.steps_in(out / "checkpoints") == [10]
     assert not atomic_files.verify(out / "checkpoints" / "archived_20-1")
-
-
-def test_a_checkpoint_of_another_run_by_name(tmp_path):
-    """It stays as it is, and what was under --out is moved away."""
-    other, out = make_run(tmp_path / "other"), make_run(tmp_path / "run")
     point, lines = prepared(out, resume=str(other / "checkpoints" / "step_10"))
     assert point.folder == other / "checkpoints" / "step_10" and point[1:] == (10, 0.0)
     assert lines[0] == f"moved the earlier run in {out} to {tmp_path}/run-1"
