@@ -22,7 +22,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -190,8 +190,8 @@ class Checkpoints:
     config: Config
     world: World
     out: Path
+    contents: dict[str, list[str]]  # as contents_of found them at the start
     newest: int | None = None
-    contents: dict = field(default_factory=dict)  # as contents_of found them at the start
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
 

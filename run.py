@@ -216,7 +216,7 @@ async def build(
         sampling=inputs.sampling,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
-        checkpoints=Checkpoints(config, world, out, point and point.step, contents),
+        checkpoints=Checkpoints(config, world, out, contents, point and point.step),
         team=team,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,

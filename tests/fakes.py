@@ -716,8 +716,8 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
-        how = dict(contents=contents_of(config), start_writer=writer)
-        checkpoints = Checkpoints(config, world, out, **how)
+        contents = contents_of(config)
+        checkpoints = Checkpoints(config, world, out, contents, start_writer=writer)
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(

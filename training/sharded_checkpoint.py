@@ -170,7 +170,7 @@ def adam_of(trainer: Trainer) -> dict[Tensor, Adam]:
 
 
 def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = False) -> Boxes:
-    """Cut what this rank has of the model into boxes. `saves`: each number on one of all ranks alone."""
+    """Cut what this rank has of the model into boxes; or, if it `saves`, what no other rank saves."""
     found = {}
     if not trainer.holds:
         return found
@@ -185,6 +185,7 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
         stretch, _, held = adam.get(shard.data, NO_ADAM)
         weights = shard.data.view(-1)
         own = stretch
+        # all of what it loads, and of a frozen one that it saves
         if not saves or (copy == 0 and not shard.data.requires_grad):
             own = range(weights.numel())
         if not saves or not any(elsewhere):
