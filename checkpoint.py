@@ -324,10 +324,7 @@ class ResumePoint(NamedTuple):
 
 
 async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:
-    """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective).
-
-    contents: as contents_of finds them, on rank 0.
-    """
+    """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         if any(await world.gather(was_obeyed(config))):
             config = replace(config, resume="auto")
