@@ -23,7 +23,6 @@ from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from workers import train_layouts
 
-ROOT = Path(__file__).parent.parent
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}
 EVERY_FILE |= {"megatron/.metadata", "megatron/__0_0.distcp"}
 
@@ -130,33 +129,36 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
 
 
-def spoil(c, step, write_other):
-    """In the checkpoint of a step the actor's part is written by `write_other`, called with its folder."""
-    snapshot = c.placement.actor.snapshot
-
-    def or_other(folder):
-        write, complete = snapshot(folder)
-        return partial(write_other, folder) if f"step_{step}." in str(folder) else write, complete
-
-    c.placement.actor.snapshot = or_other
-    c.checkpoints.start_writer = AwaitedWriter
-
-
 def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
-    """The rank that fails says why, the checkpoint before stays, what was begun goes, later ones succeed."""
+    """The rank that fails says why, the checkpoint before stays, what was begun goes, later ones succeed.
 
-    def write_too_much(folder):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        (folder / "__1_0.distcp").write_bytes(bytes(100_000))
+    So do exports, each under its step; but they are all kept while checkpoints go.
+    """
 
-    how = dict(steps=3, save_every=1, out=tmp_path)
-    how["prepare_controller"] = lambda c: c.world.rank and spoil(c, 2, write_too_much)
-    controllers, _ = simulate("full", 2, **how)
+    def fail_on_rank_1(c):
+        snapshot = c.placement.actor.snapshot
+
+        def write_too_much(path):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+            path.write_bytes(bytes(100_000))
+
+        def or_fail(folder):
+            write, complete = snapshot(folder)
+            is_second = c.world.rank and "step_2." in str(folder)
+            return partial(write_too_much, folder / "big") if is_second else write, complete
+
+        c.placement.actor.snapshot = or_fail
+        c.checkpoints.start_writer = AwaitedWriter
+
+    how = dict(steps=3, save_every=1, save_hf_every=1, keep=1, out=tmp_path)
+    controllers, _ = simulate("full", 2, **how, prepare_controller=fail_on_rank_1)
     (note,) = controllers[0].report.notes
     why = "step 2 could not be saved: OSError: [Errno 27] File too large"
     assert note.startswith(f"CHECKPOINT FAILED: {why}")
     assert note.endswith("; that of step 1 stays the newest, training goes on")
-    assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3, 1]
+    assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3]
+    exports = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("hf*/*/*"))
+    assert exports == [f"hf/step_{step}/model.safetensors" for step in (1, 3)]
 
 
 def test_a_save_without_all_numbers_ends_the_run(tmp_path):
@@ -195,16 +197,6 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert {"model.safetensors", "megatron", "controllers", CHECKSUMS} < expected
     assert set(before) == expected and before.count(".") == 2
     assert (synced[at:last], synced[last:]) == ([str(export.parent)], [str(folder.parent)])
-
-
-def test_exports_are_kept_while_checkpoints_go(tmp_path):
-    """Beside them, each under its step; one of a save that failed goes, and takes no other with it."""
-
-    how = dict(steps=6, save_every=2, save_hf_every=2, keep=1, out=tmp_path)
-    simulate("full", 1, **how, prepare_controller=lambda c: spoil(c, 6, lambda folder: {}["key"]))
-    assert saved_steps(tmp_path) == [4]
-    exports = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("hf*/*/*"))
-    assert exports == [f"hf/step_{step}/model.safetensors" for step in (2, 4)]
 
 
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
