@@ -102,7 +102,8 @@ def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
 def test_the_newest_checkpoint_is_continued(tmp_path):
     """Later records and cut rows are dropped, the clock goes on; what killed saves left is swept, unread.
 
-    Exports stay, those of steps that are done again under another name."""
+    Exports stay, those of steps that are done again under another name.
+    """
     out = make_run(tmp_path / "run")
     left = ("checkpoints/step_30.partial-123", "checkpoints/step_10.partial-123.old")
     for name in (*left, "hf/step_30.partial-7", "hf/step_10", "hf/step_30", "hf_critic_r/step_30"):
@@ -215,14 +216,9 @@ REFUSED = [
     (dict(resume="run/checkpoints/step_10.partial-1"), ".*: neither auto, never nor a folder"),
     (dict(resume="run/checkpoints/step_10"), ".*step_10: no whole checkpoint: megatron"),
     (dict(resume="run/checkpoints/step_20", steps=15), "--steps 15: .*step_20 has more steps"),
-    (
-        dict(steps=15),
-        "--steps 15: .*step_20 has more steps",
-    ),  # it isn't done, so it isn't moved away
-    (
-        dict(judge=("K", "L")),
-        "--judge K L: the checkpoint .*step_20 was made with J; --resume never",
-    ),
+    # it isn't done, so it isn't moved away
+    (dict(steps=15), "--steps 15: .*step_20 has more steps"),
+    (dict(judge=("K", "L")), "--judge K L: the checkpoint .*step_20 was made with J; --resume"),
     (dict(rule=("length:9",)), '--rule length:9: .* was made with ""'),
     (dict(algorithm=("rloo",)), "--algorithm rloo: .* was made with grpo"),
     (dict(eval_data="other.jsonl"), '--eval-data other.jsonl: .* was made with ""'),
@@ -285,12 +281,9 @@ def test_files_that_were_changed_make_another_run(tmp_path, name, setting):
     here, there = make_inputs(tmp_path / "here"), make_inputs(tmp_path / "there")
     out = make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, vars(replace(CONFIG, **here)))
-    for folder, settings, made in (
-        ("here", here, "other content"),
-        ("there", there, f"{tmp_path}/here"),
-    ):
-        (tmp_path / folder / name).write_text("another")
-        line = f"^--{setting} {tmp_path}/{folder}.*: the checkpoint .*step_20 was made with {made}"
+    for settings, made in ((here, "other content"), (there, f"{tmp_path}/here")):
+        Path(settings["data"]).parent.joinpath(name).write_text("another")
+        line = f"^--{setting} {tmp_path}.*: the checkpoint .*step_20 was made with {made}"
         with pytest.raises(ValueError, match=line):
             prepared(out, **settings)
 
@@ -312,8 +305,7 @@ def test_what_waiting_answers_were_made_with_stays(tmp_path, state):
         (folder / f"rank_{rank}.json").write_text(json.dumps(WAITING[name][0]))
     for name, value in dict(temperature=0.7, max_new_tokens=71, judgements=3).items():
         line = f"--{name.replace('_', '-')} .* was made with {SETTINGS[name]}, as were answers that"
-        waits = pytest.raises(ValueError, match=line) if WAITING[state][1] else nullcontext()
-        with waits:
+        with pytest.raises(ValueError, match=line) if WAITING[state][1] else nullcontext():
             assert prepared(out, **{name: value})[0].step == 20
     assert prepared(out, lr=1.0)[0].step == 20
 
