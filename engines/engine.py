@@ -110,7 +110,6 @@ class Engine:
         self._tp = 1
         self._shapes: dict[str, list[int]] = {}  # of the weights, by Hugging Face name
         self._lost_s = 300.0  # of silence, after which it is lost; the deadline of every call
-        self._has_device = True  # of which it hands the memory back while it sleeps
         self._is_awake = False
         self._events = 0  # of all streams: signs of life
         self._has_aborted = False  # since it woke up
@@ -128,7 +127,6 @@ class Engine:
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = hf_directory.checkpoint_shapes(model_dir)
         engine._lost_s = config.engine_lost_s
-        engine._has_device = config.device != "cpu"
         flags = server.server_flags(role, rank, port, model_dir, config)
         command = [cls.module, *flags, *cls.flags]
         # no cache of image features: a push may bring another tower
@@ -221,7 +219,7 @@ class Engine:
     async def sleep(self, deadline_s: float | None = None) -> None:
         """Hand a device's memory back. Running answers are aborted: they come back with finish "abort"."""
         self._is_awake = False
-        if not self._has_device:
+        if self._process.device == "cpu":
             return
         if self._has_aborted:
             # until an aborted request is out, or pausing would take a second
@@ -235,12 +233,12 @@ class Engine:
 
     async def wake_weights(self) -> None:
         """Make room for the weights. They are as before with a backup (see cuda_flags), else to be loaded."""
-        if self._has_device:
+        if self._process.device != "cpu":
             await self._call("POST", "/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
         """Make room for the KV cache, once the actor is out; requests are welcome again."""
-        if self._has_device:
+        if self._process.device != "cpu":
             await self._call("POST", "/resume_memory_occupation", tags=["kv_cache"])
             await self._call("POST", "/continue_generation")
         self._is_awake = True
