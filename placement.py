@@ -289,7 +289,7 @@ class Placement:
         self._route = models.route
         self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
         self.swap_s = 0.0  # moves between the roles since
-        self._idle = Silence(self.rollout.config.engine_lost_s)  # of all engines
+        self._idle = Silence()  # of all engines
 
     @property
     def received_bytes(self) -> int:
@@ -319,9 +319,10 @@ class Placement:
         self.rollout.apply_status(rollout)
         self.genrm.apply_status(genrm)
         waiting = rollout.waiting + genrm.waiting
-        if self._idle.is_too_long(waiting > 0, bool(rollout.parts or genrm.parts)):
+        most_s = self.rollout.config.engine_lost_s
+        if self._idle.is_too_long(most_s, waiting > 0, bool(rollout.parts or genrm.parts)):
             asked = f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine"
-            silent = f"no engine wrote anything for {self._idle.most_s:g} s"
+            silent = f"no engine wrote anything for {most_s:g} s"
             raise UserError(f"{asked} that --mode {self.plan.mode} doesn't wake, and {silent}")
 
     async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:

@@ -60,7 +60,7 @@ class Pool:
         self._serving: dict[int, list[Engine]] = {}  # these engines, by model
         self._changed = asyncio.Event()  # set when they change, and when requests are aborted
         self._load = Load(world)
-        self._silence = Silence(config.engine_lost_s)  # of this rank's engine
+        self._silence = Silence()  # of this rank's engine
         self._aborts = 0  # calls of `abort`
         self._served: list[tuple[int, tuple]] = []  # an engine's rank, a row for RequestStats.of
         self._wakes = 0
@@ -159,8 +159,9 @@ class Pool:
         """Act on what all told. EngineLost: this rank's engine owes tokens, and has written none for long."""
         self._load.update(status.outstanding)
         owed = status.outstanding[self.world.rank]
-        if self._silence.is_too_long(owed > 0, status.parts[self.world.rank] > 0):
-            raise self.own.lost(f"owes {owed} tokens and wrote none for {self._silence.most_s:g} s")
+        most_s = self.config.engine_lost_s
+        if self._silence.is_too_long(most_s, owed > 0, status.parts[self.world.rank] > 0):
+            raise self.own.lost(f"owes {owed} tokens and wrote none for {most_s:g} s")
 
     async def wake(self) -> None:
         """Bring weights and KV cache of all engines back to the devices (collective)."""

@@ -155,7 +155,7 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
     (note,) = controllers[0].report.notes
     why = "step 2 could not be saved: OSError: [Errno 27] File too large"
     assert note.startswith(f"CHECKPOINT FAILED: {why}")
-    assert note.endswith("; that of step 1 stays the newest, training goes on")
+    assert note.endswith("; that of step 1 stays the newest")
     assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3]
     exports = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("hf*/*/*"))
     assert exports == [f"hf/step_{step}/model.safetensors" for step in (1, 3)]
@@ -204,7 +204,7 @@ LAYOUT_4 = """\
 ahead: aborted carried dropped filtered kept missing_groups moved stats tokens waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
 split step
-genrm: cached_tokens in_flight longest prompt_tokens request_s requests stalls tokens wakes
+genrm: cached_tokens in_flight longest prompt_tokens request_s requests tokens wakes
 groups: advantages answer_key cost critique finish greedy index logprobs media outcomes policy_logprobs \
 prompt prompt_id question reference_logprobs response returns reward row turns values verdict versions
 history: genrm hand_over_s lengths rollout serve_s split swap_s waves
