@@ -8,7 +8,7 @@ import pytest
 import data
 from images import reader
 from models import save_tokenizer
-from test_data import jsonl
+from support.rows import jsonl
 from vision_models import IMAGE, START, encoded_picture, make_vision_model
 
 SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
