@@ -1,7 +1,7 @@
 """Training on images against plain transformers + torch AdamW, under every kind of parallelism."""
 
 import random
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +10,16 @@ from transformers import AutoModelForImageTextToText
 
 from actor import Actor
 from critic import Critic
-from image_worker import LR, image_config, step
+from examples.make_demo.closing import close
 from images.reader import ImageReader
-from parallel_worker import save, set_constants, weights_of
+from parallel_worker import actor_config, gathered, save, set_constants, weights_of
 from sample import Sample
+from training.trainer import as_sequences
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
-from workers import train_layouts
+from workers import trained_by_tier
 
+LR = 1e-3
+SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64, weight_decay=0.0)
 CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 FIRST = {"tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": True})}
@@ -95,21 +98,38 @@ def references(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="session")
-def results_of(references, tmp_path_factory):
-    """Of a tier's layouts, in processes that are gone afterwards."""
+def result_of(references, tmp_path_factory):
+    return trained_by_tier("test_image_training", tmp_path_factory, FIRST, OTHERS, references)
 
-    @cache
-    def trained(are_first: bool) -> dict:
-        path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
-        return train_layouts("image_worker.py", path, layouts, references=references)
 
-    return trained
+def image_config(**changes):
+    return actor_config(**SIZES | changes)
+
+
+def step(actor, samples: list[Sample]) -> tuple[float, float]:
+    """One optimizer step of cross-entropy on this rank's share of samples; the mean loss, the norm."""
+    mine = as_sequences([samples[actor.dp_rank :: actor.dp_size]])[0]
+    packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
+    stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), LR)
+    return stats["loss"] / stats["divisor"], stats["grad_norm"]
+
+
+def train(reference: dict, sizes: dict, path: str) -> dict:
+    """Three steps under one layout."""
+    actor, samples = Actor(image_config(**sizes), reference["model_dir"]), reference["samples"]
+    mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
+    rows = dict(zip(mine, actor.read_tokens([[samples[number] for number in mine]]), strict=True))
+    steps = [step(actor, samples) for _ in range(3)]
+    weights = weights_of(actor)
+    logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
+    close(actor)
+    return {"logprobs": logprobs, "steps": steps, "weights": weights}
 
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])
-def test_a_layout_trains_as_transformers(name, references, results_of):
+def test_a_layout_trains_as_transformers(name, references, result_of):
     reference = references[(FIRST | OTHERS)[name][0]]
-    result = results_of(name in FIRST)[name]
+    result = result_of(name)
     for number, row in enumerate(reference["logprobs"]):
         assert result["logprobs"][number] == pytest.approx(row, rel=0, abs=1e-5)
     losses, norms = zip(*result["steps"], strict=True)
