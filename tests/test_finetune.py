@@ -20,13 +20,14 @@ import data
 import rewards
 from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
-from config import Config, parse_config
+from config import Config, UserError, parse_config
 from engines.engine import Answer
 from examples.make_demo import models
 from examples.make_demo.closing import close
 from models import end_turns_with, save_model, save_tokenizer
 from parallel_worker import far, set_constants
 from sample import Sample
+from support.rows import jsonl
 from test_actor import VOCAB, make_model, plain_optimizer
 from test_critic import make_value_model
 from training.model import check_models
@@ -202,27 +203,28 @@ def test_text_rows(tokenizers):
 
 
 SYSTEM = {"role": "system", "content": "Be right."}
-CHATS = [
-    {"messages": [user("3+4?"), assistant("7")]},
-    {"messages": [SYSTEM, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]},
-    {"prompt": [user("3+4?")], "completion": [assistant("7")]},
-    {"prompt": [user("3+4?")], "response": "7"},
-    {"prompt": "3+4?", "response": [user("3+4?"), assistant("7")]},
+HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
+LEARNED = [user("3+4?"), assistant("7")]
+CHATS = [  # rows, and the turns before the question
+    ({"messages": LEARNED}, []),
+    ({"messages": [*HISTORY, *LEARNED]}, HISTORY),
+    ({"prompt": HISTORY, "messages": LEARNED}, HISTORY),
+    ({"prompt": [user("3+4?")], "completion": [assistant("7")]}, []),
+    ({"prompt": [user("3+4?")], "response": "7"}, []),
+    ({"prompt": "3+4?", "response": LEARNED}, []),
 ]
 
 
-@pytest.mark.parametrize("row", CHATS)
-def test_chat_rows_for_sft(row, tokenizers):
-    """All ways to say it mean the same; other turns are context."""
-    chat = tokenizers["chat"]
-    ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
-    assert answer == ANSWERED and before.endswith(ASKED)
-    assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
+@pytest.mark.parametrize("row,before", CHATS)
+def test_chat_rows_for_sft(row, before, tokenizers):
+    """All ways to say it mean the same; other turns are context. transformers is the oracle."""
+    chat, turns = tokenizers["chat"], [*before, user("3+4?")]
+    expected = chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert decoded(chat, parse_sft(row, chat, "f:1")) == [(expected, ANSWERED)]
 
 
 WHOLE = [SYSTEM, user("3+4?"), assistant("7")]
 OTHER = [SYSTEM, user("3+4?"), assistant("6")]
-HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
 LED = [
     # as TRL documents them: the prompt apart, and as what both conversations begin with
     {"prompt": WHOLE[:2], "chosen": WHOLE[2:], "rejected": OTHER[2:]},
@@ -250,19 +252,9 @@ def test_a_prompt_leads_whole_conversations(row, tokenizers):
     for name in ("completion", "messages") if row["chosen"][0]["role"] != "assistant" else ():
         learned = {name: row["chosen"]} | {"prompt": row.get("prompt")}
         assert decoded(chat, parse_sft(learned, chat, "f:1")) == expected[:1]
-    [(shorter, _), _] = decoded(
-        chat, parse_pair({"chosen": WHOLE[1:], "rejected": OTHER[1:]}, chat, "")
-    )
+    without = {"chosen": WHOLE[1:], "rejected": OTHER[1:]}
+    [(shorter, _), _] = decoded(chat, parse_pair(without, chat, ""))
     assert before.endswith(shorter) and "Be right." in before and "Be right." not in shorter
-
-
-def test_a_history_leads_a_conversation_that_goes_on(tokenizers):
-    chat = tokenizers["chat"]
-    row = {"prompt": HISTORY, "messages": [user("3+4?"), assistant("7")]}
-    ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
-    turns = HISTORY + row["messages"][:1]
-    assert before == chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert answer == ANSWERED
 
 
 class ScoringPool:
@@ -294,77 +286,62 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
 PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}
 CONTRADICTS = "`prompt` contradicts how the conversation beside it begins"
 NO_ANSWER = "a conversation ends with a turn of the assistant"
-BAD = [
-    ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
-    ("sft", "text", {"prompt": "3+4=", "response": 7}, "a prompt and an answer are needed"),
-    ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
-    ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
-    ("sft", "text", {"prompt": "3+4=", "response": ">" + "7" * 48}, "tokens don't fit into --max"),
-    ("dpo", "text", {"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4=", "response": "7<eos>"},
-        "the answer ends with what ends",
-    ),
-    ("sft", "chat", {"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with"),
-    ("sft", "chat", {"messages": [user("?"), assistant(" \n")]}, NO_ANSWER),
-    ("sft", "chat", {"prompt": HISTORY, "completion": "7"}, "follows a turn of the assistant"),
-    ("dpo", "text", {"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
-    ("sft", "text", {"prompt": "<image>", "response": "a", "images": ["a.png"]}, "it has images"),
-    ("sft", "text", {"prompt": "3<eos>", "response": "7"}, "the prompt ends with what ends an"),
-    ("sft", "chat", {"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
-    ("dpo", "text", {"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
-    ("rm", "chat", {"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
-    ("dpo", "chat", {"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
-    ("rm", "chat", {"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
-    ("dpo", "chat", PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
-    (
-        "dpo",
-        "chat",
-        {"prompt": {}, "chosen": WHOLE, "rejected": OTHER},
-        "a prompt and an answer are",
-    ),
-    ("rm", "chat", {"prompt": "1+1?", "chosen": WHOLE, "rejected": OTHER}, CONTRADICTS),
-    ("sft", "chat", {"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
-    ("sft", "chat", {"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
-    ("dpo", "chat", {"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
-    ("sft", "chat", {"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),
-    (
-        "sft",
-        "chat",
-        {"messages": WHOLE, "completion": "8"},
-        "needs `messages`, or `prompt` and one",
-    ),
-    ("sft", "chat", {"prompt": "3+4?", "messages": "7"}, "`messages` must be a list of turns"),
-    (
-        "sft",
-        "chat",
-        {"system": "Be right.", "messages": WHOLE[1:]},
-        "`system` isn't read; a turn",
-    ),
-    (
-        "rm",
-        "text",
-        {"system_prompt": "a", "prompt": "1", "chosen": "2", "rejected": "3"},
-        "isn't read",
-    ),
-    ("dpo", "endless", PAIR, "ends an answer with no special token, so none could end"),
-]
+AS_TEXT = {"prompt": "3+4=", "response": "7"}
+OTHER_PAIR = {"chosen": WHOLE, "rejected": OTHER}
+BAD = {  # command, tokenizer -> rows, and what is said about them
+    "sft text": [
+        ({"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
+        (AS_TEXT | {"response": 7}, "a prompt and an answer are needed"),
+        (AS_TEXT | {"response": ""}, NO_ANSWER),
+        (AS_TEXT | {"response": ">" + "7" * 48}, "tokens don't fit into --max"),
+        (AS_TEXT | {"response": "7<eos>"}, "the answer ends with what ends"),
+        (AS_TEXT | {"prompt": "3<eos>"}, "the prompt ends with what ends an"),
+        (AS_TEXT | {"prompt": "<image>", "images": ["a.png"]}, "it has images"),
+    ],
+    "sft chat": [
+        ({"messages": [user("3+4?")]}, NO_ANSWER),
+        ({"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with"),
+        ({"messages": [user("?"), assistant(" \n")]}, NO_ANSWER),
+        ({"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
+        ({"messages": WHOLE, "completion": "8"}, "needs `messages`, or `prompt` and one"),
+        ({"prompt": "3+4?", "messages": "7"}, "`messages` must be a list of turns"),
+        ({"prompt": HISTORY, "completion": "7"}, "follows a turn of the assistant"),
+        ({"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),
+        ({"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
+        ({"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
+        ({"system": "Be right.", "messages": WHOLE[1:]}, "`system` isn't read; a turn"),
+    ],
+    "dpo text": [
+        ({"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
+        ({"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
+        ({"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
+        (PAIR | {"prompt": "1", "system_prompt": "a"}, "isn't read"),
+    ],
+    "dpo chat": [
+        (PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
+        (OTHER_PAIR | {"prompt": {}}, "a prompt and an answer are"),
+        ({"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
+        ({"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
+    ],
+    "dpo endless": [(PAIR, "ends an answer with no special token, so none could end")],
+    "rm chat": [
+        ({"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
+        ({"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
+        (OTHER_PAIR | {"prompt": "1+1?"}, CONTRADICTS),
+    ],
+}
 
 
-@pytest.mark.parametrize("command,tokenizer,row,message", BAD)
-def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_path):
+@pytest.mark.parametrize("how,row,message", [(how, *row) for how in BAD for row in BAD[how]])
+def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
     """With file and line, in one line."""
-    good = {"prompt": "1+1=", "response": ">2", "chosen": ">2", "rejected": ">3"}
-    if command != "sft":
-        del good["response"]
-    if tokenizer == "chat" and command == "sft":
-        good = {"messages": [user("1"), assistant("2")]}
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(each) for each in (good, row)))
+    command, tokenizer = how.split()
+    good = {"prompt": "1+1=", "chosen": ">2", "rejected": ">3"}
+    if command == "sft":
+        good = {"messages": LEARNED} if tokenizer == "chat" else AS_TEXT
+    path = jsonl(tmp_path / "rows.jsonl", [good, row])
     parse, config = finetune.TASKS[command].parse, config_of(command, "m")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         read_examples(path, parse, tokenizers[tokenizer], config)
     said = str(caught.value)
     assert message in said and f"{path}:2: " in said and "\n" not in said
@@ -402,12 +379,8 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
 
 
 # of the tokenizer: its pad token, whether it has one special token alone; then what is padded with
-PADS = [
-    ("<|endoftext|>", False, "<|endoftext|>"),
-    ("<|im_end|>", False, "<|im_start|>"),
-    (None, False, "<|im_start|>"),
-    ("<|im_end|>", True, None),
-]
+PADS = [("<|endoftext|>", False, "<|endoftext|>"), ("<|im_end|>", False, "<|im_start|>")]
+PADS += [(None, False, "<|im_start|>"), ("<|im_end|>", True, None)]
 
 
 @pytest.mark.parametrize("pad,is_alone,padded_with", PADS)
@@ -429,8 +402,8 @@ def test_transformers_scores_a_reward_model_as_it_learned(
     settings = json.loads((home / "config.json").read_text())
     (home / "config.json").write_text(json.dumps(settings | {"pad_token_id": None}))
     rows = [{"prompt": "1" * n, "chosen": "2" * n, "rejected": "3"} for n in range(1, 5)] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = f"rm --model {home} --data {tmp_path}/rows.jsonl --out {tmp_path}/out --steps 3"
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    given = f"rm --model {home} --data {path} --out {tmp_path}/out --steps 3"
     config = parse_config(f"{given} --lr 1e-3 --batch-size 8".split())
     (tmp_path / "out").mkdir()
     progress = mock.MagicMock()
@@ -449,9 +422,8 @@ def test_transformers_scores_a_reward_model_as_it_learned(
     ours = list(chain(*reader.read_tokens([texts])))
     close(reader)
     theirs = AutoModelForSequenceClassification.from_pretrained(exported)
-    assert (
-        tokenizer.pad_token == padded_with and theirs.config.pad_token_id == tokenizer.pad_token_id
-    )
+    assert tokenizer.pad_token == padded_with
+    assert theirs.config.pad_token_id == tokenizer.pad_token_id
     batches = [([text.prompt], "right") for text in texts]
     if padded_with:
         batches = [([text.prompt for text in texts], side) for side in ("left", "right")]
