@@ -158,7 +158,6 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
 
 
 def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -> torch.Tensor:
-    """Of one optimizer step, an answer at a time."""
     total, tokens, row = 0.0, 0, config.algorithm[0]
     for sample in samples:
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
@@ -202,7 +201,6 @@ def test_a_batch_of_padding_skips_the_optimizer_step(make_actor, model_dir):
 
 
 def test_the_norm_is_the_mean_of_optimizer_steps_that_had_a_target(make_actor, model_dir):
-    """Mini-batches may be empty on all ranks, where samples are few."""
     norms = []
     for empty in (0, 3):
         actor = make_actor(model_dir)
@@ -430,7 +428,6 @@ def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
 
 
 def test_a_directory_that_cannot_learn_is_named(make_actor, tmp_path):
-    """test_command.py has more of them."""
     path = make_model(tmp_path / "model", "qwen3", tied=False)
     config = json.loads(Path(path, "config.json").read_text())
     Path(path, "config.json").write_text(json.dumps(config | {"attention_bias": True}))
@@ -444,7 +441,6 @@ def test_a_directory_that_cannot_learn_is_named(make_actor, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(make_actor, model_dir, tmp_path, dtype):
-    """From the start, and from the second step on."""
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
     actor, losses = make_actor(model_dir, dtype=dtype), []
     for version in (0, 2):

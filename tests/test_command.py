@@ -36,7 +36,6 @@ from training.model import check_models
 
 
 def test_one_process_ends_with_one_line(tmp_path):
-    """Status 2, the setting, nothing on stdout, and nothing is written."""
     command = [sys.executable, "run.py", "--out", str(tmp_path / "out"), "--stepz", "3"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
@@ -75,7 +74,6 @@ def actor(tmp_path_factory):
 
 @pytest.fixture
 def rows(tmp_path):
-    """A file of rows that any model can use."""
     return jsonl(tmp_path / "rows.jsonl", [GOOD_ROW] * 4)
 
 
@@ -97,7 +95,6 @@ def damaged(home: Path, file: str, change) -> Path:
 
 
 def saying(**more):
-    """Makes a JSON file say more."""
     return lambda whole: json.dumps(json.loads(whole) | more).encode()
 
 
@@ -259,7 +256,6 @@ def test_models_beside_the_policy_are_looked_at(
 
 
 def rows_of(path: Path, *answers) -> Path:
-    """A file with a question for each answer; None: without one."""
     rows = enumerate(answers)
     return jsonl(path, [{"prompt": f"{path.stem} {n}?", "answer": answer} for n, answer in rows])
 
@@ -323,7 +319,6 @@ def test_a_quantized_judge_needs_cuda(actor, tmp_path):
 
 @pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl", "check"])
 def test_every_command_looks_at_its_model(tmp_path, command):
-    """rl: its dry run."""
     home = damaged(models.save_model(tmp_path / "model"), "tokenizer.json", two_more)
     given = [command] * (command != "check") + ["--model", str(home), "--out", f"{tmp_path}/out"]
     rules = ["--rule", "right"] if command in ("rl", "check") else []
@@ -366,7 +361,6 @@ def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("more,fits", [(0, True), (1, False)])
 def test_a_prompt_leaves_room_for_its_answer(actor, tmp_path, more, fits):
-    """Of 512 tokens twelve."""
     tokenizer = data.load_tokenizer(str(actor))
     longest = max(n for n in range(501) if len(data.encode(tokenizer, "7" * n)) == 500)
     row = {"prompt": "7" * (longest + more)}
@@ -377,7 +371,6 @@ def test_a_prompt_leaves_room_for_its_answer(actor, tmp_path, more, fits):
 
 
 def test_what_a_start_refuses(monkeypatch):
-    """What neither the settings nor the number of ranks alone tell."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(config.UserError, match="start with: torchrun --nproc-per-node 2"):
         run.start(["--mode", "full"], None)
@@ -399,7 +392,6 @@ SERVERS = {  # of each rank: role, port after --port, which of the role's models
 
 @pytest.mark.parametrize("arguments,expected", SERVERS.items())
 def test_the_servers_of_each_rank(arguments, expected):
-    """A model for each judge."""
     settings = config.parse_config(arguments.split())
     size = expected.count(";") + 1
     plans = run.check_settings(settings, size)

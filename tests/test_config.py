@@ -29,7 +29,6 @@ DEMO_JUDGE = os.path.relpath(DEMO_MODELS / "written" / "judge")
 
 
 def test_without_arguments_the_demo():
-    """The preset `tiny`, in partial colocation, with where it goes and how it is judged filled in."""
     config = parse_config([])
     written = os.path.relpath(DEMO_MODELS / "written")
     filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",))
@@ -92,7 +91,6 @@ def test_the_demos_models_are_found_from_any_folder(given, name, tmp_path, monke
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_command_line_beats_the_preset_which_beats_the_defaults(name):
-    """Every key of a preset is a field of the field's type, and the result is valid on 2 ranks."""
     config, changes = parse_config(["--preset", name]), PRESETS[name]
     assert all(type(value).__name__ == FIELDS[key].type for key, value in changes.items())
     check_settings(config, 2)
@@ -163,7 +161,6 @@ ON_RANKS = [  # what only the number of ranks tells; test_placement.py has more 
 
 @pytest.mark.parametrize("arguments,message,ranks", [*((*row, 2) for row in BAD), *ON_RANKS])
 def test_a_bad_setting_is_named(arguments, message, ranks):
-    """One line, with the setting, its value and what to choose, before anything starts."""
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         check_settings(parse_config(arguments.split()), ranks)
     assert "\n" not in str(caught.value)
@@ -171,7 +168,6 @@ def test_a_bad_setting_is_named(arguments, message, ranks):
 
 @pytest.mark.parametrize("role", ["rollout", "genrm"])
 def test_an_engine_stays_on_one_machine(role):
-    """Its ranks divide those of a machine, not only those of the run."""
     config = parse_config([f"--{role}-tp", "4", "--mode", "full"])
     assert check_settings(config, 12, 4) == check_settings(config, 12)
     expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine, which no engine leaves"
@@ -218,7 +214,6 @@ def test_a_command_has_few_settings_and_its_own():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
-    """In a second or so, without torch; every setting under its heading, with its default."""
     heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}
     parse = f"run.parse_config({[command, '--help']}, run.__doc__)"
     code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"

@@ -88,7 +88,6 @@ print("parsed")
 
 
 def test_sglang_takes_every_flag(models, monkeypatch):
-    """Of each preset, device, role and mode, by its own parser."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     asked = []
     devices = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
@@ -219,7 +218,6 @@ def machine(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("where", ["CUDA_HOME", "CUDA_FOLDER"])
 def test_a_compiler_is_looked_for_where_sglang_does(machine, monkeypatch, where):
-    """Besides on PATH."""
     (machine / "cuda" / "bin").mkdir(parents=True)
     (machine / "bin" / "nvcc").rename(machine / "cuda" / "bin" / "nvcc")
     with pytest.raises(UserError, match="nvcc"):
@@ -333,7 +331,6 @@ def test_what_the_wheels_need(python, libc, words):
 
 
 def test_make_says_so_before_it_installs(tmp_path):
-    """A Python that says it is 3.14, and has nothing installed."""
     python = tmp_path / "python3"
     patched = "import runpy, sys; sys.version_info = (3, 14); sys.argv = sys.argv[1:]; "
     patched += "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -353,7 +350,6 @@ def test_make_says_so_before_it_installs(tmp_path):
 
 @pytest.fixture
 def device_of(machine, monkeypatch):
-    """Makes torch say that a device has so many bytes."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     facts = SimpleNamespace()
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: facts)
@@ -361,7 +357,6 @@ def device_of(machine, monkeypatch):
 
 
 def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
-    """One line names the peak and what may help; --no-memory-check overrules it."""
     config = settings(models["7B"], "--mode", "full")
     plans = make_plans(config, 1)
     device_of(85e9)

@@ -61,7 +61,6 @@ def prompt_file(path, seed=0, held_out=200, room=1000):
 
 
 def read(tmp_path, rows, room=100, **how):
-    """The prompts of a JSONL file with these rows."""
     return data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), Characters(), room, **how)
 
 
@@ -156,7 +155,6 @@ def test_jsonl(tmp_path):
 
 
 def test_parquet(tmp_path, monkeypatch):
-    """The same rows from Parquet give the same prompts."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
     check_rows(prompt_file(tmp_path / "rows.parquet"))
@@ -210,14 +208,12 @@ def test_a_row_of_parquet_is_the_row_in_json(tmp_path):
 
 
 def test_no_bytes_are_no_images(tmp_path):
-    """As in JSON."""
     images = pyarrow.array([[], None], pyarrow.list_(pyarrow.binary()))
     path = write_parquet(tmp_path / "rows.parquet", prompt=pyarrow.array(["p", "q"]), images=images)
     assert read_rows(path) == [(1, {"prompt": "p"}), (2, {"prompt": "q"})]
 
 
 def test_a_prompt_has_all_columns_of_its_row(tmp_path):
-    """For rules, as they are in the file."""
     row = {"prompt": "?", "answer": 7, "tests": [{"in": "1", "out": [2.5]}]}
     assert read(tmp_path, [row | {"no": None}])[0].row == row
 
@@ -272,13 +268,11 @@ BAD_ROWS += [({"prompt": "?", "answer": key}, "`answer` is text or a number") fo
 
 @pytest.mark.parametrize("row,message", BAD_ROWS)
 def test_a_bad_row_is_named(tmp_path, row, message):
-    """File, line and what is wrong with it."""
     with pytest.raises(UserError, match=rf"rows\.jsonl:3: .*{message}"):
         read(tmp_path, [GOOD, "", row], 20)
 
 
 def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
-    """At the start only what may be too long."""
     asked = []
 
     def encode(tokenizer, reader, prompt, *images_and_where):
@@ -337,7 +331,6 @@ def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content, message):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """One with a chat template."""
     return data.load_tokenizer(str(save_tokenizer(tmp_path_factory.mktemp("model"))))
 
 
@@ -374,8 +367,6 @@ PIECES = ["<|im_end|>", "<|im_start|>", "<", "|", "im_", "end|>", " ", "a"]
 @settings(deadline=None)
 @given(parts=st.lists(st.sampled_from(PIECES)))
 def test_no_special_token_is_left_in_broken_text(tokenizer, parts):
-    """Whatever is put together; text without one is unchanged."""
-
     def found(text):
         return specials(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -503,7 +494,6 @@ def test_an_end_that_the_generation_config_names(tokenizer, tmp_path):
 
 
 def test_stop_tokens(tokenizer, tmp_path):
-    """The tokenizer's own and those of generation_config.json; none at all is an error."""
     own = tokenizer.eos_token_id
     assert data.stop_tokens(str(tmp_path), tokenizer) == (own,)
     for named, more in ((5, {5}), ([5, 9], {5, 9}), (None, set())):
@@ -520,7 +510,6 @@ NO_TOKENIZERS = [{}, {"config.json": "{"}, {"tokenizer.json": "{", "config.json"
 
 @pytest.mark.parametrize("files", NO_TOKENIZERS)
 def test_a_directory_without_a_tokenizer_is_named(tmp_path, files):
-    """One line, never a page."""
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"no tokenizer could be loaded from {tmp_path}: [^\n]*$"):

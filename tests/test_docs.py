@@ -184,7 +184,6 @@ def test_every_flag_that_is_named_exists():
 
 
 def test_the_tables_of_algorithms_are_whole():
-    """Every row and setting, with its default."""
     page = (ROOT / "docs" / "algorithms.md").read_text()
     rows = re.findall(r"^\| `(\S+)` \| *([^;|]*?) *[;|]", page, re.MULTILINE)
     cells = dict(reversed(rows))  # a later table may name a setting again

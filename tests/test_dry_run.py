@@ -136,7 +136,6 @@ def test_the_device_map_names_who_owns_which_server():
 
 @pytest.fixture
 def said(capsys, monkeypatch):
-    """What a dry run prints on rank 0."""
     monkeypatch.delenv("RANK", raising=False)
 
     def said(*arguments, ranks=2):
@@ -148,7 +147,6 @@ def said(capsys, monkeypatch):
 
 
 def test_a_dry_run_starts_nothing(tmp_path):
-    """As a user starts it: status 0, no folder, every rank, and what was chosen."""
     command = [sys.executable, "run.py", "--dry-run", "--out", tmp_path / "out", "--lr", "0.25"]
     how = dict(cwd=ROOT, env=os.environ | {"WORLD_SIZE": "4"}, text=True)
     said = subprocess.check_output(command, stderr=subprocess.STDOUT, **how)
@@ -179,7 +177,6 @@ def test_a_model_that_sees_is_counted(tmp_path, family):
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
-    """The split, the model's directory, how it is cut, and the address."""
     here = save_model(tmp_path / "model")
     for arguments, named in (
         ("--rollout-ranks 8", "--rollout-ranks 8"),
@@ -202,7 +199,6 @@ UNFIT += [("length:9", {"prompt": ""}, "needs `messages`")]
 
 @pytest.mark.parametrize("rule, row, named", UNFIT)
 def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
-    """As the run would: one that it can't use is named by file and line."""
     models.new_model(tmp_path / "model", 0)
     good = dict(prompt="3+4=", answer=7)
     path = jsonl(tmp_path / "rows.jsonl", [good, row])
@@ -214,7 +210,6 @@ def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
 
 
 def test_check_names_a_taken_port(capsys):
-    """And no other."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -241,7 +236,6 @@ def test_check_asks_for_room_for_pushes(capsys, monkeypatch, mode, tensor, neede
 
 
 def test_check_names_what_is_not_there(capsys, monkeypatch):
-    """A package that isn't installed, too little memory for the ranks."""
     names = [name for name in dry_run.PACKAGES if name != "sglang"]
     here = [SimpleNamespace(name=name, version="1.0") for name in names]
     monkeypatch.setattr(dry_run, "distributions", lambda: here)

@@ -83,7 +83,6 @@ def engine(shared_engine, run, models):
 
 
 def pool_of(*engines):
-    """The pool of a run of one rank."""
     world = SimpleNamespace(rank=0, size=1, place=0)
     pool = Pool(list(engines), world, Timeline(0, time.monotonic), CONFIG)
     pool.awake = tuple(engine.rank for engine in pool.engines)
@@ -276,7 +275,6 @@ def test_a_first_answer_has_the_time_of_a_start():
     ],
 )
 def test_a_first_answer_that_does_not_come_ends_the_run(after_s, error, words):
-    """With the end of the log."""
     engine, clock = Compiling(after_s, error), VirtualClock()
     with pytest.raises(
         UserError, match=f"^the rollout engine of rank 0 {words}; the end of its log$"
@@ -437,7 +435,6 @@ def test_what_is_aborted_goes_on_as_if_it_had_stayed(engine, run):
 
 
 def test_answers_of_one_request_come_when_they_are_done(engine, run):
-    """A short one before a long one's end, which comes in parts."""
     short, long = requests_of([PROMPT] * 2, Sampling(1.0, 30, ignore_eos=True), seeds=[1, 2])
     parts = run(stream(engine, [long._replace(limit=2 * STREAM_INTERVAL + 40), short]))
     ends = [part.index for part in parts if part.finish]
@@ -569,7 +566,6 @@ def test_another_seed_writes_another_answer(engine, run):
 
 
 def test_pushed_weights_are_served_under_their_version(engine, run, models, monkeypatch):
-    """Though they come in many buckets."""
     engine.dirty = True
     monkeypatch.setattr(wire, "BUCKET_BYTES", 100_000)
     model = hf_model(models[1])
@@ -583,7 +579,6 @@ def test_pushed_weights_are_served_under_their_version(engine, run, models, monk
 
 @pytest.mark.parametrize("message", ["its model has None", r"its model has \[", "was pushed no"])
 def test_a_wrong_push_is_refused(engine, run, models, message):
-    """A tensor of an unknown name, of another shape, and none."""
     engine.dirty = True
     (name, tensor), *others = hf_model(models[1]).named_parameters()
     pushed = {"its model has None": [("nothing.weight", tensor)], "was pushed no": []}
@@ -593,7 +588,6 @@ def test_a_wrong_push_is_refused(engine, run, models, message):
 
 
 def test_sleep_and_wake(engine, run, models, monkeypatch):
-    """What still runs is aborted; when it has its weights again, it answers."""
     moves, move = [], engine._move
 
     def noted(path, *deadline_s, **body):
@@ -665,7 +659,6 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
 
 
 def test_what_cannot_be_served_is_refused(tmp_path, models):
-    """Where somebody listens."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port}.*is in use: choose another --port"):

@@ -117,7 +117,6 @@ def evaluate_in(model, tmp_path):
 
 
 def read(out):
-    """The rows, as the problems stand."""
     rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     return sorted(rows, key=lambda row: row["prompt"])
 
@@ -182,7 +181,6 @@ def lose_the_engine():
 
 
 def stopped_evaluation(evaluate_in, five):
-    """Lose the engine of an evaluation after two prompts."""
     with pytest.raises(UserError, match="no rollout engine is left"):
         evaluate_in(FakePool(five, 2, lose_the_engine), "--samples", "3")
 
@@ -252,7 +250,6 @@ def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
 
 @pytest.mark.parametrize("verb", ["die", "hang"])
 def test_an_engine_that_is_gone_ends_an_evaluation(verb):
-    """In one line, while answers are awaited."""
     engine = FakeEngine("genrm", 0, Device(0, []), lambda *_: text_answer("7" * 4000))
     clock, config = VirtualClock(), parse_config(["eval", "--model", "m", "--samples", "1"])
     prompt, tasks = data.Prompt([ord("7"), ord("+")], "", None), Tasks()

@@ -41,7 +41,6 @@ NORMS = ("critic/grad_norm", "train/grad_norm")
 
 @pytest.fixture(scope="module")
 def result_of(tmp_path_factory):
-    """By layout what its schedules made."""
     models = tmp_path_factory.mktemp("models")
     batches = [make_samples(step) for step in range(3)]
     references = {}
@@ -144,7 +143,6 @@ def train(reference: dict, layout: dict, path: str) -> dict:
 
 
 def cases() -> Iterator:
-    """Layouts and schedules."""
     for layouts, marks in ((FIRST, ()), (OTHERS, pytest.mark.slow)):
         for layout, (*_, sizes) in layouts.items():
             for schedule in sizes["schedules"][1:]:

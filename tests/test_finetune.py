@@ -38,7 +38,6 @@ COMMANDS = ("sft", "rm", "dpo")
 
 
 def config_of(command: str, model_dir: str) -> Config:
-    """A small run's."""
     room = dict(max_model_len=48, max_tokens_per_micro_batch=48)
     room |= dict(max_new_tokens=8, judge_max_new_tokens=8)
     rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5)
@@ -71,7 +70,6 @@ def plain_logprobs(model, sample: Sample) -> torch.Tensor:
 
 
 def plain_score(command: str, model, reference, sample: Sample) -> torch.Tensor:
-    """What a pair's margin is made of, one sequence at a time."""
     if command == "rm":
         # as transformers pools: at the last token
         return model(torch.tensor([sample.prompt])).logits[0, 0].double()
@@ -98,7 +96,6 @@ def plain_metrics(command: str, model, reference, examples: list) -> dict:
 
 
 def plain_learning(command: str, model_dir: str) -> dict:
-    """Three steps of plain transformers and AdamW, and held-out examples before and after."""
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     model, reference = kind.from_pretrained(model_dir), kind.from_pretrained(model_dir)
     optimizer = plain_optimizer(model)
@@ -334,7 +331,6 @@ BAD = {  # command, tokenizer -> rows, and what is said about them
 
 @pytest.mark.parametrize("how,row,message", [(how, *row) for how in BAD for row in BAD[how]])
 def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
-    """With file and line, in one line."""
     command, tokenizer = how.split()
     good = {"prompt": "1+1=", "chosen": ">2", "rejected": ">3"}
     if command == "sft":
@@ -352,7 +348,6 @@ def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
-    """On the demo's examples from new weights, as `run.py` puts it together."""
     models.new_model(tmp_path / "model", 0)
     end = end_turns_with(tmp_path / "model", "<unused59>")
     out, progress = tmp_path / "out", mock.MagicMock()

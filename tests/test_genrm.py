@@ -195,7 +195,6 @@ def sample(response, question="57+68=", finish="stop"):
 
 
 def run(work):
-    """On a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
         return runner.run(work)
 
@@ -234,7 +233,6 @@ def right_and_wrong(count):
 
 
 def test_identical_pairs_are_asked_once():
-    """Three samples, two pairs: two requests, whatever the working; a new step asks anew."""
     listed, engine = make_rewards(), Engine(accept)
     samples = [sample(">125"), sample("7+8+0=15;5+6+1=12;>125"), sample(">125", "60+65=")]
     score_all(listed, Pool(engine), samples)
@@ -266,7 +264,6 @@ def test_a_judge_is_asked_about_the_whole_conversation(name, label):
 
 @pytest.mark.parametrize("text,logprob,reward", [("Y", -0.35, 1), ("Y", -0.37, 0), ("N", -5, 0)])
 def test_confidence_floor(text, logprob, reward):
-    """An accept with one unlikely token counts as a reject; a reject stays one."""
     listed, judged = make_rewards(), sample(">125")
     score_all(listed, Pool(Engine(lambda prompt, number: (text, logprob, "stop"))), [judged])
     assert (judged.reward, judged.verdict) == (reward, bool(reward))
@@ -289,7 +286,6 @@ GRADES += [(numpy.float32(0.75), -0.1, 0.75, True), (numpy.int64(0), -0.1, 0.0, 
 
 @pytest.mark.parametrize("grade, logprob, reward, verdict", GRADES)
 def test_a_graded_verdict_is_the_reward(monkeypatch, grade, logprob, reward, verdict):
-    """Above 0.5 it accepts, and an accept with an unlikely token is a reject."""
     assert graded(monkeypatch, grade, logprob) == (reward, verdict)
 
 

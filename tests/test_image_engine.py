@@ -31,7 +31,6 @@ FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
 @pytest.fixture(scope="module")
 def run():
-    """On one event loop: an engine's HTTP session belongs to the loop that made it."""
     with asyncio.Runner() as runner:
         yield runner.run
 
@@ -69,7 +68,6 @@ def request_of(seeing, data, seed=0, limit=24):
 
 
 async def ask(engine, *requests):
-    """The whole answers, in the order of the requests, of one HTTP request."""
     answers = {}
     async for part in engine.generate(list(requests)):
         before = answers.get(part.index)
@@ -184,7 +182,6 @@ def test_a_groups_image_is_sent_once():
 
 @pytest.mark.parametrize("size", [0, 10, wire.PIECE_BYTES, 2 * wire.PIECE_BYTES + 1])
 def test_an_image_travels_in_pieces(size):
-    """As base64 that is never held whole."""
     files = {b"one": random.Random(0).randbytes(size), b"other": b"2"}
     each = files.items()
     first, second = (Image(name, (1, 2, 2), IMAGE, partial(bytes, file)) for name, file in each)

@@ -63,7 +63,6 @@ def plain_logprobs(model, reader: ImageReader, sample: Sample) -> torch.Tensor:
 
 
 def plain_reference(model_dir: str) -> dict:
-    """Three steps of plain transformers and AdamW."""
     reader = ImageReader(model_dir)
     samples = make_samples(reader)
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
@@ -90,7 +89,6 @@ def tensors_of(path: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory) -> dict:
-    """By family: the model directory, and what plain training makes of it."""
     path = tmp_path_factory.mktemp("models")
     more = {name: {} for name in FAMILIES} | {"qwen3_vl": dict(deepstack_visual_indexes=[0, 1])}
     model_dirs = {name: make_vision_model(path / name, name, **more[name]) for name in more}
@@ -107,7 +105,6 @@ def image_config(**changes):
 
 
 def step(actor, samples: list[Sample]) -> tuple[float, float]:
-    """One optimizer step of cross-entropy on this rank's share of samples; the mean loss, the norm."""
     mine = as_sequences([samples[actor.dp_rank :: actor.dp_size]])[0]
     packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
     stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), LR)
@@ -115,7 +112,6 @@ def step(actor, samples: list[Sample]) -> tuple[float, float]:
 
 
 def train(reference: dict, sizes: dict, path: str) -> dict:
-    """Three steps under one layout."""
     actor, samples = Actor(image_config(**sizes), reference["model_dir"]), reference["samples"]
     mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
     rows = dict(zip(mine, actor.read_tokens([[samples[number] for number in mine]]), strict=True))

@@ -44,7 +44,6 @@ TEXT = st.lists(st.integers(6, 20), max_size=4)
 
 @st.composite
 def prompts(draw):
-    """Text and images in turns: collapsed tokens, and the images."""
     images = draw(st.lists(IMAGES, max_size=4))
     parts = [*([*draw(TEXT), IMAGE] for _ in images), draw(TEXT)]
     return [token for part in parts for token in part], images

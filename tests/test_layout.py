@@ -57,7 +57,6 @@ def test_a_model_is_cut_by_its_own_sizes():
 
 @given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())
 def test_what_is_written_is_read(engines, actor, critic, reference, default):
-    """Whatever the default is: of sizes, too."""
     holders = Holders(tuple(sorted(engines)), actor, critic, reference)
     assert holders_from(str(holders), default) == holders
     assert ranks_from(ranks_in_words(holders.engines)) == holders.engines
@@ -90,7 +89,6 @@ def test_words_that_people_write():
     ],
 )
 def test_words_that_nobody_can_read(text, message):
-    """One line, which names the setting and the word."""
     check_problem(dict(placement=text), 2, message)
 
 
@@ -152,7 +150,6 @@ def test_placements_that_cannot_be(text, changes, size, message):
     ],
 )
 def test_rows_of_the_table(text, size, engines, actor, critic):
-    """Every rank holds something; the reference is the actor's."""
     holders = make_holders(Config(placement=text, algorithm=PPO), size)
     expected = Holders(engines, Shape(actor), Shape(critic), Shape(actor))
     assert holders == expected and holders.is_apart == (text == "standalone")

@@ -122,7 +122,6 @@ def plain_value_step(model, optimizer, samples: list[Sample]) -> dict[str, float
 
 
 def plain_critic(model_dir: str) -> dict:
-    """Three updates of plain transformers and AdamW."""
     model = AutoModelForSequenceClassification.from_pretrained(model_dir)
     optimizer, batches, metrics = plain_optimizer(model), [], []
     for step, lr in enumerate(CRITIC_RATES):
@@ -138,7 +137,6 @@ def plain_critic(model_dir: str) -> dict:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory) -> dict:
-    """By family what plain training makes of an actor, and of a critic."""
     path = tmp_path_factory.mktemp("models")
     found = {}
     for family, tied in (("qwen3", False), ("qwen2", True)):

@@ -146,7 +146,6 @@ def gather(actor) -> dict:
 
 
 def train(model_dir: str, sizes: dict, path: str) -> list[dict]:
-    """What every rank found."""
     actor = Actor(actor_config(**sizes), model_dir)
     found = gathered(gather(actor))
     close(actor)

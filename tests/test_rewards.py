@@ -30,7 +30,6 @@ ROOT = Path(__file__).parent.parent
 
 
 def write(tmp_path, text):
-    """A user's file."""
     path = tmp_path / "mine.py"
     path.write_text(text)
     return str(path)
@@ -364,7 +363,6 @@ SAID += [("3+9=12", "length", "12", False)]
 
 @pytest.mark.parametrize("text, finish, key, is_right", SAID)
 def test_the_rule_number_compares_last_numbers(text, finish, key, is_right):
-    """Whatever the final answer is by --judge-format."""
     fields = dict(text=text + "<|9|>", plain_text=text, answer=text, finish=finish, answer_key=key)
     sample = rewards.TextSample(0, 0, [1], **fields)
     assert rewards.load("reward", "number").function(sample) == is_right
@@ -377,12 +375,10 @@ def test_what_has_no_answer_key_can_t_be_compared(rule, key):
 
 
 def safe_rlhf(**settings):
-    """As on the command line."""
     return ("safe_rlhf", *(f"{name}={value}" for name, value in settings.items()))
 
 
 def constraint(**changes):
-    """Safe-RLHF's row."""
     settings = {"cost_limit": 0.2, "lagrange_init": 0.5} | changes
     return algorithm_of(Config(algorithm=safe_rlhf(**settings), cost_rule=("length:50",)))
 

@@ -59,7 +59,6 @@ def prompts_of(tokenizer, tmp_path, *rows, **how):
 
 
 def calling(*calls):
-    """A turn that calls tools."""
     return turn("assistant", "", tool_calls=[*calls])
 
 
@@ -210,7 +209,6 @@ def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
 
 
 def test_what_tools_and_calls_spell_is_text(with_template, tmp_path):
-    """No special token comes from them."""
     tokenizer = with_template(QWEN3)
     end = tokenizer.eos_token_id
     counts = []
@@ -301,7 +299,6 @@ def test_a_setting_is_read_as_json_else_as_text(directory, loaded, value):
 
 
 def test_thinking_is_switched_off(with_template, loaded):
-    """As by transformers' keyword."""
     tokenizer, _ = loaded(QWEN3, "enable_thinking=false")
     plain = with_template(QWEN3)
     tokens = data.encode(tokenizer, [ASKED])
@@ -328,7 +325,6 @@ def test_nothing_is_set_of_no_template(loaded, template):
 
 @pytest.mark.parametrize("command", ["rl", "sft", "rm", "dpo", "eval"])
 def test_settings_of_templates_are_those_of_every_command(command):
-    """Given once or several times."""
     judge = ["--judge", "j"] * (command == "rl")
     given = ["--template", "a=1", "b=2", "--template", "c=3"]
     assert parse_config([command, "--model", "m", *judge, *given]).template == ("a=1", "b=2", "c=3")
