@@ -295,15 +295,15 @@ def near_a_kink(groups, config) -> bool:
 @pytest.mark.parametrize("row", ROWS)
 @settings(max_examples=20, deadline=None)
 @given(**STEP)
-def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(
-    row, groups, changes, parts, seed, stale_part, start_column
-):
-    config, rng = settings_of(row, **changes), random.Random(seed)
+def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(row, **drawn):
+    """Loss, slopes and sums, over micro-batches in any order, each with its targets in any order."""
+    groups, parts, start_column = drawn["groups"], drawn["parts"], drawn["start_column"]
+    config, rng = settings_of(row, **drawn["changes"]), random.Random(drawn["seed"])
     if near_a_kink(groups, config):
         return
     samples, answers = with_advantages(samples_of(groups), config), answers_of(groups)
     now = {(key, t): token[2] for key, tokens in answers for t, token in enumerate(tokens)}
-    stale = {place: rng.random() < stale_part for place in now}
+    stale = {place: rng.random() < drawn["stale_part"] for place in now}
     start = {key: [token[1] for token in tokens] for key, tokens in answers}
     micro_batches = [[] for _ in range(parts)]
     for sample in samples:

@@ -53,9 +53,8 @@ def model(monkeypatch):
 
 def batch_of(lengths: list[int], cp: int, rank: int) -> MicroBatch:
     """Of padded sequences of these lengths."""
-    return make_micro_batches(
-        [[([0], [0] * length) for length in lengths]], cp, rank, tp_with_sp=1
-    )[0]
+    packed = [[([0], [0] * length) for length in lengths]]
+    return make_micro_batches(packed, cp, rank, tp_with_sp=1)[0]
 
 
 @pytest.mark.parametrize("way", ["attend_by_length", "attend_at_once"])
@@ -68,9 +67,8 @@ def test_the_ranks_attend_as_the_whole_sequences_do(model, way):
         lengths = [size * (2 * cp if cp > 1 else 1) for size in sizes]
         tensors = [torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, kv_heads, kv_heads)]
         whole = [x.clone().requires_grad_() for x in tensors]
-        expected = torch.cat(
-            [plain(*parts, SCALE) for parts in zip(*(x.split(lengths) for x in whole), strict=True)]
-        )
+        pieces = zip(*(x.split(lengths) for x in whole), strict=True)
+        expected = torch.cat([plain(*parts, SCALE) for parts in pieces])
         slope = torch.randn_like(expected)
         (expected * slope).sum().backward()
         query, key, value = ours = [x.clone().requires_grad_() for x in tensors]
@@ -97,10 +95,7 @@ def test_rotary_embedding_rounds_once():
     rotated = rotate(x, *packing_of(batch, frequencies).rope)
     angles = (positions.float() * frequencies).double()[:, None]
     first, second = x.double().chunk(2, -1)
-    turned = (
-        first * angles.cos() - second * angles.sin(),
-        second * angles.cos() + first * angles.sin(),
-    )
-    expected = torch.cat(turned, -1).bfloat16()
+    cos, sin = angles.cos(), angles.sin()
+    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).bfloat16()
     assert rotated.dtype == torch.bfloat16
     assert (rotated == expected).float().mean() > 0.999

@@ -412,19 +412,12 @@ def test_the_key_of_an_answer(tmp_path):
         assert found == [*expected.values()]
 
 
-NO_NUMBER = "finds no key in 'a'; for number"
+READ = genrm.FORMATS["number"].read_key
+RULED = {"needs": {"a rule": genrm.number_key}}
 UNUSABLE_KEYS = [  # key, what else is asked of it, what is said
-    (
-        {"answr": 7},
-        {"needs": {"a rule": str}},
-        "`answer` is missing, for a rule; .* prompt, answr$",
-    ),
-    ({"answer": "a"}, {"needs": {"a rule": genrm.number_key}}, f"a rule {NO_NUMBER}"),
-    (
-        {"answer": "a"},
-        {"read_key": genrm.FORMATS["number"].read_key},
-        "--judge-format finds no key",
-    ),
+    ({"answr": 7}, {"needs": {"a rule": str}}, "`answer` is missing, for a rule; .* prompt, answr"),
+    ({"answer": "a"}, RULED, "a rule finds no key in 'a'; for number"),
+    ({"answer": "a"}, {"read_key": READ}, "--judge-format finds no key"),
 ]
 
 
@@ -436,11 +429,8 @@ def test_a_key_that_cannot_be_used_is_named_where_keys_are_needed(tmp_path, key,
 
 def test_messages_and_a_prompt_that_say_the_same(tmp_path):
     """Are the turns of `messages`."""
-    rows = [
-        {"messages": CHAT[1:], "prompt": CHAT[1]["content"]},
-        {"messages": CHAT, "prompt": CHAT},
-    ]
-    one, two = read(tmp_path, rows)
+    plain = {"messages": CHAT[1:], "prompt": CHAT[1]["content"]}
+    one, two = read(tmp_path, [plain, {"messages": CHAT, "prompt": CHAT}])
     assert (text_of(one), two.turns) == ("What is 2+2?", CHAT)
 
 

@@ -221,9 +221,10 @@ def test_check_names_a_taken_port(capsys):
     assert "cpu/decoder.cpp\n! ports" in printed and "ports" in printed.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "mode,tensor,needed", [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]
-)
+ROOM = [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]
+
+
+@pytest.mark.parametrize("mode,tensor,needed", ROOM)
 def test_check_asks_for_room_for_pushes(capsys, monkeypatch, mode, tensor, needed):
     """MB of two tensors of so many numbers: all of them, or of each engine a bucket with the last."""
     shapes = {"one": [tensor], "other": [tensor]}

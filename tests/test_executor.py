@@ -75,9 +75,8 @@ def megatron_run(works: list, schedule: str):
             run = get_forward_backward_func(groups.pp.size(), None)
             work.stats = run(forward_step_func=step, model=module, **how)
         config.no_sync_func = config.finalize_model_grads_func = None
-        work.passes = [
-            executor.Pass("", Task(0, 0, backward, 0), 0.0, 1.0) for backward in (False, True)
-        ]
+        done = (Task(0, 0, backward, 0) for backward in (False, True))
+        work.passes = [executor.Pass("", task, 0.0, 1.0) for task in done]
 
 
 @contextmanager

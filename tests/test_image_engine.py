@@ -29,12 +29,6 @@ TEXT = [10, 11, 63, 7 + ALPHABET.index("|"), 7 + ALPHABET.index(">"), 18]  # spe
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
 
-@pytest.fixture(scope="module")
-def run():
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def seeing(run, request, tmp_path_factory):
     """An engine, and two directories of weights for it. It takes images of up to 64 features, 256

@@ -14,13 +14,13 @@ from examples.make_demo.closing import close
 from images.reader import ImageReader
 from parallel_worker import actor_config, gathered, save, set_constants, weights_of
 from sample import Sample
+from test_actor import plain_steps
 from training.trainer import as_sequences
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
 from workers import trained_by_tier
 
 LR = 1e-3
-SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64, weight_decay=0.0)
-CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
+SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64)
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 FIRST = {"tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": True})}
 # name -> ranks, sizes
@@ -66,18 +66,13 @@ def plain_reference(model_dir: str) -> dict:
     reader = ImageReader(model_dir)
     samples = make_samples(reader)
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     with torch.no_grad():
         logprobs = [plain_logprobs(model, reader, sample).tolist() for sample in samples]
-    steps = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        tokens = sum(len(sample.response) for sample in samples)
-        loss = -sum(plain_logprobs(model, reader, sample).sum() for sample in samples) / tokens
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
-        optimizer.step()
-        steps.append((loss.item(), norm.item()))
+
+    def loss_of(step: int) -> torch.Tensor:
+        return -torch.cat([plain_logprobs(model, reader, sample) for sample in samples]).mean()
+
+    steps = plain_steps(model, range(3), loss_of, [LR] * 3)
     model.save_pretrained(f"{model_dir}/trained")  # which gives tensors their names in a directory
     known = {"model_dir": model_dir, "samples": samples, "logprobs": logprobs, "steps": steps}
     return known | {"weights": tensors_of(f"{model_dir}/trained"), "before": tensors_of(model_dir)}

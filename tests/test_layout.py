@@ -101,6 +101,7 @@ def check_problem(changes, size, message):
 
 
 STANDALONE = dict(placement="standalone")
+FUSED = dict(schedule="fused", algorithm=PPO)
 OTHER_SIZES = "engines=0-3 actor=0-3 critic=0-3:tp2"
 CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
 
@@ -121,18 +122,8 @@ CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
         ("split", dict(algorithm=PPO), 1, "= 1 doesn't divide the 0 ranks of critic"),
         ("standalone", dict(algorithm=PPO), 2, "rank 0, which keeps the prompts, needs an engine"),
         ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
-        (
-            "split",
-            dict(schedule="fused", algorithm=PPO),
-            4,
-            "--schedule fused needs actor and critic on",
-        ),
-        (
-            OTHER_SIZES,
-            dict(schedule="fused", algorithm=PPO),
-            4,
-            "needs actor and critic on the same",
-        ),
+        ("split", FUSED, 4, "--schedule fused needs actor and critic on"),
+        (OTHER_SIZES, FUSED, 4, "needs actor and critic on the same"),
         (CRITIC_BESIDE, dict(ahead=1, algorithm=PPO), 3, "--ahead 1 needs engines on ranks that"),
     ],
 )

@@ -11,20 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import parallel_worker
 import test_actor
 from algorithms import ALGORITHMS, algorithm_of
-from parallel_worker import (
-    actor_config,
-    balanced,
-    critic_config,
-    far,
-    gathered,
-    set_overlap,
-    weights_of,
-)
+from parallel_worker import actor_config, balanced, critic_config, far, gathered, weights_of
 from sample import Sample
 from scheduling.balance import flat
-from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_optimizer
+from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
 from test_critic import make_value_model, plain_values, trained_on, with_returns
 from workers import trained_by_tier
 
@@ -49,90 +42,87 @@ LAYOUTS = OTHERS | FIRST
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
-def plain_step(model, optimizer, samples: list[Sample], config) -> dict[str, float]:
+def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
+    """The mean over tokens of the policy's loss; its metrics are added."""
     algorithm = algorithm_of(config)
     kept = [sample for sample in samples if sample.advantages is not None]
-    tokens = sum(len(sample.response) for sample in kept)
-    sums = dict.fromkeys(("loss", "entropy", "kl", "clip_frac"), 0.0)
-    optimizer.zero_grad()
+    sums, losses = dict.fromkeys(("entropy", "kl", "clip_frac"), 0.0), []
     for sample in kept:
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
         ratio = (logprobs - torch.tensor(sample.logprobs)).exp()
         advantages = torch.tensor(sample.advantages)
         clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        loss = -torch.min(ratio * advantages, clipped * advantages)
-        (loss.sum() / tokens).backward()
-        sums["loss"] += loss.sum().item()
+        losses.append(-torch.min(ratio * advantages, clipped * advantages))
         sums["entropy"] += entropy.sum().item()
         sums["kl"] -= ratio.log().sum().item()
         sums["clip_frac"] += (clipped * advantages < ratio * advantages).sum().item()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), test_actor.CLIP_GRAD).item()
-    optimizer.step()
-    means = {f"train/{name}": x / tokens for name, x in sums.items()}
-    return means | {"train/grad_norm": grad_norm, "train/tokens": tokens}
+    tokens = sum(len(sample.response) for sample in kept)
+    metrics.append({f"train/{name}": x / tokens for name, x in sums.items()})
+    metrics[-1] |= {"train/tokens": tokens, "train/skipped": 0.0, "train/not_finite": 0.0}
+    return torch.cat(losses).mean()
 
 
 def plain_actor(model_dir: str) -> dict:
     """Three updates of plain transformers and AdamW. Batch 1 is off-policy: the clip has work to do."""
     config = actor_config()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    optimizer = plain_optimizer(model)
     batches, metrics = [], []
-    for step, lr in enumerate(test_actor.LEARNING_RATES[:3]):
+
+    def loss_of(step: int) -> torch.Tensor:
         samples, noise = make_samples(step), random.Random(step)
         for sample in samples:
             with torch.no_grad():
                 sample.true_logprobs = plain_logprobs(model, sample, config.temperature)[0].tolist()
             sample.logprobs = [x + (step == 1) * noise.gauss(0, 0.3) for x in sample.true_logprobs]
-        batches.append(copy.deepcopy(samples))
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
-        metrics.append(plain_step(model, optimizer, samples, config))
-        metrics[-1] |= {"train/skipped": 0.0, "train/not_finite": 0.0, "train/lr": lr}
+        batches.append(samples)
+        return plain_loss(model, config, metrics, samples)
+
+    rates = test_actor.LEARNING_RATES[:3]
+    steps = zip(metrics, plain_steps(model, range(3), loss_of), rates, strict=True)
+    for row, (loss, norm), lr in steps:
+        row |= {"train/loss": loss, "train/grad_norm": norm, "train/lr": lr}
     assert metrics[1]["train/clip_frac"] > 0.05
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {"model_dir": model_dir, "batches": batches, "metrics": metrics, "weights": weights}
+    known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
+    return known | {"weights": test_actor.copies(model)}
 
 
-def plain_value_step(model, optimizer, samples: list[Sample]) -> dict[str, float]:
-    """One step token by token; and the metrics from their definitions."""
-    loss, cut, clip, known = 0.0, 0, 0.2, []
-    optimizer.zero_grad()
+def plain_value_loss(model, metrics: list, samples: list[Sample]) -> torch.Tensor:
+    """Token by token; and the metrics from their definitions."""
+    losses, cut, clip, known = [], 0, 0.2, []
     for sample in samples:
         columns = (plain_values(model, sample), sample.returns["reward"], sample.old_values)
         for value, target, old in zip(*columns, strict=True):
             edge = torch.tensor(old + math.copysign(clip, value.item() - old))
             near = value if old - clip <= value <= old + clip else edge
-            loss = loss + max((value - target) ** 2, (near - target) ** 2) / 2
+            losses.append(max((value - target) ** 2, (near - target) ** 2) / 2)
             cut += ((near - target) ** 2 > (value - target) ** 2).item()
             known.append((target, old))
-    (loss / len(known)).backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), test_actor.CLIP_GRAD).item()
-    optimizer.step()
     of_errors = statistics.pvariance([target - old for target, old in known])
     of_returns = statistics.pvariance([target for target, _ in known])
-    return {
-        "critic/value_loss": loss.item() / len(known),
-        "critic/clip_frac": cut / len(known),
-        "critic/explained_variance": 1 - of_errors / of_returns,
-        "critic/return_mean": statistics.fmean(target for target, _ in known),
-        "critic/grad_norm": grad_norm,
-        "critic/skipped": 0.0,
-        "critic/not_finite": 0.0,
-    }
+    row = dict(clip_frac=cut / len(known), explained_variance=1 - of_errors / of_returns)
+    row |= dict(return_mean=statistics.fmean(target for target, _ in known))
+    row |= dict(skipped=0.0, not_finite=0.0)
+    metrics.append({f"critic/{name}": value for name, value in row.items()})
+    return torch.stack(losses).mean()
 
 
 def plain_critic(model_dir: str) -> dict:
     model = AutoModelForSequenceClassification.from_pretrained(model_dir)
-    optimizer, batches, metrics = plain_optimizer(model), [], []
-    for step, lr in enumerate(CRITIC_RATES):
+    batches, metrics = [], []
+
+    def loss_of(step: int) -> torch.Tensor:
         samples = trained_on(step)
         values = [plain_values(model, sample).tolist() for sample in samples]
-        batches.append(copy.deepcopy(with_returns(samples, values, step)))
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
-        metrics.append(plain_value_step(model, optimizer, batches[-1]) | {"critic/lr": lr})
+        batches.append(with_returns(samples, values, step))
+        return plain_value_loss(model, metrics, copy.deepcopy(samples))
+
+    found = plain_steps(model, range(3), loss_of, CRITIC_RATES)
+    steps = zip(metrics, found, CRITIC_RATES, strict=True)
+    for row, (loss, norm), lr in steps:
+        row |= {"critic/value_loss": loss, "critic/grad_norm": norm, "critic/lr": lr}
     assert 0.1 < metrics[0]["critic/clip_frac"] < 0.9
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {"model_dir": model_dir, "batches": batches, "metrics": metrics, "weights": weights}
+    known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
+    return known | {"weights": test_actor.copies(model)}
 
 
 @pytest.fixture(scope="session")
@@ -222,7 +212,7 @@ def summary(everyone: list[tuple]) -> dict:
 def train(references: dict, layout: dict, path: str) -> dict:
     """Both models under one layout: Megatron's sizes, and `bucket`, see `set_overlap`."""
     sizes = dict(layout)
-    set_overlap(sizes.pop("bucket", None))
+    parallel_worker.set_overlap(sizes.pop("bucket", None))
     actor = train_actor(references["actor"], sizes, f"{path}/actor")
     critic = train_critic(references["critic"], sizes, f"{path}/critic")
     return {"actor": actor, "critic": critic, "path": Path(path)}

@@ -277,9 +277,7 @@ def test_the_date_in_a_prompt_is_always_the_same(directory, loaded):
 
 
 SHOWN = "{% if x is defined %}{{ x | tojson }}{% endif %}" + TEMPLATE
-VALUES = (
-    r"""False|TRUE|None|true|-1.5|null|"true"|[1, {}]|1 May 2025|é😀'"{%|NaN||a=b|"\u00e9\n\""""
-)
+VALUES = r"""False|TRUE|None|true|-1.5|null|"true"|[1, {}]|1 May|é😀'"{%|NaN||a=b|"\u00e9\n\""""
 TEMPLATES = [SHOWN, {"default": SHOWN, "tool_use": "{{ x }}"}, {"default": SHOWN, "tool_use": ""}]
 
 
@@ -305,9 +303,7 @@ def test_thinking_is_switched_off(with_template, loaded):
     assert tokens == oracle(plain, [ASKED], enable_thinking=False) != oracle(plain, [ASKED])
 
 
-UNKNOWN = (
-    "role=x loop=1 messages=1 enable_thinkng=false think=false enable_thinking =1 enable-thinking=1"
-)
+UNKNOWN = "role=x loop=1 messages=1 enable_thinkng=0 think=0 enable_thinking =1 enable-thinking=1"
 
 
 @pytest.mark.parametrize("setting", UNKNOWN.split())
