@@ -54,16 +54,11 @@ def image_of(*shape):
 
 
 @given(prompts())
-def test_collapse_is_the_inverse_of_expand(prompt):
+def test_collapse_is_the_inverse_of_expand_and_positions_are_transformers(prompt):
     collapsed, images = prompt
     expanded = tokens.expand(collapsed, images)
     assert expanded.count(IMAGE) == sum(image.features for image in images)
     assert tokens.collapse(expanded, images) == collapsed
-
-
-@given(prompts())
-def test_positions_are_transformers(prompt):
-    collapsed, images = prompt
     apart = []
     for token in collapsed:
         apart += [3, token, 4] if token == IMAGE else [token]
