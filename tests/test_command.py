@@ -165,6 +165,7 @@ DAMAGES = [
     ("config.json", saying(rope_parameters="x"), "config.json: "),
     ("config.json", saying(dtype="float33"), "config.json: .*float33"),
     ("config.json", saying(num_key_value_heads=0), "config.json: "),
+    ("config.json", saying(attention_bias=True), "not supported: attention_bias"),
     ("config.json", saying(model_type=["qwen3"]), "model_type .* is not supported"),
     ("generation_config.json", saying(eos_token_id=[2, 400]), "has 401 tokens"),
     ("generation_config.json", saying(eos_token_id="2"), "eos_token_id is a number"),
