@@ -315,19 +315,11 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(machine, monkeypatch, built_for
     assert parse_config([]).device == "cpu"
 
 
-@pytest.mark.parametrize(
-    "python,libc,words",
-    [
-        ((3, 14), ("glibc", "2.39"), "(make install PYTHON=python3.11), and this is 3.14"),
-        ((3, 12), ("glibc", "2.31"), "this is glibc 2.31"),
-        ((3, 12), ("", ""), "this is another libc"),
-        ((3, 11), ("glibc", "2.34"), ""),
-        ((3, 13), ("glibc", "2.41"), ""),
-    ],
-)
-def test_what_the_wheels_need(python, libc, words):
-    found = supported.lacks(python, libc)
-    assert words in found and bool(words) == bool(found)
+def test_what_the_wheels_need():
+    assert not supported.lacks((3, 11), ("glibc", "2.34"))
+    assert not supported.lacks((3, 13), ("glibc", "2.41"))
+    assert "this is glibc 2.31" in supported.lacks((3, 12), ("glibc", "2.31"))
+    assert "this is another libc" in supported.lacks((3, 12), ("", ""))
 
 
 def test_make_says_so_before_it_installs(tmp_path):

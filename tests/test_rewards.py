@@ -354,16 +354,14 @@ def test_the_rules_that_are_there():
     assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>")] == [1.0, 0.0, 1.0]
 
 
-SAID = [("3+9=12", "stop", "12", True), ("It is 12.0, I'd say", "stop", "$12", True)]
-SAID += [("It is 13", "stop", "12", False), ("No idea", "stop", "12", False)]
-SAID += [("3+9=12", "length", "12", False)]
+def test_the_rule_number_compares_last_numbers():
+    def says(text, key="12", finish="stop"):
+        fields = dict(text=text + "<|9|>", plain_text=text, answer=text, finish=finish)
+        sample = rewards.TextSample(0, 0, [1], answer_key=key, **fields)
+        return rewards.load("reward", "number").function(sample)
 
-
-@pytest.mark.parametrize("text, finish, key, is_right", SAID)
-def test_the_rule_number_compares_last_numbers(text, finish, key, is_right):
-    fields = dict(text=text + "<|9|>", plain_text=text, answer=text, finish=finish, answer_key=key)
-    sample = rewards.TextSample(0, 0, [1], **fields)
-    assert rewards.load("reward", "number").function(sample) == is_right
+    assert says("3+9=12") and says("It is 12.0, I'd say", "$12")
+    assert not says("It is 13") and not says("No idea") and not says("3+9=12", finish="length")
 
 
 @pytest.mark.parametrize("rule, key", [("right", None), ("number", None), ("number", "Paris")])
