@@ -18,7 +18,6 @@ import config
 import data
 import models
 import run
-from chat_templates import GEMMA
 from commands import dry_run, finetune
 from engines import fleet
 from engines.engine import Engine, EngineLost
@@ -28,6 +27,7 @@ from launched import ROOT, Run
 from placement import make_plans
 from runtime import atomic_files, hf_directory
 from support.rows import jsonl
+from support.templates import GEMMA
 from training import model
 from training.hf_weights import HFWeights
 from training.model import check_models

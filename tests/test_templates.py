@@ -11,12 +11,12 @@ import pytest
 import data
 import genrm
 import rewards
-from chat_templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 from commands.finetune import parse_pair, parse_rm, parse_sft
 from config import Config, UserError, parse_config
 from models import TEMPLATE, save_tokenizer
 from runtime.templates import TODAY
 from support.rows import jsonl
+from support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 
 
 @pytest.fixture(scope="module")
