@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu import megatron
+from training import model
 from training.model import packing_of, rotate
 from training.packing import MicroBatch, make_micro_batches, zigzag
 
@@ -42,15 +42,6 @@ def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how) -> Tensor
     return torch.cat([plain(*piece, scale) for piece in zip(*parts, strict=True)])
 
 
-@pytest.fixture
-def model(monkeypatch):
-    megatron.install()
-    from training import model
-
-    monkeypatch.setattr(model, "varlen_attn", varlen)
-    return model
-
-
 def batch_of(lengths: list[int], cp: int, rank: int) -> MicroBatch:
     """Of padded sequences of these lengths."""
     packed = [[([0], [0] * length) for length in lengths]]
@@ -58,8 +49,10 @@ def batch_of(lengths: list[int], cp: int, rank: int) -> MicroBatch:
 
 
 @pytest.mark.parametrize("way", ["attend_by_length", "attend_at_once"])
-def test_the_ranks_attend_as_the_whole_sequences_do(model, way):
+def test_the_ranks_attend_as_the_whole_sequences_do(monkeypatch, way):
     """Outputs, and gradients: of keys and values summed over the ranks, as the all-gather's backward does."""
+
+    monkeypatch.setattr(model, "varlen_attn", varlen)
 
     @given(LENGTHS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, HEADS]), st.integers(0, 9))
     def check(sizes, cp, kv_heads, seed):

@@ -110,21 +110,13 @@ def plain_learning(command: str, model_dir: str) -> dict:
     return known | {"metrics": metrics, "weights": copies(model)}
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("models")
-    policy = make_model(path / "actor", "qwen3", tied=True)
-    value_model = make_value_model(path / "rm", "qwen3", tied=False)
-    models_of = dict.fromkeys(COMMANDS, policy) | {"rm": value_model}
-    return {command: plain_learning(command, model) for command, model in models_of.items()}
-
-
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_learns_as_the_plain_reference(command, references, single_rank, monkeypatch):
+def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank, monkeypatch):
     """Metrics, gradients (their norm, and where they take the weights), and held-out metrics. DPO
     begins at its reference, where the margin is 0 and the loss log 2; then it leaves it."""
     set_constants(monkeypatch.setattr)
-    reference = references[command]
+    make, is_tied = (make_value_model, False) if command == "rm" else (make_model, True)
+    reference = plain_learning(command, make(tmp_path / "model", "qwen3", tied=is_tied))
     learner = finetune.Learner(config_of(command, reference["model_dir"]))
     found = [learner.measure(reference["held_out"])]
     found += [learner.step(batch) for batch in reference["batches"]]
@@ -373,10 +365,9 @@ def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone,
     (home / "chat_template.jinja").unlink()
     (home / "special_tokens_map.json").write_text(json.dumps({"pad_token": pad} if pad else {}))
     if is_alone:
-        path = home / "tokenizer.json"
-        found = json.loads(path.read_text())
+        found = json.loads((home / "tokenizer.json").read_text())
         found["added_tokens"] = found["added_tokens"][2:]
-        path.write_text(json.dumps(found))
+        (home / "tokenizer.json").write_text(json.dumps(found))
     settings = json.loads((home / "config.json").read_text())
     (home / "config.json").write_text(json.dumps(settings | {"pad_token_id": None}))
     rows = [{"prompt": "1" * n, "chosen": "2" * n, "rejected": "3"} for n in range(1, 5)] * 8
@@ -402,16 +393,14 @@ def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone,
     theirs = AutoModelForSequenceClassification.from_pretrained(exported)
     assert tokenizer.pad_token == padded_with
     assert theirs.config.pad_token_id == tokenizer.pad_token_id
-    batches = [([text.prompt], "right") for text in texts]
+    batches = [{"input_ids": [text.prompt]} for text in texts]
     if padded_with:
-        batches = [([text.prompt for text in texts], side) for side in ("left", "right")]
+        whole = {"input_ids": [text.prompt for text in texts]}
+        batches = [tokenizer.pad(whole, padding_side=side) for side in ("left", "right")]
     found = []
-    for ids, side in batches:
-        batch = {"input_ids": ids}
-        if padded_with:
-            batch = tokenizer.pad(batch, padding_side=side)
-        batch = {name: torch.tensor(column) for name, column in batch.items()}
+    for batch in batches:
+        columns = {name: torch.tensor(column) for name, column in batch.items()}
         with torch.no_grad():
-            found += theirs(**batch).logits[:, 0].tolist()
+            found += theirs(**columns).logits[:, 0].tolist()
     assert found == pytest.approx(ours * (len(found) // len(ours)), abs=1e-5)
     assert max(ours) - min(ours) > 1e-3
