@@ -284,18 +284,15 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
         read(actor, rows_of(rows, *range(9)), "--eval-samples", 2)
 
 
-@pytest.mark.parametrize(
-    "answers,more,message",
-    [
+def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows):
+    for answers, more, message in (
         ((1, None), (), "^{}:2: `answer` is missing, for --eval-data; the row has "),
         ((), (), "^--eval-data {}: the file holds no row$"),
         (("x" * 9, ""), ("--judge-format", "number"), "^{}:1: --judge-format finds no key in"),
-    ],
-)
-def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows, answers, more, message):
-    own = rows_of(tmp_path / "own.jsonl", *answers)
-    with pytest.raises(config.UserError, match=message.format(own)):
-        read(actor, rows, "--eval-data", own, *more)
+    ):
+        own = rows_of(tmp_path / "own.jsonl", *answers)
+        with pytest.raises(config.UserError, match=message.format(own)):
+            read(actor, rows, "--eval-data", own, *more)
 
 
 def test_a_quantized_judge_needs_cuda(actor, tmp_path):
@@ -358,15 +355,13 @@ def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch)
         read(actor, rows, "--template", "x=1")
 
 
-@pytest.mark.parametrize("more,fits", [(0, True), (1, False)])
-def test_a_prompt_leaves_room_for_its_answer(actor, tmp_path, more, fits):
+def test_a_prompt_leaves_room_for_its_answer(actor, rows):
     tokenizer = data.load_tokenizer(str(actor))
     longest = max(n for n in range(501) if len(data.encode(tokenizer, "7" * n)) == 500)
-    row = {"prompt": "7" * (longest + more)}
-    rows = jsonl(tmp_path / "rows.jsonl", [GOOD_ROW, row])
-    with nullcontext() if fits else pytest.raises(config.UserError, match=r"rows\.jsonl:2"):
-        inputs = read(actor, rows)
-        assert (inputs.sampling.temperature, inputs.sampling.max_new_tokens) == (1.0, 12)
+    sampling = read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * longest}])).sampling
+    assert (sampling.temperature, sampling.max_new_tokens) == (1.0, 12)
+    with pytest.raises(config.UserError, match=r"rows\.jsonl:2"):
+        read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * (longest + 1)}]))
 
 
 def test_what_a_start_refuses(monkeypatch):

@@ -448,18 +448,15 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     assert all("im_" in tokenizer.decode(prompt) for prompt in seen[1:] if "im_" in attack)
 
 
-SILENT = [([5, 0], [0, 8], "judge A: none of the first 5 .*-format addition harm")]
-SILENT += [([0, 10], [18, 0], "judge B: none of the first 10 ")]
-
-
-@pytest.mark.parametrize("failed,parsed,named", SILENT)
-def test_each_judge_must_speak(monkeypatch, failed, parsed, named):
+def test_each_judge_must_speak(monkeypatch):
     """One that never gives a verdict stops the run, though the others do; one that did once doesn't."""
     monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
     config = Config(model="m", judge=("A",), cost_judge=("B",), judge_format=("addition", "harm"))
-    with pytest.raises(ValueError, match=named):
-        genrm.check_judges(config, (failed, parsed))
-    genrm.check_judges(config, (failed, [count + 1 for count in parsed]))
+    with pytest.raises(ValueError, match=r"judge A: none of the first 5 .*-format addition harm"):
+        genrm.check_judges(config, ([5, 0], [0, 8]))
+    with pytest.raises(ValueError, match="judge B: none of the first 10 "):
+        genrm.check_judges(config, ([0, 10], [18, 0]))
+    genrm.check_judges(config, ([5, 10], [1, 1]))
 
 
 def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():

@@ -82,31 +82,23 @@ def error_of(seeing, request, answer, model=0):
     return (torch.tensor(answer.logprobs) - expected).abs().max().item()
 
 
-def picture(mode, kind="PNG", rotated=False):
+def picture(mode, kind="PNG", **options):
     """A file of this mode, of noise, also in its alpha channel."""
     noise = pillow.open(io.BytesIO(encoded_picture(96, 64, seed=9)))
     image = noise.quantize(16) if mode == "P" else noise.convert(mode)
-    options = {"transparency": 3} if mode == "P" else {}
     if mode == "RGBA":
         image.putalpha(noise.getchannel(0))
-    if rotated:
-        options["exif"] = pillow.Exif()
-        options["exif"][0x0112] = 6  # to be turned by 90 degrees
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
+TURNED = pillow.Exif()
+TURNED[0x0112] = 6  # by 90 degrees
 ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
-FILES = {
-    "none": [],
-    "one": [ONE],
-    "three": [OTHER, ONE, OTHER],
-    "exif": [picture("RGB", "JPEG", rotated=True)],
-    "alpha": [picture("RGBA")],
-    "palette": [picture("P")],
-    "grey": [picture("L")],
-}
+FILES = {"none": [], "one": [ONE], "three": [OTHER, ONE, OTHER], "grey": [picture("L")]}
+FILES |= {"exif": [picture("RGB", "JPEG", exif=TURNED)], "alpha": [picture("RGBA")]}
+FILES |= {"palette": [picture("P", transparency=3)]}
 
 
 @pytest.mark.slow

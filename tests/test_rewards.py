@@ -108,13 +108,10 @@ def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_r
     assert sample.verdict == (mean > 0.5) or mean == pytest.approx(0.5)
 
 
-NUMBERS_OF_A_RULE = [(True, 1.0), (0, 0.0), (numpy.float32(0.5), 0.5), (Fraction(1, 4), 0.25)]
-
-
-@pytest.mark.parametrize("said, reward", NUMBERS_OF_A_RULE)
-def test_a_rule_says_any_real_number(said, reward):
-    sample = score([], [says(said), says(said, "cost")])
-    assert (sample.reward, sample.cost) == (reward, reward) and type(sample.reward) is float
+def test_a_rule_says_any_real_number():
+    for said, reward in ((True, 1), (0, 0), (numpy.float32(0.5), 0.5), (Fraction(1, 4), 0.25)):
+        sample = score([], [says(said), says(said, "cost")])
+        assert (sample.reward, sample.cost) == (reward, reward) and type(sample.reward) is float
 
 
 def test_what_says_none_isn_t_weighed():
