@@ -97,6 +97,9 @@ def test_sglang_takes_every_flag(models, monkeypatch):
         where = f"--preset {preset} --device {device} --dtype {dtype} --mode {mode} {deterministic}"
         config = parse_config([*where.split(), *["--rollout-tp", "2"] * (device == "cuda")])
         asked.append(server_flags(role, 1, 30002, models["7B"], config))
+        # of a judge, and of rollout that wakes between waves: nobody pushes weights then
+        keeps_weights = device == "cuda" and (role, mode) != ("rollout", "partial")
+        assert ("--enable-weights-cpu-backup" in asked[-1]) == keeps_weights
     how = dict(text=True, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     given = json.dumps(asked, default=str)
     found = subprocess.check_output([sys.executable, "-c", PARSE], input=given, **how)

@@ -8,7 +8,6 @@ import random
 import shutil
 import socket
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -339,16 +338,6 @@ def test_batched_attention_equals_one_request_at_a_time(request, kv_heads, decod
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         torch.testing.assert_close(outputs[i], torch.einsum("hqk,khd->qhd", weights, values))
         assert torch.equal(outputs[i], attention(slice(i, i + 1))[0][0])
-
-
-@pytest.mark.parametrize("who", ["partial rollout", "full rollout", "partial genrm"])
-def test_who_keeps_its_weights_while_it_sleeps(monkeypatch, models, who):
-    """On CUDA: a judge, and rollout that wakes between waves: nobody pushes weights then."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    mode, role = who.split()
-    config = replace(CONFIG, mode=mode, device="cuda", dtype="bfloat16")
-    flags = server.server_flags(role, 0, 30000, models[0], config)
-    assert ("--enable-weights-cpu-backup" in flags) == (who != "partial rollout")
 
 
 def test_murmur_hash_equals_the_reference():
