@@ -38,6 +38,8 @@ def critic_config(**changes) -> Config:
 
 def set_constants(patch: Callable = setattr) -> None:
     """A clip that cuts, engines that may be far off."""
+    from transformers import AutoConfig  # noqa: F401  each rank would take seconds to import it
+
     import actor
     from training import trainer
 
