@@ -91,6 +91,8 @@ def test_a_prompt_is_what_transformers_renders(with_template, tmp_path, template
 
 
 EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+TOOLS = [tool("weather", parameters={"type": "object"}), tool("clock")]
+WITH_TOOLS = {"messages": [ASKED], "tools": TOOLS}
 LEFT_OUT = [
     (QWEN3, [ASKED, turn("assistant", "So <think>x</think> 7"), ASKED], "the assistant's turn"),
     (QWEN3, [turn("developer", "Be brief."), ASKED], "leaves out the developer's turn"),
@@ -105,15 +107,19 @@ LEFT_OUT = [
     (CODER.replace(" + name", ""), [ASKED, CALLED, TOLD], "leaves out a tool call"),
     (GEMMA, [turn("system", "Be brief."), ASKED], "refuses turns: System role not supported"),
     (EACH.replace("m.role", "m.at | length"), [ASKED | {"at": 3}], "refuses turns: .* no len"),
+    (EACH, WITH_TOOLS, "ignores `tools`"),
+    (TEMPLATE, WITH_TOOLS, "ignores `tools`"),
+    (LLAMA3, WITH_TOOLS, "ignores `tools`"),
+    (QWEN3.replace("tool | tojson", "''"), WITH_TOOLS, "ignores `tools`"),
 ]
 
 
 @pytest.mark.parametrize("template,turns,message", LEFT_OUT)
 def test_what_a_template_leaves_out_is_refused(with_template, tmp_path, template, turns, message):
     """With file, line and role, when the rows are read; whatever else the prompt says."""
-    rows = ({"prompt": "What is 3+4?"}, {"messages": turns})
+    row = turns if isinstance(turns, dict) else {"messages": turns}
     with pytest.raises(UserError, match=rf"rows\.jsonl:2: the chat template in /\S+ .*{message}"):
-        prompts_of(with_template(template), tmp_path, *rows)
+        prompts_of(with_template(template), tmp_path, {"prompt": "What is 3+4?"}, row)
 
 
 def test_an_example_is_checked_as_a_prompt_is(with_template):
@@ -137,13 +143,10 @@ def test_an_example_is_checked_as_a_prompt_is(with_template):
         parse_sft(row, dropping, "f:3")
 
 
-TOOLS = [tool("weather", parameters={"type": "object"}), tool("clock")]
-
-
 def test_tools_go_to_the_template(with_template, tmp_path):
     """Of prompts and of examples, as transformers hands them over; a reward model is shown them, too."""
     tokenizer = with_template({"default": EACH, "tool_use": QWEN3})
-    [prompt] = prompts_of(tokenizer, tmp_path, {"messages": [ASKED], "tools": TOOLS})
+    [prompt] = prompts_of(tokenizer, tmp_path, WITH_TOOLS)
     expected = oracle(tokenizer, [ASKED], tools=TOOLS)
     assert prompt.tokens == expected and prompt.question == ASKED["content"]
     row = {"prompt": [ASKED], "chosen": "7", "rejected": "6", "tools": TOOLS}
@@ -181,12 +184,6 @@ def test_tools_that_can_t_be_read_are_refused(with_template, tmp_path, row, mess
         row = {"messages": [*row["messages"], TOLD]}
     with pytest.raises(UserError, match=r"rows\.jsonl:1: " + message):
         prompts_of(with_template(QWEN3), tmp_path, row)
-
-
-@pytest.mark.parametrize("template", [EACH, TEMPLATE, LLAMA3, QWEN3.replace("tool | tojson", "''")])
-def test_tools_that_a_template_ignores_are_refused(with_template, tmp_path, template):
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template in .* ignores `tools`"):
-        prompts_of(with_template(template), tmp_path, {"messages": [ASKED], "tools": TOOLS})
 
 
 def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
