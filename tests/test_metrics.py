@@ -231,6 +231,8 @@ def test_a_writer_of_metrics(tmp_path):
     # before `close`: a row is safe once written
     assert scalars_in(tmp_path, "b/loss") == {0: pytest.approx(0.123457), 3: 2}
     assert scalars_in(tmp_path, "tokens") == {0: 12345678}
+    with pytest.raises(KeyError):
+        scalars_in(tmp_path, "a/reason")
     writer.close()
     rounded = {"b/loss": 0.123457, "lr": 5.55e-7, "tokens": 12345678}
     rows = rows_in(tmp_path)
