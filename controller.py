@@ -234,7 +234,9 @@ async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple
     if not c.placement.is_shared:
         await c.world.wait_for_all()
         told = await c.world.gather((stats, bool(c.stop.asked)))
-        stats = dict(ChainMap(*(of_rank for of_rank, _ in told)))  # that of the first rank that has one
+        stats = dict(
+            ChainMap(*(of_rank for of_rank, _ in told))
+        )  # that of the first rank that has one
         stopping = any(asked for _, asked in told)
     stop_on_nan(c, stats, shares.of(c.placement.actor))
     return stats, stopping
