@@ -130,14 +130,11 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
 
 
 class Failing(FakeActor):
-    """Writes its part under a limit of the file size from the second save on, as on a disk that is full."""
-
-    saves = 0
+    """Writes its part of one save under a limit of the file size, as on a disk that is full."""
 
     def snapshot(self, folder):
         write, complete = super().snapshot(folder)
-        self.saves += 1
-        if self.saves != 2:
+        if f"step_{self.fails_at}." not in folder.parent.name:
             return write, complete
 
         def write_too_much():
@@ -148,21 +145,29 @@ class Failing(FakeActor):
         return write_too_much, complete
 
 
-def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
-    """The rank that fails says why, the checkpoint before stays, what was begun goes, later ones succeed."""
+@pytest.mark.parametrize("fails_at, save_every", [(1, 1), (3, 1), (1, 3)])
+def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(tmp_path, fails_at, save_every):
+    """Its rank says why, the checkpoint before stays, what was begun goes, later ones succeed. (1, 3): a stop's."""
+    controllers = []
 
-    def fail_on_rank_1(c):
+    def prepare(c):
         c.checkpoints.start_writer = AwaitedWriter
         if c.world.rank == 1:
             c.placement.actor.__class__ = Failing
+            c.placement.actor.fails_at = fails_at
+        if save_every == 3:
+            c.timeline.on_open = lambda *_: vars(c.stop).update(asked=15 * c.state.step)
 
-    how = dict(steps=3, save_every=1, out=tmp_path, prepare_controller=fail_on_rank_1)
-    controllers, _ = simulate("full", 2, **how)
+    is_last = (fails_at, save_every) != (1, 1)
+    why = f"step {fails_at} could not be saved: OSError: [Errno 27] File too large"
+    how = dict(save_every=save_every, out=tmp_path, prepare_controller=prepare)
+    with pytest.raises(RunLost, match=re.escape(why)) if is_last else contextlib.nullcontext():
+        simulate("full", 2, **how, controllers=controllers)
     (note,) = controllers[0].report.notes
-    why = "step 2 could not be saved: OSError: [Errno 27] File too large"
-    assert note.startswith(f"CHECKPOINT FAILED: {why}")
-    assert note.endswith("; that of step 1 stays the newest, training goes on")
-    assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3, 1]
+    left = "that of step 2 stays the newest" if fails_at == 3 else "there is none yet"
+    assert note == f"CHECKPOINT FAILED: {why}; {left}"
+    assert len(controllers[0].report.steps) == (1 if save_every == 3 else 3)
+    assert saved_steps(tmp_path) == {(1, 1): [3, 2], (3, 1): [2, 1], (1, 3): []}[fails_at, save_every]
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import data
 from commands import evaluate
-from config import UserError, parse_config
+from config import parse_config
 from demo import task  # noqa: F401  task adds the format
-from engines.engine import Answer, Sampling, seed_of
+from engines.engine import Answer, EngineLost, Sampling, seed_of
 from engines.fleet import Fleet
 from engines.pool import EngineStatus, Pool
 from examples.make_demo import models
@@ -47,7 +47,7 @@ class FakePool:
             yield answer
 
     def status(self):
-        return EngineStatus(Counter(), Counter(), {})
+        return EngineStatus(Counter(), Counter(), 0)
 
     def apply_status(self, status):
         if not self.left:
@@ -91,6 +91,7 @@ def evaluate_in(model, tmp_path):
         given += ["--judge-format", "addition", "--max-new-tokens", "72", *more]
         fleet = create_autospec(Fleet, instance=True)
         fleet.connect.return_value = {"rollout": pool}
+        fleet.while_up = lambda work: work
         progress = FakeProgress()
         config = parse_config(["eval", *given])
         return asyncio.run(evaluate.evaluate(config, fleet, progress, stop or Stop())), progress
@@ -182,12 +183,12 @@ def five(model, tmp_path):
 
 
 def lose_the_engine():
-    raise UserError("no rollout engine is left to ask")
+    raise EngineLost("the rollout engine of rank 0 died")
 
 
 def stopped_evaluation(evaluate_in, five):
     """Lose the engine of an evaluation after two prompts."""
-    with pytest.raises(UserError, match="no rollout engine is left"):
+    with pytest.raises(EngineLost):
         evaluate_in(FakePool(five, 2, lose_the_engine), "--samples", "3")
 
 
@@ -265,15 +266,16 @@ def test_an_engine_that_is_gone_ends_an_evaluation(verb):
         await pool.wake()
         clock.call_later(5, engine.die if verb == "die" else engine.hang)
         prompts = dict.fromkeys(range(3), data.Prompt([ord("7"), ord("+")], "", None))
-        async with asyncio.timeout(30):
-            tasks = Tasks()
+        fleet = Fleet(config, FakeWorld(0, 1, {}))
+        fleet._engines = [engine]
+        async with asyncio.timeout(30), Tasks() as tasks:
             for number, prompt in prompts.items():
                 asked = evaluate.ask(number, prompt, pool, Sampling(1.0, 5000), config)
                 tasks.start(number, asked)
-            await evaluate.wait_for_answers(tasks, pool, Stop(), FakeProgress())
+            await fleet.while_up(evaluate.wait_for_answers(tasks, pool, Stop(), FakeProgress()))
 
-    line = "no genrm engine is left to ask: the genrm engine of rank 0 (died|gave no sign of life)"
-    with pytest.raises(UserError, match=line):
+    line = "the genrm engine of rank 0 (died|gave no sign of life); the end of its log: "
+    with pytest.raises(EngineLost, match=line):
         run_on(clock, evaluation())
 
 
