@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import checkpoint
 import rollout
+from config import RunLost
 from fakes import AwaitedWriter, FakeActor, FakeSource, LateWriter, simulate
 from parallel_worker import far
 from runtime import atomic_files
@@ -147,7 +149,7 @@ class Failing(FakeActor):
 
 @pytest.mark.parametrize("fails_at, save_every", [(1, 1), (3, 1), (1, 3)])
 def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(tmp_path, fails_at, save_every):
-    """Its rank says why, the checkpoint before stays, what was begun goes, later ones succeed. (1, 3): a stop's."""
+    """Rank 1 says why, the checkpoint before stays, what was begun goes. (1, 3): a save at a stop."""
     controllers = []
 
     def prepare(c):
@@ -167,7 +169,9 @@ def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(tmp_path, fa
     left = "that of step 2 stays the newest" if fails_at == 3 else "there is none yet"
     assert note == f"CHECKPOINT FAILED: {why}; {left}"
     assert len(controllers[0].report.steps) == (1 if save_every == 3 else 3)
-    assert saved_steps(tmp_path) == {(1, 1): [3, 2], (3, 1): [2, 1], (1, 3): []}[fails_at, save_every]
+    assert (
+        saved_steps(tmp_path) == {(1, 1): [3, 2], (3, 1): [2, 1], (1, 3): []}[fails_at, save_every]
+    )
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -221,18 +225,19 @@ def test_exports_are_kept_while_checkpoints_go(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeActor, "whole_weights", lambda self: {"weight": 1}, raising=False)
     monkeypatch.setattr(FakeActor, "write_hf", write_hf, raising=False)
     how = dict(steps=6, save_every=2, save_hf_every=2, keep=1, out=tmp_path)
-    simulate("full", 1, **how, prepare_controller=fail_at_the_third)
+    with pytest.raises(RunLost):
+        simulate("full", 1, **how, prepare_controller=fail_at_the_third)
     assert saved_steps(tmp_path) == [4]
     exports = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("hf*/*/*"))
     assert exports == [f"hf/step_{step}/model.safetensors" for step in (2, 4)]
 
 
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
-LAYOUT_3 = """\
+LAYOUT_4 = """\
 ahead: aborted carried dropped filtered kept missing_groups moved stats tokens waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
 split step
-genrm: cached_tokens in_flight longest prompt_tokens request_s requests stalls tokens wakes
+genrm: cached_tokens in_flight longest prompt_tokens request_s requests tokens wakes
 groups: advantages answer_key cost critique finish greedy index logprobs media outcomes policy_logprobs \
 prompt prompt_id question reference_logprobs response returns reward row turns values verdict versions
 history: genrm hand_over_s lengths rollout serve_s split swap_s waves
@@ -264,7 +269,7 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
     for path in folder.glob("controllers/*"):
         found = names_in(json.loads(path.read_text()), "own") | found
     lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
-    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_3, 3)
+    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_4, 4)
 
 
 @pytest.fixture(scope="module")
