@@ -205,14 +205,18 @@ PLACES = ("evaluate", "serve", "exchange", "train", "sync", "report")
 
 
 def stopped_at(place, **how):
-    """The controllers of a run whose last rank is asked to stop when rank 0 is there the second time."""
+    """The controllers of a run that is asked to stop when rank 0 is there the second time.
+
+    Rank 1, which serves, is asked while it does, else the last one, which trains.
+    """
     controllers, seen = [], Counter()
+    rank = 1 if place in ("evaluate", "serve") else -1
 
     def reach(here, *_):
         seen[here] += 1
         if here == place and seen[here] == 2:
             delay = 0.1 if place in ("evaluate", "serve", "train") else 0.0
-            ask = lambda: vars(controllers[-1].stop).update(asked=SIGTERM)  # noqa: E731
+            ask = lambda: vars(controllers[rank].stop).update(asked=SIGTERM)  # noqa: E731
             asyncio.get_running_loop().call_later(delay, ask) if delay else ask()
 
     def prepare(c):

@@ -29,7 +29,7 @@ PROGRAMS = [*ROOT.glob("bench/*.py"), *ROOT.glob("tests/*chaos.py")]
 PROGRAMS += [ROOT / "papers" / "tables.py", ROOT / "tests" / "planted_bugs.py"]
 PROGRAMS += [ROOT / "reporting" / "figure.py"]
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
-TORCHRUN = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr"}
+TORCHRUN = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--signals-to-handle"}
 TORCHRUN |= {"--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
 
@@ -104,9 +104,9 @@ def test_every_mechanism_has_its_place_or_isnt_here():
 def test_the_loop_in_readme_is_the_code():
     source = (ROOT / "controller.py").read_text()
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.AsyncFunctionDef)]
-    (train,) = (node for node in functions if node.name == "train")
-    (block,) = re.findall(r"```python\n(async def train.*?)```", README.read_text(), re.DOTALL)
-    assert block.rstrip() == ast.get_source_segment(source, train)
+    (loop,) = (node for node in functions if node.name == "loop")
+    (block,) = re.findall(r"```python\n(async def loop.*?)```", README.read_text(), re.DOTALL)
+    assert block.rstrip() == ast.get_source_segment(source, loop)
 
 
 # ---------------------------------------------------------------- pages
