@@ -137,9 +137,7 @@ JOINED = """(lambda *_: dist.init_process_group(
     "gloo", store=dist.HashStore(), rank=0, world_size=1) or 1 / 0)"""  # torch changes sys.excepthook
 
 
-@pytest.mark.parametrize(
-    "start,status", [("lambda *_: ''", 0), ("lambda *_: 1 / 0", 1), (JOINED, 1)]
-)
+@pytest.mark.parametrize("start,status", [("lambda *_: ''", 0), (JOINED, 1)])
 def test_a_rank_never_comes_to_pythons_own_end(start, status):
     """With a group of NCCL that took minutes on an H100: its thread looked for a file that was removed."""
     program = "import atexit, run; import torch.distributed as dist; atexit.register(print, 'late')"
@@ -168,19 +166,25 @@ def test_a_thread_of_the_users_code_holds_nothing_up():
 async def work():
     waits = asyncio.create_task(asyncio.to_thread(time.sleep, 1000))
     await asyncio.sleep(0.1)
-    shutdown.exit_now(7, "its rule is late")
-shutdown.run(work(), shutdown.Stop())
+    return "its rule is late"
+shutdown.exit_now(7, shutdown.run(work(), shutdown.Stop()))
 """
     assert leave(program) == (7, "its rule is late\n")
 
 
 def test_lines_that_nobody_can_read_any_more_end_no_run():
     """A closed terminal refuses them, while the step is given up and saved."""
-    program = (
-        "import pty; from reporting.progress import Progress; terminal, shown = pty.openpty()\n"
-    )
-    program += "os.dup2(shown, 1); os.dup2(shown, 2); os.close(shown); os.close(terminal)\n"
-    program += "Progress(5, True).line('step 1'); shutdown.exit_now(7, 'stopped')"
+    program = """
+import pty
+from reporting.progress import Progress
+terminal, shown = pty.openpty()
+os.dup2(shown, 1)
+os.dup2(shown, 2)
+os.close(shown)
+os.close(terminal)
+Progress(5, True).line("step 1")
+shutdown.exit_now(7, "stopped")
+"""
     assert leave(program) == (7, "")
 
 
