@@ -175,7 +175,8 @@ async def collect(c: Controller) -> RolloutBatch:
         with c.timeline.span("serve"):
             async with step.tasks:
                 await MODES[c.placement.plan.mode](step)
-                await cut_off(c, step.tasks)
+                if sampler.num_in_flight:
+                    await cut_off(c, step.tasks)
     except Stopped:
         step.give_back()
         raise

@@ -3,8 +3,8 @@
 A user's error is one line, whatever the number of ranks, and status 2; a rank that torchrun starts again
 after one leaves at once. A lost engine or a full disk is one line and status 1. torchrun ends the other ranks
 with SIGTERM. While a run trains, the first of SIGNALS asks for a stop: the controllers agree on it, save and
-leave with status 0. A second one, one before training, or one where a rank of this machine is gone, cancels
-all work: 129, 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+leave with status 0. A second one, one before training, or one where a rank of this machine is gone, ends all
+work: 129, 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 import asyncio

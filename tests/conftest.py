@@ -85,13 +85,6 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     terminalreporter.line(f"to attach to a report: {gpu_report.write(table, failures, logs)}")
 
 
-@pytest.fixture(autouse=True)
-def any_load():
-    """sharded_checkpoint lets torch.load read nothing but tensors from then on, in children too."""
-    yield
-    os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)
-
-
 @pytest.fixture
 def single_rank(monkeypatch):
     """A process group of one, and none of Megatron's left behind."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import SavePlan
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
@@ -458,6 +459,22 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(make_actor, model_dir, 
         assert actor.version == version
         assert [supervised(actor, sequences, 1e-2) for _ in losses[version:]] == losses[version:]
         assert all(torch.equal(weights[name], x) for name, x in actor.named_weights())
+
+
+def test_numbers_that_no_rank_saved_are_missed(make_actor, model_dir, tmp_path):
+    """By torch in a save of several ranks, by a user's error in a load: a part of a tensor, too."""
+    actor = make_actor(model_dir)
+    write, complete = actor.snapshot(tmp_path)
+    plan, written = write()
+    of_another_rank = [SavePlan([], planner_data={}), []]
+    complete([[plan, written], of_another_rank])
+    lost = next(item for item in plan.items if ".layers." in item.index.fqn)  # of one layer
+    plan.items.remove(lost)
+    with pytest.raises(ValueError, match=f"{lost.index.fqn} invalid fill tensor-volume"):
+        complete([[plan, written], of_another_rank])
+    complete([[plan, written]])  # of a single rank torch doesn't look
+    with pytest.raises(UserError, match=f"^the checkpoint lacks numbers of {lost.index.fqn} "):
+        actor.restore(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------- micro-batches

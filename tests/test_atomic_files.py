@@ -142,7 +142,8 @@ def test_rows_are_added_whole(tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as ranks:
         list(ranks.map(lambda row: atomic_files.append(path, [row, row]), rows))
     monkeypatch.undo()
-    with full_disk(path.stat().st_size + 5), pytest.raises(RunLost, match=r"replay\.jsonl can't be written: File too large$"):
+    problem = r"replay\.jsonl can't be written: File too large$"
+    with full_disk(path.stat().st_size + 5), pytest.raises(RunLost, match=problem):
         atomic_files.append(path, rows)
     atomic_files.append(path, [rows[0], rows[0]])
     found = list(atomic_files.complete_rows(path))

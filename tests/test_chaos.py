@@ -62,7 +62,7 @@ MOST_LIVES = 4  # of a run to which something happens; in one more nothing does
 LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
 # of a run to which something happened, which may be started again
 CLEAR_STOPS = ("engine is left to ask", "didn't start again", "third failure in a row")
-LOST_TRACKS = "checkpoints is whole"  # of a start, after which a person has to decide
+LOST_TRACKS = "no whole checkpoint"  # of a start, after which a person has to decide
 MEMORY = "/dev/shm"  # where small files cost little
 
 
@@ -355,7 +355,8 @@ class Trial:
         worlds = [FakeWorld(rank, self.layout[1], meetings) for rank in range(self.layout[1])]
 
         async def prepare():
-            each = [checkpoint.prepare_out(config, world, lambda line: None) for world in worlds]
+            how = (config, checkpoint.contents_of(config))
+            each = [checkpoint.prepare_out(*how, world, lambda line: None) for world in worlds]
             return await asyncio.gather(*each, return_exceptions=True)
 
         points = asyncio.run(prepare())

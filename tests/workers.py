@@ -17,7 +17,7 @@ def train_layouts(script: str, path: Path, layouts: dict[str, tuple], **case) ->
     """By name what the layouts, (what, ranks, sizes) each, made in a script of parallel_worker.py's kind."""
     import torch
 
-    sizes = sorted({ranks for _, ranks, _ in layouts.values()})
+    sizes = list(dict.fromkeys(ranks for _, ranks, _ in layouts.values()))
     torch.save(case | {"layouts": layouts, "sizes": sizes}, path / "case.pt")
     run_worker(script, path / "case.pt", path / "result")
     found = {}
