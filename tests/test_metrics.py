@@ -279,6 +279,12 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25, 0.5)]
     c.state = State(groups_per_kept=1.25, history=history)
+    c.checkpoints = SimpleNamespace(saving=None)
+
+    async def at_once(work):
+        work()
+
+    loop.run_in_executor = lambda _, work: loop.create_task(at_once(work))
     progress = SimpleNamespace(line=lines.append, step=lambda *_: None)
     report = report_in(tmp_path, FakeWorld(0, 1, {}), progress)
     batch = batch_of([group_of(i, 1.0, 0.0, critique="c") for i in range(3)])
@@ -292,8 +298,12 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
             await asyncio.sleep(2.0)
         await report.step(c, 0, batch, batch.kept, {"train/loss": 0.5})
         report.evaluation(1, [*[(True, 0)] * 3, (False, 0)], c.timeline.now())
+        await report.written()
 
     loop.run_until_complete(one_step())
+    with full_disk(), pytest.raises(RunLost):  # after spans, which have no folder now
+        c.timeline.folder = None
+        loop.run_until_complete(one_step())
     read = lambda *_: (tmp_path / "metrics.jsonl").read_text().index("0.75")  # noqa: E731
     monkeypatch.setattr(tl, "read", lambda *a, real=tl.read: read() and real(*a))
     with full_disk(10_000) if is_full else contextlib.nullcontext():

@@ -77,16 +77,6 @@ def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken):
     again.check_as(unbroken)
 
 
-@pytest.mark.slow
-def test_a_lost_engine_ends_the_run_in_one_line_and_it_goes_on(tmp_path, longer):
-    """kill -9 of a server after a save: its owner says how it ended."""
-    kill = (saved(2), lambda run: run.engine("genrm", 1, "-m cpu.sglang").kill())
-    run = Run(tmp_path, *FIVE).struck(kill)
-    run.check_one_line("the genrm engine of rank 1 died (signal 9); the end of ", status=1)
-    run.check_nothing_is_left()
-    run.again().check_as(longer)
-
-
 def fill_the_disk(run: Run) -> None:
     """For the rows of one file."""
     (run.out / "samples.jsonl").rename(run.out / "before.jsonl")
@@ -145,33 +135,26 @@ def test_a_rank_that_trains_is_killed_while_others_serve_ahead(tmp_path):
     again.check_as(unbroken)
 
 
-def in_a_second(strike):
-    """Once the step after the first is served, and trained on."""
-    return lambda run: time.sleep(1) or strike(run)
-
-
 def terminate_all(run: Run) -> None:
     """As systemd and Slurm do."""
     for process in (run.launcher(), *run.launcher().children(recursive=True)):
         process.terminate()
 
 
-STOPS = {  # name -> what torchrun is run under, the strike
-    "SIGTERM to torchrun": ((), lambda run: run.launcher().terminate()),
-    "SIGTERM to every process": ((), terminate_all),
-    "SIGHUP under nohup": (
-        ("nohup",),
-        in_a_second(lambda run: run.launcher().send_signal(signal.SIGHUP)),
-    ),
+STOPS = {
+    "SIGTERM to torchrun": lambda run: run.launcher().terminate(),
+    "SIGTERM to every process": terminate_all,
+    "SIGHUP under nohup": lambda run: time.sleep(1) or run.launcher().send_signal(signal.SIGHUP),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STOPS)
 def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
-    """While it serves, or trains: what is done is saved, though no save was due, and goes on."""
-    under, stop = STOPS[name]
-    run = Run(tmp_path, *FIVE, "--save-every", "4", under=under).struck((rows_done(1), stop))
+    """While it serves, or a second later trains: what is done is saved, though no save was due."""
+    under = ("nohup",) if "nohup" in name else ()
+    run = Run(tmp_path, *FIVE, "--save-every", "4", under=under)
+    run.struck((rows_done(1), STOPS[name]))
     run.check_no_traceback_of_ours()
     run.check_nothing_is_left()
     done = len(run.rows())
@@ -214,18 +197,27 @@ def test_when_the_launcher_is_killed_the_ranks_and_their_engines_go(tmp_path):
     run.check_nothing_is_left()
 
 
-LOSSES = {
-    "a rank": lambda run: run.rank_processes()[1].kill(),
-    "an engine": lambda run: run.engine("rollout", 0, "sglang::scheduler").kill(),
+LOSSES = {  # name -> the strike, what is said
+    "a rank": (
+        lambda run: run.rank_processes()[1].kill(),
+        "interrupted: rank 1 of this machine is gone",
+    ),
+    "an engine": (
+        lambda run: run.engine("genrm", 1, "-m cpu.sglang").kill(),
+        "error: the genrm engine of rank 1 died (signal 9); the end of ",
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_dies_is_started_again_by_torchrun(tmp_path, longer, name):
-    """kill -9 after a save: torchrun starts all ranks again, and the run goes on by itself."""
-    run = Run(tmp_path, *FIVE, launch=("--max-restarts", "1"))
-    run.struck((saved(2), LOSSES[name])).check_as(longer)
+    """kill -9 after a save, one line, torchrun starts all ranks again, and the run goes on by itself."""
+    strike, line = LOSSES[name]
+    run = Run(tmp_path, *FIVE, launch=("--max-restarts", "1")).struck((saved(2), strike))
+    run.check_as(longer)
+    [said] = run.ours
+    assert said.startswith(line), said
     assert re.search(r"step_(\d), after \1 steps", run.stdout)
 
 
