@@ -230,15 +230,14 @@ async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple
     Where all ranks hold all models, all have these metrics, and they hear of a stop when they meet to serve.
     UserError after MAX_SKIPS skipped updates in a row.
     """
-
-    def total(parts: list[tuple[dict, bool]]) -> tuple[dict, bool]:
-        stats, asked = zip(*parts, strict=True)
-        return dict(ChainMap(*reversed(stats))), any(asked)
-
     stopping = False
     if not c.placement.is_shared:
         await c.world.wait_for_all()
-        stats, stopping = await c.world.reduce((stats, bool(c.stop.asked)), total)
+        told = await c.world.gather((stats, bool(c.stop.asked)))
+        stats = dict(
+            ChainMap(*(of_rank for of_rank, _ in told))
+        )  # that of the first rank that has one
+        stopping = any(asked for _, asked in told)
     stop_on_nan(c, stats, shares.of(c.placement.actor))
     return stats, stopping
 

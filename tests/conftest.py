@@ -3,6 +3,7 @@
 Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others.
 """
 
+import asyncio
 import gc
 import os
 import sys
@@ -83,6 +84,13 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     terminalreporter.write_line("\n".join(table[1:]))
     logs = sorted(config._tmp_path_factory.getbasetemp().rglob("*.log"))
     terminalreporter.line(f"to attach to a report: {gpu_report.write(table, failures, logs)}")
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs coroutines on one event loop: an engine's HTTP session belongs to the loop that made it."""
+    with asyncio.Runner() as runner:
+        yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, 400))
 
 
 @pytest.fixture

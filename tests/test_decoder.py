@@ -132,7 +132,6 @@ def some_tokens(length, seed=0):
 
 
 def test_logprobs_are_transformers(loaded):
-    """In float64: what the decoder rounds is within 1e-5."""
     tokens = some_tokens(90)
     with torch.no_grad():
         expected = loaded.oracle(tokens[None]).logits[0].log_softmax(-1)
@@ -314,7 +313,6 @@ def test_a_library_that_was_cut_is_compiled_anew(spoil, empty_cache):
 
 
 def test_several_processes_compile_at_once(empty_cache):
-    """Each finds a whole library under the same name, and no other file is left."""
     code = "from cpu import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled()))"
     how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
     both = [subprocess.Popen([sys.executable, "-c", code], **how) for _ in range(3)]
