@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from config import RunLost
 from runtime.world import World, is_alive
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -129,7 +130,7 @@ async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
         return await task
-    except RuntimeError:  # of a collective that another rank broke: that one says why, if it can
+    except (RuntimeError, RunLost):  # maybe only because another rank has gone, and has said why
         await asyncio.sleep(LOOK_S)
         reported = reported_file()
         if stop.has_lost_a_rank() or (reported and reported.exists()):

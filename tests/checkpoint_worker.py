@@ -1,12 +1,11 @@
 """What test_checkpoint.py starts as a process of its own: ranks save, then other layouts go on from that.
 
-Started as parallel_worker.py is. The reference is a model directory and three batches. A layout's result has,
+parallel_worker.py imports it. The reference is a model directory and three batches. A layout's result has,
 by rank, what was saved or restored, the metrics of the update that follows and the weights after it.
 """
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
@@ -18,7 +17,7 @@ from checkpoint import Checkpoints, restore
 from controller import State
 from data import Prompts
 from fakes import FakeSource
-from parallel_worker import balanced, critic_config, each_layout, gathered, main, weights_of
+from parallel_worker import balanced, critic_config, gathered, weights_of
 from reporting.timeline import Timeline
 from runtime.world import World
 from scheduling.balance import flat
@@ -114,10 +113,3 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
 def train(reference: dict, layout: dict, path: str) -> list[dict]:
     sizes = dict(layout)
     return asyncio.run(live(reference, sizes, path, saves=sizes.pop("saves", False)))
-
-
-if __name__ == "__main__":
-    import actor  # noqa: F401  before the fork
-    import critic  # noqa: F401
-
-    main(partial(each_layout, train))

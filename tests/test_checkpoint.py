@@ -271,7 +271,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     model_dir = make_model(out / "model", "qwen3", tied=True)
     references = {"both": {"batches": batches, "model_dir": model_dir}}
     layouts = {name: ("both", *layout) for name, layout in LAYOUTS.items()}
-    results = train_layouts("checkpoint_worker.py", out, layouts, references=references)
+    results = train_layouts("checkpoint_worker", out, layouts, references)
     return out / "checkpoints" / "step_2", results
 
 
