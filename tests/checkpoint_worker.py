@@ -79,13 +79,13 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
     c = controller_of(world, *models)
     *before, last = reference["batches"]
     out = Path(path).parent
+    c.checkpoints = Checkpoints(c.config, world, out, contents={})
     if saves:
         for batch in before:
             update(c, batch)
         c.state.step = 2
         torch.manual_seed(world.rank + 100)
         carry_answers(c.prompts, models[0])
-        c.checkpoints = Checkpoints(c.config, world, out, contents={})
         await c.checkpoints.save(c)
     else:
         await restore(c, out / "checkpoints" / "step_2")
