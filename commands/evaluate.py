@@ -73,7 +73,6 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
     await pool.wake()
     stop.graceful = True
     progress.resume_at(len(rows), len(problems))
-    tasks = Tasks()
 
     async def answer(number: int, problem: data.Prompt) -> None:
         answers = await ask(number, problem, pool, sampling, config)
@@ -83,10 +82,11 @@ async def evaluate(config: Config, fleet: Fleet, progress: Progress, stop: Stop)
         append(Path(config.out, "answers.jsonl"), [rows[number]])
         progress.done()
 
-    for number, problem in enumerate(problems):
-        if number not in rows:
-            tasks.start(number, answer(number, problem))
-    rate = await fleet.while_up(wait_for_answers(tasks, pool, stop, progress))
+    async with Tasks() as tasks:
+        for number, problem in enumerate(problems):
+            if number not in rows:
+                tasks.start(number, answer(number, problem))
+        rate = await fleet.while_up(wait_for_answers(tasks, pool, stop, progress))
     if len(rows) < len(problems):
         return f"stopped after {len(rows)} of {len(problems)} prompts"
     finish(config, list(rows.values()), rate, progress.line)

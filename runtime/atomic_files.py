@@ -84,7 +84,8 @@ def append(path: Path, rows: Iterable[Any]) -> None:
                 while left:  # a disk that is almost full takes a part, and refuses only the rest
                     left = left[file.write(left) :]
             except OSError:
-                file.truncate(end)
+                with contextlib.suppress(OSError):  # the first error says why
+                    file.truncate(end)
                 raise
     except OSError as error:
         raise RunLost(f"{path} can't be written: {error.strerror}") from None

@@ -2,10 +2,10 @@
 
 from fractions import Fraction
 
-PREFIXES = ("time/", "perf/", "occupancy/", "split/", "faults/")
+PREFIXES = ("time/", "perf/", "occupancy/", "split/")
 NAMES = "rollout/tokens rollout/tokens_carried rollout/carried_groups rollout/moved rollout/aborted"
 NAMES += " rollout/cache_hit_frac genrm/tokens genrm/response_len_max genrm/cache_hit_frac"
-NAMES += " genrm/p50_s genrm/p99_s genrm/timeouts train/seconds_spread"
+NAMES += " genrm/p50_s genrm/p99_s train/seconds_spread"
 
 
 def timing_free(row: dict) -> dict:

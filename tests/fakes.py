@@ -51,6 +51,9 @@ class FakeWorld(SimulatedWorld):
     async def broadcast(self, value):
         return (await self.gather(value))[0]
 
+    async def wait_for_all(self):
+        await self.barrier()
+
     async def gather_on_0(self, value):
         values = await self.gather(value)
         return [] if self.place else values

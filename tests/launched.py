@@ -43,10 +43,10 @@ def free_ports() -> int:
 class Run:
     """One `torchrun run.py` on a few ranks. `again` is the same command, started once more."""
 
-    def __init__(self, folder, *arguments, ranks=2, launch=(), out=None):
+    def __init__(self, folder, *arguments, ranks=2, launch=(), under=(), out=None):
         self.folder, self.ranks, self.out = folder, ranks, out or folder / "out"
         self.port, self._arguments = free_ports(), arguments
-        self._launch, self._seen = launch, set()
+        self._launch, self._under, self._seen = launch, under, set()
         self.status: int | None = None
         self.left: list[str] = []  # command lines of what outlived it
         self.bystander_spared = False  # whether it killed nobody else's process
@@ -54,7 +54,12 @@ class Run:
     def start(self) -> "Run":
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json"]
-        command += [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", self.ranks]
+        command += [
+            *self._under,
+            Path(sys.executable).with_name("torchrun"),
+            "--nproc-per-node",
+            self.ranks,
+        ]
         command += ["--master-port", self.port + PORTS - 1, *self._launch]
         command += ["run.py", *self._arguments, "--out", self.out, "--port", self.port]
         # seconds for a save after a signal, as the Makefile says
@@ -199,12 +204,12 @@ class Run:
     def check_no_traceback_of_ours(self) -> None:
         assert "Traceback" not in self.stdout and not IN_OUR_CODE.search(self.stderr), self.stderr
 
-    def check_one_line(self, *needles: str) -> None:
-        """Said once, in one line; ranks leave with status 2, and torchrun, which quotes the line, with 1."""
+    def check_one_line(self, *needles: str, status: int = 2) -> None:
+        """Said once, in one line; ranks leave with the status, and torchrun, which quotes it, with 1."""
         assert self.status == 1 and len(self.ours) == 1, self.stderr
         for needle in ("error: ", *needles):
             assert needle in self.ours[0], f"{needle!r} not in: {self.stderr}"
-        assert "exitcode  : 2 " in self.stderr, self.stderr
+        assert f"exitcode  : {status} " in self.stderr, self.stderr
         assert f"traceback : {self.ours[0]}" in self.stderr, self.stderr
         self.check_no_traceback_of_ours()
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config import RunLost
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 
@@ -120,8 +121,10 @@ def full_disk(size=0):
     """No file grows beyond `size` bytes: a write takes what fits, and the next one fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class Stingy(io.FileIO):
@@ -139,7 +142,8 @@ def test_rows_are_added_whole(tmp_path, monkeypatch):
     with ThreadPoolExecutor(4) as ranks:
         list(ranks.map(lambda row: atomic_files.append(path, [row, row]), rows))
     monkeypatch.undo()
-    with full_disk(path.stat().st_size + 5), pytest.raises(OSError, match="File too large"):
+    problem = r"replay\.jsonl can't be written: File too large$"
+    with full_disk(path.stat().st_size + 5), pytest.raises(RunLost, match=problem):
         atomic_files.append(path, rows)
     atomic_files.append(path, [rows[0], rows[0]])
     found = list(atomic_files.complete_rows(path))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 from functools import partial
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import rollout
+from config import RunLost
 from fakes import AwaitedWriter, FakeSource, LateWriter, simulate
 from parallel_worker import far
 from runtime import atomic_files
@@ -129,11 +131,15 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
 
 
-def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
-    """The rank that fails says why, the checkpoint before stays, what was begun goes, later ones succeed.
+@pytest.mark.parametrize("fails_at, every, left", [(2, 1, [3]), (3, 1, [2]), (1, 3, [])])
+def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(
+    tmp_path, fails_at, every, left
+):
+    """Rank 1 says why, the checkpoint before stays, what was begun goes, later ones succeed.
 
-    So do exports, each under its step; but they are all kept while checkpoints go.
+    So do exports, each under its step; but they are all kept while checkpoints go. (1, 3): at a stop.
     """
+    controllers = []
 
     def fail_on_rank_1(c):
         snapshot = c.placement.actor.snapshot
@@ -144,21 +150,29 @@ def test_a_full_disk_costs_a_line_and_no_step(tmp_path):
 
         def or_fail(folder):
             write, complete = snapshot(folder)
-            is_second = c.world.rank and "step_2." in str(folder)
-            return partial(write_too_much, folder / "big") if is_second else write, complete
+            fails = c.world.rank and f"step_{fails_at}." in str(folder)
+            return partial(write_too_much, folder / "big") if fails else write, complete
 
         c.placement.actor.snapshot = or_fail
         c.checkpoints.start_writer = AwaitedWriter
+        if fails_at < every:
+            c.timeline.on_open = lambda *_: vars(c.stop).update(asked=15 * c.state.step)
 
-    how = dict(steps=3, save_every=1, save_hf_every=1, keep=1, out=tmp_path)
-    controllers, _ = simulate("full", 2, **how, prepare_controller=fail_on_rank_1)
+    why = f"step {fails_at} could not be saved: OSError: [Errno 27] File too large"
+    how = dict(steps=3, save_every=every, save_hf_every=every, keep=1, out=tmp_path)
+    how |= dict(prepare_controller=fail_on_rank_1, controllers=controllers)
+    with contextlib.nullcontext() if 3 in left else pytest.raises(RunLost, match=re.escape(why)):
+        simulate("full", 2, **how)
     (note,) = controllers[0].report.notes
-    why = "step 2 could not be saved: OSError: [Errno 27] File too large"
-    assert note.startswith(f"CHECKPOINT FAILED: {why}")
-    assert note.endswith("; that of step 1 stays the newest")
-    assert len(controllers[0].report.steps) == 3 and saved_steps(tmp_path) == [3]
+    newest = "there is none yet"
+    if fails_at > 1:
+        newest = f"that of step {fails_at - 1} stays the newest"
+    assert note == f"CHECKPOINT FAILED: {why}; {newest}"
+    assert len(controllers[0].report.steps) == max(fails_at, *left, 0)
+    assert saved_steps(tmp_path) == left
+    exported = [step for step in (1, 2, 3) if every == 1 and step != fails_at]
     exports = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("hf*/*/*"))
-    assert exports == [f"hf/step_{step}/model.safetensors" for step in (1, 3)]
+    assert exports == [f"hf/step_{step}/model.safetensors" for step in exported]
 
 
 def test_a_save_without_all_numbers_ends_the_run(tmp_path):

@@ -1,11 +1,16 @@
 """The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in all modes."""
 
+import asyncio
+import functools
+import json
 from collections import Counter
+from signal import SIGTERM
 from types import SimpleNamespace
 
 import pytest
 
 import controller
+import rollout
 from config import Config
 from controller import State, advance
 from fakes import LEFTOVERS, FakeSource, batches_of, part_of, simulate, to_text, trained, write_on
@@ -188,3 +193,78 @@ def test_empty_steps_count_in_a_row():
         advance(c, RolloutBatch(missing_groups=missing))
         counts.append(c.state.empty_steps)
     assert counts == [1, 2, 0, 1] and c.state.step == 4
+
+
+STOPPED = {  # name -> how engines and trainers share the ranks
+    "in turns": dict(mode="full", size=2, prompts_per_step=4),
+    "side by side": dict(mode="partial", size=2, prompts_per_step=4),
+    "apart": dict(mode="partial", size=4, prompts_per_step=4, placement=APART),
+    "ahead": dict(mode="partial", size=4, prompts_per_step=4, placement=APART, ahead=1),
+}
+PLACES = ("evaluate", "serve", "exchange", "train", "sync", "report")
+
+
+def stopped_at(place, **how):
+    """The controllers of a run that is asked to stop when rank 0 is there the second time.
+
+    Rank 1, which serves, is asked while it does, else the last one, which trains.
+    """
+    controllers, seen = [], Counter()
+    rank = 1 if place in ("evaluate", "serve") else -1
+
+    def reach(here, *_):
+        seen[here] += 1
+        if here == place and seen[here] == 2:
+            delay = 0.1 if place in ("evaluate", "serve", "train") else 0.0
+            ask = lambda: vars(controllers[rank].stop).update(asked=SIGTERM)  # noqa: E731
+            asyncio.get_running_loop().call_later(delay, ask) if delay else ask()
+
+    def prepare(c):
+        report = c.report.step
+
+        async def collect(c):
+            batch = await rollout.collect(c)
+            reach("exchange")
+            return batch
+
+        async def step(*facts):
+            await report(*facts)
+            reach("report")
+
+        if c.world.rank == 0:
+            c.timeline.on_open, c.collect, c.report.step = reach, collect, step
+
+    return simulate(**how, controllers=controllers, prepare_controller=prepare)[0]
+
+
+def learned(controllers):
+    """What each step trained on, by which weights it was written."""
+    steps = range(len(controllers[0].report.steps))
+    rows = [sorted(trained(controllers, step).items()) for step in steps]
+    return [[(key, s.response, s.logprobs, s.versions, s.reward) for key, s in row] for row in rows]
+
+
+@functools.cache
+def unbroken(name):
+    controllers, _ = simulate(**STOPPED[name])
+    return learned(controllers), controllers[0].report.accuracies
+
+
+@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("save_every", [1, 3])
+def test_a_stop_is_saved_wherever_it_comes_and_goes_on(tmp_path, name, place, save_every):
+    """All ranks end at one step, with a batch that is whole, also where that step was saved before."""
+    how = STOPPED[name] | dict(save_every=save_every, out=tmp_path)
+    before = stopped_at(place, **how)
+    assert all(c.was_stopped for c in before)
+    (done,) = {c.state.step for c in before}
+    folder = tmp_path / "checkpoints" / f"step_{done}"
+    parts = [json.loads(path.read_text()) for path in folder.glob("controllers/*")]
+    is_kept = name == "ahead" or place == "exchange" or (name == "apart" and place != "train")
+    assert any(part["ahead"] for part in parts) == is_kept
+    after, _ = simulate(**how, resumed=folder)
+    samples, accuracies = unbroken(name)
+    assert learned(before) == samples[:done] and learned(before) + learned(after) == samples
+    assert before[0].report.accuracies | after[0].report.accuracies == accuracies
+    assert not any(c.was_stopped for c in after)

@@ -29,7 +29,14 @@ PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 # of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
-OF_OTHERS |= {"--rdzv-endpoint", "--rdzv-conf", "--help", "--nodes", "--shm-size"}
+OF_OTHERS |= {
+    "--rdzv-endpoint",
+    "--rdzv-conf",
+    "--help",
+    "--nodes",
+    "--shm-size",
+    "--signals-to-handle",
+}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
 
 
@@ -65,7 +72,7 @@ def test_every_place_exists(page):
 
 
 def test_the_loop_in_readme_is_the_code():
-    (block,) = re.findall(r"```python\n(async def train.*?)```", README.read_text(), re.DOTALL)
+    (block,) = re.findall(r"```python\n(async def loop.*?)```", README.read_text(), re.DOTALL)
     assert block.rstrip() in (ROOT / "controller.py").read_text().split("\n\n\n")
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import data
 from commands import evaluate
-from config import UserError, parse_config
+from config import parse_config
 from demo import task  # noqa: F401  task adds the format
-from engines.engine import Answer, Sampling, seed_of
+from engines.engine import Answer, EngineLost, Sampling, seed_of
 from engines.fleet import Fleet
 from engines.pool import EngineStatus, Pool
 from examples.make_demo import models
@@ -48,7 +48,7 @@ class FakePool:
             yield answer
 
     def status(self):
-        return EngineStatus(Counter(), Counter(), {})
+        return EngineStatus(Counter(), Counter(), 0)
 
     def apply_status(self, status):
         if not self.left:
@@ -109,6 +109,7 @@ def evaluate_in(model, tmp_path):
         given += ["--judge-format", "addition", "--max-new-tokens", "72", *more]
         fleet = create_autospec(Fleet, instance=True)
         fleet.connect.return_value = {"rollout": pool}
+        fleet.while_up = lambda work: work
         progress = FakeProgress()
         config = parse_config(["eval", *given])
         return asyncio.run(evaluate.evaluate(config, fleet, progress, stop or Stop())), progress
@@ -177,11 +178,11 @@ def five(writing, tmp_path):
 
 
 def lose_the_engine():
-    raise UserError("no rollout engine is left to ask")
+    raise EngineLost("the rollout engine of rank 0 died")
 
 
 def stopped_evaluation(evaluate_in, five):
-    with pytest.raises(UserError, match="no rollout engine is left"):
+    with pytest.raises(EngineLost):
         evaluate_in(FakePool(five, 2, lose_the_engine), "--samples", "3")
 
 
@@ -258,13 +259,15 @@ def test_an_engine_that_is_gone_ends_an_evaluation(verb):
         pool = Pool([engine], FakeWorld(0, 1, {}), Timeline(0, clock.time), config)
         await pool.wake()
         clock.call_later(5, engine.die if verb == "die" else engine.hang)
-        for number in range(3):
-            tasks.start(number, evaluate.ask(number, prompt, pool, Sampling(1.0, 5000), config))
-        async with asyncio.timeout(30):
-            await evaluate.wait_for_answers(tasks, pool, Stop(), FakeProgress())
+        fleet = Fleet(config, FakeWorld(0, 1, {}))
+        fleet._engines = [engine]
+        async with asyncio.timeout(30), tasks:
+            for number in range(3):
+                tasks.start(number, evaluate.ask(number, prompt, pool, Sampling(1.0, 5000), config))
+            await fleet.while_up(evaluate.wait_for_answers(tasks, pool, Stop(), FakeProgress()))
 
-    line = "no genrm engine is left to ask: the genrm engine of rank 0 (died|gave no sign of life)"
-    with pytest.raises(UserError, match=line):
+    line = "the genrm engine of rank 0 (died|gave no sign of life); the end of its log: "
+    with pytest.raises(EngineLost, match=line):
         run_on(clock, evaluation())
 
 

@@ -1,6 +1,7 @@
 """The metrics of a step from hand-worked facts, and what rank 0 writes."""
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
@@ -10,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from columns import numbers
-from config import Config
+from config import Config, RunLost
 from controller import State
 from fakes import FakeWorld, VirtualClock
 from reporting import timeline as tl
@@ -99,13 +100,13 @@ def test_metrics_of_a_step_in_which_nothing_happened():
 def test_metrics_of_serving_by_hand():
     """Three rollout engines of two ranks each and one of genrm, which decode two answers each."""
     rollout = RequestStats(tokens=90, request_s=9.0, prompt_tokens=50, cached_tokens=20, wakes=1)
-    genrm = RequestStats(tokens=100, longest=40, request_s=3.0, wakes=2, stalls=1)
+    genrm = RequestStats(tokens=100, longest=40, request_s=3.0, wakes=2)
     config = Config(rollout_tp=2, max_running_requests=2)
     seconds = dict(serve_s=2.0, swap_s=0.25, hand_over_s=0.5)
     stats = StepStats(Split("partial", 6, 1), rollout, genrm, 1, **seconds)
     expected = numbers("""
-        time/swap_s=0.25 split/swaps=3 split/rollout_ranks=6 split/tail=0 genrm/timeouts=1
-        genrm/tokens=100 genrm/response_len_max=40 rollout/cache_hit_frac=2/5
+        time/swap_s=0.25 split/swaps=3 split/rollout_ranks=6 split/tail=0 genrm/tokens=100
+        genrm/response_len_max=40 rollout/cache_hit_frac=2/5
         genrm/cache_hit_frac=0 occupancy/rollout=9/12 occupancy/genrm=3/4""")
     assert serving_metrics(stats, config) == expected
     alone = StepStats(Split("partial", 6, 0), rollout, RequestStats(), 1, 0.0, 0.0, 0.0)
@@ -224,7 +225,7 @@ def test_a_line_a_step(capsys, is_main):
 def test_a_writer_of_metrics(tmp_path):
     """A row a step with sorted names and six digits, and text as it is; numbers in TensorBoard, too, which
     forgets the curves from the step on at which a run goes on."""
-    writer = MetricsWriter(tmp_path, print)
+    writer = MetricsWriter(tmp_path)
     first = {"b/loss": 0.123456789, "lr": 5.55e-7, "tokens": 12345678.0, "a/reason": "3|1: why"}
     writer.write(0, first)
     writer.write(3, {"b/loss": 2.0})
@@ -238,30 +239,19 @@ def test_a_writer_of_metrics(tmp_path):
     rows = rows_in(tmp_path)
     assert rows == [{"step": 0, "a/reason": "3|1: why"} | rounded, {"step": 3, "b/loss": 2.0}]
     assert list(rows[0]) == ["step", "a/reason", "b/loss", "lr", "tokens"]
-    writer = MetricsWriter(tmp_path, print, purge_step=2)
+    writer = MetricsWriter(tmp_path, purge_step=2)
     writer.write(2, {"b/loss": 9.0})
     writer.close()
     assert scalars_in(tmp_path, "b/loss") == {0: pytest.approx(0.123457), 2: 9}
 
 
-@pytest.mark.parametrize("fits, shown", [(False, [0, 1, 2, 3, 4]), (True, [0, 3, 4])])
-def test_rows_that_cannot_be_written_wait(tmp_path, monkeypatch, fits, shown):
-    """They cost two lines: all are there then, in order. fits: metrics.jsonl; TensorBoard's file doesn't."""
+@pytest.mark.parametrize("room, name", [(0, "metrics.jsonl"), (60, "tensorboard")])
+def test_a_row_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, room, name):
+    """Whichever file is the first to find the disk full."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's thread tells, too
-    said = []
-    writer = MetricsWriter(tmp_path, said.append)
-    writer.write(0, {"x": 0.0})
-    (board,) = tmp_path.glob("tensorboard/*")
-    with full_disk(board.stat().st_size if fits else 0):
-        writer.write(1, {"x": 1.0})
-        writer.write(2, {"x": 2.0})
-    writer.write(3, {"x": 3.0}, "of rank 1")
-    assert len(said) == 1 and said[0].startswith(f"RECORDS NOT WRITTEN: {tmp_path}: [Errno 27] ")
-    writer.write(4, {"x": 4.0})
-    writer.close()
-    assert said[1:] == ["records are written again, and all rows of metrics.jsonl are there"]
-    assert rows_in(tmp_path) == [{"step": step, "x": step} for step in range(5)]
-    assert sorted(scalars_in(tmp_path, "x")) == shown
+    writer = MetricsWriter(tmp_path)
+    with full_disk(room), pytest.raises(RunLost, match=f"{name} can't be written: File too large"):
+        writer.write(0, {"x": 0.0})
 
 
 def report_in(out, world, progress=None):
@@ -273,8 +263,8 @@ def report_in(out, world, progress=None):
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
-    """An object a step, two groups' first samples; trace and picture at the end. is_full: the disk,
-    after the first step: it costs a line, and another at the end."""
+    """An object a step, two groups' first samples; trace and picture at the end. is_full: the disk, which
+    has room for rows alone: the picture costs a line."""
     (tmp_path / "spans").mkdir()
     run = {"placement": "colocate", "mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))
@@ -283,6 +273,12 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25, 0.5)]
     c.state = State(groups_per_kept=1.25, history=history)
+    c.checkpoints = SimpleNamespace(saving=None)
+
+    async def at_once(work):
+        work()
+
+    loop.run_in_executor = lambda _, work: loop.create_task(at_once(work))
     progress = SimpleNamespace(line=lines.append, step=lambda *_: None)
     report = report_in(tmp_path, FakeWorld(0, 1, {}), progress)
     batch = batch_of([group_of(i, 1.0, 0.0, critique="c") for i in range(3)])
@@ -296,20 +292,17 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
             await asyncio.sleep(2.0)
         await report.step(c, 0, batch, batch.kept, {"train/loss": 0.5})
         report.evaluation(1, [*[(True, 0)] * 3, (False, 0)], c.timeline.now())
+        await report.written()
 
     loop.run_until_complete(one_step())
-    if is_full:
-        batch.missing_groups = 0
-        with full_disk():
-            loop.run_until_complete(one_step())
-            report.close()
-        full, _, at_the_end = lines[4:]
-        assert full.startswith(f"RECORDS NOT WRITTEN: {tmp_path}: [Errno 27] File too large")
-        assert at_the_end.startswith(f"{tmp_path}: trace.json or timeline.png could not be written")
-        return
+    with full_disk(), pytest.raises(RunLost):  # after spans, which have no folder now
+        c.timeline.folder = None
+        loop.run_until_complete(one_step())
     read = lambda *_: (tmp_path / "metrics.jsonl").read_text().index("0.75")  # noqa: E731
     monkeypatch.setattr(tl, "read", lambda *a, real=tl.read: read() and real(*a))
-    report.close()  # whose last row comes first: a run that is killed as it draws has it
+    with full_disk(10_000) if is_full else contextlib.nullcontext():
+        report.close()  # whose last row comes first: a run that is killed as it draws has it
+    assert ("timeline.png could not be written: [Errno 27] File too large" in lines[-1]) == is_full
     first, last = rows_in(tmp_path)
     expected = numbers("""
         step=0 eval/accuracy=0.25 eval/pass@1=0.125 eval/pass@2=0.25
@@ -325,7 +318,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     assert all(list(s) == FIELDS.split() for s in samples)
     assert samples[0]["response"] == "<b>*" and samples[0]["reward"] == 1.0
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
+    assert is_full or (tmp_path / "timeline.png").stat().st_size > 1000
 
 
 def test_other_ranks_write_nothing_but_their_skipped_samples(tmp_path):

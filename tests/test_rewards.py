@@ -168,7 +168,7 @@ rules = [rewards.load("reward", sys.argv[1])]
 try:
     score([], [*rules, says(1.0), *rules * 9], timeout_s=0.5, question="3+9=")
 except UserError as error:
-    shutdown.exit_on_error(f"error: {{error}}")
+    shutdown.exit_on_error(2, f"error: {{error}}")
 """
 
 

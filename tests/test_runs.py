@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,7 +18,7 @@ from vision_models import encoded_picture, make_vision_model
 
 SHORT = ("--prompts-per-step", "4", "--eval-every", "3", "--save-every", "1")
 THREE = (*SHORT, "--steps", "3")
-FIVE = (*SHORT, "--steps", "5", "--timeout-s", "180")  # an engine that hangs is ended after 12 s
+FIVE = (*SHORT, "--steps", "5")
 DEMO = DEMO_MODELS / "written"
 SIXTEEN = ("--prompts-per-step", "4", "--answers-per-prompt", "4")
 GROUPS = "reward rollout genrm train balance time occupancy perf split"  # of metrics
@@ -76,26 +77,20 @@ def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken):
     again.check_as(unbroken)
 
 
-@pytest.mark.slow
-def test_a_run_loses_an_engine_of_each_role(tmp_path, longer):
-    """kill -9 of one's scheduler, SIGSTOP of another's server; the other ranks' go on with their work."""
-    run = Run(tmp_path, *FIVE, "--mode", "full").struck(
-        (rows_done(1), lambda run: run.engine("rollout", 0, "sglang::scheduler").kill()),
-        (rows_done(3), lambda run: run.engine("genrm", 1, "-m cpu.sglang").suspend()),
-    )
-    run.check_as(longer)
-    assert "the rollout engine of rank 0" in run.stdout
-    assert "the genrm engine of rank 1" in run.stdout
-    assert sum(row["faults/engine_restarts"] for row in run.rows()[:-1]) == 2
+def fill_the_disk(run: Run) -> None:
+    """For the rows of one file."""
+    (run.out / "samples.jsonl").rename(run.out / "before.jsonl")
+    (run.out / "samples.jsonl").symlink_to("/dev/full")
 
 
 @pytest.mark.slow
-def test_a_run_without_a_judge_ends_in_one_line_and_goes_on(tmp_path, longer):
-    """kill -9 of the only genrm server after a save; the same command goes on to the same numbers."""
-    kill = (saved(2), lambda run: run.engine("genrm", 1, "-m cpu.sglang").kill())
-    run = Run(tmp_path, *FIVE).struck(kill)
-    run.check_one_line("no genrm engine is left to ask: the genrm engine of rank 1")
+def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on(tmp_path, longer):
+    """At a row after a save. Once there is room, the same command goes on."""
+    run = Run(tmp_path, *FIVE).struck((saved(1), fill_the_disk))
+    line = f"{run.out}/samples.jsonl can't be written: No space left on device"
+    run.check_one_line(line, status=1)
     run.check_nothing_is_left()
+    (run.out / "before.jsonl").replace(run.out / "samples.jsonl")
     run.again().check_as(longer)
 
 
@@ -140,22 +135,47 @@ def test_a_rank_that_trains_is_killed_while_others_serve_ahead(tmp_path):
     again.check_as(unbroken)
 
 
+def terminate_all(run: Run) -> None:
+    """As systemd and Slurm do."""
+    for process in (run.launcher(), *run.launcher().children(recursive=True)):
+        process.terminate()
+
+
+STOPS = {
+    "SIGTERM to torchrun": lambda run: run.launcher().terminate(),
+    "SIGTERM to every process": terminate_all,
+    "SIGHUP under nohup": lambda run: time.sleep(1) or run.launcher().send_signal(signal.SIGHUP),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_is_stopped_and_goes_on(tmp_path, longer, number):
-    """Ctrl-C, or SIGTERM to one rank: what is done is saved, and the same command goes on."""
-    is_ctrl_c = number == signal.SIGINT
-    stop = Run.press_ctrl_c if is_ctrl_c else lambda run: run.rank_processes()[1].terminate()
-    run = Run(tmp_path, *FIVE).struck((rows_done(1), stop))
+@pytest.mark.parametrize("name", STOPS)
+def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
+    """While it serves, or a second later trains: what is done is saved, though no save was due."""
+    under = ("nohup",) if "nohup" in name else ()
+    run = Run(tmp_path, *FIVE, "--save-every", "4", under=under)
+    run.struck((rows_done(1), STOPS[name]))
     run.check_no_traceback_of_ours()
     run.check_nothing_is_left()
-    assert run.status == (1 if is_ctrl_c else 0)  # torchrun's, after a signal
-    [line] = [line for line in run.stderr.splitlines() if line.startswith("stopped after")]
     done = len(run.rows())
-    assert line.endswith(f"{done} of 5 steps; the same command, without --resume, goes on")
+    goes_on = "the same command, without --resume, goes on"
+    assert run.status == 1 and run.ours == [f"stopped after {done} of 5 steps; {goes_on}"]
     again = run.again()
     assert f"step_{done}, after {done} steps" in again.stdout
     again.check_as(longer)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
+    """For an engine that hangs: nothing is saved any more, and the same command goes on."""
+    hang = lambda run: run.engine("rollout", 0, "sglang::scheduler").suspend()  # noqa: E731
+    again = lambda run: time.sleep(4) or run.press_ctrl_c()  # noqa: E731
+    strikes = [(saved(2), hang), (saved(2), Run.press_ctrl_c), (saved(2), again)]
+    run = Run(tmp_path, *FIVE).struck(*strikes)
+    assert run.status == 1 and run.ours == ["interrupted"]
+    run.check_no_traceback_of_ours()
+    run.check_nothing_is_left()
+    run.again().check_as(longer)
 
 
 def starting_engines(run: Run) -> bool:
@@ -177,11 +197,27 @@ def test_when_the_launcher_is_killed_the_ranks_and_their_engines_go(tmp_path):
     run.check_nothing_is_left()
 
 
+LOSSES = {  # name -> the strike, what is said
+    "a rank": (
+        lambda run: run.rank_processes()[1].kill(),
+        "interrupted: rank 1 of this machine is gone",
+    ),
+    "an engine": (
+        lambda run: run.engine("genrm", 1, "-m cpu.sglang").kill(),
+        "error: the genrm engine of rank 1 died (signal 9); the end of ",
+    ),
+}
+
+
 @pytest.mark.slow
-def test_a_rank_that_dies_is_started_again_by_torchrun(tmp_path, longer):
-    """kill -9 of one rank after a save: torchrun starts all ranks again, and the run goes on by itself."""
-    run = Run(tmp_path, *FIVE, launch=("--max-restarts", "1"))
-    run.struck((saved(2), lambda run: run.rank_processes()[1].kill())).check_as(longer)
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_dies_is_started_again_by_torchrun(tmp_path, longer, name):
+    """kill -9 after a save, one line, torchrun starts all ranks again, and the run goes on by itself."""
+    strike, line = LOSSES[name]
+    run = Run(tmp_path, *FIVE, launch=("--max-restarts", "1")).struck((saved(2), strike))
+    run.check_as(longer)
+    [said] = run.ours
+    assert said.startswith(line), said
     assert re.search(r"step_(\d), after \1 steps", run.stdout)
 
 

@@ -1,11 +1,9 @@
-"""Leaving: a first signal, torchrun's echo of it, a second one; a user's error; both under torchrun."""
+"""Leaving: a first signal, torchrun's echo of it, a second one; an error in a line; both under torchrun."""
 
 import asyncio
 import contextlib
 import fcntl
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,6 +15,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from fakes import VirtualClock, run_on
+from launched import TORCHRUN_S_OWN
 from runtime import shutdown
 
 ROOT = Path(__file__).parent.parent
@@ -63,8 +63,37 @@ def test_signals(monkeypatch, trains, times, is_done):
     assert cleaned == [True] and stop.asked == times[1.0]
 
 
+def test_all_stop_by_themselves_before_one_is_past_the_last_meeting(monkeypatch):
+    """A signal may come to one that is still in it."""
+    stop = shutdown.Stop()
+
+    async def gather(pid):
+        assert stop.graceful
+        return [pid]
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    asyncio.run(stop.until_all_are_ready(SimpleNamespace(rank=0, gather=gather)))
+    assert stop.neighbours == {0: os.getpid()}
+
+
+@pytest.mark.parametrize("left_s, is_cancelled", [(0.9, False), (1.1, True)])
+def test_a_rank_that_is_through_may_leave_before_others_know_that_they_are(left_s, is_cancelled):
+    """One that is gone for two looks was killed: nobody will agree to the stop."""
+
+    async def watched():
+        work = asyncio.ensure_future(asyncio.sleep(left_s))
+        await asyncio.wait([work, asyncio.create_task(shutdown.cancel_if_one_is_gone(work, stop))])
+        return work.cancelled()
+
+    stop = shutdown.Stop(neighbours={0: os.getpid(), 1: 2**22 + 1})  # no process has that id
+    assert run_on(VirtualClock(), watched()) == [is_cancelled]
+    assert stop.reason == "interrupted: rank 1 of this machine is gone"
+
+
 LEAVE = """
-import os, time
+import asyncio, os, sys, time
+from config import RunLost, UserError
 from runtime import shutdown
 shutdown.prepare()
 print(os.getpid(), flush=True)
@@ -72,47 +101,44 @@ print(os.getpid(), flush=True)
 """
 
 
-def leave(code, error_file=""):
+def leave(code, error_file="", program=LEAVE):
     """The end of a process that runs `code`: its status and what it printed on stderr."""
     environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(error_file)}
-    command = [sys.executable, "-c", LEAVE.format(code)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    how = dict(cwd=ROOT, capture_output=True, text=True, env=environment, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program.format(code)], **how)
     return ran.returncode, ran.stderr
 
 
-def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path):
-    """Status 2 of each; every rank leaves the line in its own error file, as torchrun reads it."""
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-    for rank, said in enumerate(("error: --steps 0\n", "")):
-        path = tmp_path / "attempt_0" / str(rank) / "error.json"
-        path.parent.mkdir(parents=True)
-        assert leave("shutdown.exit_on_error('error: --steps 0')", path) == (2, said)
-        assert json.loads(path.read_text())["message"]["message"] == "error: --steps 0"
-        failure = ProcessFailure(0, 1, 2, str(path))
-        assert failure.message["message"] == "error: --steps 0"
-        assert abs(failure.timestamp - time.time()) < 60
-
-
-@pytest.mark.parametrize("error, status", [("UserError('gone')", 2), ("OSError('gone')", 1)])
-def test_a_users_error_is_not_tried_again(tmp_path, error, status):
-    """The ranks that torchrun starts again leave with it, before they import torch; it was said."""
-    program = f"""
+MAIN = """
 import os, run, sys
-from config import UserError
-run.start = lambda *_: exec("raise {error}")
+from config import RunLost, UserError
+run.start = lambda *_: exec("raise {}")
 run.shutdown.leave = lambda status: os._exit(10 * ("torch" in sys.modules) + status)
 run.main([])
 """
-    how = dict(cwd=ROOT, capture_output=True, text=True)
-    for attempt in range(3):
-        path = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
-        path.parent.mkdir(parents=True)
-        how["env"] = os.environ | {"TORCHELASTIC_ERROR_FILE": str(path)}
-        ran = subprocess.run([sys.executable, "-c", program], **how)
-        assert ran.returncode == status, ran.stderr
-        assert ("gone" in ran.stderr) == (attempt == 0 or status == 1)
-        assert status == 1 or "error: gone" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    "error, status", [("UserError('gone')", 2), ("RunLost('gone')", 1), ("OSError('gone')", 1)]
+)
+def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path, error, status):
+    """In a line, but for ours. A user's isn't tried again: ranks leave with it before they import torch."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    for attempt in range(2):
+        for rank in range(2):
+            path = tmp_path / f"attempt_{attempt}" / str(rank) / "error.json"
+            path.parent.mkdir(parents=True)
+            left, said = leave(error, path, MAIN)
+            assert left == status, said
+            if error.startswith("OSError"):
+                assert said.startswith("Traceback") and said.endswith("OSError: gone\n")
+                continue
+            is_first = rank == 0 and (attempt == 0 or status == 1)
+            assert said == ("error: gone\n" if is_first else "")
+            failure = ProcessFailure(0, 1, status, str(path))
+            assert failure.message["message"] == "error: gone"
+            assert abs(failure.timestamp - time.time()) < 60
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
@@ -125,9 +151,7 @@ JOINED = """(lambda *_: dist.init_process_group(
     "gloo", store=dist.HashStore(), rank=0, world_size=1) or 1 / 0)"""  # torch changes sys.excepthook
 
 
-@pytest.mark.parametrize(
-    "start,status", [("lambda *_: ''", 0), ("lambda *_: 1 / 0", 1), (JOINED, 1)]
-)
+@pytest.mark.parametrize("start,status", [("lambda *_: ''", 0), (JOINED, 1)])
 def test_a_rank_never_comes_to_pythons_own_end(start, status):
     """With a group of NCCL that took minutes on an H100: its thread looked for a file that was removed."""
     program = "import atexit, run; import torch.distributed as dist; atexit.register(print, 'late')"
@@ -156,47 +180,35 @@ def test_a_thread_of_the_users_code_holds_nothing_up():
 async def work():
     waits = asyncio.create_task(asyncio.to_thread(time.sleep, 1000))
     await asyncio.sleep(0.1)
-    raise UserError("its rule is late")
-try:
-    shutdown.run(work(), shutdown.Stop())
-except UserError as error:
-    shutdown.exit_on_error(str(error))
+    return "its rule is late"
+shutdown.exit_now(7, shutdown.run(work(), shutdown.Stop()))
 """
-    imports = (
-        "import asyncio, sys, time\nfrom config import UserError\nfrom runtime import shutdown\n"
-    )
-    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=60)
-    ran = subprocess.run([sys.executable, "-c", imports + program], **how)
-    assert (ran.returncode, ran.stderr) == (2, "its rule is late\n")
+    assert leave(program) == (7, "its rule is late\n")
 
 
 def test_lines_that_nobody_can_read_any_more_end_no_run():
     """A closed terminal refuses them, while the step is given up and saved."""
-    program = "import pty, sys; from reporting.progress import Progress; terminal, shown = pty.openpty()\n"
-    program += "os.dup2(shown, 1); os.dup2(shown, 2); os.close(shown); os.close(terminal)\n"
-    program += "Progress(5, True).line('step 1'); shutdown.exit_now(7, 'stopped')"
+    program = """
+import pty
+from reporting.progress import Progress
+terminal, shown = pty.openpty()
+os.dup2(shown, 1)
+os.dup2(shown, 2)
+os.close(shown)
+os.close(terminal)
+Progress(5, True).line("step 1")
+shutdown.exit_now(7, "stopped")
+"""
     assert leave(program) == (7, "")
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows():
     """Each request is a connection."""
     limits = "resource.getrlimit(resource.RLIMIT_NOFILE)"
-    program = f"import resource; from runtime import shutdown; hard = {limits}[1]\n"
+    program = f"import resource; hard = {limits}[1]\n"
     program += "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
     program += f"shutdown.prepare(); assert {limits} == (hard, hard)"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
-
-
-def test_a_rank_ends_with_its_launcher():
-    """Even when that is killed hard."""
-    rank = LEAVE.format("time.sleep(60)")
-    launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
-    command = [sys.executable, "-c", launch]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as launcher:
-        rank = psutil.Process(int(launcher.stdout.readline()))
-        launcher.kill()
-    gone, alive = psutil.wait_procs([rank], 10)
-    assert gone and not alive
+    assert leave(program) == (0, "")
 
 
 RANKS = """
@@ -225,23 +237,16 @@ async def one_is_killed(world, stop):
         os.kill(os.getpid(), 9)
     await world.run(time.sleep, 1000)  # as in a kernel of NCCL's, where no error comes
 
-def come_out_later(world):
-    gather = world.gather
-
-    async def gather_late(value):
-        values = await gather(value)
-        await asyncio.sleep(rank)  # rank 1 comes out of the meeting later
-        return values
-
-    world.gather = gather_late
+async def one_is_killed_elsewhere(world, stop):
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    stop.neighbours = {{}}  # as on another machine
+    await world.barrier()
 
 async def work(stop):
-    shutdown.GONE_S = 1.0
     async with run.joined(Config(command="sft", timeout_s=60, out=sys.argv[1])) as (world, _):
         try:
-            come_out_later(world)
             await stop.until_all_are_ready(world)
-            del world.gather
             return await {program}(world, stop)
         finally:
             await asyncio.sleep(0.1)
@@ -275,48 +280,41 @@ def check_no_traceback_of_ours(stderr):
     assert not [line for line in ours if "torchrun" not in line], stderr
 
 
-def test_one_ranks_error_ends_all_of_them(tmp_path):
-    """While the others wait for it in a collective: one line, then torchrun's page, which quotes it."""
-    with torchrun(tmp_path, "one_rank_fails", ranks=3) as run:
+@pytest.mark.parametrize(
+    "program, cleaned, line",
+    [
+        ("one_rank_fails", 2, "error: one of the samples"),
+        ("one_is_killed", 1, "interrupted: rank 1 of this machine is gone"),
+        ("one_is_killed_elsewhere", 1, "rank 0 waited in vain for the others, for 60 s at most"),
+    ],
+)
+def test_one_ranks_end_is_that_of_all(tmp_path, program, cleaned, line):
+    """While others wait for it in a collective: one line, but of an error that nobody expects."""
+    with torchrun(tmp_path, program, ranks=2) as run:
         stdout, stderr = run.communicate(timeout=100)
-    assert run.returncode == 1 and stdout.count("cleaned up") == 3
-    ranks_lines = [line for line in stderr.splitlines() if not re.match(r"W\d{4} ", line)]
-    assert ranks_lines[0] == "error: one of the samples" and "exitcode  : 2 " in stderr, stderr
-    assert stderr.count("one of the samples") == 2
+    assert run.returncode == 1 and stdout.count("cleaned up") == cleaned, stderr
+    assert line in stderr
+    if program == "one_is_killed_elsewhere":
+        return
     check_no_traceback_of_ours(stderr)
+    ours, _, report = stderr.partition("Traceback")
+    assert [each for each in ours.splitlines() if not TORCHRUN_S_OWN.match(each)] == [line]
+    assert (line in report) == (program == "one_rank_fails")  # torchrun quotes it
     assert not [*tmp_path.glob("nanoyatt-*")]  # where they met: the last one out removes it
 
 
-def test_a_stop_that_was_asked_for(tmp_path):
-    """Ctrl-C reaches torchrun alone, which passes it on: the ranks agree and end, and one says so.
-
-    Also when one of them hasn't yet come out of the meeting in which all became ready for that.
-    """
+@pytest.mark.parametrize("asked, status", [("torchrun", 1), ("a rank", 0)])
+def test_a_stop_that_was_asked_for(tmp_path, asked, status):
+    """torchrun passes Ctrl-C on, which reaches it alone: the ranks agree and end, and one says so."""
     with torchrun(tmp_path, "until_a_stop", ranks=2) as run:
         assert run.stdout.readline() == "serving\n"
-        with (tmp_path / "out" / "lock").open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(
-                file, fcntl.LOCK_SH | fcntl.LOCK_NB
-            )  # nobody else may write there meanwhile
+        lock = (tmp_path / "out" / "lock").open()  # nobody else may write there meanwhile
+        with lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         ranks = psutil.Process(run.pid).children()
-        run.send_signal(signal.SIGINT)
+        (run if asked == "torchrun" else ranks[0]).send_signal(SIGINT)
         stdout, stderr = run.communicate(timeout=100)
     assert stdout.count("cleaned up") == 2 and stderr.count("stopped after 3 steps\n") == 1, stderr
-    assert "interrupted" not in stderr
+    assert "interrupted" not in stderr and run.returncode == status
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
     check_no_traceback_of_ours(stderr)
-
-
-def test_a_rank_whose_collective_broke_says_in_which_phase(tmp_path):
-    with torchrun(tmp_path, "(lambda *_: os._exit(1) if rank else world.barrier())", 2) as run:
-        _, stderr = run.communicate(timeout=100)
-    assert "rank 0 waited in vain for the others, for 60 s at most (starting)\n" in stderr
-
-
-def test_a_rank_that_waits_for_one_that_was_killed_leaves_in_order(tmp_path):
-    """torchrun tells it to stop, which needs all ranks: it closes its engines before torchrun kills it."""
-    with torchrun(tmp_path, "one_is_killed", ranks=2) as run:
-        stdout, stderr = run.communicate(timeout=100)
-    assert run.returncode == 1 and "Signal 9 (SIGKILL) received" in stderr
-    assert stdout.count("cleaned up") == 1, stderr
-    assert "interrupted: rank 1 of this machine is gone\n" in stderr
