@@ -26,16 +26,16 @@ class MeasuredRun:
     def __init__(self, meter: Meter):
         self._meter = meter
 
-    async def __call__(self, c: Controller) -> int:
+    async def __call__(self, c: Controller) -> bool:
         self._own = c
         self._meter.start()
         self._last = self._meter.mark()
         c.prompts.source.held_out = []  # no evaluation
         algorithm = dataclasses.replace(c.algorithm, filters=False)  # TRL trains on every group
         parts = dict(algorithm=algorithm, report=self, collect=self.collect)
-        stopped_by = await train(dataclasses.replace(c, **parts))
+        was_stopped = await train(dataclasses.replace(c, **parts))
         self._meter.write()
-        return stopped_by
+        return was_stopped
 
     async def collect(self, c: Controller) -> RolloutBatch:
         """Collect as the run does; the rule takes no time, so that this is generating."""
@@ -46,6 +46,9 @@ class MeasuredRun:
 
     def note(self, text: str) -> None:
         self._own.report.note(text)
+
+    async def written(self) -> None:
+        await self._own.report.written()
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict

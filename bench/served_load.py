@@ -115,7 +115,7 @@ class Collector:
         self._ended = now
 
     def note(self, text: str) -> None:
-        """Print why the split moved, or that an engine was lost."""
+        """Print why the split moved."""
         if self._is_main:
             print(f"{self._labels['workload']}, {self._labels['side']}: {text}", flush=True)
 
@@ -134,6 +134,8 @@ class Collector:
         row = {"step": step, "split": str(newest.split), "metrics": metrics}
         self._rows.append(self._labels | row)
         self._ended = now
+
+    async def written(self) -> None: ...
 
     def close(self) -> None:
         if self._is_main:
@@ -164,8 +166,8 @@ class MeasuredSides:
         self._sides = sides
         self._out = out
 
-    async def __call__(self, c: Controller) -> int:
-        """Returns the signal that asked for a stop, or 0 (collective)."""
+    async def __call__(self, c: Controller) -> bool:
+        """Returns whether a stop ended it (collective)."""
         plans = {str(plan.split): plan for plan in c.placement.plans}
         for trainer in (c.placement.actor, *c.placement.critics):
             trainer.update = at_pace(trainer.update, 3)
@@ -174,13 +176,12 @@ class MeasuredSides:
         c.report = Collector(c, self._out)
         for side in self._sides:
             c.placement.plans = [plans[split] for split in side.plans]
-            stopped_by = await measure_side(c, side)
-            if stopped_by:
-                return stopped_by
-        return 0
+            if await measure_side(c, side):
+                return True
+        return False
 
 
-async def measure_side(c: Controller, side: Side) -> int:
+async def measure_side(c: Controller, side: Side) -> bool:
     """Some steps of one side, under the first of the placement's plans (collective)."""
     rollout = c.placement.rollout
     workload = WORKLOADS[side.workload]
@@ -194,11 +195,11 @@ async def measure_side(c: Controller, side: Side) -> int:
     c.report.begin(side, c.timeline.now())
     generate = rollout.generate
     rollout.generate = GivenLengths(generate, side.workload, prompts.keys)
-    stopped_by = await train(given)
+    was_stopped = await train(given)
     rollout.generate = generate
-    if not stopped_by:
+    if not was_stopped:
         await c.placement.to_training()  # engines sleep, as `train` finds them
-    return stopped_by
+    return was_stopped
 
 
 def main() -> None:
