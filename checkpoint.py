@@ -138,7 +138,8 @@ def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch
     parts = [rollout.batch_from(row) for row in rows]
     actor = c.placement.actor
     wrote = max((v for part in parts for s in part.kept for v in s.versions), default=actor.version)
-    actor.lag = max(actor.lag, actor.version - wrote)  # older weights than the next step's wrote it
+    if wrote < actor.version:
+        actor.lag = actor.version - wrote  # older weights than the next step's wrote it
     total = StepStats.total([part.stats for part in parts if part.stats])
     if total.split not in {plan.split for plan in c.placement.plans}:
         total = replace(total, split=c.placement.plan.split)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from images.tokens import Image
+from runtime.shutdown import starting_deaf
 
 if TYPE_CHECKING:
     import aiohttp
@@ -87,6 +88,7 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str
     flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
     handles = []
     for _ in range(readers):  # one each: CUDA takes the memory back once all were read
-        payload = ForkingPickler.dumps(dict(flattened_tensor=flat, metadata=metadata))
+        with starting_deaf():  # at first torch starts a process that owns the shared memory
+            payload = ForkingPickler.dumps(dict(flattened_tensor=flat, metadata=metadata))
         handles.append(base64.b64encode(payload).decode())
     return handles

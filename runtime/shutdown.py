@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,6 +99,16 @@ def prepare() -> None:
 def die_with_parent(number: int) -> None:
     """Ask Linux for this signal when the thread that started this process ends, even by kill -9."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+@contextlib.contextmanager
+def starting_deaf() -> Iterator[None]:
+    """Let processes that start here be deaf to SIGNALS: who signals a whole job means the ranks, which save."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run(work: Coroutine, stop: Stop) -> Any:

@@ -351,8 +351,10 @@ class FakeActor(FakeTrainer):
     update_s = 0.5
 
     def __init__(self, rank, shape, device, takes_stale=False, lag=0):
-        self.takes_stale, self.lag = takes_stale, lag
+        self.takes_stale = takes_stale
         super().__init__("actor", rank, shape, device)
+        if self.holds:  # a real one has it there alone
+            self.lag = lag
 
     def named_weights(self):
         return iter(())

@@ -318,3 +318,20 @@ def test_a_stop_that_was_asked_for(tmp_path, asked, status):
     assert "interrupted" not in stderr and run.returncode == status
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
     check_no_traceback_of_ours(stderr)
+
+
+def test_the_process_of_shared_memory_is_deaf_to_what_stops_a_run():
+    """Else a signal to every process ends it, and the push of the step that is to be saved breaks."""
+    code = """if True:
+        import psutil, torch
+        from engines import wire
+        wire.serialize_bucket([("weight", torch.zeros(3))], 1)
+        for child in psutil.Process().children():
+            status = open(f"/proc/{child.pid}/status").read()
+            print(child.name(), status.split("SigBlk:")[1].split()[0])
+    """
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    name, blocked = found.split()
+    assert name == "torch_shm_manager"
+    held = {number for number in range(1, 65) if int(blocked, 16) >> (number - 1) & 1}
+    assert held == {SIGINT, SIGTERM, SIGHUP}
