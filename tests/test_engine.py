@@ -32,6 +32,7 @@ from engines.server import STREAM_INTERVAL
 from reporting.timeline import Timeline
 from tests.fakes import VirtualClock, requests_of
 from tests.launched import free_port
+from tests.test_forks import check_ignored
 from tests.tiny_models import EOS, make_tiny_qwen3
 
 CONFIG = Config(
@@ -693,6 +694,13 @@ def test_what_cannot_be_served_is_refused(tmp_path, models):
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"port {port}.*is in use: choose another --port"):
             launch(models[0], tmp_path / "log", "genrm", port=port)
+
+
+def test_a_signal_to_all_processes_reaches_none_of_a_server(engine, run):
+    run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+    family = psutil.Process().children(recursive=True)
+    assert len(family) >= 5  # two of the fork server's, three of SGLang's
+    check_ignored(family)
 
 
 def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatch):
