@@ -21,7 +21,7 @@ import run
 from chat_templates import GEMMA
 from commands import dry_run, finetune
 from engines import fleet
-from engines.engine import Engine, EngineLost
+from engines.engine import Engine
 from fakes import FakeWorld
 from genrm import formats_of
 from launched import ROOT, Run
@@ -444,17 +444,12 @@ class FakeEngine(Engine):
     @classmethod
     def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
         engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
-        engine.calls, engine.is_late = [], False
+        engine.calls = []
         return engine
 
     async def ready_asleep(self, deadline_s):
         self.calls.append(f"asleep within {deadline_s:g} s")
         self.capacity = 10 + self.rank
-        if self.is_late:
-            raise EngineLost("didn't answer /release_memory_occupation")
-
-    async def kill(self):
-        self.calls.append("killed")
 
     async def close(self):
         pass
@@ -486,22 +481,6 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
             urls = [f"http://127.0.0.1:{settings.port + 2 * n + offset}" for n in range(3)]
             assert facts == [(n, urls[n], 10 + n) for n in range(3)]
             assert found[number].calls == ["asleep within 540 s"]
-
-
-def test_an_engine_that_does_not_fall_asleep_is_ended(monkeypatch, tmp_path):
-    """The next would measure a full device. The first hand-over finds it lost."""
-    monkeypatch.setattr(fleet, "Engine", FakeEngine)
-    settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
-
-    async def start():
-        async with fleet.Fleet(settings, FakeWorld(0, 1, {})) as engines:
-            specs = run.servers_of(0, settings, run.check_settings(settings, 1))
-            await engines.launch(specs)
-            engines._engines[0].is_late = True
-            await engines.ready()
-            return [engine.calls[1:] for engine in engines._engines]
-
-    assert asyncio.run(start()) == [["killed"], []]
 
 
 @pytest.mark.parametrize(
