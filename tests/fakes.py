@@ -480,11 +480,11 @@ class FakeReport:
         self.steps.append((step, batch, samples, of_kind(events, "span")))
 
 
-def requests_of(prompts, sampling, limits=(), seeds=()):
-    """A request of each prompt; by default of sampling's limit, without a seed."""
-    limits = limits or [sampling.max_new_tokens] * len(prompts)
+def requests_of(prompts, sampling, seeds=()):
+    """A request of each prompt, of sampling's limit; by default without a seed."""
     seeds = seeds or [None] * len(prompts)
-    return [Request(p, sampling, *each) for p, *each in zip(prompts, limits, seeds, strict=True)]
+    limit = sampling.max_new_tokens
+    return [Request(p, sampling, limit, seed) for p, seed in zip(prompts, seeds, strict=True)]
 
 
 class Picture(Image):
@@ -621,7 +621,6 @@ def simulate(
     loop=controller.train,
     events=(),
     writer=LateWriter,
-    look=lambda servers, controllers: None,
     **settings,
 ):
     """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
@@ -629,7 +628,7 @@ def simulate(
     prepare: called with all servers, prepare_controller with each controller, before they start. A list given
     as `controllers` is filled, for those who want to see what became of a run that failed. With `save_every`,
     checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
-    controllers)), called when it is time. look: called likewise whenever nothing can run but later.
+    controllers)), called when it is time.
     """
     config = fake_config(mode, out=str(out), tp=tp, **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
@@ -637,7 +636,7 @@ def simulate(
     engines = fake_engines(config, plans, devices, write, verdict)
     prepare(engines)
     controllers = [] if controllers is None else controllers
-    clock = VirtualClock(look=lambda: look(engines, controllers))
+    clock = VirtualClock()
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
         c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer)
