@@ -490,8 +490,9 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     c = SimpleNamespace(checkpoints=SimpleNamespace(newest=newest), state=SimpleNamespace(step=3))
     joined = nullcontext((FakeWorld(0, 1, {}), None))
     monkeypatch.setattr(run, "joined", lambda _: joined)
-    monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext())
+    fleet = SimpleNamespace(while_up=lambda work: work)
+    monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext(fleet))
     monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
-    monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=2))
+    monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=True))
     line = asyncio.run(run.run(config.parse_config([]), [], run.shutdown.Stop()))
     assert line == f"stopped after 3 of 40 steps; {end}"
