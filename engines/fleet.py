@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from reporting.timeline import Timeline
 
 ROLES = ("rollout", "genrm")
-OWNER_S = (
-    3.0  # for the owner of a lost engine to say how it ended, and for torchrun to end the others
-)
+OWNER_S = 3.0  # for a lost engine's owner to say how it ended, and torchrun to end the others
 
 
 class ServerSpec(NamedTuple):
