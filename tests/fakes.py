@@ -21,7 +21,7 @@ from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, restore
 from config import Config
 from data import Prompt, Prompts
-from engines.engine import Answer, EngineLost, Request, Sampling, seed_of
+from engines.engine import LOOK_S, Answer, EngineLost, Request, Sampling, seed_of
 from engines.fleet import Fleet
 from engines.pool import Pool
 from images.tokens import Image
@@ -244,8 +244,7 @@ class FakeEngine:
     async def watch(self):
         while self.runs and not self.hangs:
             await self.changed.wait()
-        if self.runs:
-            await asyncio.sleep(PROBE_S)
+        await asyncio.sleep(PROBE_S if self.runs else LOOK_S)
         raise self.lost("gave no sign of life" if self.runs else "died (signal 9)")
 
     def lost(self, how):
