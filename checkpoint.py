@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 3  # of what a checkpoint holds: it grows with the names of the parts
+LAYOUT = 4  # of what a checkpoint holds: it grows when that changes
 POLL_S = 0.05
 # settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
@@ -62,7 +62,6 @@ Say = Callable[[str], None]
 class Shards(NamedTuple):
     """The plan of a trainer's save, as its `snapshot` returns it."""
 
-    first: int  # the first rank that holds the model
     write: Callable[[], list]  # this rank's shards; returns what describes them
     complete: Callable[[list[list]], None]  # for rank 0, with every rank's descriptions
 
@@ -164,7 +163,6 @@ def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> 
         for written in (*path.iterdir(), path):
             sync(written)
     patterns = [*state, *(f"{name}/__{rank}_*" for name in shards)]
-    patterns += [f"{name}/common.pt" for name, each in shards.items() if each.first == rank]
     return Part(described, sync_and_hash(folder, patterns))
 
 
@@ -195,15 +193,12 @@ class Checkpoints:
     config: Config
     world: World
     out: Path
+    contents: dict[str, list[str]]  # as contents_of found them at the start
     newest: int | None = None
     newest_ahead: rollout.RolloutBatch | None = None  # the batch in it
     problem: str = ""  # why the last save failed
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
-
-    def __post_init__(self) -> None:
-        # as they are at the start; rank 0 alone saves them
-        self.contents = {} if self.world.rank else contents_of(self.config)
 
     def is_due(self, step: int, *every: int) -> bool:
         """Tell if `step` is one of those every so many (0: never), or the last."""
@@ -263,8 +258,7 @@ class Checkpoints:
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.placement.give_device_to(trainer)
-            planned = await self.world.run(trainer.snapshot, folder / name)
-            shards[name] = Shards(trainer.shape.ranks[0], *planned)
+            shards[name] = Shards(*await self.world.run(trainer.snapshot, folder / name))
             if self.is_due(step, self.config.save_hf_every):
                 kind = "hf" if name == "megatron" else f"hf_{name}"
                 if weights := await self.world.run(trainer.whole_weights):
@@ -319,7 +313,7 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
         checksums |= part.checksums
     for trainer, shards in saving.shards.items():
         shards.complete([part.described[trainer] for part in parts])
-        checksums |= sync_and_hash(folder, [f"{trainer}/.metadata", f"{trainer}/metadata.json"])
+        checksums |= sync_and_hash(folder, [f"{trainer}/.metadata"])
     lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
     (folder / atomic_files.CHECKSUMS).write_text("".join(lines))
     for path in (folder / atomic_files.CHECKSUMS, *{(folder / name).parent for name in checksums}):
@@ -342,20 +336,19 @@ class ResumePoint(NamedTuple):
     ended_s: float = 0.0  # where its record ends on the run's own clock
 
 
-async def prepare_out(config: Config, world: World, say: Say) -> ResumePoint | None:
+async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         if any(await world.gather(was_obeyed(config))):
-            # what that has led to is in the newest checkpoint
             config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)
-        return await on_rank_0(world, make_ready, config, folder, say)
+        return await on_rank_0(world, make_ready, config, contents, folder, say)
     except OSError as error:
         raise UserError(f"--out {config.out} can't be used: {error}") from None
 
 
 def was_obeyed(config: Config) -> bool:
-    """Tell if --resume was: torchrun has started this rank again, and a checkpoint is newer than torchrun."""
+    """Tell if --resume was: torchrun starts this rank again, and some checkpoint is newer than torchrun."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         # without torchrun the parent may be outside the container, where psutil can't look
         return False
@@ -366,34 +359,29 @@ def was_obeyed(config: Config) -> bool:
 
 async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None:
     """Return the newest whole checkpoint, or that of --resume (collective). UserError if none is whole."""
-    resume = config.resume
-    checkpoints = Path(config.out) / "checkpoints"
-    folders = []
-    if resume == "auto":
+    if config.resume == "never":
+        return None
+    folders = [Path(config.resume)]
+    if config.resume == "auto":
+        checkpoints = Path(config.out) / "checkpoints"
         steps = await world.broadcast(steps_in(checkpoints))
         folders = [checkpoints / f"step_{step}" for step in steps]
-    elif resume != "never":
-        folders = [Path(resume)]
-        if step_of(folders[0]) is None:
-            choice = "which is called step_<n>; or say auto or never"
-            raise UserError(f"--resume {resume}: not the folder of a checkpoint, {choice}")
+    elif step_of(folders[0]) is None:
+        raise UserError(f"--resume {config.resume}: neither auto, never nor a folder step_<n>")
     for folder in folders:
         found = await world.run(atomic_files.verify, folder, world.rank, world.size)
         damage = next(filter(None, await world.gather(found)), "")  # each has read a share
         if not damage:
             return folder
-        if resume != "auto":
-            raise UserError(f"--resume {resume}: the checkpoint is damaged: {damage}")
         if world.rank == 0:
-            say(f"DAMAGED CHECKPOINT {folder}: {damage}; the one before is used")
+            say(f"DAMAGED CHECKPOINT {folder}: {damage}")
     if folders:
-        damage = f"none of its {len(folders)} checkpoints is whole"
-        choice = "--resume never moves them aside and starts anew, --resume DIR takes one"
-        raise UserError(f"{checkpoints}/: {damage}; {choice} of your choice")
+        choice = "--resume never moves all aside and starts anew, --resume DIR takes another"
+        raise UserError(f"--resume {config.resume}: no whole checkpoint: {damage}; {choice}")
     return None
 
 
-def make_ready(config: Config, folder: Path | None, say: Say) -> ResumePoint | None:
+def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) -> ResumePoint | None:
     """Move away what an earlier run left, or cut it back to the checkpoint that this one continues from."""
     out = Path(config.out)
     step = step_of(folder) if folder else 0
@@ -402,7 +390,7 @@ def make_ready(config: Config, folder: Path | None, say: Say) -> ResumePoint | N
     if config.resume == "auto" and is_done and step >= config.steps:
         folder = None
     if folder:
-        compare(config, folder, say)
+        compare(config, contents, folder, say)
     if folder is None or folder.parent.resolve() != (out / "checkpoints").resolve():
         archive(out, say)
     for name in ("spans", "logs"):
@@ -413,28 +401,27 @@ def make_ready(config: Config, folder: Path | None, say: Say) -> ResumePoint | N
     return ResumePoint(folder, step, truncate_to(out, step))
 
 
-def compare(config: Config, folder: Path, say: Say) -> None:
+def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
     """Raise UserError for a setting or file that would make another run of it; say what else differs."""
     common = json.loads((folder / COMMON).read_text())
     if common.get("layout") != LAYOUT:
         raise UserError(f"{folder} is of another version of nanoYATT; --resume never starts anew")
     if common["step"] > config.steps:
         raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
-    contents = contents_of(config)
     now = json.loads(json.dumps(vars(config)))
     before = now | common["config"]
     known = before | contents | common["contents"]
     fixed = SAME + NAMED + (ANSWERED if has_answers(folder) else ())
     changed = []
     for name in now:
-        is_other = now[name] != before[name]
-        new = as_text(now[name]) or '""'
         old = as_text(before[name]) or '""'
+        new = as_text(now[name]) or '""'
         if name in fixed and contents.get(name, now[name]) != known[name]:
-            made = f"the checkpoint {folder} was made with {old if is_other else 'other content'}"
+            made = old if now[name] != before[name] else "other content"
             made += ", as were answers that wait in it" if name in ANSWERED else ""
-            raise UserError(f"--{dashed(name)} {new}: {made}; --resume never starts anew")
-        if is_other and name not in FREE:
+            why = f"the checkpoint {folder} was made with {made}; --resume never starts anew"
+            raise UserError(f"--{dashed(name)} {new}: {why}")
+        if now[name] != before[name] and name not in FREE:
             changed.append(f"--{dashed(name)} {new} (was {old})")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")

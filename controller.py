@@ -77,14 +77,16 @@ class Controller:
 
 async def train(c: Controller) -> bool:
     """Run the loop, and end with all of it saved (collective). Returns whether a stop ended it."""
+    was_stopped = False
     try:
         await loop(c)
     except Stopped:
         was_stopped = True
+    await c.report.written()
+    if was_stopped:
+        await c.world.barrier()  # no rank asks an engine any more
         await c.placement.to_training()
         await c.checkpoints.save_now(c)
-    else:
-        was_stopped = False
     await c.checkpoints.close(c)
     return was_stopped
 
@@ -102,7 +104,7 @@ async def loop(c: Controller) -> None:
         with c.timeline.span("train"):
             stats = await c.learn(c, shares)
         stats, stopping = await agree(c, stats, shares)  # all meet
-        decision = await rebalance(c, batch.stats)  # the split may move
+        decision = rebalance(c, shares.stats)  # the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
@@ -126,8 +128,8 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     actor = c.placement.actor
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
     facts = Held.of(batch.kept, actor.image_cost, "cost" in c.algorithm.signals)
-    facts = facts._replace(missing_groups=batch.missing_groups, stop=bool(c.stop.asked))
-    held = await c.world.gather(facts)
+    facts = facts._replace(missing_groups=batch.missing_groups, stats=batch.stats)
+    held = await c.world.gather(facts._replace(stop=bool(c.stop.asked)))
     batch.missing_groups = max(each.missing_groups for each in held)
     if any(each.stop for each in held):
         c.ahead = batch
@@ -148,7 +150,9 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     received = flat([incoming.values()])
     c.prompts.attach_images(received)
     samples = {sample.key: sample for sample in received}
-    return Shares(dealt.of, samples, flat([[each.costs for each in held]]))
+    measured = [each.stats for each in held if each.stats]
+    stats = StepStats.total(measured) if measured else None
+    return Shares(dealt.of, samples, flat([[each.costs for each in held]]), stats)
 
 
 async def serve_ahead(c: Controller) -> RolloutBatch | None:
@@ -224,25 +228,26 @@ async def share_columns(c: Controller, shares: Shares) -> None:
 async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple[dict, bool]:
     """Return the metrics of all models, and whether a rank was asked to stop (collective).
 
+    Where all ranks hold all models, all have these metrics, and they hear of a stop when they meet to serve.
     UserError after MAX_SKIPS skipped updates in a row.
     """
-
-    def total(parts: list[tuple[dict, bool]]) -> tuple[dict, bool]:
-        stats, asked = zip(*parts, strict=True)
-        return dict(ChainMap(*reversed(stats))), any(asked)
-
-    await c.world.wait_for_all()
-    stats, stopping = await c.world.reduce((stats, bool(c.stop.asked)), total)
+    stopping = False
+    if not c.placement.is_shared:
+        await c.world.wait_for_all()
+        told = await c.world.gather((stats, bool(c.stop.asked)))
+        stats = dict(
+            ChainMap(*(of_rank for of_rank, _ in told))
+        )  # that of the first rank that has one
+        stopping = any(asked for _, asked in told)
     stop_on_nan(c, stats, shares.of(c.placement.actor))
     return stats, stopping
 
 
-async def rebalance(c: Controller, stats: StepStats | None) -> dict[str, float | str]:
-    """Note what the step measured, and take the plan that should serve fastest (those that serve)."""
-    if stats is None:
+def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, float | str]:
+    """Note what the step measured, if it was served, and take the plan that should serve fastest."""
+    if step_stats is None:
         return {}
     placement = c.placement
-    step_stats = await c.team.reduce(stats, StepStats.total)
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}

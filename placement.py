@@ -278,6 +278,7 @@ class Placement:
         self.next = plans[0]  # from the next hand-over to serving on
         holders = plans[0].holders
         self.is_apart = holders.is_apart  # engines and trainers share no rank
+        self.is_shared = all(len(s.ranks) == world.size for s in holders.shapes.values())  # by all
         self.serves = world.rank in holders.servers
         self.actor, *self.critics = models.trainers
         self.references = models.references
@@ -288,7 +289,7 @@ class Placement:
         self._route = models.route
         self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
         self.swap_s = 0.0  # moves between the roles since
-        self._idle = Silence(self.rollout.config.engine_lost_s)  # of all engines
+        self._idle = Silence()  # of all engines
 
     @property
     def received_bytes(self) -> int:
@@ -318,9 +319,10 @@ class Placement:
         self.rollout.apply_status(rollout)
         self.genrm.apply_status(genrm)
         waiting = rollout.waiting + genrm.waiting
-        if self._idle.is_too_long(waiting > 0, bool(rollout.parts or genrm.parts)):
+        most_s = self.rollout.config.engine_lost_s
+        if self._idle.is_too_long(most_s, waiting > 0, bool(rollout.parts or genrm.parts)):
             asked = f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine"
-            silent = f"no engine wrote anything for {self._idle.most_s:g} s"
+            silent = f"no engine wrote anything for {most_s:g} s"
             raise UserError(f"{asked} that --mode {self.plan.mode} doesn't wake, and {silent}")
 
     async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:
@@ -353,6 +355,7 @@ class Placement:
         """Put all engines to sleep (collective)."""
         await self.rollout.sleep()
         await self.genrm.sleep()
+        await self._world.barrier()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
         """Wake those of this rank, once others that have its device sleep. Not collective."""
@@ -382,7 +385,7 @@ class Placement:
             await self.give_device_to()  # of ranks that another model trained on
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim, self.is_apart)
-        await self._world.barrier()  # an engine may hold the devices of other ranks, too
+        await self._meet_for_wide_engines()
         await self.rollout.wake_weights()
         named_weights = self.actor.named_weights()
         if self._route:
@@ -390,7 +393,12 @@ class Placement:
         await self.rollout.load_weights(named_weights, self.actor.version)
         if not self.is_apart:
             await self.give_device_to()
-            await self._world.barrier()
+            await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()
         self.hand_over_s = self._timeline.now() - start
         self.swap_s = 0.0
+
+    async def _meet_for_wide_engines(self) -> None:
+        """Meet if an engine holds the devices of other ranks, too, which must have room (collective)."""
+        if self.plan.rollout_tp > 1:
+            await self._world.barrier()

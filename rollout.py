@@ -175,7 +175,8 @@ async def collect(c: Controller) -> RolloutBatch:
         with c.timeline.span("serve"):
             async with step.tasks:
                 await MODES[c.placement.plan.mode](step)
-                await cut_off(c, step.tasks)
+                if sampler.num_in_flight:
+                    await cut_off(c, step.tasks)
     except Stopped:
         step.give_back()
         raise
@@ -374,21 +375,15 @@ class Meeting(NamedTuple):
         return Meeting(total(facts), *engines, any(stops))
 
 
-async def meet(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
+async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
     """Return the total of what all controllers tell: facts, what engines owe and wrote (collective).
 
-    Raises EngineLost or UserError if an engine says nothing for too long (see Placement.apply).
+    Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Placement.apply raises.
     """
     statuses = (c.placement.rollout.status(), c.placement.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
     meeting = await c.team.reduce(own, partial(Meeting.total, total=total))
     c.placement.apply(meeting.rollout, meeting.genrm)
-    return meeting
-
-
-async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
-    """Meet, and raise Stopped if a rank was asked to stop and none trains meanwhile (collective)."""
-    meeting = await meet(c, facts, total)
     if meeting.stop and not c.placement.is_apart:
         raise Stopped
     return meeting
@@ -463,7 +458,7 @@ async def cut_off(c: Controller, tasks: Tasks) -> None:
     """Abort what is generated and judged, and wait until it has come back (collective)."""
     tasks.closed = True
     await c.rewards.cancel()
-    while (await meet(c, len(tasks.running))).facts:
+    while (await sync_controllers(c, len(tasks.running))).facts:
         await asyncio.gather(c.placement.rollout.abort(), c.placement.genrm.abort())
         await tasks.poll()  # a request that was on its way then is aborted in the next round
     tasks.closed = False

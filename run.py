@@ -32,7 +32,7 @@ import data
 import rewards
 import rollout
 from algorithms import Algorithm, algorithm_of
-from checkpoint import Checkpoints, prepare_out, restore
+from checkpoint import Checkpoints, contents_of, prepare_out, restore
 from commands import dry_run, evaluate, memory, replay
 from config import HELD_OUT, Config, RunLost, UserError, parse_config, printable
 from controller import Controller
@@ -51,7 +51,7 @@ from runtime import rendezvous, shutdown
 from runtime.devices import choose_device
 from runtime.out_folder import held
 from runtime.shutdown import Stop
-from runtime.world import World, raise_on_all
+from runtime.world import World, on_rank_0, raise_on_all
 from scheduling.layout import Shape
 from scheduling.pipeline import schedule_of
 
@@ -183,6 +183,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
         world.enter_device()
         progress = Progress(config.steps, world.rank == 0)
         opened.callback(progress.close)
+        opened.enter_context(world.explaining(lambda: progress.what))
         out_is_ours = held(Path(config.out), progress.line)
         lock = out_is_ours if world.rank == 0 else contextlib.nullcontext()
         await raise_on_all(world, opened.enter_async_context(lock))
@@ -198,11 +199,12 @@ async def build(
     inputs = await world.run(load_inputs, config, plans, progress.line)
     config = memory.with_micro_batch(config)
     memory.check_fits(config, plans, world.size)
-    point = await prepare_out(config, world, progress.line)
+    contents = await on_rank_0(world, contents_of, config)
+    point = await prepare_out(config, contents, world, progress.line)
     progress.line(describe(config, plans, world.size))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
-    timeline = Timeline(world.rank, clock, out / "spans", partial(tell_phase, world, progress))
+    timeline = Timeline(world.rank, clock, out / "spans", progress.phase)
     await fleet.launch(servers_of(world.rank, config, plans))
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
@@ -220,7 +222,7 @@ async def build(
         sampling=inputs.sampling,
         timeline=timeline,
         report=Report(config, world, out, progress, inputs.decode, point),
-        checkpoints=await world.run(Checkpoints, config, world, out, point and point.step),
+        checkpoints=Checkpoints(config, world, out, contents, point and point.step),
         team=team,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,
@@ -231,12 +233,6 @@ async def build(
     await stop.until_all_are_ready(world)  # from here on every rank stops by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
-
-
-def tell_phase(world: World, progress: Progress, name: str, step: int) -> None:
-    """Name what this rank does, in the bar and to those that wait for the rank."""
-    world.doing(f"{name} of step {step + 1}")
-    progress.phase(name, step)
 
 
 class Inputs(NamedTuple):

@@ -111,7 +111,7 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
     rows = []
     for repeat in range(given.repeats + 1):
         for name, start in zip(KINDS, (BackgroundWriter, InTheRank), strict=True):
-            c.checkpoints = Checkpoints(config, world, folder, start_writer=start)
+            c.checkpoints = Checkpoints(config, world, folder, {}, start_writer=start)
             row = await one_save(c)
             if repeat:  # the first is a warm-up: modules are imported, memory is found
                 rows.append({"name": name} | row)

@@ -1,5 +1,6 @@
 """decoder.cpp compiled for this machine's processor, once. Where that can't be, plain torch serves."""
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -46,36 +47,42 @@ def library_for(model_dir: str | Path, dtype: str) -> Path | None:
 def compiled() -> Path | None:
     """Return the library; compile it if no process has yet, in a second or two. None: that can't be."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoyatt")
-    # Path.exists would raise an error in a home that is closed to us
-    found = next(each for each in (folder, *folder.parents) if os.path.exists(each))
-    can_run = platform.machine() == "x86_64" and not os.statvfs(found).f_flag & os.ST_NOEXEC
-    if not can_run or not folder.is_absolute() or not os.access(found, os.W_OK | os.X_OK):
+    if platform.machine() != "x86_64" or not folder.is_absolute():
         return None
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = folder.lstat()
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o022:  # what others write would run as us
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+        # what others write would run as us
+        if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
+            return None
+        compilers = filter(shutil.which, ("g++", "clang++"))
+        return next(filter(None, (compiled_by(name, folder) for name in compilers)), None)
+    except OSError:  # the folder can't be made, has no room, or is on a disk without programs
         return None
-    libraries = (compiled_by(name, folder) for name in ("g++", "clang++") if shutil.which(name))
-    return next(filter(None, libraries), None)
 
 
 def compiled_by(compiler: str, folder: Path) -> Path | None:
-    """Return the library that a compiler makes. None: it fails, and one line says why."""
+    """Return the library that a compiler makes. None: it fails, and one line says why. Raises OSError."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     # machines of several kinds may share a home
     processor = [line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags")]
     made_of = "\0".join((SOURCE.read_text(), version, *FLAGS, *processor[:1]))
     library = folder / f"decoder-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
-    # several processes may compile at once: the library is there whole or not at all
-    with tempfile.TemporaryDirectory(dir=folder) as private:
-        built = Path(private, library.name)
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode == 0:
+    content = library.read_bytes() if library.exists() else b""
+    # a whole one ends with the digest of what is before; one that was cut could kill who loads it
+    if content[-32:] != hashlib.sha256(content[:-32]).digest():
+        # several processes may compile at once: each takes the place of what was there
+        with tempfile.TemporaryDirectory(dir=folder) as private:
+            built = Path(private, library.name)
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                errors = (line for line in done.stderr.splitlines() if "error" in line)
+                print(f"{compiler}: {next(errors, 'it failed')}", file=sys.stderr)
+                return None
+            content = built.read_bytes()
+            built.write_bytes(content + hashlib.sha256(content).digest())
             built.chmod(0o700)  # whatever the umask
-            return built.rename(library)
-    errors = (line for line in done.stderr.splitlines() if "error" in line)
-    print(f"{compiler}: {next(errors, 'it failed')}", file=sys.stderr)
-    return None
+            built.rename(library)
+    ctypes.CDLL(str(library))  # raises OSError where nothing may be run
+    return library

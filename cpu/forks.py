@@ -74,7 +74,12 @@ def serve(listener):
         if key.data:
             bury(watched, *key.data)
             continue
-        asker, _ = listener.accept()
+        if key.fileobj is listener:  # who connects may stay silent: nobody waits for his request
+            asker, _ = listener.accept()
+            watched.register(asker, selectors.EVENT_READ)
+            continue
+        asker = key.fileobj
+        watched.unregister(asker)
         _, descriptors, _, _ = socket.recv_fds(asker, 64, 2)
         pid = None
         with suppress(OSError):  # as many processes run as may: then this asker alone gets none
@@ -83,11 +88,12 @@ def serve(listener):
             return become(*descriptors)
         for each in descriptors:
             os.close(each)
-        if pid:
-            pidfd = os.pidfd_open(pid)
-            for each in (asker, pidfd):
-                watched.register(each, selectors.EVENT_READ, (asker, pid, pidfd))
-        asker = None  # its connection closes, unless it is watched
+        if pid is None:
+            asker.close()
+            continue
+        pidfd = os.pidfd_open(pid)
+        for each in (asker, pidfd):
+            watched.register(each, selectors.EVENT_READ, (asker, pid, pidfd))
 
 
 def become(request, log):

@@ -1,4 +1,4 @@
-"""Run the real megatron.core on a machine without CUDA, and repair its distributed optimizer.
+"""Run the real megatron.core on a machine without CUDA.
 
 Megatron-Core 0.16.1 without its optional kernels (Transformer Engine, Apex) is plain PyTorch that says "cuda"
 by name. `install()` adds an import hook that rewrites these names in megatron.core alone: with torch itself
@@ -27,7 +27,7 @@ REWRITES = {  # of a module's source, in this order
 
 
 class CpuDevice:
-    """The names of `torch.cuda` that training and checkpointing touch, as megatron.core sees them."""
+    """The names of `torch.cuda` that training touches, as megatron.core sees them."""
 
     FloatTensor = torch.FloatTensor
     HalfTensor = torch.HalfTensor
@@ -36,9 +36,8 @@ class CpuDevice:
     Stream = torch.Stream
     Event = torch.Event
     is_available = staticmethod(lambda: False)
-    device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: torch.device("cpu"))
-    set_device = synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
+    synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
     stream = device = staticmethod(lambda *args: contextlib.nullcontext())
     # by current_device
     default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})
@@ -86,48 +85,3 @@ def install() -> None:
         assert "megatron.core" not in sys.modules, "install() must come before megatron.core"
         sys.modules["_CpuDevice"] = CpuDevice
         sys.meta_path.insert(0, _Finder())
-    from megatron.core.optimizer import distrib_optimizer
-
-    if not distrib_optimizer.HAVE_APEX_OR_TE:  # but torch's own AdamW, on any device
-        repair(distrib_optimizer.DistributedOptimizer)
-
-
-# Three bugs of Megatron-Core 0.16.1's DistributedOptimizer around torch.optim.AdamW, all in its checkpoints.
-# Each function below replaces the method of its name; its test fails with the original method in its place.
-
-original = {}  # the methods that were replaced, by name
-
-
-def repair(optimizer_class: type) -> None:
-    for function in (state_dict, load_state_dict, _set_main_param_and_optimizer_states):
-        original.setdefault(function.__name__, vars(optimizer_class)[function.__name__])
-        setattr(optimizer_class, function.__name__, function)
-
-
-def state_dict(self):
-    """Make AdamW's state, as its first step would: the original asserts that there are step counts before."""
-    for group in self.optimizer.param_groups:
-        for param in group["params"]:
-            if not self.optimizer.state[param]:  # what AdamW itself would make
-                step = torch.zeros((), device=param.device)
-                zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[param] = {"step": step, **zeros}
-    return original["state_dict"](self)
-
-
-def load_state_dict(self, state):
-    """Give each parameter a step count of its own: with a shared one, Adam's bias correction is wrong."""
-    original["load_state_dict"](self, state)
-    for param, adam_state in self.optimizer.state.items():
-        # a copy for each, where a fused AdamW wants it
-        adam_state["step"] = adam_state["step"].to(param.device, copy=True)
-
-
-@torch.no_grad()  # an fp32 shard is a view of a leaf parameter, which the original writes in place
-def _set_main_param_and_optimizer_states(self, model_param, tensors):
-    """Copy the saved tensors: the original also looks for `step` among them, where it is not."""
-    group_index, group_order = self.model_param_group_index_map[model_param]
-    main_param = self.optimizer.param_groups[group_index]["params"][group_order]
-    main_param.copy_(tensors["param"])
-    for name in ("exp_avg", "exp_avg_sq"):
-        self.optimizer.state[main_param][name].copy_(tensors[name])

@@ -60,7 +60,7 @@ class Pool:
         self._serving: dict[int, list[Engine]] = {}  # these engines, by model
         self._changed = asyncio.Event()  # set when they change, and when requests are aborted
         self._load = Load(world)
-        self._silence = Silence(config.engine_lost_s)  # of this rank's engine
+        self._silence = Silence()  # of this rank's engine
         self._aborts = 0  # calls of `abort`
         self._served: list[tuple[int, tuple]] = []  # an engine's rank, a row for RequestStats.of
         self._wakes = 0
@@ -159,16 +159,27 @@ class Pool:
         """Act on what all told. EngineLost: this rank's engine owes tokens, and has written none for long."""
         self._load.update(status.outstanding)
         owed = status.outstanding[self.world.rank]
-        if self._silence.is_too_long(owed > 0, status.parts[self.world.rank] > 0):
-            raise self.own.lost(f"owes {owed} tokens and wrote none for {self._silence.most_s:g} s")
+        most_s = self.config.engine_lost_s
+        if self._silence.is_too_long(most_s, owed > 0, status.parts[self.world.rank] > 0):
+            raise self.own.lost(f"owes {owed} tokens and wrote none for {most_s:g} s")
 
     async def wake(self) -> None:
         """Bring weights and KV cache of all engines back to the devices (collective)."""
         await self.use(tuple(engine.rank for engine in self.engines))
 
     async def sleep(self) -> None:
-        """Free the devices of weights and KV cache of all engines (collective)."""
-        await self.use(())
+        """Free the device of weights and KV cache of this rank's engine.
+
+        Every rank does, between two meetings: the first comes after all answers, the second before anything
+        takes the devices.
+        """
+        assert not +self._load.outstanding, "an engine is to sleep that still has to write"
+        is_awake = self.world.rank in self.awake
+        self._set_awake(())
+        self._load.forget()
+        if is_awake:
+            with self.timeline.span("switch"):
+                await self._on_own(lambda engine: engine.sleep())
 
     async def use(self, leads: tuple[int, ...], move: bool = False) -> None:
         """Have the engines of these ranks awake and no others (collective).
@@ -208,8 +219,9 @@ class Pool:
         return any(status.outstanding[rank] for rank in leads)
 
     async def wake_weights(self) -> None:
-        """Make room for the weights alone (collective): the actor still holds its own memory."""
-        await self._on_each(lambda engine: engine.wake_weights())
+        """Make room for the weights alone: the actor still holds its own memory. Not collective."""
+        with self.timeline.span("switch"):
+            await self._on_own(lambda engine: engine.wake_weights())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Push the actor's weights into this rank's engine (collective, as the iterator is)."""
@@ -219,7 +231,6 @@ class Pool:
             finally:
                 # to its end, even if the engine is lost: other ranks wait for this one's shards
                 await self.world.run(deque, named_weights, 0)
-            await self.world.barrier()
 
     async def wake_kv_cache(self) -> None:
         """Bring the KV cache back: requests may come (collective)."""

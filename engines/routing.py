@@ -121,15 +121,14 @@ def sum_counters(rows: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
 class Silence:
     """The time for which nothing has come although something is awaited, as meetings see it."""
 
-    def __init__(self, most_s: float):
-        self.most_s = most_s
+    def __init__(self):
         self._since: float | None = None  # the first meeting of the silence
 
-    def is_too_long(self, awaited: bool, came: bool) -> bool:
+    def is_too_long(self, most_s: float, awaited: bool, came: bool) -> bool:
         """Note what a meeting says, and tell if the silence lasts longer than `most_s`."""
         now = asyncio.get_running_loop().time()
         if came or not awaited:
             self._since = None
         elif self._since is None:
             self._since = now
-        return self._since is not None and now - self._since > self.most_s
+        return self._since is not None and now - self._since > most_s

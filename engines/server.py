@@ -199,7 +199,7 @@ class ServerProcess:
     def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
         self._command = command
         self._log = log
-        self._device = device
+        self.device = device
         # SGLang's sockets lie there, whose paths have 107 characters at most
         how = {"prefix": "nanoyatt-", "dir": "/tmp" if len(tempfile.gettempdir()) > 57 else None}
         self.folder = tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True)
@@ -215,7 +215,7 @@ class ServerProcess:
         with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
             how |= {"stdout": log, "stderr": log}
-            if self._device == "cuda":
+            if self.device == "cuda":
                 self._process = subprocess.Popen([sys.executable, "-m", *self._command], **how)
                 return
             command = [*FORKS, os.path.realpath(f"{forks_path()}.log"), *self._command]

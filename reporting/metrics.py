@@ -6,8 +6,10 @@ metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
@@ -87,6 +89,7 @@ class Report:
         # when the step before ended, on the timeline's clock
         self._ended = self.found.ended_s if self.found else 0.0
         self._writer = None
+        self._writing: Awaitable[None] | None = None  # the rows of the newest step
         if self.world.rank == 0:
             self._writer = MetricsWriter(self.out, self.found and self.found.step)
         if self.found:
@@ -103,7 +106,10 @@ class Report:
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
     ) -> None:
-        """Write a step's metrics (collective). samples: what this rank trained on; stats: further metrics."""
+        """Write a step's metrics while the next is served (collective).
+
+        samples: what this rank trained on; stats: further metrics. RunLost as `written`.
+        """
         facts = local_facts(c, batch, samples, c.timeline.drain())
         now = c.timeline.now()
         gathered = await self.world.gather_on_0(facts)
@@ -117,18 +123,30 @@ class Report:
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
         }
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
-        for sample in shown:
-            row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-            row["response"] = self.decode(sample.response)
-            atomic_files.append(self.out / "samples.jsonl", [row])
-        self._writer.write(step, metrics | self._evaluated)
+        await self.written()
+        work = partial(self._write, step, metrics | self._evaluated, shown)
+        self._writing = asyncio.get_running_loop().run_in_executor(None, work)
         self._evaluated = {}
         self._ended = now
+        if c.checkpoints.saving:
+            await self.written()  # the checkpoint is named once the step's rows are there
         self.progress.step(step, metrics)
         if batch.missing_groups:
             lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
             why = f"after {batch.waves} waves: too many had equal rewards"
             self.note(f"step {step + 1}: {lacking} {why}")
+
+    def _write(self, step: int, metrics: Metrics, shown: list[Sample]) -> None:
+        for sample in shown:
+            row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
+            row["response"] = self.decode(sample.response)
+            atomic_files.append(self.out / "samples.jsonl", [row])
+        self._writer.write(step, metrics)
+
+    async def written(self) -> None:
+        """Return once all rows are written. Not collective. RunLost if the disk is full."""
+        if self._writing:
+            await self._writing
 
     def note(self, text: str) -> None:
         self.progress.line(text)

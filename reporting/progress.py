@@ -18,6 +18,7 @@ class Progress:
     def __init__(self, steps: int, is_main: bool):
         self._steps = steps
         self._is_main = is_main
+        self.what = "starting"  # the run is doing
         off = None if is_main else True  # None: no bar in a log file, only the lines
         self._bar = tqdm(total=steps, bar_format=BAR, disable=off, dynamic_ncols=True, leave=False)
 
@@ -30,6 +31,7 @@ class Progress:
         self._bar.update()
 
     def doing(self, what: str) -> None:
+        self.what = what
         self._bar.set_description_str(what)
 
     def phase(self, name: str, step: int) -> None:

@@ -6,7 +6,8 @@ itself (train, switch, sync) are opened around the work. Beside them stand the l
 stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of weights, a change of the
 split), and the passes of the pipelines.
 
-Every rank writes its events of each step to a file of its own, OUT/spans/rank<r>.<step>.jsonl.
+Every rank writes its events of each step to a file of its own, OUT/spans/rank<r>.<step>.jsonl. Those of the
+last STEPS_KEPT steps stay.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ STATES = {  # of an answer, in the order of its life
 }
 INSTANTS = ("moved", "aborted", "done")  # the other states last
 MARKS = ("wave", "weights", "split", "tail")
+STEPS_KEPT = 100
 
 
 class Event(NamedTuple):
@@ -127,6 +129,8 @@ class Timeline:
         events = self.events
         self.events = []
         if self.folder and events:
+            old = self.folder / f"rank{self.rank}.{self.step - STEPS_KEPT}.jsonl"
+            old.unlink(missing_ok=True)
             atomic_files.append(self.folder / f"rank{self.rank}.{self.step}.jsonl", events)
         return events
 

@@ -34,7 +34,7 @@ def join(config: Config) -> World:
         what = "requests with their key, answers, samples and gradients travel unencrypted"
         print(f"--host {config.host}: {what}: use a private network", flush=True)
     device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
-    return World(device, config.timeout_s, private_folder() if is_local() else None)
+    return World(device, config.timeout_s)
 
 
 def init_method(config: Config) -> dict:

@@ -1,10 +1,10 @@
 """Ways out of a rank with its engines closed: an error, Ctrl-C, SIGTERM, SIGHUP, a launcher that died.
 
-A user's error is one line, whatever the number of ranks, and status 2; a lost engine or a full disk is one
-line and status 1. torchrun ends the other ranks with SIGTERM. While a run trains, the first of SIGNALS asks
-for a stop: the controllers agree on it, save and leave with status 0. A second one, one before training, or
-one where a rank of this machine is gone, cancels all work: 129, 130 or 143. torchrun kills its ranks after
-30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+A user's error is one line, whatever the number of ranks, and status 2; a rank that torchrun starts again
+after one leaves at once. A lost engine or a full disk is one line and status 1. torchrun ends the other ranks
+with SIGTERM. While a run trains, the first of SIGNALS asks for a stop: the controllers agree on it, save and
+leave with status 0. A second one, one before training, or one where a rank of this machine is gone, ends all
+work: 129, 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from config import RunLost
 from runtime.world import World, is_alive
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,6 +34,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
     SIGNALS = SIGNALS[:2]
 PR_SET_PDEATHSIG = 1
+USER_ERROR = "user_error"  # in the folder of all attempts of a torchrun: the first error file
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
 LOOK_S = 0.5  # between two looks at the other ranks, after a signal
@@ -59,10 +62,25 @@ class Stop:
         ranks = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
         self.neighbours = {rank: pids[rank] for rank in ranks}
 
+    def has_lost_a_rank(self) -> bool:
+        """Tell if a rank of this machine is gone; then `reason` names it."""
+        for rank, pid in self.neighbours.items():
+            if not is_alive(pid):
+                self.reason = f"interrupted: rank {rank} of this machine is gone"
+                return True
+        return False
+
 
 def prepare() -> None:
-    """Begin a rank: it ends with its launcher, opens many files, hears no warnings."""
+    """Begin a rank: it ends with its launcher, opens many files, hears no warnings.
+
+    If torchrun has started it again after a user's error, it leaves as the ranks before did.
+    """
     die_with_parent(signal.SIGTERM)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and (error := Path(path).parents[2] / USER_ERROR).exists():
+        shutil.copy(error, path)
+        leave(2)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections are open files
     for number in SIGNALS:  # until the event loop takes over
@@ -112,8 +130,10 @@ async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     try:
         return await task
-    except RuntimeError:  # of a collective, where another rank has left with an error that it told
-        if (reported := reported_file()) and reported.exists():
+    except (RuntimeError, RunLost):  # maybe only because another rank has gone, and has said why
+        await asyncio.sleep(LOOK_S)
+        reported = reported_file()
+        if stop.has_lost_a_rank() or (reported and reported.exists()):
             raise asyncio.CancelledError from None
         raise
 
@@ -122,10 +142,8 @@ async def cancel_if_one_is_gone(task: asyncio.Future, stop: Stop) -> None:
     """Cancel a stop that can't be: a rank that is gone never agrees, and with NCCL nobody gets an error."""
     looks = 0  # in a row: a rank that is through leaves, maybe before this one knows that all are
     while looks < 2:
-        gone = [rank for rank, pid in stop.neighbours.items() if not is_alive(pid)]
-        looks = looks + 1 if gone else 0
+        looks = looks + 1 if stop.has_lost_a_rank() else 0
         await asyncio.sleep(LOOK_S)
-    stop.reason = f"interrupted: rank {gone[0]} of this machine is gone"
     task.cancel()
 
 
@@ -134,6 +152,9 @@ def exit_on_error(status: int, line: str) -> NoReturn:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": message}))
+        if status == 2:
+            with contextlib.suppress(OSError):  # another rank has, or the disk knows no links
+                os.link(path, Path(path).parents[2] / USER_ERROR)
     exit_now(status, line)
 
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import json
-import os
 import pickle
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,65 +17,10 @@ from config import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import Store
 
-OTHERS_GIVE_UP_S = 2.0  # between the first rank whose collective times out and the last
 WAIT_S = 0.02  # between two looks whether all ranks are there
 # gloo's words where a rank hangs or is gone
 BROKEN = ("imed out", "closed by peer", "reset by peer")
-
-
-@dataclass
-class Notes:
-    """The ranks' notes of what they do, so that an error can name the rank that didn't come.
-
-    torch's monitored_barrier names it to rank 0 alone, and to nobody where a rank has died.
-    """
-
-    rank: int
-    store: Store  # of the process group
-    folder: Path | None  # one that all ranks share: used in place of the store
-    arrivals: Counter[str] = field(default_factory=Counter)  # at collectives of each World
-    phase: str = "starting"
-
-    def arrive(self, world: str) -> None:
-        """Note that this rank has come to one more collective of a World."""
-        self.arrivals[world] += 1
-        self.write()
-
-    def write(self) -> None:
-        name = f"note of rank {self.rank}"
-        note = json.dumps([self.arrivals, os.getpid(), self.phase])
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk, or rank 0 is gone
-            if self.folder:
-                (self.folder / name).write_text(note)
-            else:
-                self.store.set(name, note)
-
-    def _read(self, rank: int) -> str:
-        """Return a rank's note; OSError or RuntimeError if the folder or the store is gone."""
-        name = f"note of rank {rank}"
-        note = b""
-        if self.folder and name in os.listdir(self.folder):
-            note = (self.folder / name).read_bytes()
-        elif not self.folder and self.store.check([name]):
-            note = self.store.get(name)
-        return note.decode() or '[{}, 0, "starting"]'
-
-    def late(self, world: str, ranks: Sequence[int]) -> list[str]:
-        """Name those who have come to fewer of a World's: the dead of this machine alone, if any are."""
-        late = []
-        dead = []
-        for rank in [rank for rank in ranks if rank != self.rank]:
-            try:
-                arrivals, pid, phase = json.loads(self._read(rank))
-            except (OSError, RuntimeError):
-                return ["the ranks' notes are gone, so who didn't come is unknown"]
-            if arrivals.get(world, 0) < self.arrivals[world]:
-                late.append(f"rank {rank} didn't come, last seen in phase: {phase}")
-                if self.folder and not is_alive(pid):
-                    dead.append(late[-1])
-        return dead or late
 
 
 class World:
@@ -91,7 +30,7 @@ class World:
     a `part`.
     """
 
-    def __init__(self, device: str, timeout_s: float, notes: Path | None = None):
+    def __init__(self, device: str, timeout_s: float):
         import torch
         import torch.distributed as dist
 
@@ -100,8 +39,8 @@ class World:
         self.rank = dist.get_rank()
         self.device = device
         self._timeout_s = timeout_s
-        store = dist.distributed_c10d._get_default_store()
-        self._notes = Notes(self.rank, store, notes)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._waits = 0  # for all
         self.is_parted = False
         self._join(range(dist.get_world_size()))
         # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
@@ -117,7 +56,6 @@ class World:
                 self.ranks = ranks
                 self.size = len(ranks)
                 self.place = ranks.index(self.rank)
-                self._name = f"{self.size} from {ranks[0]}"  # in notes
 
     def part(self, ranks: Sequence[int]) -> World:
         """Return the World of these ranks, on every other rank that of all others (collective)."""
@@ -133,12 +71,11 @@ class World:
         """Return once every rank is here, however long a part of them works (collective)."""
         if not self.is_parted:
             return
-        self._notes.arrive("wait")
-        store = self._notes.store
-        name = f"wait {self._notes.arrivals['wait']}"
-        if store.add(name, 1) == self.size:
-            store.set(f"{name} is over", "")
-        while not store.check([f"{name} is over"]):  # unlike `add` it writes nothing
+        self._waits += 1
+        name = f"wait {self._waits}"
+        if self._store.add(name, 1) == self.size:
+            self._store.set(f"{name} is over", "")
+        while not self._store.check([f"{name} is over"]):  # unlike `add` it writes nothing
             await asyncio.sleep(WAIT_S)
 
     def enter_device(self) -> None:
@@ -149,24 +86,24 @@ class World:
     async def run(self, function: Callable, *args: Any) -> Any:
         """Run a blocking function off the event loop, after what was asked before it. Not collective."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._explained, function, args)
+        return await loop.run_in_executor(self._thread, function, *args)
 
     async def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank (collective). For counts and flags, not payloads."""
         values = [None] * self.size
-        await self.run(self._meet, self._dist.all_gather_object, values, value, self._group)
+        await self.run(self._dist.all_gather_object, values, value, self._group)
         return values
 
     async def gather_on_0(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank, on the first; nothing on the others (collective)."""
         values = None if self.place else [None] * self.size
         gather = self._dist.gather_object
-        await self.run(self._meet, gather, value, values, self.ranks[0], self._group)
+        await self.run(gather, value, values, self.ranks[0], self._group)
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
         """Return `total` of every rank's `value`, pair by pair, then of such totals (collective)."""
-        return await self.run(self._meet, self._reduce, value, total)
+        return await self.run(self._reduce, value, total)
 
     def _reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
         dist = self._dist
@@ -187,12 +124,12 @@ class World:
         """Return the value of the first rank (collective)."""
         box = [value]
         share = self._dist.broadcast_object_list
-        await self.run(self._meet, share, box, self.ranks[0], self._group)
+        await self.run(share, box, self.ranks[0], self._group)
         return box[0]
 
     async def barrier(self) -> None:
         """Return once every rank has called it (collective)."""
-        await self.run(self._meet, self._dist.barrier, self._group)
+        await self.run(self._dist.barrier, self._group)
 
     async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
         """Send `outgoing[r]` to rank r; return what came of `senders`, exactly those (collective)."""
@@ -200,7 +137,7 @@ class World:
         own = {self.rank: outgoing.pop(self.rank)} if self.rank in outgoing else {}
         parcels = {rank: bytearray(pickle.dumps(value)) for rank, value in outgoing.items()}
         others = set(senders) - {self.rank}
-        received = await self.run(self._meet, self._send_and_receive, parcels, others)
+        received = await self.run(self._send_and_receive, parcels, others)
         return received | own
 
     def _send_and_receive(self, parcels: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
@@ -222,29 +159,16 @@ class World:
         for request in requests:
             request.wait()
 
-    def _meet(self, collective: Callable, *args: Any) -> Any:
-        self._notes.arrive(self._name)
-        return collective(*args)
-
-    def doing(self, phase: str) -> None:
-        """Note what this rank is doing now, for the others, if it should hang. Not collective."""
-        self._notes.phase = phase
-        self._thread.submit(self._notes.write)
-
-    def _explained(self, function: Callable, args: tuple) -> Any:
-        """Call; if a collective fails because of another rank, the error names it, where that can be told."""
+    @contextlib.contextmanager
+    def explaining(self, phase: Callable[[], str]) -> Iterator[None]:
+        """Add this rank's phase to the error of a collective that another rank broke. Not collective."""
         try:
-            return function(*args)
+            yield
         except RuntimeError as error:
             if any(words in str(error) for words in BROKEN):  # also of Megatron's collectives
-                # all who wait give up at about the same time, and say so: who doesn't is late
-                self._notes.arrive(self._name)
-                time.sleep(OTHERS_GIVE_UP_S)
-            late = self._notes.late(self._name, self.ranks)
-            if not late:
-                raise
-            waited = f"rank {self.rank} waited in vain, for {self._timeout_s:g} s at most"
-            raise RuntimeError(f"{waited}: {', '.join(late)}") from error
+                waited = f"rank {self.rank} waited in vain for the others"
+                error.add_note(f"{waited}, for {self._timeout_s:g} s at most ({phase()})")
+            raise
 
     def close(self) -> None:
         """End the thread. Not collective."""

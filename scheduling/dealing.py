@@ -12,6 +12,7 @@ from scheduling.balance import flat, plan_batch
 from scheduling.layout import Shape
 
 if TYPE_CHECKING:
+    from scheduling.rebalance import StepStats
     from training.trainer import Trainer
 
 MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches
@@ -25,6 +26,7 @@ class Held(NamedTuple):
     costs: list[float]  # of the samples, where they are a signal
     missing_groups: int = 0
     stop: bool = False  # whether a signal asked for one
+    stats: StepStats | None = None  # what it measured while it served
 
     @staticmethod
     def of(samples: list[Sample], image_cost: Callable[[list[int]], int], has_costs: bool) -> Held:
@@ -90,6 +92,7 @@ class Shares:
     deals: dict[Shape, Deal]
     samples: dict[Key, Sample]  # this rank's, of all its models
     costs: list[float]  # of all samples of the step, where they are a signal
+    stats: StepStats | None = None  # what all measured while they served
 
     def of(self, model: Trainer) -> MiniBatches:
         """Return this rank's mini-batches for a model; none for one that other ranks hold."""

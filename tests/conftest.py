@@ -3,6 +3,7 @@
 Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others.
 """
 
+import asyncio
 import gc
 import os
 import sys
@@ -85,11 +86,11 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
     terminalreporter.line(f"to attach to a report: {gpu_report.write(table, failures, logs)}")
 
 
-@pytest.fixture(autouse=True)
-def any_load():
-    """sharded_checkpoint lets torch.load read nothing but tensors from then on, in children too."""
-    yield
-    os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD", None)
+@pytest.fixture(scope="module")
+def run():
+    """Runs coroutines on one event loop: an engine's HTTP session belongs to the loop that made it."""
+    with asyncio.Runner() as runner:
+        yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, 400))
 
 
 @pytest.fixture

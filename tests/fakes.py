@@ -18,7 +18,7 @@ import demo.task  # noqa: F401 (it adds a judge format)
 import placement
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
-from checkpoint import Checkpoints, restore
+from checkpoint import Checkpoints, contents_of, restore
 from config import Config
 from data import Prompt, Prompts
 from engines.engine import LOOK_S, Answer, EngineLost, Request, Sampling, seed_of
@@ -324,16 +324,20 @@ class FakeTrainer:
 
         def write():
             (folder / f"__{rank}_0.distcp").write_text(str(version))
-            if rank == self.shape.ranks[0]:
-                (folder / "common.pt").write_text("")
             return [rank]
 
         def complete(written):
             assert written == [[rank] for rank in range(len(written))], "a rank's part is missing"
-            for name in (".metadata", "metadata.json"):
-                (folder / name).write_text("")
+            (folder / ".metadata").write_text("")
 
         return write, complete
+
+    def whole_weights(self):
+        return {"version": self.version} if self.device.rank == self.shape.ranks[0] else {}
+
+    def write_hf(self, weights, folder):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text(str(weights))
 
     def restore(self, folder):
         assert self.awake or not self.holds, "restored while asleep"
@@ -459,6 +463,9 @@ class FakeReport:
         self.accuracies, self.sampled = {}, {}
         self.carried, self.requeued, self.cursors = [], [], []
         self.note, self.decode = self.notes.append, str
+
+    async def written(self):
+        pass
 
     def dump(self, samples):
         self.dumped = samples
@@ -704,7 +711,8 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
-        checkpoints = Checkpoints(config, world, out, start_writer=writer)
+        contents = contents_of(config)
+        checkpoints = Checkpoints(config, world, out, contents, start_writer=writer)
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(

@@ -29,12 +29,10 @@ LAMBDA = 0.7  # weight of the cost, of rows that have one
 
 
 def settings_of(row: str = "grpo", **changes) -> Algorithm:
-    """A row but for the settings that are named."""
     return replace(ALGORITHMS[row], **{"max_new_tokens": 1024} | changes)
 
 
 def answer(prompt_id: int, index: int, reward: float | None, tokens: int, **fields) -> Sample:
-    """One answer of so many tokens."""
     fields |= dict(response=[2] * tokens, logprobs=[-0.5] * tokens, reward=reward)
     return Sample(prompt_id, index, prompt=[1], **fields)
 
@@ -59,7 +57,6 @@ def test_an_answer_alone_in_its_group_has_nothing_to_be_compared_with():
 
 
 def plain_scores(row: str, rewards: list[float]) -> list[float]:
-    """The scores of a group, from the papers."""
     if row in ("reinforce++", "remax", "ppo", "safe_rlhf"):
         return rewards
     if row == "rloo":
@@ -84,7 +81,6 @@ def plain_sums(rewards: list[float], values: list[float], gamma: float, weight: 
 
 @given(st.lists(st.tuples(FLOATS, FLOATS), max_size=12), st.floats(0, 1), st.floats(0, 1))
 def test_the_estimators_are_the_plain_double_loop(tokens, gamma, lam):
-    """A_t as the sum over all later tokens, not by recursion."""
     rewards, values = [r for r, _ in tokens], [v for _, v in tokens]
     config = settings_of(gamma=gamma, gae_lambda=lam)
     expected = plain_sums(rewards, values, gamma, gamma * lam)
@@ -108,12 +104,10 @@ GROUPS = st.lists(st.lists(ANSWER, min_size=2, max_size=4), min_size=1, max_size
 
 
 def cost_of(reward: float, tokens: list) -> float:
-    """Any number that isn't the reward."""
     return 0.5 * len(tokens) - reward**2
 
 
 def samples_of(groups) -> list[Sample]:
-    """A ragged batch."""
     samples = []
     for draw, group in enumerate(groups):
         for index, (reward, tokens) in enumerate(group):
@@ -128,7 +122,6 @@ def samples_of(groups) -> list[Sample]:
 
 
 def plain_kl(name: str, log_ratio: float) -> tuple[float, float]:
-    """An estimator and its slope."""
     return {
         "k1": (log_ratio, 1.0),
         "k2": (log_ratio**2 / 2, log_ratio),
@@ -137,7 +130,6 @@ def plain_kl(name: str, log_ratio: float) -> tuple[float, float]:
 
 
 def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[float]]:
-    """By sample, one token at a time."""
     has_critic = row in ("ppo", "safe_rlhf")
     weight = config.gamma * (config.gae_lambda if has_critic else 1.0)
     kl_coef = config.kl_coef if config.kl_in == "reward" else 0.0
@@ -191,7 +183,6 @@ STEP |= dict(start_column=st.sampled_from([1, 2]), stale_part=st.sampled_from([0
 @settings(max_examples=25, deadline=None)
 @given(groups=GROUPS, changes=CHANGES, ranks=st.integers(1, 3), seed=st.integers(0, 99))
 def test_advantages_are_the_plain_loop_wherever_the_samples_are(row, groups, changes, ranks, seed):
-    """Groups are torn apart: every sample has the outcomes of its own."""
     config, rng = settings_of(row, **changes), random.Random(seed)
     shares = [[] for _ in range(ranks)]
     for sample in samples_of(groups):
@@ -286,7 +277,6 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
 
 
 def answers_of(groups) -> list[tuple[tuple[int, int], list]]:
-    """The key and the tokens of each."""
     return [((d, i), row[1]) for d, group in enumerate(groups) for i, row in enumerate(group)]
 
 
@@ -305,16 +295,15 @@ def near_a_kink(groups, config) -> bool:
 @pytest.mark.parametrize("row", ROWS)
 @settings(max_examples=20, deadline=None)
 @given(**STEP)
-def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(
-    row, groups, changes, parts, seed, stale_part, start_column
-):
+def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(row, **drawn):
     """Loss, slopes and sums, over micro-batches in any order, each with its targets in any order."""
-    config, rng = settings_of(row, **changes), random.Random(seed)
+    groups, parts, start_column = drawn["groups"], drawn["parts"], drawn["start_column"]
+    config, rng = settings_of(row, **drawn["changes"]), random.Random(drawn["seed"])
     if near_a_kink(groups, config):
         return
     samples, answers = with_advantages(samples_of(groups), config), answers_of(groups)
     now = {(key, t): token[2] for key, tokens in answers for t, token in enumerate(tokens)}
-    stale = {place: rng.random() < stale_part for place in now}
+    stale = {place: rng.random() < drawn["stale_part"] for place in now}
     start = {key: [token[1] for token in tokens] for key, tokens in answers}
     micro_batches = [[] for _ in range(parts)]
     for sample in samples:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpu import megatron
+from training import model
 from training.model import packing_of, rotate
 from training.packing import MicroBatch, make_micro_batches, zigzag
 
@@ -42,25 +42,17 @@ def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how) -> Tensor
     return torch.cat([plain(*piece, scale) for piece in zip(*parts, strict=True)])
 
 
-@pytest.fixture
-def model(monkeypatch):
-    megatron.install()
-    from training import model
-
-    monkeypatch.setattr(model, "varlen_attn", varlen)
-    return model
-
-
 def batch_of(lengths: list[int], cp: int, rank: int) -> MicroBatch:
     """Of padded sequences of these lengths."""
-    return make_micro_batches(
-        [[([0], [0] * length) for length in lengths]], cp, rank, tp_with_sp=1
-    )[0]
+    packed = [[([0], [0] * length) for length in lengths]]
+    return make_micro_batches(packed, cp, rank, tp_with_sp=1)[0]
 
 
 @pytest.mark.parametrize("way", ["attend_by_length", "attend_at_once"])
-def test_the_ranks_attend_as_the_whole_sequences_do(model, way):
+def test_the_ranks_attend_as_the_whole_sequences_do(monkeypatch, way):
     """Outputs, and gradients: of keys and values summed over the ranks, as the all-gather's backward does."""
+
+    monkeypatch.setattr(model, "varlen_attn", varlen)
 
     @given(LENGTHS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, HEADS]), st.integers(0, 9))
     def check(sizes, cp, kv_heads, seed):
@@ -68,9 +60,8 @@ def test_the_ranks_attend_as_the_whole_sequences_do(model, way):
         lengths = [size * (2 * cp if cp > 1 else 1) for size in sizes]
         tensors = [torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, kv_heads, kv_heads)]
         whole = [x.clone().requires_grad_() for x in tensors]
-        expected = torch.cat(
-            [plain(*parts, SCALE) for parts in zip(*(x.split(lengths) for x in whole), strict=True)]
-        )
+        pieces = zip(*(x.split(lengths) for x in whole), strict=True)
+        expected = torch.cat([plain(*parts, SCALE) for parts in pieces])
         slope = torch.randn_like(expected)
         (expected * slope).sum().backward()
         query, key, value = ours = [x.clone().requires_grad_() for x in tensors]
@@ -97,10 +88,7 @@ def test_rotary_embedding_rounds_once():
     rotated = rotate(x, *packing_of(batch, frequencies).rope)
     angles = (positions.float() * frequencies).double()[:, None]
     first, second = x.double().chunk(2, -1)
-    turned = (
-        first * angles.cos() - second * angles.sin(),
-        second * angles.cos() + first * angles.sin(),
-    )
-    expected = torch.cat(turned, -1).bfloat16()
+    cos, sin = angles.cos(), angles.sin()
+    expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).bfloat16()
     assert rotated.dtype == torch.bfloat16
     assert (rotated == expected).float().mean() > 0.999

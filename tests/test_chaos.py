@@ -313,8 +313,8 @@ class Trial:
         worlds = [FakeWorld(rank, self.size, meetings) for rank in range(self.size)]
 
         async def prepare():
-            each = [checkpoint.prepare_out(self.config, world, str) for world in worlds]
-            return await asyncio.gather(*each)
+            how = (self.config, checkpoint.contents_of(self.config))
+            return await asyncio.gather(*[checkpoint.prepare_out(*how, w, str) for w in worlds])
 
         point, *others = asyncio.run(prepare())
         assert {*others} <= {point}

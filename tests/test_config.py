@@ -29,7 +29,6 @@ DEMO_JUDGE = os.path.relpath(DEMO_MODELS / "written" / "judge")
 
 
 def test_without_arguments_the_demo():
-    """The preset `tiny`, in partial colocation, with where it goes and how it is judged filled in."""
     config = parse_config([])
     written = os.path.relpath(DEMO_MODELS / "written")
     filled_in = dict(preset="tiny", out="runs/tiny-partial", judge_format=("addition",))
@@ -92,7 +91,6 @@ def test_the_demos_models_are_found_from_any_folder(given, name, tmp_path, monke
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_command_line_beats_the_preset_which_beats_the_defaults(name):
-    """Every key of a preset is a field of the field's type, and the result is valid on 2 ranks."""
     config, changes = parse_config(["--preset", name]), PRESETS[name]
     assert all(type(value).__name__ == FIELDS[key].type for key, value in changes.items())
     check_settings(config, 2)
@@ -147,29 +145,19 @@ BAD = [
     ("--max-model-len 90", "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
     ("--max-tokens-per-micro-batch 255", "micro-batch 255: one sample may have 256 tokens"),
     ("--model m --judge j --max-new-tokens 8192", "8192: one sample may have 8193 tokens"),
+    ("--model m --judge j --max-model-len 512", "--max-new-tokens 1024 leaves prompts no room"),
     *[(f"--{name} 0", f"--{name} 0: at least 1") for name in POSITIVE],
     *[(each, each.split()[0]) for each in REFUSED.split(";")],
 ]
+ON_RANKS = [  # what only the number of ranks tells; test_placement.py has more of the split
+    ("--tp 2", "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks of actor", 3),
+    ("sft --model m --data f --tp 2", "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks", 3),
+    ("--model m --judge j k l --rollout-ranks 6", "this run takes 1, 2, 3, 4, 5", 8),
+]
 
 
-@pytest.mark.parametrize("arguments,message", BAD)
-def test_a_bad_setting_is_named(arguments, message):
-    """One line, with the setting, its value and what to choose, before anything starts."""
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        check_settings(parse_config(arguments.split()), 2)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "arguments,ranks,message",
-    [
-        ("--tp 2", 3, "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks of actor"),
-        ("sft --model m --data f --tp 2", 3, "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks"),
-        ("--model m --judge j k l --rollout-ranks 6", 8, "this run takes 1, 2, 3, 4, 5"),
-    ],
-)
-def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
-    """With the numbers. (test_placement.py has more of the split.)"""
+@pytest.mark.parametrize("arguments,message,ranks", [*((*row, 2) for row in BAD), *ON_RANKS])
+def test_a_bad_setting_is_named(arguments, message, ranks):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         check_settings(parse_config(arguments.split()), ranks)
     assert "\n" not in str(caught.value)
@@ -177,7 +165,6 @@ def test_what_only_the_number_of_ranks_tells(arguments, ranks, message):
 
 @pytest.mark.parametrize("role", ["rollout", "genrm"])
 def test_an_engine_stays_on_one_machine(role):
-    """Its ranks divide those of a machine, not only those of the run."""
     config = parse_config([f"--{role}-tp", "4", "--mode", "full"])
     assert check_settings(config, 12, 4) == check_settings(config, 12)
     expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine, which no engine leaves"
@@ -207,10 +194,8 @@ def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
 
 
 def test_a_judge_that_writes_nothing_needs_no_room_for_it():
-    needed = "--model m --judge j --max-model-len 128 --max-new-tokens 24"
-    parse_config([*needed.split(), "--judge-format", "score"])
-    with pytest.raises(ValueError, match="--judge-max-new-tokens 1024 leaves prompts no room"):
-        parse_config(needed.split())
+    given = "--model m --judge j --max-model-len 128 --max-new-tokens 24 --judge-format score"
+    assert parse_config(given.split()).max_model_len == 128
 
 
 def test_a_command_has_few_settings_and_its_own():
@@ -226,13 +211,11 @@ def test_a_command_has_few_settings_and_its_own():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
-    """In a second or so, without torch; every setting under its heading, with its default."""
     heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}
     parse = f"run.parse_config({[command, '--help']}, run.__doc__)"
     code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and not ran.stderr
-    assert "torchrun --nproc-per-node 2 run.py --mode partial" in ran.stdout
     assert all(f"\n  {name} " in ran.stdout for name in COMMANDS)
     shown = " ".join(ran.stdout.split())
     for group, row in documented_settings().items():
@@ -242,5 +225,4 @@ def test_help(command):
             default = "" if has_none else f" [{settings.as_text(field.default)}]"
             is_shown = f" {comment}{default} " in f"{shown} "
             assert is_shown == (group in COMMANDS[command].groups), field.name
-    assert "--no-deterministic" in ran.stdout or command not in ("rl", "eval")
     assert "--no-sp" not in ran.stdout and "--no-rebalance" not in ran.stdout

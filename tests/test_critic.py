@@ -17,7 +17,6 @@ from test_actor import make_model, make_samples
 
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:
-    """A tiny random value model's directory."""
     policy = make_model(path / "policy", family, tied)
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=0.1, generator=torch.Generator().manual_seed(1))
@@ -54,7 +53,6 @@ def constants(monkeypatch):
 
 @pytest.fixture
 def start(build):
-    """Builds an actor and a critic of a single rank: the actor's directory, the critic's."""
     from actor import Actor
     from critic import Critic
 
@@ -75,7 +73,6 @@ def same_weights(one: dict, other: dict) -> bool:
 
 
 def ready(critic, step: int) -> list[Sample]:
-    """Samples to learn from, with the critic's own values."""
     samples = trained_on(step)
     critic.compute_values([[samples]])
     return with_returns(samples, [sample.values["reward"] for sample in samples], step)

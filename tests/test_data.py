@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import random
 from collections import Counter
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from fakes import FakeSource, FakeTokenizer
 from models import save_tokenizer
 from runtime.rows import read_rows
 from sample import Sample
+from support.rows import jsonl
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
 
@@ -54,14 +56,12 @@ def text_of(prompt):
     return "".join(map(chr, prompt.tokens))
 
 
-def jsonl(path, rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
-
-
 def prompt_file(path, seed=0, held_out=200, room=1000):
     return data.Shuffled(data.PromptFile(path, Characters(), room), seed, held_out)
+
+
+def read(tmp_path, rows, room=100, **how):
+    return data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), Characters(), room, **how)
 
 
 def loaded(state, prompts):
@@ -149,13 +149,12 @@ def test_jsonl(tmp_path):
     said = (("user", "first"), ("assistant", "yes"), ("user", "second"))
     turns = [{"role": role, "content": text} for role, text in said]
     rows = [{"prompt": "7+5=", "answer": 12, "more": [1]}, {"messages": turns}]
-    plain, chat = data.PromptFile(jsonl(tmp_path / "b.jsonl", rows), Characters(), 1000)
+    plain, chat = read(tmp_path, rows)
     assert plain == data.Prompt(characters("7+5="), "7+5=", "12")
     assert (chat.question, chat.turns) == ("second", turns)
 
 
 def test_parquet(tmp_path, monkeypatch):
-    """The same rows from Parquet give the same prompts."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
     check_rows(prompt_file(tmp_path / "rows.parquet"))
@@ -179,6 +178,7 @@ COLUMNS = {  # of Parquet: values and type -> the same in JSON, by hand
     "half": ([0.1, None], pyarrow.float16(), [0.1, None]),
     "list": ([[0.1, 0.3], []], pyarrow.list_(NARROW), [[0.1, 0.3], []]),
     "map": ([[("k", 0.1)], []], pyarrow.map_(pyarrow.string(), NARROW), [{"k": 0.1}, {}]),
+    "whole": ([134217728.0, 0.1], NARROW, [134217728.0, 0.1]),
     "wide": ([0.1, 1 / 3], pyarrow.float64(), [0.1, 1 / 3]),
     "decimal": ([Decimal("1.50"), Decimal("7.00")], pyarrow.decimal128(9, 2), [1.5, 7]),
     "gap": ([56.0, None], pyarrow.float64(), [56.0, None]),
@@ -207,13 +207,15 @@ def test_a_row_of_parquet_is_the_row_in_json(tmp_path):
     assert "None" not in repr(read) and read[0][1]["inner"] == rows[0]["inner"]
 
 
+def test_no_bytes_are_no_images(tmp_path):
+    images = pyarrow.array([[], None], pyarrow.list_(pyarrow.binary()))
+    path = write_parquet(tmp_path / "rows.parquet", prompt=pyarrow.array(["p", "q"]), images=images)
+    assert read_rows(path) == [(1, {"prompt": "p"}), (2, {"prompt": "q"})]
+
+
 def test_a_prompt_has_all_columns_of_its_row(tmp_path):
-    """For rules, as they are in the file."""
     row = {"prompt": "?", "answer": 7, "tests": [{"in": "1", "out": [2.5]}]}
-    [prompt] = data.PromptFile(
-        jsonl(tmp_path / "rows.jsonl", [row | {"no": None}]), Characters(), 9
-    )
-    assert prompt.row == row
+    assert read(tmp_path, [row | {"no": None}])[0].row == row
 
 
 NO_ROWS = {  # columns of Parquet -> what is said
@@ -233,43 +235,44 @@ def test_what_json_has_no_word_for_is_refused(tmp_path, name):
 
 GOOD = {"prompt": "good"}
 ANSWERED = [*CHAT, {"role": "assistant", "content": "4"}]
-BAD_ROWS = [
-    ([GOOD, "", "{'prompt': 'single quotes'}"], 3, "not valid JSON.* column 2"),
-    ([GOOD, "[1, 2]"], 2, "expected a JSON object, found list"),
-    ([GOOD, {"text": "x"}], 2, "needs `messages`"),
-    ([{"messages": ["x"]}], 1, "needs `messages`"),
-    ([{"messages": [{"role": "user", "content": None}]}], 1, "needs `messages`"),
-    ([GOOD, {"prompt": "x" * 21}], 2, "21 tokens, but --max-model-len less --max-new-tokens"),
-    ([GOOD, {"prompt": ""}], 2, "prompt"),
-    ([{"messages": [{"role": "human", "content": "?"}]}], 1, "of the roles system, .*, user,"),
-    ([{"messages": CHAT[:1]}], 1, "ends with the system's turn; a prompt ends with the user's"),
-    ([{"messages": ANSWERED}], 1, "assistant's turn: that is an example for run.py sft; a"),
-    ([GOOD, {"prompt": "all is said\x03"}], 2, "the prompt ends with what ends an answer"),
-    ([GOOD, r'{"prompt": "\ud83d"}'], 2, r"not valid JSON in UTF-8: .* character '\\ud83d'"),
-    ([GOOD, '{"prompt": "a", "prompt": "b"}'], 2, "a name stands twice .*'prompt'"),
-    (['{"prompt": "?", "answer": %s}' % ("1" * 4400)], 1, "not valid JSON"),
-    ([{"messages": json.dumps(CHAT)}], 1, "`messages` must be a list of turns, not a text"),
-    ([{"messages": "What is 2+2?"}], 1, "`messages` must be a list of turns, not a text"),
-    ([{"prompt": json.dumps(CHAT)}], 1, "`prompt` must be a list of turns, not a text"),
-    ([{"prompt": str(CHAT)}], 1, "`prompt` must be a list of turns, not a text"),
-    ([{"messages": CHAT, "prompt": "Other?"}], 1, "`messages` and `prompt` say different things"),
+NO_TURNS = "must be a list of turns, not a text"
+BAD_ROWS = [  # behind a good one and an empty line: what is said about a row
+    ("{'prompt': 'single quotes'}", "not valid JSON.* column 2"),
+    ("[1, 2]", "expected a JSON object, found list"),
+    (r'{"prompt": "\ud83d"}', r"not valid JSON in UTF-8: .* character '\\ud83d'"),
+    ('{"prompt": "a", "prompt": "b"}', "a name stands twice .*'prompt'"),
+    ('{"prompt": "?", "answer": %s}' % ("1" * 4400), "not valid JSON"),
+    ({"text": "x"}, "needs `messages`"),
+    ({"messages": ["x"]}, "needs `messages`"),
+    ({"messages": [{"role": "user", "content": None}]}, "needs `messages`"),
+    ({"messages": [{"role": "human", "content": "?"}]}, "of the roles system, .*, user,"),
+    ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
+    ({"messages": ANSWERED}, "assistant's turn: that is an example for run.py sft; a"),
+    ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` say different things"),
+    ({"prompt": "x" * 21}, "21 tokens, but --max-model-len less --max-new-tokens"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": "all is said\x03"}, "the prompt ends with what ends an answer"),
+    ({"messages": json.dumps(CHAT)}, f"`messages` {NO_TURNS}"),
+    ({"messages": "What is 2+2?"}, f"`messages` {NO_TURNS}"),
+    ({"prompt": json.dumps(CHAT)}, f"`prompt` {NO_TURNS}"),
+    ({"prompt": str(CHAT)}, f"`prompt` {NO_TURNS}"),
+    ({"prompt": '{"name": "x", "role": "user", "content": "q"}'}, f"`prompt` {NO_TURNS}"),
+    ({"prompt": "array([{'from': 'human', 'value': 'q'}], dtype=object)"}, f"`prompt` {NO_TURNS}"),
+    ({"prompt": "q", "completion": '[{"role": "user"}]'}, f"`completion` {NO_TURNS}"),
+    ({"prompt": "q", "system_prompt": "Be brief."}, "`system_prompt` isn't read; a turn of"),
+    ({"prompt": "q", "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` isn't read; --t"),
 ]
 BAD_KEYS = ("", " \n", "by hand\n#### ", True, ["3", "5"], {"a": 1}, float("inf"))
-BAD_ROWS += [
-    ([GOOD, {"prompt": "?", "answer": key}], 2, "`answer` is text or a number") for key in BAD_KEYS
-]
+BAD_ROWS += [({"prompt": "?", "answer": key}, "`answer` is text or a number") for key in BAD_KEYS]
 
 
-@pytest.mark.parametrize("rows,line,message", BAD_ROWS)
-def test_a_bad_row_is_named(tmp_path, rows, line, message):
-    """File, line and what is wrong with it."""
-    path = jsonl(tmp_path / "bad.jsonl", rows)
-    with pytest.raises(ValueError, match=rf"bad\.jsonl:{line}: .*{message}"):
-        prompt_file(path, room=20)
+@pytest.mark.parametrize("row,message", BAD_ROWS)
+def test_a_bad_row_is_named(tmp_path, row, message):
+    with pytest.raises(UserError, match=rf"rows\.jsonl:3: .*{message}"):
+        read(tmp_path, [GOOD, "", row], 20)
 
 
 def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
-    """At the start only what may be too long."""
     asked = []
 
     def encode(tokenizer, reader, prompt, *images_and_where):
@@ -278,7 +281,7 @@ def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(data, "encode_prompt", encode)
     rows = [{"prompt": f"row {i}"} for i in range(50)] + [{"prompt": "?" * 100}, ROWS[0]]
-    prompts = data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), Characters(), 100)
+    prompts = read(tmp_path, rows)
     assert asked == ["?" * 100]
     asked.clear()
     drawn = [prompts[number] for number in (3, 4, 3)]
@@ -289,20 +292,20 @@ def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
 def test_long_prompts_are_left_out_if_asked_for(tmp_path):
     """In one line; the others keep their order, and their lines in errors."""
     texts, said = ["four", "x" * 21, "y" * 20, "z" * 6], []
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": text} for text in texts])
-    prompts = data.PromptFile(path, Characters(), 20, skip_long=True, say=said.append)
+    rows = [{"prompt": text} for text in texts]
+    prompts = read(tmp_path, rows, 20, skip_long=True, say=said.append)
     assert [text_of(prompt) for prompt in prompts] == ["four", "y" * 20, "z" * 6]
-    assert said == [f"--skip-long: 1 of 4 prompts in {path} have over 20 tokens"]
+    where = tmp_path / "rows.jsonl"
+    assert said == [f"--skip-long: 1 of 4 prompts in {where} have over 20 tokens"]
     with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
-        data.PromptFile(path, Characters(), 3, skip_long=True)
+        read(tmp_path, rows, 3, skip_long=True)
 
 
 def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path, monkeypatch):
     """One whose tokens are more than its bytes and those of its roles: file and line, then."""
     encode = lambda _, reader, text, *more: characters(text * (10 if "often" in text else 1))  # noqa: E731
     monkeypatch.setattr(data, "encode_prompt", encode)
-    path = jsonl(tmp_path / "rows.jsonl", [GOOD, {"prompt": "often"}])
-    prompts = data.PromptFile(path, Characters(), 20, skip_long=True)
+    prompts = read(tmp_path, [GOOD, {"prompt": "often"}], 20, skip_long=True)
     assert text_of(prompts[0]) == "good"
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: the prompt has 50 tokens, but .*-long"):
         prompts[1]
@@ -328,7 +331,6 @@ def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content, message):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """One with a chat template."""
     return data.load_tokenizer(str(save_tokenizer(tmp_path_factory.mktemp("model"))))
 
 
@@ -365,8 +367,6 @@ PIECES = ["<|im_end|>", "<|im_start|>", "<", "|", "im_", "end|>", " ", "a"]
 @settings(deadline=None)
 @given(parts=st.lists(st.sampled_from(PIECES)))
 def test_no_special_token_is_left_in_broken_text(tokenizer, parts):
-    """Whatever is put together; text without one is unchanged."""
-
     def found(text):
         return specials(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -392,62 +392,46 @@ def test_a_tokenizer_without_a_template_takes_text_only(tokenizer, monkeypatch):
         data.encode(tokenizer, CHAT)
 
 
+SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nTogether 72.\n#### 1,072"
+CODE = "assert f(1)\n#### a comment\nassert f(2)"
+WHOLE = {56.0: "56", 0.5: "0.5", " 56.0 ": "56.0", 7: "7", math.nan: None, 0.00001: "0.00001"}
+WHOLE |= {-0.0: "0", 1e23: f"1{'0' * 23}", 10**30: f"1{'0' * 30}"}
+KEYS = {  # by what reads keys: an answer -> its key
+    str: WHOLE,
+    genrm.FORMATS["chat"].read_key: {SOLUTION: "1,072", "Paris": "Paris", CODE: CODE},
+    genrm.FORMATS["number"].read_key: {SOLUTION: "1072", "$18.00": "18", 7: "7"},
+}
+
+
 def test_the_key_of_an_answer(tmp_path):
-    """Whole floats are integers, as a column with a gap holds them; a gap is none."""
-    answers = (56.0, 0.5, " 56.0 ", 7, float("nan"), 0.00001, -0.0, 1e23, 10**30)
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": each} for each in answers])
-    prompts = data.PromptFile(path, Characters(), 100)
-    expected = ["56", "0.5", "56.0", "7", None, "0.00001", "0", f"1{'0' * 23}", f"1{'0' * 30}"]
-    assert [prompt.answer_key for prompt in prompts] == expected
+    """Whole floats are integers, as a column with a gap holds them; a gap is none. Of a solution what follows
+    its ####; with `number` its number. Tests of code stay as they are."""
+    for read_key, expected in KEYS.items():
+        rows = [{"prompt": "?", "answer": answer} for answer in expected]
+        found = [prompt.answer_key for prompt in read(tmp_path, rows, read_key=read_key)]
+        assert found == [*expected.values()]
 
 
-def test_a_missing_key_is_named_where_keys_are_needed(tmp_path):
-    """At once, by file and line; by a rule of numbers also one that is no number."""
-    path = jsonl(
-        tmp_path / "rows.jsonl", [{"prompt": "?", "answer": "a"}, {"prompt": "?", "answr": 7}]
-    )
-    with pytest.raises(UserError, match=r"l:2: `answer` is missing, for a rule; .* prompt, answr$"):
-        data.PromptFile(path, Characters(), 100, needs={"a rule": str})
-    with pytest.raises(UserError, match=r"l:1: a rule finds no key in 'a'; for number"):
-        data.PromptFile(path, Characters(), 100, needs={"a rule": genrm.number_key})
+READ = genrm.FORMATS["number"].read_key
+RULED = {"needs": {"a rule": genrm.number_key}}
+UNUSABLE_KEYS = [  # key, what else is asked of it, what is said
+    ({"answr": 7}, {"needs": {"a rule": str}}, "`answer` is missing, for a rule; .* prompt, answr"),
+    ({"answer": "a"}, RULED, "a rule finds no key in 'a'; for number"),
+    ({"answer": "a"}, {"read_key": READ}, "--judge-format finds no key"),
+]
+
+
+@pytest.mark.parametrize("key,asked,message", UNUSABLE_KEYS)
+def test_a_key_that_cannot_be_used_is_named_where_keys_are_needed(tmp_path, key, asked, message):
+    with pytest.raises(UserError, match=rf"rows\.jsonl:2: {message}"):
+        read(tmp_path, [{"prompt": "?", "answer": 7}, {"prompt": "?"} | key], **asked)
 
 
 def test_messages_and_a_prompt_that_say_the_same(tmp_path):
     """Are the turns of `messages`."""
-    rows = [
-        {"messages": CHAT[1:], "prompt": CHAT[1]["content"]},
-        {"messages": CHAT, "prompt": CHAT},
-    ]
-    one, two = data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), Characters(), 100)
+    plain = {"messages": CHAT[1:], "prompt": CHAT[1]["content"]}
+    one, two = read(tmp_path, [plain, {"messages": CHAT, "prompt": CHAT}])
     assert (text_of(one), two.turns) == ("What is 2+2?", CHAT)
-
-
-SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nTogether 72.\n#### 1,072"
-CODE = "assert f(1)\n#### a comment\nassert f(2)"
-KEYS = {
-    ("chat", SOLUTION): "1,072",
-    ("number", SOLUTION): "1072",
-    ("number", "$18.00"): "18",
-    ("number", 7): "7",
-    ("chat", "Paris"): "Paris",
-    ("chat", CODE): CODE,
-}
-
-
-@pytest.mark.parametrize("name, answer", KEYS)
-def test_a_key_is_read_in_the_form_of_final_answers(tmp_path, name, answer):
-    """Of a solution what follows its ####; with `number` its number. Tests of code stay as they are."""
-    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "?", "answer": answer}])
-    read_key = genrm.FORMATS[name].read_key
-    [prompt] = data.PromptFile(path, Characters(), 100, read_key=read_key)
-    assert prompt.answer_key == KEYS[name, answer]
-
-
-def test_a_key_without_a_number_is_refused_where_numbers_are_asked_for(tmp_path):
-    rows = [{"prompt": "?", "answer": answer} for answer in ("7", "Paris")]
-    path = jsonl(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(UserError, match=r"l:2: --judge-format finds no key in 'Paris'"):
-        data.PromptFile(path, Characters(), 100, read_key=genrm.FORMATS["number"].read_key)
 
 
 def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):
@@ -500,7 +484,6 @@ def test_an_end_that_the_generation_config_names(tokenizer, tmp_path):
 
 
 def test_stop_tokens(tokenizer, tmp_path):
-    """The tokenizer's own and those of generation_config.json; none at all is an error."""
     own = tokenizer.eos_token_id
     assert data.stop_tokens(str(tmp_path), tokenizer) == (own,)
     for named, more in ((5, {5}), ([5, 9], {5, 9}), (None, set())):
@@ -517,44 +500,9 @@ NO_TOKENIZERS = [{}, {"config.json": "{"}, {"tokenizer.json": "{", "config.json"
 
 @pytest.mark.parametrize("files", NO_TOKENIZERS)
 def test_a_directory_without_a_tokenizer_is_named(tmp_path, files):
-    """One line, never a page."""
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=f"no tokenizer could be loaded from {tmp_path}: [^\n]*$"):
         data.load_tokenizer(str(tmp_path))
     with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
         data.load_tokenizer(str(tmp_path / "missing"))
-
-
-@pytest.mark.parametrize(
-    "row,message",
-    [
-        (
-            {"prompt": "q", "completion": '[{"role": "assistant", "content": "7"}]'},
-            "`completion` must",
-        ),
-        ({"prompt": '{"name": "x", "role": "user", "content": "q"}'}, "`prompt` must be a list"),
-        ({"prompt": "array([{'from': 'human', 'value': 'q'}], dtype=object)"}, "`prompt` must be"),
-        ({"prompt": "q", "system_prompt": "Be brief."}, "`system_prompt` isn't read; a turn of"),
-        (
-            {"prompt": "q", "chat_template_kwargs": {"x": 1}},
-            "`chat_template_kwargs` isn't read; --t",
-        ),
-    ],
-)
-def test_what_other_trainers_read_is_not_dropped(tmp_path, row, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=rf"rows\.jsonl:1: {message}"):
-        read_rows(path)
-
-
-def test_parquet_of_whole_floats_and_of_no_images(tmp_path):
-    """float32 holds 134217728 exactly; an empty list of bytes is no image, as in JSON."""
-    images = pyarrow.array([[], None], pyarrow.list_(pyarrow.binary()))
-    numbers = pyarrow.array([134217728.0, 0.1], pyarrow.float32())
-    table = pyarrow.table({"prompt": ["p", "q"], "answer": numbers, "images": images})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    rows = [row for _, row in read_rows(tmp_path / "rows.parquet")]
-    assert [row["answer"] for row in rows] == [134217728.0, 0.1]
-    assert not any("images" in row for row in rows)

@@ -1,5 +1,6 @@
 """decoder.cpp against transformers and torch; the bits of a row, whatever is beside it; its compilation."""
 
+import errno
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,7 +132,6 @@ def some_tokens(length, seed=0):
 
 
 def test_logprobs_are_transformers(loaded):
-    """In float64: what the decoder rounds is within 1e-5."""
     tokens = some_tokens(90)
     with torch.no_grad():
         expected = loaded.oracle(tokens[None]).logits[0].log_softmax(-1)
@@ -279,10 +280,12 @@ def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatc
     assert capfd.readouterr().err == "g++: error: no such thing\n"
     (tmp_path / "bin" / "clang++").symlink_to(works)
     assert compiler.compiled().parent == empty_cache
-    fakes = {"os.access": lambda path, how: 0, "os.getuid": lambda: 9, "platform.machine": str}
-    fakes |= {"os.statvfs": lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC)}
+    no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    fakes = {"os.getuid": lambda: 9, "platform.machine": str, "os.mkdir": no_room}
+    fakes |= {"pathlib.Path.write_bytes": no_room, "ctypes.CDLL": no_room}
     for name, fake in fakes.items():
         with monkeypatch.context() as other:
+            other.setenv("XDG_CACHE_HOME", str(tmp_path / name))
             other.setattr(name, fake)
             assert compiler.compiled() is None
     empty_cache.chmod(0o720)
@@ -292,8 +295,24 @@ def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatc
     assert compiler.compiled() is None
 
 
+@pytest.mark.parametrize("home", ["a file/.cache", "", "relative", 300 * "long"])
+def test_a_home_that_is_none(home, tmp_path, monkeypatch):
+    for name in ("a file", "nanoyatt"):
+        (tmp_path / name).touch(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", home if home == "relative" else str(tmp_path / home))
+    assert compiler.compiled() is None
+
+
+@pytest.mark.parametrize("spoil", [lambda whole: whole[:4096], lambda _: b"", lambda _: b"text"])
+def test_a_library_that_was_cut_is_compiled_anew(spoil, empty_cache):
+    whole = (library := compiler.compiled()).read_bytes()
+    library.unlink()  # it is loaded: who writes into it changes the process
+    library.write_bytes(spoil(whole))
+    assert compiler.compiled() == library
+    assert library.read_bytes() == whole and list(empty_cache.iterdir()) == [library]
+
+
 def test_several_processes_compile_at_once(empty_cache):
-    """Each finds a whole library under the same name, and no other file is left."""
     code = "from cpu import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled()))"
     how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
     both = [subprocess.Popen([sys.executable, "-c", code], **how) for _ in range(3)]
@@ -305,8 +324,9 @@ def test_several_processes_compile_at_once(empty_cache):
 
 def test_its_name_is_of_all_that_the_code_depends_on(empty_cache, tmp_path, monkeypatch):
     """A shared home serves machines of several kinds."""
-    # the last argument is where the library goes
-    text = '[ "$1" = --version ] && cat "$0" && exit; for last; do :; done; echo > "$last"'
+    text = f'[ "$1" = --version ] && cat "$0" || exec {compiler.shutil.which("g++")} -x c++ "$@"'
+    (tmp_path / "small").write_text("int y;")
+    monkeypatch.setattr(compiler, "SOURCE", tmp_path / "small")
     fake_compiler(tmp_path / "bin", text, monkeypatch)
     names = {compiler.compiled()}
     fake_compiler(tmp_path / "newer", f"{text}  # 13", monkeypatch)

@@ -48,39 +48,35 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "waves,finished,limit,wave",
-    [
-        ([], {}, 0, (0, 4)),  # the first wave is no refill
-        ([[0, 1, 2, 3]], {0: True}, 3, None),  # nothing is missing: three are still in flight
-        # one is missing: 1.2 of it, while three are in flight
-        ([[0, 1, 2, 3]], {0: False}, 3, (1, 2)),
-        ([[0, 1, 2, 3]], {0: False}, 0, None),  # no refills are allowed
-        ([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1, (1, 2)),
-    ],
-)
-def test_next_wave(kind, waves, finished, limit, wave):
+def test_next_wave(kind):
     """Four are wanted, 1.2 times what is missing is drawn, for the wave after the one that it replaces."""
-    assert sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave() == wave
+
+    def next_wave(waves, finished, limit):
+        return sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave()
+
+    assert next_wave([], {}, 0) == (0, 4)  # the first wave is no refill
+    assert next_wave([[0, 1, 2, 3]], {0: True}, 3) is None  # three are still in flight
+    # one is missing: 1.2 of it, while three are in flight
+    assert next_wave([[0, 1, 2, 3]], {0: False}, 3) == (1, 2)
+    assert next_wave([[0, 1, 2, 3]], {0: False}, 0) is None  # no refills are allowed
+    assert next_wave([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    "generated,finished,wave",
-    [
-        (0, {}, None),  # all are still being generated
-        (1, {}, (1, 5)),  # a quarter is: of four in flight two will be kept, two are missing
-        (4, {0: True, 1: True}, (1, 3)),  # one of the two in flight will be kept, one is missing
-        # a filtered group is reason enough: of three in flight 1.5 will be kept, 2.5 are missing
-        (0, {0: False}, (1, 6)),
-    ],
-)
-def test_experience_says_what_will_be_filtered(generated, finished, wave):
+def test_experience_says_what_will_be_filtered():
     """Four are wanted, two groups keep one: 2.4 are drawn for each missing one, before the verdicts."""
-    sampler = OrderedSampler(4, groups_per_kept=2.0)
-    sampler.add([0, 1, 2, 3], 0)
-    sampler.num_generated = generated
-    sampler.record(finished)
-    assert sampler.next_wave() == wave
+
+    def next_wave(generated, finished):
+        sampler = sampler_of(OrderedSampler, 4, [[0, 1, 2, 3]], finished, groups_per_kept=2.0)
+        sampler.num_generated = generated
+        return sampler.next_wave()
+
+    assert next_wave(0, {}) is None  # all are still being generated
+    # a quarter is generated: of four in flight two will be kept, two are missing
+    assert next_wave(1, {}) == (1, 5)
+    # one of the two in flight will be kept, one is missing
+    assert next_wave(4, {0: True, 1: True}) == (1, 3)
+    # a filtered group is reason enough: of three in flight 1.5 will be kept, 2.5 are missing
+    assert next_wave(0, {0: False}) == (1, 6)
 
 
 def play(sampler, truth, rng, draw, at_once=3):
@@ -151,26 +147,20 @@ def test_in_order_a_step_is_as_wave_by_wave(seed, target, keep, groups_per_kept,
         begin += used
 
 
-def judged_group(rewards, greedy=False):
-    """The last answer is the greedy one, if there is one."""
-    group = [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
-    group[-1].greedy = greedy
-    return group
+JUDGED = [  # rewards, whether the last answer is greedy; whether informative, whether judged
+    ([0.0, 1.0, None], False, True, True),
+    ([1.0, None], False, False, True),
+    ([None, None], False, False, False),
+    ([1.0, 1.0, 0.0], True, True, True),  # they differ from their baseline
+    ([1.0, 0.0, None], True, False, False),  # they have none
+]
 
 
-@pytest.mark.parametrize(
-    "rewards,greedy,informative,judged",
-    [
-        ([0.0, 1.0, None], False, True, True),
-        ([1.0, None], False, False, True),
-        ([None, None], False, False, False),
-        ([1.0, 1.0, 0.0], True, True, True),  # they differ from their baseline
-        ([1.0, 0.0, None], True, False, False),  # they have none
-    ],
-)
+@pytest.mark.parametrize("rewards,greedy,informative,judged", JUDGED)
 def test_a_group_is_informative_if_its_judged_answers_differ(rewards, greedy, informative, judged):
     """Failed judgements (None) don't make a group informative; one that is there makes it judged."""
-    group = judged_group(rewards, greedy)
+    group = [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
+    group[-1].greedy = greedy
     assert dynamic_sampling.is_informative(group) == informative
     assert dynamic_sampling.is_judged(group) == judged
 

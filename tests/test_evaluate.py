@@ -24,6 +24,7 @@ from reporting.timeline import Timeline
 from rollout import Tasks
 from runtime.shutdown import Stop
 from scheduling.rebalance import RequestStats
+from support.rows import jsonl
 from tests.fakes import Device, FakeEngine, FakeWorld, VirtualClock, run_on, text_answer
 
 
@@ -82,6 +83,23 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
+def writing(model):
+    """A function of what to write to (index, request): answers that end; the one `cut` is cut off."""
+    tokenizer = model[1]
+
+    def writing(text_of, cut=None):
+        def write(requests):
+            for index, request in enumerate(requests):
+                tokens = tokenizer(text_of(index, request), add_special_tokens=False)["input_ids"]
+                finish = "length" if index == cut else "stop"
+                yield Answer(index, [*tokens, tokenizer.eos_token_id], [], finish, [])
+
+        return write
+
+    return writing
+
+
+@pytest.fixture
 def evaluate_in(model, tmp_path):
     """A function that evaluates on a pool, in OUT, and returns its last word and what it has said."""
     (tmp_path / "out").mkdir()
@@ -99,26 +117,16 @@ def evaluate_in(model, tmp_path):
 
 
 def read(out):
-    """The rows, as the problems stand."""
     rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     return sorted(rows, key=lambda row: row["prompt"])
 
 
-def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluate_in):
+def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluate_in, writing):
     """By hand: of samples 0 to 4, 0 and 2 are right, and 4 was cut off; 7 answers one of two problems."""
     _, tokenizer, end = model
     rows = [{"prompt": "3+4=", "answer": 7}, {"prompt": "3+5=", "answer": "9"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def write(requests):
-        """>7, but of the sampled ones >8 with an odd index, and the last of them is cut off."""
-        for index in range(len(requests)):
-            text = ">8" if index in (1, 3) else ">7"
-            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-            tokens.append(tokenizer.eos_token_id)
-            yield Answer(index, tokens, [], "length" if index == 4 else "stop", [])
-
-    pool = FakePool(write)
+    jsonl(tmp_path / "rows.jsonl", rows)
+    pool = FakePool(writing(lambda index, _: ">8" if index in (1, 3) else ">7", cut=4))
     last, progress = evaluate_in(pool, "--samples", "5")
     encoded = [data.encode(tokenizer, row["prompt"]) for row in rows[:2]]
     assert [requests[0].prompt for requests in pool.asked] == encoded
@@ -141,24 +149,18 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, model, evaluat
 
 
 def test_a_row_without_a_key_is_refused(tmp_path, evaluate_in):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answr": 7}\n')
+    jsonl(tmp_path / "rows.jsonl", [{"prompt": "3+4=", "answr": 7}])
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: `answer` is missing, for run.py eval"):
         evaluate_in(FakePool(lambda requests: []))
 
 
 @pytest.mark.parametrize("name, accuracy", [("chat", 0), ("number", 0.5)])
-def test_without_a_right_answer_one_is_shown(tmp_path, model, evaluate_in, name, accuracy):
+def test_without_a_right_answer_one_is_shown(tmp_path, evaluate_in, writing, name, accuracy):
     """`>7` is no 7 to `chat`. A whole solution as the key is read, too; a word isn't by `number`."""
-    _, tokenizer, _ = model
     rows = [{"prompt": "3+4=", "answer": "3+4=7\n#### 7.0"}, {"prompt": "3+5=", "answer": 9}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokens = [*tokenizer(">7", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-
-    def write(requests):
-        for index in range(len(requests)):
-            yield Answer(index, tokens, [], "stop", [])
-
-    _, progress = evaluate_in(FakePool(write), "--samples", "5", "--judge-format", name)
+    jsonl(tmp_path / "rows.jsonl", rows)
+    pool = FakePool(writing(lambda *_: ">7"))
+    _, progress = evaluate_in(pool, "--samples", "5", "--judge-format", name)
     said = "\n".join(progress.lines)
     assert f"accuracy {accuracy:.3f}" in said
     by = "none of 12 answers is right by --judge-format chat"
@@ -167,18 +169,11 @@ def test_without_a_right_answer_one_is_shown(tmp_path, model, evaluate_in, name,
 
 
 @pytest.fixture
-def five(model, tmp_path):
+def five(writing, tmp_path):
     """Five problems, and what writes answers that follow from the seeds alone."""
     rows = [{"prompt": f"{n}+4=", "answer": n + 4} for n in range(5)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = model[1]
-
-    def write(requests):
-        for index, request in enumerate(requests):
-            tokens = tokenizer(f">{request.seed % 10}", add_special_tokens=False)["input_ids"]
-            yield Answer(index, [*tokens, tokenizer.eos_token_id], [], "stop", [])
-
-    return write
+    jsonl(tmp_path / "rows.jsonl", rows)
+    return writing(lambda _, request: f">{request.seed % 10}")
 
 
 def lose_the_engine():
@@ -186,7 +181,6 @@ def lose_the_engine():
 
 
 def stopped_evaluation(evaluate_in, five):
-    """Lose the engine of an evaluation after two prompts."""
     with pytest.raises(UserError, match="no rollout engine is left"):
         evaluate_in(FakePool(five, 2, lose_the_engine), "--samples", "3")
 
@@ -256,20 +250,17 @@ def test_a_prompt_is_asked_once_with_a_seed_for_each_answer():
 
 @pytest.mark.parametrize("verb", ["die", "hang"])
 def test_an_engine_that_is_gone_ends_an_evaluation(verb):
-    """In one line, while answers are awaited."""
     engine = FakeEngine("genrm", 0, Device(0, []), lambda *_: text_answer("7" * 4000))
     clock, config = VirtualClock(), parse_config(["eval", "--model", "m", "--samples", "1"])
+    prompt, tasks = data.Prompt([ord("7"), ord("+")], "", None), Tasks()
 
     async def evaluation():
         pool = Pool([engine], FakeWorld(0, 1, {}), Timeline(0, clock.time), config)
         await pool.wake()
         clock.call_later(5, engine.die if verb == "die" else engine.hang)
-        prompts = dict.fromkeys(range(3), data.Prompt([ord("7"), ord("+")], "", None))
+        for number in range(3):
+            tasks.start(number, evaluate.ask(number, prompt, pool, Sampling(1.0, 5000), config))
         async with asyncio.timeout(30):
-            tasks = Tasks()
-            for number, prompt in prompts.items():
-                asked = evaluate.ask(number, prompt, pool, Sampling(1.0, 5000), config)
-                tasks.start(number, asked)
             await evaluate.wait_for_answers(tasks, pool, Stop(), FakeProgress())
 
     line = "no genrm engine is left to ask: the genrm engine of rank 0 (died|gave no sign of life)"
@@ -282,9 +273,8 @@ def test_pass_at_k_counts_the_draws_that_hold_a_right_answer(samples, drawn):
     """Over all ways to draw k of them, one by one, in the mean over prompts. k: powers of two, and all."""
     counts = drawn.draw(st.lists(st.integers(0, samples), min_size=1, max_size=3))
     found = pass_at_k(samples, counts)
-    assert [*found] == [f"eval/pass@{k}" for k in range(1, 10) if k in {1, 2, 4, 8, samples}][
-        : len(found)
-    ]
+    sizes = [k for k in range(1, samples + 1) if k in (1, 2, 4, 8, samples)]
+    assert [*found] == [f"eval/pass@{k}" for k in sizes]
     for name, value in found.items():
         shares = []
         for right in counts:

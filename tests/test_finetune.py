@@ -13,31 +13,28 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import data
 import rewards
 from commands import finetune
 from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
-from config import Config, parse_config
+from config import Config, UserError, parse_config
 from engines.engine import Answer
 from examples.make_demo import models
 from examples.make_demo.closing import close
 from models import end_turns_with, save_model, save_tokenizer
 from parallel_worker import far, set_constants
 from sample import Sample
-from test_actor import VOCAB, make_model, plain_optimizer
+from support.rows import jsonl
+from test_actor import LEARNING_RATES, VOCAB, copies, make_model, plain_logprobs, plain_steps
 from test_critic import make_value_model
 from training.model import check_models
 
-# worked by hand from config_of: 1e-3 after 2 steps of warm-up, then to one half at the 4th
-LEARNING_RATES, CLIP = [5e-4, 1e-3, 7.5e-4], 0.5
 COMMANDS = ("sft", "rm", "dpo")
 
 
 def config_of(command: str, model_dir: str) -> Config:
-    """A small run's."""
     room = dict(max_model_len=48, max_tokens_per_micro_batch=48)
     room |= dict(max_new_tokens=8, judge_max_new_tokens=8)
     rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5)
@@ -63,27 +60,24 @@ def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
     return examples
 
 
-def plain_logprobs(model, sample: Sample) -> torch.Tensor:
-    ids = torch.tensor([sample.prompt + sample.response])
-    logprobs = F.log_softmax(model(ids).logits[0, len(sample.prompt) - 1 : -1].double(), -1)
-    return logprobs[range(len(sample.response)), sample.response]
+def plain_sum(model, sample: Sample) -> torch.Tensor:
+    return plain_logprobs(model, sample, 1.0)[0].double().sum()
 
 
 def plain_score(command: str, model, reference, sample: Sample) -> torch.Tensor:
-    """What a pair's margin is made of, one sequence at a time."""
     if command == "rm":
         # as transformers pools: at the last token
         return model(torch.tensor([sample.prompt])).logits[0, 0].double()
     with torch.no_grad():
-        before = plain_logprobs(reference, sample).sum()
-    return 0.1 * (plain_logprobs(model, sample).sum() - before)
+        before = plain_sum(reference, sample)
+    return 0.1 * (plain_sum(model, sample) - before)
 
 
 def plain_metrics(command: str, model, reference, examples: list) -> dict:
     """From the definitions, one example after the other, in float64; `loss` has a gradient."""
     if command == "sft":
-        losses = [-logprob for (sample,) in examples for logprob in plain_logprobs(model, sample)]
-        return {"loss": sum(losses) / len(losses)}
+        tokens = sum(len(sample.response) for (sample,) in examples)
+        return {"loss": -sum(plain_sum(model, sample) for (sample,) in examples) / tokens}
     score = partial(plain_score, command, model, reference)
     scores = [[score(sample) for sample in example] for example in examples]
     losses = [torch.log1p(torch.exp(b - a)) for a, b in scores]
@@ -97,56 +91,37 @@ def plain_metrics(command: str, model, reference, examples: list) -> dict:
 
 
 def plain_learning(command: str, model_dir: str) -> dict:
-    """Three steps of plain transformers and AdamW, and held-out examples before and after."""
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
     model, reference = kind.from_pretrained(model_dir), kind.from_pretrained(model_dir)
-    optimizer = plain_optimizer(model)
     batches, metrics = [make_examples(command, step, 7) for step in range(3)], []
     held_out = make_examples(command, 9, 3)
 
-    def measured() -> dict:
-        with torch.no_grad():
-            found = plain_metrics(command, model, reference, held_out)
-            return {name: float(value) for name, value in found.items()}
+    def measured(examples: list) -> torch.Tensor:
+        found = plain_metrics(command, model, reference, examples)
+        metrics.append(found | {"loss": found["loss"].item()})
+        return found["loss"]
 
-    of_held_out = [measured()]
-    for batch, lr in zip(batches, LEARNING_RATES, strict=True):
-        found = plain_metrics(command, model, reference, batch)
-        optimizer.zero_grad()
-        found["loss"].backward()
-        found["loss"] = found["loss"].detach()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        found |= {"grad_norm": norm, "skipped": 0.0, "lr": lr}
-        metrics.append({name: float(value) for name, value in found.items()})
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    known = {"model_dir": model_dir, "batches": batches, "held_out": held_out, "weights": weights}
-    return known | {"metrics": metrics, "of_held_out": [*of_held_out, measured()]}
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("models")
-    policy = make_model(path / "actor", "qwen3", tied=True)
-    value_model = make_value_model(path / "rm", "qwen3", tied=False)
-    models_of = dict.fromkeys(COMMANDS, policy) | {"rm": value_model}
-    return {command: plain_learning(command, model) for command, model in models_of.items()}
+    measured(held_out)
+    steps = plain_steps(model, batches, measured)
+    for row, (_, norm), lr in zip(metrics[1:], steps, LEARNING_RATES, strict=False):
+        row |= {"grad_norm": norm, "skipped": 0.0, "lr": lr}
+    measured(held_out)
+    known = {"model_dir": model_dir, "batches": batches, "held_out": held_out}
+    return known | {"metrics": metrics, "weights": copies(model)}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_learns_as_the_plain_reference(command, references, single_rank, monkeypatch):
+def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank, monkeypatch):
     """Metrics, gradients (their norm, and where they take the weights), and held-out metrics. DPO
     begins at its reference, where the margin is 0 and the loss log 2; then it leaves it."""
     set_constants(monkeypatch.setattr)
-    reference = references[command]
+    make, is_tied = (make_value_model, False) if command == "rm" else (make_model, True)
+    reference = plain_learning(command, make(tmp_path / "model", "qwen3", tied=is_tied))
     learner = finetune.Learner(config_of(command, reference["model_dir"]))
     found = [learner.measure(reference["held_out"])]
     found += [learner.step(batch) for batch in reference["batches"]]
     found.append(learner.measure(reference["held_out"]))
-    before, after = reference["of_held_out"]
-    expected = [before, *reference["metrics"], after]
+    expected = reference["metrics"]
     if command == "dpo":
         loss, margins = expected[1]["loss"], [row["margin"] for row in expected[1:4]]
         assert (loss, margins[0]) == pytest.approx((math.log(2), 0), abs=1e-9)
@@ -202,27 +177,28 @@ def test_text_rows(tokenizers):
 
 
 SYSTEM = {"role": "system", "content": "Be right."}
-CHATS = [
-    {"messages": [user("3+4?"), assistant("7")]},
-    {"messages": [SYSTEM, user("1+1?"), assistant("2"), user("3+4?"), assistant("7")]},
-    {"prompt": [user("3+4?")], "completion": [assistant("7")]},
-    {"prompt": [user("3+4?")], "response": "7"},
-    {"prompt": "3+4?", "response": [user("3+4?"), assistant("7")]},
+HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
+LEARNED = [user("3+4?"), assistant("7")]
+CHATS = [  # rows, and the turns before the question
+    ({"messages": LEARNED}, []),
+    ({"messages": [*HISTORY, *LEARNED]}, HISTORY),
+    ({"prompt": HISTORY, "messages": LEARNED}, HISTORY),
+    ({"prompt": [user("3+4?")], "completion": [assistant("7")]}, []),
+    ({"prompt": [user("3+4?")], "response": "7"}, []),
+    ({"prompt": "3+4?", "response": LEARNED}, []),
 ]
 
 
-@pytest.mark.parametrize("row", CHATS)
-def test_chat_rows_for_sft(row, tokenizers):
-    """All ways to say it mean the same; other turns are context."""
-    chat = tokenizers["chat"]
-    ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
-    assert answer == ANSWERED and before.endswith(ASKED)
-    assert before == ASKED if SYSTEM not in row.get("messages", []) else "2<|im_end|>" in before
+@pytest.mark.parametrize("row,before", CHATS)
+def test_chat_rows_for_sft(row, before, tokenizers):
+    """All ways to say it mean the same; other turns are context. transformers is the oracle."""
+    chat, turns = tokenizers["chat"], [*before, user("3+4?")]
+    expected = chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert decoded(chat, parse_sft(row, chat, "f:1")) == [(expected, ANSWERED)]
 
 
 WHOLE = [SYSTEM, user("3+4?"), assistant("7")]
 OTHER = [SYSTEM, user("3+4?"), assistant("6")]
-HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
 LED = [
     # as TRL documents them: the prompt apart, and as what both conversations begin with
     {"prompt": WHOLE[:2], "chosen": WHOLE[2:], "rejected": OTHER[2:]},
@@ -250,19 +226,9 @@ def test_a_prompt_leads_whole_conversations(row, tokenizers):
     for name in ("completion", "messages") if row["chosen"][0]["role"] != "assistant" else ():
         learned = {name: row["chosen"]} | {"prompt": row.get("prompt")}
         assert decoded(chat, parse_sft(learned, chat, "f:1")) == expected[:1]
-    [(shorter, _), _] = decoded(
-        chat, parse_pair({"chosen": WHOLE[1:], "rejected": OTHER[1:]}, chat, "")
-    )
+    without = {"chosen": WHOLE[1:], "rejected": OTHER[1:]}
+    [(shorter, _), _] = decoded(chat, parse_pair(without, chat, ""))
     assert before.endswith(shorter) and "Be right." in before and "Be right." not in shorter
-
-
-def test_a_history_leads_a_conversation_that_goes_on(tokenizers):
-    chat = tokenizers["chat"]
-    row = {"prompt": HISTORY, "messages": [user("3+4?"), assistant("7")]}
-    ((before, answer),) = decoded(chat, parse_sft(row, chat, "f:1"))
-    turns = HISTORY + row["messages"][:1]
-    assert before == chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert answer == ANSWERED
 
 
 class ScoringPool:
@@ -294,77 +260,61 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
 PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}
 CONTRADICTS = "`prompt` contradicts how the conversation beside it begins"
 NO_ANSWER = "a conversation ends with a turn of the assistant"
-BAD = [
-    ("sft", "text", {"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
-    ("sft", "text", {"prompt": "3+4=", "response": 7}, "a prompt and an answer are needed"),
-    ("sft", "text", {"prompt": "3+4=", "response": ""}, NO_ANSWER),
-    ("sft", "chat", {"messages": [user("3+4?")]}, NO_ANSWER),
-    ("sft", "text", {"prompt": "3+4=", "response": ">" + "7" * 48}, "tokens don't fit into --max"),
-    ("dpo", "text", {"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
-    (
-        "sft",
-        "text",
-        {"prompt": "3+4=", "response": "7<eos>"},
-        "the answer ends with what ends",
-    ),
-    ("sft", "chat", {"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with"),
-    ("sft", "chat", {"messages": [user("?"), assistant(" \n")]}, NO_ANSWER),
-    ("sft", "chat", {"prompt": HISTORY, "completion": "7"}, "follows a turn of the assistant"),
-    ("dpo", "text", {"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
-    ("sft", "text", {"prompt": "<image>", "response": "a", "images": ["a.png"]}, "it has images"),
-    ("sft", "text", {"prompt": "3<eos>", "response": "7"}, "the prompt ends with what ends an"),
-    ("sft", "chat", {"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
-    ("dpo", "text", {"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
-    ("rm", "chat", {"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
-    ("dpo", "chat", {"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
-    ("rm", "chat", {"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
-    ("dpo", "chat", PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
-    (
-        "dpo",
-        "chat",
-        {"prompt": {}, "chosen": WHOLE, "rejected": OTHER},
-        "a prompt and an answer are",
-    ),
-    ("rm", "chat", {"prompt": "1+1?", "chosen": WHOLE, "rejected": OTHER}, CONTRADICTS),
-    ("sft", "chat", {"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
-    ("sft", "chat", {"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
-    ("dpo", "chat", {"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
-    ("sft", "chat", {"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),
-    (
-        "sft",
-        "chat",
-        {"messages": WHOLE, "completion": "8"},
-        "needs `messages`, or `prompt` and one",
-    ),
-    ("sft", "chat", {"prompt": "3+4?", "messages": "7"}, "`messages` must be a list of turns"),
-    (
-        "sft",
-        "chat",
-        {"system": "Be right.", "messages": WHOLE[1:]},
-        "`system` isn't read; a turn",
-    ),
-    (
-        "rm",
-        "text",
-        {"system_prompt": "a", "prompt": "1", "chosen": "2", "rejected": "3"},
-        "isn't read",
-    ),
-    ("dpo", "endless", PAIR, "ends an answer with no special token, so none could end"),
-]
+AS_TEXT = {"prompt": "3+4=", "response": "7"}
+OTHER_PAIR = {"chosen": WHOLE, "rejected": OTHER}
+BAD = {  # command, tokenizer -> rows, and what is said about them
+    "sft text": [
+        ({"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
+        (AS_TEXT | {"response": 7}, "a prompt and an answer are needed"),
+        (AS_TEXT | {"response": ""}, NO_ANSWER),
+        (AS_TEXT | {"response": ">" + "7" * 48}, "tokens don't fit into --max"),
+        (AS_TEXT | {"response": "7<eos>"}, "the answer ends with what ends"),
+        (AS_TEXT | {"prompt": "3<eos>"}, "the prompt ends with what ends an"),
+        (AS_TEXT | {"prompt": "<image>", "images": ["a.png"]}, "it has images"),
+    ],
+    "sft chat": [
+        ({"messages": [user("3+4?")]}, NO_ANSWER),
+        ({"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with"),
+        ({"messages": [user("?"), assistant(" \n")]}, NO_ANSWER),
+        ({"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
+        ({"messages": WHOLE, "completion": "8"}, "needs `messages`, or `prompt` and one"),
+        ({"prompt": "3+4?", "messages": "7"}, "`messages` must be a list of turns"),
+        ({"prompt": HISTORY, "completion": "7"}, "follows a turn of the assistant"),
+        ({"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),
+        ({"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
+        ({"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
+        ({"system": "Be right.", "messages": WHOLE[1:]}, "`system` isn't read; a turn"),
+    ],
+    "dpo text": [
+        ({"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
+        ({"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
+        ({"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
+        (PAIR | {"prompt": "1", "system_prompt": "a"}, "isn't read"),
+    ],
+    "dpo chat": [
+        (PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
+        (OTHER_PAIR | {"prompt": {}}, "a prompt and an answer are"),
+        ({"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
+        ({"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
+    ],
+    "dpo endless": [(PAIR, "ends an answer with no special token, so none could end")],
+    "rm chat": [
+        ({"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
+        ({"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
+        (OTHER_PAIR | {"prompt": "1+1?"}, CONTRADICTS),
+    ],
+}
 
 
-@pytest.mark.parametrize("command,tokenizer,row,message", BAD)
-def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_path):
-    """With file and line, in one line."""
-    good = {"prompt": "1+1=", "response": ">2", "chosen": ">2", "rejected": ">3"}
-    if command != "sft":
-        del good["response"]
-    if tokenizer == "chat" and command == "sft":
-        good = {"messages": [user("1"), assistant("2")]}
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(each) for each in (good, row)))
+@pytest.mark.parametrize("how,row,message", [(how, *row) for how in BAD for row in BAD[how]])
+def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
+    command, tokenizer = how.split()
+    good = {"prompt": "1+1=", "chosen": ">2", "rejected": ">3"}
+    if command == "sft":
+        good = {"messages": LEARNED} if tokenizer == "chat" else AS_TEXT
+    path = jsonl(tmp_path / "rows.jsonl", [good, row])
     parse, config = finetune.TASKS[command].parse, config_of(command, "m")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         read_examples(path, parse, tokenizers[tokenizer], config)
     said = str(caught.value)
     assert message in said and f"{path}:2: " in said and "\n" not in said
@@ -375,7 +325,6 @@ def test_a_bad_row_is_named(command, tokenizer, row, message, tokenizers, tmp_pa
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path, single_rank):
-    """On the demo's examples from new weights, as `run.py` puts it together."""
     models.new_model(tmp_path / "model", 0)
     end = end_turns_with(tmp_path / "model", "<unused59>")
     out, progress = tmp_path / "out", mock.MagicMock()
@@ -402,18 +351,12 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
 
 
 # of the tokenizer: its pad token, whether it has one special token alone; then what is padded with
-PADS = [
-    ("<|endoftext|>", False, "<|endoftext|>"),
-    ("<|im_end|>", False, "<|im_start|>"),
-    (None, False, "<|im_start|>"),
-    ("<|im_end|>", True, None),
-]
+PADS = [("<|endoftext|>", False, "<|endoftext|>"), ("<|im_end|>", False, "<|im_start|>")]
+PADS += [(None, False, "<|im_start|>"), ("<|im_end|>", True, None)]
 
 
 @pytest.mark.parametrize("pad,is_alone,padded_with", PADS)
-def test_transformers_scores_a_reward_model_as_it_learned(
-    tmp_path, single_rank, pad, is_alone, padded_with
-):
+def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone, padded_with):
     """At the last token, though the tokenizer pads with that one, in batches padded on either side."""
     home = save_model(tmp_path / "model")
     tokenizer = data.load_tokenizer(str(home))
@@ -422,15 +365,14 @@ def test_transformers_scores_a_reward_model_as_it_learned(
     (home / "chat_template.jinja").unlink()
     (home / "special_tokens_map.json").write_text(json.dumps({"pad_token": pad} if pad else {}))
     if is_alone:
-        path = home / "tokenizer.json"
-        found = json.loads(path.read_text())
+        found = json.loads((home / "tokenizer.json").read_text())
         found["added_tokens"] = found["added_tokens"][2:]
-        path.write_text(json.dumps(found))
+        (home / "tokenizer.json").write_text(json.dumps(found))
     settings = json.loads((home / "config.json").read_text())
     (home / "config.json").write_text(json.dumps(settings | {"pad_token_id": None}))
     rows = [{"prompt": "1" * n, "chosen": "2" * n, "rejected": "3"} for n in range(1, 5)] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = f"rm --model {home} --data {tmp_path}/rows.jsonl --out {tmp_path}/out --steps 3"
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    given = f"rm --model {home} --data {path} --out {tmp_path}/out --steps 3"
     config = parse_config(f"{given} --lr 1e-3 --batch-size 8".split())
     (tmp_path / "out").mkdir()
     progress = mock.MagicMock()
@@ -449,19 +391,16 @@ def test_transformers_scores_a_reward_model_as_it_learned(
     ours = list(chain(*reader.read_tokens([texts])))
     close(reader)
     theirs = AutoModelForSequenceClassification.from_pretrained(exported)
-    assert (
-        tokenizer.pad_token == padded_with and theirs.config.pad_token_id == tokenizer.pad_token_id
-    )
-    batches = [([text.prompt], "right") for text in texts]
+    assert tokenizer.pad_token == padded_with
+    assert theirs.config.pad_token_id == tokenizer.pad_token_id
+    batches = [{"input_ids": [text.prompt]} for text in texts]
     if padded_with:
-        batches = [([text.prompt for text in texts], side) for side in ("left", "right")]
+        whole = {"input_ids": [text.prompt for text in texts]}
+        batches = [tokenizer.pad(whole, padding_side=side) for side in ("left", "right")]
     found = []
-    for ids, side in batches:
-        batch = {"input_ids": ids}
-        if padded_with:
-            batch = tokenizer.pad(batch, padding_side=side)
-        batch = {name: torch.tensor(column) for name, column in batch.items()}
+    for batch in batches:
+        columns = {name: torch.tensor(column) for name, column in batch.items()}
         with torch.no_grad():
-            found += theirs(**batch).logits[:, 0].tolist()
+            found += theirs(**columns).logits[:, 0].tolist()
     assert found == pytest.approx(ours * (len(found) // len(ours)), abs=1e-5)
     assert max(ours) - min(ours) > 1e-3

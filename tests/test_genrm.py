@@ -4,11 +4,10 @@ import asyncio
 import math
 import re
 from decimal import Decimal
-from fractions import Fraction
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import data
@@ -67,6 +66,7 @@ NUMBERS = {  # text -> its last number
     "\u00bd": None,  # one half
     "-, $. and ./": None,
     "-0.0": "0",
+    "007.50": "7.5",
     r"10,\!080": "10080",  # of LaTeX
     "10{,}080": "10080",
     r"10\,080": "10080",
@@ -86,42 +86,15 @@ def test_the_last_number_of_a_text():
     assert {text: genrm.number_answer(text) for text in NUMBERS} == NUMBERS
 
 
-KEYS = {  # text -> the one number that it is
-    **{text: text for text in ("3/4", "0", "7", "-3", "0.5")},
-    **dict.fromkeys(("72 apples", "$72.00", r"\$72", "72%", r"72\%", "+72.", "72 km/h"), "72"),
-    **dict.fromkeys(
-        ("$72$", r"72^\circ", r"72\text{ cm}", "72cm", "72 m\u00b2", "72 .", "72 \u20ac"), "72"
-    ),
-    **dict.fromkeys((r"10,\!080", "10{,}080", "10,080", "1.008e4"), "10080"),
-    **dict.fromkeys(("-.5", "\u2212.5", "\u20130.50", "-5e-1"), "-0.5"),
-}
-NO_KEYS = [
-    r"\frac{3}{5}",
-    "2024-01-05",
-    "1.234,50",
-    "3, 5",
-    "3 or 5",
-    "[3]",
-    "(3)",
-    "3-5",
-    "3=3",
-    "1:30",
-]
-NO_KEYS += [
-    "3x",
-    "3i",
-    "3!",
-    r"3\pi",
-    "3^x",
-    "3^2",
-    "3\u00b2",
-    "3\u00bd",
-    "\u00bd",
-    "1 1/2",
-    "0x10",
-    "1'234",
-]
-NO_KEYS += ["1 000", "1,00,000", "1.2.3", "3 million", "about 3", "x = 3", "three", "1e99999999999"]
+SEVENTY_TWO = r"72 apples|$72.00|\$72|72%|72\%|+72.|72 km/h|$72$|72^\circ|72\text{ cm}|72cm"
+SEVENTY_TWO += r"|72 m²|72 .|72 €|72m|72 kg|$72 per hour|72 years old"
+KEYS = {text: text for text in ("3/4", "0", "7", "-3", "0.5")}  # text -> the one number that it is
+KEYS |= dict.fromkeys(SEVENTY_TWO.split("|"), "72")
+KEYS |= dict.fromkeys((r"10,\!080", "10{,}080", "10,080", "1.008e4"), "10080")
+KEYS |= dict.fromkeys(("-.5", "\u2212.5", "\u20130.50", "-5e-1"), "-0.5")
+NO_KEYS = r"""\frac{3}{5}|2024-01-05|1.234,50|3, 5|3 or 5|[3]|(3)|3-5|3=3|1:30|3x|3i|3!|3\pi|3^x|3^2|3²|3½|½
+1 1/2|0x10|1'234|1 000|1,00,000|1.2.3|3 million|about 3|x = 3|three|1e99999999999
+5 or six|4 fifths|5 pi|72 k|5 M""".replace("\n", "|").split("|")
 
 
 def test_a_key_is_one_number():
@@ -134,46 +107,25 @@ WRITTEN = [  # with a Decimal's exponent, without, with separators of thousands,
     *("{:f}", "{:e}", "{:E}", "{:,f}", "+{:f}", "${:,f}$", "{:f}.", "{:f} apples", "{:.3e}"),
     *(r"\${:,f}", r"{:,f}\%"),
 ]
+SENTENCES = ["{}", "It is {}.", "2 + 3: {}", "**{}**", "(-1, {})", "**Answer:** {}\n"]
+
+NUMBER = st.decimals(-(10**40), 10**40, allow_nan=False)
 
 
-@given(st.decimals(-(10**40), 10**40, allow_nan=False), st.sampled_from(WRITTEN))
-def test_a_key_and_an_answer_agree_however_they_are_written(number, form):
-    """Exactly: one text, without an exponent."""
+@given(NUMBER, st.sampled_from(WRITTEN), st.sampled_from(SENTENCES))
+def test_a_key_and_an_answer_agree_however_they_are_written(number, form, sentence):
+    """Exactly: one text, without an exponent, commas, zeros at the end; what it says reads as itself."""
     number = Decimal(f"{number:.3e}") if "3e" in form else number
     written = form.format(number)
     if "+" in form:
         written = written.replace("+-", "-")
     found = genrm.number_answer(written)
     assert genrm.number_key(written) == found == genrm.number_key(found)
-    assert Decimal(found) == Decimal(number) and "E" not in found.upper()
-    others = (written.replace(",", r",\!"), written.replace("-", "\u2212"), f"It is {written}")
+    assert Decimal(found) == Decimal(number) and "E" not in found.upper() and "," not in found
+    assert "." not in found or found[-1] != "0"
+    others = [written.replace(",", r",\!"), written.replace("-", "\u2212")]
+    others.append(sentence.format(written))
     assert {*map(genrm.number_answer, others)} == {found}
-
-
-SENTENCES = ["{}", "It is {}.", "2 + 3: {}", "**{}**", "(-1, {})", "**Answer:** {}\n"]
-
-
-@given(
-    st.booleans(),
-    st.integers(0, 10**30),
-    st.text("0123456789", max_size=30),
-    st.tuples(st.sampled_from(["-", "\u2212"]), st.sampled_from(["", "$", r"\$"])),
-    st.booleans(),
-    st.integers(0, 3),
-    st.sampled_from(SENTENCES),
-)
-def test_a_number_is_read_back_however_it_is_written(
-    minus, whole, decimals, signs, commas, zeros, around
-):
-    """Exactly: with commas, signs, zeros at both ends, a sentence around it; what it says reads as itself."""
-    digits = f"{whole:,}" if commas else "0" * zeros + str(whole)
-    if decimals or zeros:
-        decimals += "0" * zeros
-        digits += f".{decimals}"
-    found = genrm.number_answer(around.format(signs[0] * minus + signs[1] + digits))
-    value = Fraction(f"{whole}.{decimals or 0}") * (-1 if minus else 1)
-    assert Fraction(found) == value and genrm.number_answer(found) == found
-    assert "," not in found and ("." not in found or found[-1] != "0")
 
 
 class Characters(FakeTokenizer):
@@ -243,7 +195,6 @@ def sample(response, question="57+68=", finish="stop"):
 
 
 def run(work):
-    """On a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
         return runner.run(work)
 
@@ -282,7 +233,6 @@ def right_and_wrong(count):
 
 
 def test_identical_pairs_are_asked_once():
-    """Three samples, two pairs: two requests, whatever the working; a new step asks anew."""
     listed, engine = make_rewards(), Engine(accept)
     samples = [sample(">125"), sample("7+8+0=15;5+6+1=12;>125"), sample(">125", "60+65=")]
     score_all(listed, Pool(engine), samples)
@@ -312,18 +262,8 @@ def test_a_judge_is_asked_about_the_whole_conversation(name, label):
     assert shorter == whole.replace("system: Be terse\n", "")
 
 
-def test_a_prompt_beyond_the_context_is_a_failed_judgement():
-    """Counted and dropped; the engine, which would refuse it, is not asked."""
-    listed, engine, too_long = make_rewards(max_prompt_tokens=8), Engine(accept), sample(">125")
-    score_all(listed, Pool(engine), [too_long])
-    assert (too_long.verdict, too_long.reward, engine.asked) == (None, None, [])
-    assert too_long.critique == "not asked: 11 tokens, of at most 8"
-    assert listed.counts() == ([1], [0])
-
-
 @pytest.mark.parametrize("text,logprob,reward", [("Y", -0.35, 1), ("Y", -0.37, 0), ("N", -5, 0)])
 def test_confidence_floor(text, logprob, reward):
-    """An accept with one unlikely token counts as a reject; a reject stays one."""
     listed, judged = make_rewards(), sample(">125")
     score_all(listed, Pool(Engine(lambda prompt, number: (text, logprob, "stop"))), [judged])
     assert (judged.reward, judged.verdict) == (reward, bool(reward))
@@ -346,7 +286,6 @@ GRADES += [(numpy.float32(0.75), -0.1, 0.75, True), (numpy.int64(0), -0.1, 0.0, 
 
 @pytest.mark.parametrize("grade, logprob, reward, verdict", GRADES)
 def test_a_graded_verdict_is_the_reward(monkeypatch, grade, logprob, reward, verdict):
-    """Above 0.5 it accepts, and an accept with an unlikely token is a reject."""
     assert graded(monkeypatch, grade, logprob) == (reward, verdict)
 
 
@@ -354,29 +293,36 @@ def test_a_graded_verdict_is_the_reward(monkeypatch, grade, logprob, reward, ver
 def test_what_is_no_verdict_names_the_format(monkeypatch, wrong):
     shown = re.escape(" ".join(repr(wrong).split()))
     needed = "a bool, a number from 0 to 1, or None is needed"
-    with pytest.raises(
-        UserError, match=f"^--judge-format graded: parse returned {shown}: {needed}$"
-    ):
+    said = f"^--judge-format graded: parse returned {shown}: {needed}$"
+    with pytest.raises(UserError, match=said):
         graded(monkeypatch, wrong)
 
 
-@pytest.mark.parametrize("response,finish", [("125", "stop"), (">125", "length"), (">1", "abort")])
-def test_no_final_answer_is_0_without_a_request(response, finish):
-    """Nothing after a '>', or an answer that was cut off."""
-    listed, engine, judged = make_rewards(), Engine(accept), sample(response, finish=finish)
-    score_all(listed, Pool(engine), [judged])
-    assert (judged.verdict, judged.reward, judged.critique) == (False, 0.0, "no final answer")
-    assert not engine.asked and listed.counts() == ([0], [0])
+NO_ANSWER = (False, 0.0, "no final answer", 0, ([0], [0]))
+NOT_ASKED = (None, None, "not asked: 13 tokens, of at most 11", 0, ([1], [0]))
 
 
-@pytest.mark.parametrize("text,finish", [("1:1.", "stop"), ("1:1.Y", "length"), ("1:1.Y", "abort")])
-def test_a_failed_verdict_is_no_reward(text, finish):
-    """Never scored 0: verdict and reward stay None, counted once. A greedy judge isn't asked again."""
-    listed, engine = make_rewards(), Engine(lambda prompt, number: (text, -0.1, finish))
-    samples = [sample(">125"), sample(">125")]
+@pytest.mark.parametrize(
+    "response,finish,text,how,expected",
+    [
+        ("125", "stop", "Y", "stop", NO_ANSWER),
+        (">125", "length", "Y", "stop", NO_ANSWER),
+        (">1", "abort", "Y", "stop", NO_ANSWER),
+        (">12345", "stop", "Y", "stop", NOT_ASKED),
+        (">125", "stop", "1:1.", "stop", (None, None, "1:1.", 1, ([1], [0]))),
+        (">125", "stop", "1:1.Y", "length", (None, None, "1:1.Y", 1, ([1], [0]))),
+        (">125", "stop", "1:1.Y", "abort", (None, None, "1:1.Y", 1, ([1], [0]))),
+    ],
+)
+def test_what_has_no_verdict(response, finish, text, how, expected):
+    """Without a final answer 0, and nobody is asked. A failed judgement, or a prompt beyond the context, is
+    never scored 0: it is counted once. A greedy judge isn't asked again."""
+    listed, engine = make_rewards(max_prompt_tokens=11), Engine(lambda *_: (text, -0.1, how))
+    samples = [sample(response, finish=finish) for _ in range(2 if text != "Y" else 1)]
     score_all(listed, Pool(engine), samples)
-    assert [(s.verdict, s.reward, s.critique) for s in samples] == [(None, None, text)] * 2
-    assert len(engine.asked) == 1 and listed.counts() == ([1], [0])
+    for each in samples:
+        found = (each.verdict, each.reward, each.critique)
+        assert (*found, len(engine.asked), listed.counts()) == expected
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -421,37 +367,31 @@ def test_an_engine_that_breaks_stops_everyone():
     assert [s.reward for s in samples] == [None, None]
 
 
-WEIGHTED = [((7.0, 3.0), (accept, reject), 0.7, False), ((), (accept, reject), 0.5, False)]
-WEIGHTED += [((1.0, 1.0, 2.0), (accept, accept, reject), 0.5, True)]
-
-
-@pytest.mark.parametrize("weights,replies,reward,verdict", WEIGHTED)
-def test_judges_are_weighted(weights, replies, reward, verdict):
+def test_judges_are_weighted():
     """Each is asked once, and its words are told apart by its number. For the verdict all count alike."""
-    listed = make_rewards(*["addition"] * len(replies), reward_weights=weights)
+    replies, weights = (accept, accept, reject), (1.0, 1.0, 2.0)
+    listed = make_rewards(*["addition"] * 3, reward_weights=weights)
     engines, judged = [Engine(reply) for reply in replies], sample(">125")
     score_all(listed, Pool(*engines), [judged])
-    assert (judged.reward, judged.verdict) == (pytest.approx(reward), verdict)
+    assert (judged.reward, judged.verdict) == (0.5, True)
     texts = [reply("", 1)[0] for reply in replies]
     assert judged.critique == "\n".join(f"judge {n}:\n{text}" for n, text in enumerate(texts))
-    assert [len(engine.asked) for engine in engines] == [1] * len(replies)
-    assert listed.counts() == ([0] * len(replies), [1] * len(replies))
+    assert [len(engine.asked) for engine in engines] == [1] * 3
+    assert listed.counts() == ([0] * 3, [1] * 3)
 
 
 @pytest.mark.parametrize("text,finish,reward", [("So >125", "stop", 1.0), ("So", "length", 0.0)])
 def test_a_cost_judge_says_what_an_answer_costs(text, finish, reward):
-    """Costs are added, and take nothing off the reward; never to end an answer is no way out of them."""
+    """Costs are added, and take nothing off the reward; never to end an answer is no way out of them.
+    One that judges final answers has no word on an answer without."""
     listed, judged = make_rewards("addition", "harm", "harm", costs=2), sample(text, finish=finish)
     engines = [Engine(accept), Engine(always("Verdict: yes")), Engine(always("Verdict: yes"))]
     score_all(listed, Pool(*engines), [judged])
     assert (judged.reward, judged.cost, judged.verdict) == (reward, 2.0, bool(reward))
     assert "Request:\n57+68=\n" in engines[1].asked[0]
     assert engines[1].asked[0].endswith(f"Response:\n{text}")
-
-
-def test_a_judge_of_final_answers_has_no_word_on_the_cost_of_one_without():
     listed, cut = make_rewards("addition", "chat", costs=1), sample("It is", finish="length")
-    score_all(listed, Pool(Engine(accept), Engine(always("Verdict: yes"))), [cut])
+    score_all(listed, Pool(*engines[:2]), [cut])
     assert (cut.reward, cut.cost, cut.verdict) == (None, None, None)
 
 
@@ -508,18 +448,15 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     assert all("im_" in tokenizer.decode(prompt) for prompt in seen[1:] if "im_" in attack)
 
 
-SILENT = [([5, 0], [0, 8], "judge A: none of the first 5 .*-format addition harm")]
-SILENT += [([0, 10], [18, 0], "judge B: none of the first 10 ")]
-
-
-@pytest.mark.parametrize("failed,parsed,named", SILENT)
-def test_each_judge_must_speak(monkeypatch, failed, parsed, named):
+def test_each_judge_must_speak(monkeypatch):
     """One that never gives a verdict stops the run, though the others do; one that did once doesn't."""
     monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
     config = Config(model="m", judge=("A",), cost_judge=("B",), judge_format=("addition", "harm"))
-    with pytest.raises(ValueError, match=named):
-        genrm.check_judges(config, (failed, parsed))
-    genrm.check_judges(config, (failed, [count + 1 for count in parsed]))
+    with pytest.raises(ValueError, match=r"judge A: none of the first 5 .*-format addition harm"):
+        genrm.check_judges(config, ([5, 0], [0, 8]))
+    with pytest.raises(ValueError, match="judge B: none of the first 10 "):
+        genrm.check_judges(config, ([0, 10], [18, 0]))
+    genrm.check_judges(config, ([5, 10], [1, 1]))
 
 
 def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():
@@ -532,7 +469,6 @@ def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():
     assert once_more.counts() == ([10], [0]) and fresh.counts() == ([0], [0])
 
 
-@settings(deadline=None)
 @given(st.floats(0, 140))
 def test_cancel_at_any_moment(moment):
     """While requests run or hang: nothing goes on, nothing has failed, and who asks again is answered."""
@@ -573,18 +509,6 @@ def test_a_cancelled_sample_leaves_its_verdict_to_others():
 
     run(together())
     assert [s.reward for s in samples] == [None, 1.0] and len(engine.asked) == 1
-
-
-@pytest.mark.parametrize("text", ["5 or six", "4 fifths", "5 pi", "72 k", "5 M", "5x", "3²", "5!"])
-def test_a_word_that_makes_another_number_of_it_is_no_unit(text):
-    assert genrm.number_key(text) is None
-
-
-@pytest.mark.parametrize(
-    "text", ["5m", "5 kg", "5 m²", "$5 per hour", r"5\text{ cm}", "5 years old"]
-)
-def test_a_unit_is_a_unit(text):
-    assert genrm.number_key(text) == "5"
 
 
 def test_a_key_in_a_box_is_read_as_an_answer_in_one():

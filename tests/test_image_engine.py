@@ -29,13 +29,6 @@ TEXT = [10, 11, 63, 7 + ALPHABET.index("|"), 7 + ALPHABET.index(">"), 18]  # spe
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
 
-@pytest.fixture(scope="module")
-def run():
-    """On one event loop: an engine's HTTP session belongs to the loop that made it."""
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def seeing(run, request, tmp_path_factory):
     """An engine, and two directories of weights for it. It takes images of up to 64 features, 256
@@ -69,7 +62,6 @@ def request_of(seeing, data, seed=0, limit=24):
 
 
 async def ask(engine, *requests):
-    """The whole answers, in the order of the requests, of one HTTP request."""
     answers = {}
     async for part in engine.generate(list(requests)):
         before = answers.get(part.index)
@@ -90,31 +82,23 @@ def error_of(seeing, request, answer, model=0):
     return (torch.tensor(answer.logprobs) - expected).abs().max().item()
 
 
-def picture(mode, kind="PNG", rotated=False):
+def picture(mode, kind="PNG", **options):
     """A file of this mode, of noise, also in its alpha channel."""
     noise = pillow.open(io.BytesIO(encoded_picture(96, 64, seed=9)))
     image = noise.quantize(16) if mode == "P" else noise.convert(mode)
-    options = {"transparency": 3} if mode == "P" else {}
     if mode == "RGBA":
         image.putalpha(noise.getchannel(0))
-    if rotated:
-        options["exif"] = pillow.Exif()
-        options["exif"][0x0112] = 6  # to be turned by 90 degrees
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
 
 
+TURNED = pillow.Exif()
+TURNED[0x0112] = 6  # by 90 degrees
 ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
-FILES = {
-    "none": [],
-    "one": [ONE],
-    "three": [OTHER, ONE, OTHER],
-    "exif": [picture("RGB", "JPEG", rotated=True)],
-    "alpha": [picture("RGBA")],
-    "palette": [picture("P")],
-    "grey": [picture("L")],
-}
+FILES = {"none": [], "one": [ONE], "three": [OTHER, ONE, OTHER], "grey": [picture("L")]}
+FILES |= {"exif": [picture("RGB", "JPEG", exif=TURNED)], "alpha": [picture("RGBA")]}
+FILES |= {"palette": [picture("P", transparency=3)]}
 
 
 @pytest.mark.slow
@@ -184,7 +168,6 @@ def test_a_groups_image_is_sent_once():
 
 @pytest.mark.parametrize("size", [0, 10, wire.PIECE_BYTES, 2 * wire.PIECE_BYTES + 1])
 def test_an_image_travels_in_pieces(size):
-    """As base64 that is never held whole."""
     files = {b"one": random.Random(0).randbytes(size), b"other": b"2"}
     each = files.items()
     first, second = (Image(name, (1, 2, 2), IMAGE, partial(bytes, file)) for name, file in each)

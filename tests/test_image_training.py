@@ -1,7 +1,7 @@
 """Training on images against plain transformers + torch AdamW, under every kind of parallelism."""
 
 import random
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -10,14 +10,17 @@ from transformers import AutoModelForImageTextToText
 
 from actor import Actor
 from critic import Critic
-from image_worker import LR, image_config, step
+from examples.make_demo.closing import close
 from images.reader import ImageReader
-from parallel_worker import save, set_constants, weights_of
+from parallel_worker import actor_config, gathered, save, set_constants, weights_of
 from sample import Sample
+from test_actor import plain_steps
+from training.trainer import as_sequences
 from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
-from workers import train_layouts
+from workers import trained_by_tier
 
-CLIP_GRAD = 0.5  # as in parallel_worker.set_constants
+LR = 1e-3
+SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64)
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 FIRST = {"tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": True})}
 # name -> ranks, sizes
@@ -60,22 +63,16 @@ def plain_logprobs(model, reader: ImageReader, sample: Sample) -> torch.Tensor:
 
 
 def plain_reference(model_dir: str) -> dict:
-    """Three steps of plain transformers and AdamW."""
     reader = ImageReader(model_dir)
     samples = make_samples(reader)
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
     with torch.no_grad():
         logprobs = [plain_logprobs(model, reader, sample).tolist() for sample in samples]
-    steps = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        tokens = sum(len(sample.response) for sample in samples)
-        loss = -sum(plain_logprobs(model, reader, sample).sum() for sample in samples) / tokens
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_GRAD)
-        optimizer.step()
-        steps.append((loss.item(), norm.item()))
+
+    def loss_of(step: int) -> torch.Tensor:
+        return -torch.cat([plain_logprobs(model, reader, sample) for sample in samples]).mean()
+
+    steps = plain_steps(model, range(3), loss_of, [LR] * 3)
     model.save_pretrained(f"{model_dir}/trained")  # which gives tensors their names in a directory
     known = {"model_dir": model_dir, "samples": samples, "logprobs": logprobs, "steps": steps}
     return known | {"weights": tensors_of(f"{model_dir}/trained"), "before": tensors_of(model_dir)}
@@ -87,7 +84,6 @@ def tensors_of(path: str) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory) -> dict:
-    """By family: the model directory, and what plain training makes of it."""
     path = tmp_path_factory.mktemp("models")
     more = {name: {} for name in FAMILIES} | {"qwen3_vl": dict(deepstack_visual_indexes=[0, 1])}
     model_dirs = {name: make_vision_model(path / name, name, **more[name]) for name in more}
@@ -95,21 +91,36 @@ def references(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="session")
-def results_of(references, tmp_path_factory):
-    """Of a tier's layouts, in processes that are gone afterwards."""
+def result_of(references, tmp_path_factory):
+    return trained_by_tier("test_image_training", tmp_path_factory, FIRST, OTHERS, references)
 
-    @cache
-    def trained(are_first: bool) -> dict:
-        path, layouts = tmp_path_factory.mktemp("layouts"), FIRST if are_first else OTHERS
-        return train_layouts("image_worker.py", path, layouts, references=references)
 
-    return trained
+def image_config(**changes):
+    return actor_config(**SIZES | changes)
+
+
+def step(actor, samples: list[Sample]) -> tuple[float, float]:
+    mine = as_sequences([samples[actor.dp_rank :: actor.dp_size]])[0]
+    packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
+    stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), LR)
+    return stats["loss"] / stats["divisor"], stats["grad_norm"]
+
+
+def train(reference: dict, sizes: dict, path: str) -> dict:
+    actor, samples = Actor(image_config(**sizes), reference["model_dir"]), reference["samples"]
+    mine = list(range(len(samples)))[actor.dp_rank :: actor.dp_size]
+    rows = dict(zip(mine, actor.read_tokens([[samples[number] for number in mine]]), strict=True))
+    steps = [step(actor, samples) for _ in range(3)]
+    weights = weights_of(actor)
+    logprobs = {number: row for rows in gathered(rows) for number, row in rows.items()}
+    close(actor)
+    return {"logprobs": logprobs, "steps": steps, "weights": weights}
 
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])
-def test_a_layout_trains_as_transformers(name, references, results_of):
+def test_a_layout_trains_as_transformers(name, references, result_of):
     reference = references[(FIRST | OTHERS)[name][0]]
-    result = results_of(name in FIRST)[name]
+    result = result_of(name)
     for number, row in enumerate(reference["logprobs"]):
         assert result["logprobs"][number] == pytest.approx(row, rel=0, abs=1e-5)
     losses, norms = zip(*result["steps"], strict=True)

@@ -1,9 +1,12 @@
-"""Images: tokens one way and the other, positions against transformers', and what is refused."""
+"""Images: their tokens and positions, files and rows that have them, judges that see, what is refused."""
 
 import io
 import random
 from functools import partial
 
+import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -13,20 +16,34 @@ from PIL import Image as pillow
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-from config import UserError
+import data
+import demo.task  # noqa: F401 (it adds a judge format)
+import rewards
+from config import Config, UserError
+from engines.engine import Answer
 from images import reader, tokens
 from images.tokens import Image
-from vision_models import encoded_picture, make_vision_model
+from models import save_tokenizer
+from sample import Sample
+from support.rows import jsonl
+from test_genrm import score_all
+from vision_models import IMAGE, START, encoded_picture, make_vision_model
 
-IMAGE = 5
-SIDES = st.integers(1, 4)
-IMAGES = st.tuples(st.just(1), SIDES, SIDES).map(lambda shape: image_of(*shape))
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_vision_model(tmp_path_factory.mktemp("vision"), "qwen3_vl", layers=1)
+
+
+# ---------------------------------------------------------------- tokens
+
+SIDE = st.integers(1, 4)
+IMAGES = st.tuples(st.just(1), SIDE, SIDE).map(lambda shape: image_of(*shape))
 TEXT = st.lists(st.integers(6, 20), max_size=4)
 
 
 @st.composite
 def prompts(draw):
-    """Text and images in turns: collapsed tokens, and the images."""
     images = draw(st.lists(IMAGES, max_size=4))
     parts = [*([*draw(TEXT), IMAGE] for _ in images), draw(TEXT)]
     return [token for part in parts for token in part], images
@@ -37,16 +54,11 @@ def image_of(*shape):
 
 
 @given(prompts())
-def test_collapse_is_the_inverse_of_expand(prompt):
+def test_collapse_is_the_inverse_of_expand_and_positions_are_transformers(prompt):
     collapsed, images = prompt
     expanded = tokens.expand(collapsed, images)
     assert expanded.count(IMAGE) == sum(image.features for image in images)
     assert tokens.collapse(expanded, images) == collapsed
-
-
-@given(prompts())
-def test_positions_are_transformers(prompt):
-    collapsed, images = prompt
     apart = []
     for token in collapsed:
         apart += [3, token, 4] if token == IMAGE else [token]
@@ -60,14 +72,9 @@ def test_positions_are_transformers(prompt):
     assert list(tokens.positions(expanded, images)) == [tuple(x) for x in theirs[:, 0].T.tolist()]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_vision_model(tmp_path_factory.mktemp("vision"), "qwen3_vl", layers=1)
-
-
 @pytest.mark.parametrize("width, height", [(64, 32), (40, 100), (5, 5), (700, 300), (33, 900)])
-def test_an_images_shape_is_its_pixels(directory, width, height):
-    read = reader.reader_of(directory)
+def test_an_images_shape_is_its_pixels(model_dir, width, height):
+    read = reader.reader_of(model_dir)
     image = read.read(partial(encoded_picture, width, height), "here")
     other = read.read(partial(encoded_picture, 64, 64, kind="JPEG"), "there")
     pixels, grids = read.pixels([image, other])
@@ -75,23 +82,19 @@ def test_an_images_shape_is_its_pixels(directory, width, height):
     assert len(pixels) == grids.prod(-1).sum() == 4 * (image.features + other.features)
 
 
-def test_what_is_no_still_image_is_refused(directory, monkeypatch):
-    def read(data: bytes, where: str):
-        return reader.reader_of(directory).read(partial(bytes, data), where)
+def test_what_is_no_still_image_is_refused(model_dir, monkeypatch):
+    def check(content: bytes, problem: str) -> None:
+        with pytest.raises(UserError, match=rf"^a\.gif: {problem}"):
+            reader.reader_of(model_dir).read(partial(bytes, content), "a.gif")
 
     whole = encoded_picture(64, 64)
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
-    moving = encoded_picture(64, 64, kind="GIF", **two)
-    for data in (b"", b"no image", whole[: len(whole) // 2]):
-        with pytest.raises(ValueError, match=r"^a\.png: not an image that can be read"):
-            read(data, "a.png")
-    with pytest.raises(ValueError, match=r"^a\.gif: it moves, and videos are not supported"):
-        read(moving, "a.gif")
-    with pytest.raises(ValueError, match=r"^a\.png: absolute aspect ratio"):
-        read(encoded_picture(1, 300), "a.png")
+    for content in (b"", b"no image", whole[: len(whole) // 2]):
+        check(content, "not an image that can be read")
+    check(encoded_picture(64, 64, kind="GIF", **two), "it moves, and videos are not supported")
+    check(encoded_picture(1, 300), "absolute aspect ratio")
     monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 64 * 64 - 1)
-    with pytest.raises(ValueError, match=r"^a\.png: not an image that can be read: Image size"):
-        read(whole, "a.png")
+    check(whole, "not an image that can be read: Image size")
 
 
 def test_postscript_starts_no_interpreter(tmp_path, monkeypatch):
@@ -115,14 +118,207 @@ def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind):
     file = io.BytesIO()
     pillow.frombytes("RGB", (24, 17), rng.randbytes(24 * 17 * 3)).save(file, kind)
     for _ in range(200):
-        data = bytearray(file.getvalue())
+        content = bytearray(file.getvalue())
         for _ in range(rng.randint(1, 8)):
-            place = rng.randrange(min(len(data), 200))
+            place = rng.randrange(min(len(content), 200))
             lost, added = rng.choice(((1, 1), (rng.randint(1, 20), 0), (0, 10)))
-            data[place : place + lost] = rng.randbytes(added)
+            content[place : place + lost] = rng.randbytes(added)
         try:
-            reader.decoded(bytes(data), "a file")
+            reader.decoded(bytes(content), "a file")
         except UserError as error:
             assert str(error).startswith("a file: ")
             refused += 1
     assert refused > 20  # else nothing was damaged
+
+
+# ---------------------------------------------------------------- rows
+
+SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    for number, sides in enumerate(SIDES):
+        (tmp_path / f"pictures/{number}.png").write_bytes(encoded_picture(*sides, seed=number))
+    return tmp_path
+
+
+def prompts_of(model_dir, path, room=200, **options):
+    eyes, tokenizer = reader.reader_of(model_dir), data.load_tokenizer(model_dir)
+    if options.pop("template", False):
+        turn = "{{ turn.content }}{{ eos_token }}"
+        tokenizer.chat_template = f"{{% for turn in messages %}}{turn}{{% endfor %}}"
+    return data.PromptFile(path, tokenizer, room, reader=eyes, **options)
+
+
+def write(folder, *rows):
+    return jsonl(folder / "rows.jsonl", rows)
+
+
+ROWS = [
+    dict(prompt="<image>=", images=["pictures/0.png"], answer=1),
+    dict(prompt="0<image>+<image>=", images=["pictures/1.png", "pictures/2.png"], answer=2),
+    dict(prompt="7+5=", answer=12),
+]
+
+
+@pytest.mark.parametrize("kind", ["paths in JSONL", "paths", "image features"])
+def test_rows_with_images(model_dir, folder, kind):
+    """Paths are those beside the file; Parquet may hold the bytes."""
+    path = folder / "rows.parquet"
+    columns = {name: [str(row[name]) for row in ROWS] for name in ("prompt", "answer")}
+    columns["images"] = [row.get("images", []) for row in ROWS]
+    if kind == "paths in JSONL":
+        path = write(folder, *ROWS)
+    elif kind == "paths":
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    else:
+        content = lambda name: {"bytes": (folder / name).read_bytes(), "path": None}  # noqa: E731
+        columns["images"] = [[content(name) for name in names] for names in columns["images"]]
+        text = {name: datasets.Value("string") for name in ("prompt", "answer")}
+        features = datasets.Features(text | {"images": datasets.List(datasets.Image(decode=False))})
+        datasets.Dataset.from_dict(columns, features=features).to_parquet(path)
+    prompts = prompts_of(model_dir, path)
+    assert [prompt.answer_key for prompt in prompts] == ["1", "2", "12"]
+    assert [prompt.question for prompt in prompts] == [row["prompt"] for row in ROWS]
+    bytes_of = [(folder / f"pictures/{number}.png").read_bytes() for number in range(3)]
+    found = [prompt.images() for prompt in prompts]
+    read = [[image.read() for image in images] for images in found]
+    assert read == [bytes_of[:1], bytes_of[1:], []]
+    assert [image.features for images in found for image in images] == [2, 3, 1]
+    assert [prompt.tokens.count(IMAGE) for prompt in prompts] == [2, 3 + 1, 0]
+    assert [prompt.tokens.count(START) for prompt in prompts] == [1, 2, 0]
+
+
+def test_chat_parts_are_what_a_text_with_places_is(model_dir, folder):
+    text, last = {"type": "text", "text": "add "}, {"type": "text", "text": "and 5", "image": None}
+    parts = [text, {"type": "image"}, last]
+    contents = (parts, "add <image>and 5")
+    rows = [dict(messages=[{"role": "user", "content": content}]) for content in contents]
+    path = write(folder, *(row | dict(images=["pictures/0.png"]) for row in rows))
+    first, second = prompts_of(model_dir, path, template=True)
+    assert first == second and first.question == "add <image>and 5"
+    assert first.tokens.count(IMAGE) == 2
+
+
+def test_a_text_cannot_spell_an_image_in_a_chat(model_dir, folder):
+    turn = {"role": "user", "content": "<|vision_start|><|image_pad|><|vision_end|>"}
+    (prompt,) = prompts_of(model_dir, write(folder, dict(messages=[turn])), template=True)
+    assert not {IMAGE, START} & {*prompt.tokens}
+
+
+def test_images_are_read_when_a_group_is_taken(model_dir, folder):
+    """Once for a group, whose samples share them; a prompt holds no bytes."""
+    source = data.Shuffled(prompts_of(model_dir, write(folder, ROWS[0])), seed=0)
+    prompts = data.Prompts(source, 3, keeps_groups=True, has_images=True)
+    group = prompts.group(0)
+    assert len({id(sample.media) for sample in group}) == 1 and len(group[0].media) == 1
+    other = encoded_picture(64, 32, seed=9)
+    (folder / "pictures/0.png").write_bytes(other)
+    assert prompts.group(0)[0].media[0].read() == other
+    for sample in group:
+        sample.media = ()
+    prompts.requeue([0], [group])
+    again = prompts.group(0)
+    assert again == group and again[0].media[0].read() == other
+
+
+def test_the_room_is_counted_after_expansion(model_dir, folder):
+    """16 features at most: where that doesn't tell that a prompt fits, it is read."""
+    rows = [row | dict(prompt="a" * 20 + row["prompt"]) for row in ROWS]
+    longest = max(len(prompt.tokens) for prompt in prompts_of(model_dir, write(folder, *rows)))
+    assert len(prompts_of(model_dir, write(folder, *rows), room=longest)) == 3
+    with pytest.raises(ValueError, match=rf"rows.jsonl:2: the prompt has {longest} tokens"):
+        prompts_of(model_dir, write(folder, *rows), room=longest - 1)
+    assert len(prompts_of(model_dir, write(folder, *rows), room=longest - 1, skip_long=True)) == 2
+
+
+ONE = dict(prompt="<image>=", images=["pictures/0.png"])
+CHAT, OWN, VIDEO = {"role": "user"}, {"type": "image", "image": "a.png"}, {"type": "video"}
+PATH = "an image is a file's path or its bytes"
+REFUSED = {  # what is wrong with a row -> how its line goes on
+    "no place": (ONE | dict(prompt="="), "1 images for 0 places, <image> or an image part"),
+    "no image": (dict(prompt="<image>="), "0 images for 1 places"),
+    "an address": (ONE | dict(images=["https://a.b/c.png"]), f"{PATH}, not 'https"),
+    "a file's address": (ONE | dict(images=["file:///etc/passwd"]), PATH),
+    "no such file": (ONE | dict(images=["pictures/9.png"]), r".*pictures/9.png: no such file"),
+    "no path": (ONE | dict(images=["A" * 5000]), r".*A: no such file"),
+    "videos": (dict(prompt="=", videos=["a.mp4"]), "videos are not supported"),
+    "a video part": (dict(messages=[CHAT | dict(content=[VIDEO])]), "a part {'type': 'video'}"),
+    "a part's own image": (dict(messages=[CHAT | dict(content=[OWN])]), "a part {'type': 'image',"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_row_that_cannot_be_used_is_refused_at_once(model_dir, folder, kind):
+    row, problem = REFUSED[kind]
+    with pytest.raises(ValueError, match=rf"rows.jsonl:2: {problem}") as error:
+        prompts_of(model_dir, write(folder, ROWS[0], row), template=True)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_of_texts_refuses_images(folder, tmp_path):
+    tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
+    texts = data.PromptFile(write(folder, dict(prompt="<image>")), tokenizer, 100)
+    assert tokenizer.decode(texts[0].tokens) == "<image>"  # a text like any other
+    refused = r"rows.jsonl:1: it has images, and --model reads text alone"
+    with pytest.raises(ValueError, match=refused):
+        data.PromptFile(write(folder, *ROWS), tokenizer, 100)
+
+
+# ---------------------------------------------------------------- judges
+
+
+class Pool:
+    """Accepts all; remembers what it was asked."""
+
+    def __init__(self, text):
+        self.asked, self._text = [], text
+
+    async def generate(self, requests, model):
+        first = requests[0]
+        self.asked.append((first.prompt, first.images, first.sampling.stop_token_ids))
+        yield Answer(0, self._text, [-0.01] * len(self._text), "stop", [])
+
+
+def score(listed, text, *samples):
+    pool = Pool(text)
+    score_all(listed, pool, samples)
+    assert all(sample.reward == 1.0 for sample in samples)
+    return pool.asked
+
+
+def listed_for(model_dir):
+    config = Config(model="m", judge=(model_dir,), judge_format=("addition",), max_model_len=2000)
+    eyes = [reader.reader_of(model_dir)]
+    return rewards.build(config, [data.load_tokenizer(model_dir)], "".join, eyes)
+
+
+def read_picture(model_dir, seed):
+    return (reader.reader_of(model_dir).read(partial(encoded_picture, 64, 32, seed=seed), "here"),)
+
+
+def sample_of(media, prompt_id=0, answer=">5"):
+    return Sample(prompt_id, 0, [], "<image>=", media=media, response=list(answer), finish="stop")
+
+
+@pytest.mark.parametrize("answer", [">5", "><image>"])
+def test_a_judge_that_sees_is_shown_the_images(model_dir, answer):
+    """At their places, expanded; its critique ends at an image token. An answer can't make up a place."""
+    tokenizer, media = data.load_tokenizer(model_dir), read_picture(model_dir, 0)
+    sample = sample_of(media, answer=answer)
+    [(prompt, images, stop)] = score(listed_for(model_dir), tokenizer("Y")["input_ids"], sample)
+    assert prompt.count(IMAGE) == 2 and images is media
+    assert {*reader.reader_of(model_dir).stop_tokens} < {*stop}
+    if answer == ">5":
+        shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
+        assert prompt == tokens.expand(shown, media)
+
+
+def test_a_judgement_is_shared_only_if_the_images_are_the_same(model_dir):
+    first, second, same = (read_picture(model_dir, seed) for seed in (0, 1, 0))
+    samples = [sample_of(media, number) for number, media in enumerate((first, second, same))]
+    yes = data.load_tokenizer(model_dir)("Y")["input_ids"]
+    asked = score(listed_for(model_dir), yes, *samples)
+    assert [images for _, images, _ in asked] == [first, second]

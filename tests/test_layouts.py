@@ -4,20 +4,22 @@ import copy
 import math
 import random
 import statistics
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import parallel_worker
 import test_actor
-from algorithms import algorithm_of
-from parallel_worker import actor_config
+from algorithms import ALGORITHMS, algorithm_of
+from parallel_worker import actor_config, balanced, critic_config, far, gathered, weights_of
 from sample import Sample
-from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_optimizer
+from scheduling.balance import flat
+from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
 from test_critic import make_value_model, plain_values, trained_on, with_returns
-from workers import train_layouts
+from workers import trained_by_tier
 
 CRITIC_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: 2e-3 after 2 steps of warm-up
 ONE = {"one": ("qwen3", 1, {}), "one_tied": ("qwen2", 1, {})}
@@ -40,96 +42,91 @@ LAYOUTS = OTHERS | FIRST
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
-def plain_step(model, optimizer, samples: list[Sample], config) -> dict[str, float]:
+def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
+    """The mean over tokens of the policy's loss; its metrics are added."""
     algorithm = algorithm_of(config)
     kept = [sample for sample in samples if sample.advantages is not None]
-    tokens = sum(len(sample.response) for sample in kept)
-    sums = dict.fromkeys(("loss", "entropy", "kl", "clip_frac"), 0.0)
-    optimizer.zero_grad()
+    sums, losses = dict.fromkeys(("entropy", "kl", "clip_frac"), 0.0), []
     for sample in kept:
         logprobs, entropy = plain_logprobs(model, sample, config.temperature)
         ratio = (logprobs - torch.tensor(sample.logprobs)).exp()
         advantages = torch.tensor(sample.advantages)
         clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        loss = -torch.min(ratio * advantages, clipped * advantages)
-        (loss.sum() / tokens).backward()
-        sums["loss"] += loss.sum().item()
+        losses.append(-torch.min(ratio * advantages, clipped * advantages))
         sums["entropy"] += entropy.sum().item()
         sums["kl"] -= ratio.log().sum().item()
         sums["clip_frac"] += (clipped * advantages < ratio * advantages).sum().item()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), test_actor.CLIP_GRAD).item()
-    optimizer.step()
-    means = {f"train/{name}": x / tokens for name, x in sums.items()}
-    return means | {"train/grad_norm": grad_norm, "train/tokens": tokens}
+    tokens = sum(len(sample.response) for sample in kept)
+    metrics.append({f"train/{name}": x / tokens for name, x in sums.items()})
+    metrics[-1] |= {"train/tokens": tokens, "train/skipped": 0.0, "train/not_finite": 0.0}
+    return torch.cat(losses).mean()
 
 
 def plain_actor(model_dir: str) -> dict:
     """Three updates of plain transformers and AdamW. Batch 1 is off-policy: the clip has work to do."""
     config = actor_config()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
-    optimizer = plain_optimizer(model)
     batches, metrics = [], []
-    for step, lr in enumerate(test_actor.LEARNING_RATES[:3]):
+
+    def loss_of(step: int) -> torch.Tensor:
         samples, noise = make_samples(step), random.Random(step)
         for sample in samples:
             with torch.no_grad():
                 sample.true_logprobs = plain_logprobs(model, sample, config.temperature)[0].tolist()
             sample.logprobs = [x + (step == 1) * noise.gauss(0, 0.3) for x in sample.true_logprobs]
-        batches.append(copy.deepcopy(samples))
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
-        metrics.append(plain_step(model, optimizer, samples, config))
-        metrics[-1] |= {"train/skipped": 0.0, "train/not_finite": 0.0, "train/lr": lr}
+        batches.append(samples)
+        return plain_loss(model, config, metrics, samples)
+
+    rates = test_actor.LEARNING_RATES[:3]
+    steps = zip(metrics, plain_steps(model, range(3), loss_of), rates, strict=True)
+    for row, (loss, norm), lr in steps:
+        row |= {"train/loss": loss, "train/grad_norm": norm, "train/lr": lr}
     assert metrics[1]["train/clip_frac"] > 0.05
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {"model_dir": model_dir, "batches": batches, "metrics": metrics, "weights": weights}
+    known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
+    return known | {"weights": test_actor.copies(model)}
 
 
-def plain_value_step(model, optimizer, samples: list[Sample]) -> dict[str, float]:
-    """One step token by token; and the metrics from their definitions."""
-    loss, cut, clip, known = 0.0, 0, 0.2, []
-    optimizer.zero_grad()
+def plain_value_loss(model, metrics: list, samples: list[Sample]) -> torch.Tensor:
+    """Token by token; and the metrics from their definitions."""
+    losses, cut, clip, known = [], 0, 0.2, []
     for sample in samples:
         columns = (plain_values(model, sample), sample.returns["reward"], sample.old_values)
         for value, target, old in zip(*columns, strict=True):
             edge = torch.tensor(old + math.copysign(clip, value.item() - old))
             near = value if old - clip <= value <= old + clip else edge
-            loss = loss + max((value - target) ** 2, (near - target) ** 2) / 2
+            losses.append(max((value - target) ** 2, (near - target) ** 2) / 2)
             cut += ((near - target) ** 2 > (value - target) ** 2).item()
             known.append((target, old))
-    (loss / len(known)).backward()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), test_actor.CLIP_GRAD).item()
-    optimizer.step()
     of_errors = statistics.pvariance([target - old for target, old in known])
     of_returns = statistics.pvariance([target for target, _ in known])
-    return {
-        "critic/value_loss": loss.item() / len(known),
-        "critic/clip_frac": cut / len(known),
-        "critic/explained_variance": 1 - of_errors / of_returns,
-        "critic/return_mean": statistics.fmean(target for target, _ in known),
-        "critic/grad_norm": grad_norm,
-        "critic/skipped": 0.0,
-        "critic/not_finite": 0.0,
-    }
+    row = dict(clip_frac=cut / len(known), explained_variance=1 - of_errors / of_returns)
+    row |= dict(return_mean=statistics.fmean(target for target, _ in known))
+    row |= dict(skipped=0.0, not_finite=0.0)
+    metrics.append({f"critic/{name}": value for name, value in row.items()})
+    return torch.stack(losses).mean()
 
 
 def plain_critic(model_dir: str) -> dict:
-    """Three updates of plain transformers and AdamW."""
     model = AutoModelForSequenceClassification.from_pretrained(model_dir)
-    optimizer, batches, metrics = plain_optimizer(model), [], []
-    for step, lr in enumerate(CRITIC_RATES):
+    batches, metrics = [], []
+
+    def loss_of(step: int) -> torch.Tensor:
         samples = trained_on(step)
         values = [plain_values(model, sample).tolist() for sample in samples]
-        batches.append(copy.deepcopy(with_returns(samples, values, step)))
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
-        metrics.append(plain_value_step(model, optimizer, batches[-1]) | {"critic/lr": lr})
+        batches.append(with_returns(samples, values, step))
+        return plain_value_loss(model, metrics, copy.deepcopy(samples))
+
+    found = plain_steps(model, range(3), loss_of, CRITIC_RATES)
+    steps = zip(metrics, found, CRITIC_RATES, strict=True)
+    for row, (loss, norm), lr in steps:
+        row |= {"critic/value_loss": loss, "critic/grad_norm": norm, "critic/lr": lr}
     assert 0.1 < metrics[0]["critic/clip_frac"] < 0.9
-    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return {"model_dir": model_dir, "batches": batches, "metrics": metrics, "weights": weights}
+    known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
+    return known | {"weights": test_actor.copies(model)}
 
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory) -> dict:
-    """By family what plain training makes of an actor, and of a critic."""
     path = tmp_path_factory.mktemp("models")
     found = {}
     for family, tied in (("qwen3", False), ("qwen2", True)):
@@ -141,26 +138,94 @@ def references(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="session")
 def result_of(references, tmp_path_factory):
-    """What a layout made of it, and where its exports are; layouts of a tier are trained together."""
+    return trained_by_tier("test_layouts", tmp_path_factory, FIRST, OTHERS, references)
 
-    @cache
-    def trained(are_first: bool) -> tuple[Path, dict]:
-        path = tmp_path_factory.mktemp("layouts")
-        layouts = FIRST if are_first else OTHERS
-        return path, train_layouts("parallel_worker.py", path, layouts, references=references)
 
-    def result(name: str) -> tuple[dict, Path]:
-        path, found = trained(name in FIRST)
-        return found[name], path / f"result.{name}"
+# ---------------------------------------------------------------- on the ranks
 
-    return result
+
+def mixed_update(actor, batch: list) -> dict[str, float]:
+    """Metrics of two optimizer steps with all that crosses ranks. Off-policy by the ratio of
+    sequences, with a KL and an entropy that train; one answer's first half is from older weights;
+    and texts: as many as no number of ranks divides, in several micro-batches."""
+    actor.config = replace(actor.config, over_dispatch=2.0, updates_per_step=2)
+    settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5)
+    actor.algorithm = replace(ALGORITHMS["gspo"], **settings, clip_low=0.2, clip_high=0.28)
+    actor.texts = [([n], [(7 * n + k) % 60 for k in range(3 + 5 * n)]) for n in range(1, 6)]
+    batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
+    for sample in batch:
+        pairs = zip(sample.response, sample.logprobs, strict=True)
+        sample.reference_logprobs = [x - 0.2 * (token % 3) for token, x in pairs]
+    half = -(-len(batch[0].response) // 2)
+    batch[0].versions[:half] = [actor.version - 1] * half
+    return actor.update(balanced(batch, actor))
+
+
+def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
+    from actor import Actor
+    from examples.make_demo.closing import close
+
+    actor, metrics, distance = Actor(actor_config(**sizes), reference["model_dir"]), [], 0.0
+    for batch in reference["batches"]:
+        mine = batch[actor.dp_rank :: actor.dp_size]
+        for sample, row in zip(mine, actor.read_tokens([mine]), strict=True):
+            pairs = zip(sample.true_logprobs, row, strict=True)
+            distance = max([distance, *(abs(true - logprob) for true, logprob in pairs)])
+        metrics.append(actor.update(balanced(batch, actor)))
+        metrics[-1].pop("train/seconds_spread")
+    actor.export(export_to)
+    everyone = gathered((metrics, distance, far(weights_of(actor), reference["weights"])))
+    heads = gathered((actor.is_head, actor.dp_rank))
+    mixed = mixed_update(actor, reference["batches"][1])
+    close(actor)
+    heads = sorted(dp_rank for is_head, dp_rank in heads if is_head)
+    return summary(everyone) | {"mixed": mixed, "heads": heads}
+
+
+def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
+    from critic import Critic
+    from examples.make_demo.closing import close
+
+    critic, metrics, distance = Critic(critic_config(**sizes), reference["model_dir"]), [], 0.0
+    for batch in reference["batches"]:
+        mine = balanced(batch, critic)
+        critic.compute_values(mine)
+        for sample in flat(mine):
+            pairs = zip(sample.values["reward"], sample.true_values, strict=True)
+            distance = max([distance, *(abs(value - true) for value, true in pairs)])
+            sample.values["reward"] = sample.old_values
+        metrics.append(critic.update(mine))
+    critic.export(export_to)
+    everyone = gathered((metrics, distance, far(weights_of(critic), reference["weights"])))
+    close(critic)
+    return summary(everyone)
+
+
+def summary(everyone: list[tuple]) -> dict:
+    """Of every rank's metrics, and of its distances from the reference, before the updates and after."""
+    metrics = everyone[0][0]
+    assert all(other[0] == metrics for other in everyone), "metrics differ between ranks"
+    distance, weight_distance = (max(rank[column] for rank in everyone) for column in (1, 2))
+    return {"metrics": metrics, "distance": distance, "weight_distance": weight_distance}
+
+
+def train(references: dict, layout: dict, path: str) -> dict:
+    """Both models under one layout: Megatron's sizes, and `bucket`, see `set_overlap`."""
+    sizes = dict(layout)
+    parallel_worker.set_overlap(sizes.pop("bucket", None))
+    actor = train_actor(references["actor"], sizes, f"{path}/actor")
+    critic = train_critic(references["critic"], sizes, f"{path}/critic")
+    return {"actor": actor, "critic": critic, "path": Path(path)}
+
+
+# ---------------------------------------------------------------- what they made
 
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])
 def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
     """In step 2 all but one rank have nothing to train on."""
     family, ranks, layout = LAYOUTS[name]
-    reference, (results, path) = references[family]["actor"], result_of(name)
+    reference, results = references[family]["actor"], result_of(name)
     result, tolerance = results["actor"], 5e-2 if "dtype" in layout else 1e-5
     for step, expected in enumerate(reference["metrics"]):
         got = {metric: result["metrics"][step][metric] for metric in expected}
@@ -169,7 +234,7 @@ def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
     assert result["distance"] < 2 * tolerance
     # Adam makes much of a rounding error where a gradient is almost zero
     assert result["weight_distance"] < 5 * tolerance
-    check_export(path / "actor", reference["weights"], 5 * tolerance)
+    check_export(results["path"] / "actor", reference["weights"], 5 * tolerance)
     group_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
     assert result["heads"] == list(range(ranks // group_size))
 
@@ -177,7 +242,7 @@ def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])
 def test_a_critic_learns_as_the_plain_reference(name, references, result_of):
     family, _, layout = LAYOUTS[name]
-    reference, (results, path) = references[family]["critic"], result_of(name)
+    reference, results = references[family]["critic"], result_of(name)
     result, tolerance = results["critic"], 5e-2 if "dtype" in layout else 1e-5
     for step, expected in enumerate(reference["metrics"]):
         got = dict(result["metrics"][step])
@@ -187,7 +252,7 @@ def test_a_critic_learns_as_the_plain_reference(name, references, result_of):
     assert result["distance"] < 4 * tolerance
     assert result["weight_distance"] < 5 * tolerance
     kind = AutoModelForSequenceClassification
-    check_export(path / "critic", reference["weights"], 5 * tolerance, kind)
+    check_export(results["path"] / "critic", reference["weights"], 5 * tolerance, kind)
 
 
 MIXED = ("loss", "ptx_loss", "grad_norm", "entropy", "kl", "reference_kl", "clip_frac", "tokens")
@@ -198,9 +263,9 @@ MIXED += ("stale_token_frac", "stale_weight_mean")
 def test_what_crosses_ranks_is_that_of_one(name, result_of):
     """GSPO's mean over tokens that cp cuts, entropy over logits that tp does, stale answers, texts."""
     family, _, layout = LAYOUTS[name]
-    got = result_of(name)[0]["actor"]["mixed"]
+    got = result_of(name)["actor"]["mixed"]
     one = {"qwen3": "one", "qwen2": "one_tied"}[family]
-    expected = result_of(one)[0]["actor"]["mixed"]
+    expected = result_of(one)["actor"]["mixed"]
     assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
     assert 0 < expected["train/stale_token_frac"] < 0.2
     assert abs(expected["train/stale_weight_mean"] - 1) > 0.01

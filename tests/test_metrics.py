@@ -76,6 +76,9 @@ def test_metrics_of_hand_worked_facts():
         genrm/p99_s=0.4 balance/max_over_mean=1.5 time/serve_s=4 time/rollout_s=3.5
         time/train_s=1.5""")
     assert summarize([FIRST, SECOND]) == pytest.approx(expected)
+    # of tensor parallelism 2 each data-parallel rank's work is reported by two ranks
+    four = [facts(dp_rank=rank // 2, work=(100, 300)[rank // 2]) for rank in range(4)]
+    assert summarize(four)["balance/max_over_mean"] == 1.5
 
 
 def test_metrics_of_a_step_in_which_nothing_happened():
@@ -91,12 +94,6 @@ def test_metrics_of_a_step_in_which_nothing_happened():
     assert optional & summarize([facts(judged)]).keys() == {"genrm/accept_frac"}
     no_wrong_answer = summarize([facts(keyed | judged)])
     assert no_wrong_answer["genrm/false_positive_frac"] == 0
-
-
-def test_ranks_of_one_model_parallel_group_count_once_in_the_balance():
-    """Four ranks, tp 2: each data-parallel rank's work is reported by two ranks."""
-    four = [facts(dp_rank=rank // 2, work=(100, 300)[rank // 2]) for rank in range(4)]
-    assert summarize(four)["balance/max_over_mean"] == 1.5
 
 
 def test_metrics_of_serving_by_hand():
@@ -134,9 +131,8 @@ def controller_of(timeline=None):
     c = SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
     c.state, c.config = State(step=1), Config(judge_format=("chat",))
     c.said = []
-    c.report = SimpleNamespace(
-        note=c.said.append, decode=lambda tokens: "x" * 90 + "\n3 + 4 = 5\x1b"
-    )
+    decode = lambda tokens: "x" * 90 + "\n3 + 4 = 5\x1b"  # noqa: E731
+    c.report = SimpleNamespace(note=c.said.append, decode=decode)
     return c
 
 
@@ -201,9 +197,14 @@ def test_a_line_says_what_an_answer_looks_like_if_none_is_right(step, right, key
     assert len(c.said) <= 1
 
 
-def board_in(out):
-    """What TensorBoard would show."""
-    return EventAccumulator(str(out / "tensorboard")).Reload()
+def scalars_in(out, name):
+    """Step -> value, of what TensorBoard would show."""
+    board = EventAccumulator(str(out / "tensorboard")).Reload()
+    return {event.step: event.value for event in board.Scalars(name)}
+
+
+def rows_in(out, name="metrics"):
+    return [json.loads(row) for row in (out / f"{name}.jsonl").open()]
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -221,32 +222,26 @@ def test_a_line_a_step(capsys, is_main):
 
 
 def test_a_writer_of_metrics(tmp_path):
-    """A row a step with sorted names and six digits, and text as it is; numbers in TensorBoard, too."""
+    """A row a step with sorted names and six digits, and text as it is; numbers in TensorBoard, too, which
+    forgets the curves from the step on at which a run goes on."""
     writer = MetricsWriter(tmp_path, print)
     first = {"b/loss": 0.123456789, "lr": 5.55e-7, "tokens": 12345678.0, "a/reason": "3|1: why"}
     writer.write(0, first)
     writer.write(3, {"b/loss": 2.0})
-    board = board_in(tmp_path)  # before `close`: a row is safe once written
-    scalars = [(event.step, event.value) for event in board.Scalars("b/loss")]
-    assert scalars == [(0, pytest.approx(0.123457)), (3, 2)]
-    assert board.Tags()["scalars"] == ["b/loss", "lr", "tokens"] and not board.Tags()["tensors"]
+    # before `close`: a row is safe once written
+    assert scalars_in(tmp_path, "b/loss") == {0: pytest.approx(0.123457), 3: 2}
+    assert scalars_in(tmp_path, "tokens") == {0: 12345678}
+    with pytest.raises(KeyError):
+        scalars_in(tmp_path, "a/reason")
     writer.close()
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
     rounded = {"b/loss": 0.123457, "lr": 5.55e-7, "tokens": 12345678}
+    rows = rows_in(tmp_path)
     assert rows == [{"step": 0, "a/reason": "3|1: why"} | rounded, {"step": 3, "b/loss": 2.0}]
     assert list(rows[0]) == ["step", "a/reason", "b/loss", "lr", "tokens"]
-
-
-def test_a_run_that_goes_on_replaces_what_an_earlier_try_wrote(tmp_path):
-    """TensorBoard forgets the curves from the step on at which the run goes on."""
-    for purge_step, values in ((None, (1.0, 2.0, 3.0)), (2, (None, None, 9.0))):
-        writer = MetricsWriter(tmp_path, print, purge_step)
-        for step, value in enumerate(values):
-            if value is not None:
-                writer.write(step, {"x": value})
-        writer.close()
-    board = board_in(tmp_path)
-    assert [(event.step, event.value) for event in board.Scalars("x")] == [(0, 1), (1, 2), (2, 9)]
+    writer = MetricsWriter(tmp_path, print, purge_step=2)
+    writer.write(2, {"b/loss": 9.0})
+    writer.close()
+    assert scalars_in(tmp_path, "b/loss") == {0: pytest.approx(0.123457), 2: 9}
 
 
 @pytest.mark.parametrize("fits, shown", [(False, [0, 1, 2, 3, 4]), (True, [0, 3, 4])])
@@ -265,17 +260,14 @@ def test_rows_that_cannot_be_written_wait(tmp_path, monkeypatch, fits, shown):
     writer.write(4, {"x": 4.0})
     writer.close()
     assert said[1:] == ["records are written again, and all rows of metrics.jsonl are there"]
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
-    assert rows == [{"step": step, "x": step} for step in range(5)]
-    # TensorBoard reads its files by name, where the tenth of a second comes before the ninth
-    assert sorted(event.step for event in board_in(tmp_path).Scalars("x")) == shown
+    assert rows_in(tmp_path) == [{"step": step, "x": step} for step in range(5)]
+    assert sorted(scalars_in(tmp_path, "x")) == shown
 
 
 def report_in(out, world, progress=None):
     progress = progress or SimpleNamespace(line=lambda text: None, step=lambda *_: None)
-    config = Config(
-        steps=1, eval_samples=2, answers_per_prompt=2, prompts_per_step=4, max_running_requests=4
-    )
+    sizes = dict(answers_per_prompt=2, prompts_per_step=4, max_running_requests=4)
+    config = Config(steps=1, eval_samples=2, **sizes)
     return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens))
 
 
@@ -318,22 +310,17 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     read = lambda *_: (tmp_path / "metrics.jsonl").read_text().index("0.75")  # noqa: E731
     monkeypatch.setattr(tl, "read", lambda *a, real=tl.read: read() and real(*a))
     report.close()  # whose last row comes first: a run that is killed as it draws has it
-    first, last = [json.loads(row) for row in (tmp_path / "metrics.jsonl").open()]
+    first, last = rows_in(tmp_path)
     expected = numbers("""
         step=0 eval/accuracy=0.25 eval/pass@1=0.125 eval/pass@2=0.25
         train/loss=0.5 time/step_s=4 time/serve_s=2
         split/rollout_ranks=3 rollout/groups_per_kept=1.25 rollout/lacking_groups=1
         perf/tokens_per_s=25""")
     assert {name: first[name] for name in expected} == expected
-    assert last == {"step": 1, "eval/accuracy": 0.75} | dict.fromkeys(
-        ("eval/pass@1", "eval/pass@2"), 0
-    )
-    assert (
-        "steps: eval/accuracy 0.250  eval/pass@1 0.125  eval/pass@2 0.250 on held-out prompts"
-        in lines[0]
-    )
+    assert last == {"step": 1, "eval/accuracy": 0.75, "eval/pass@1": 0, "eval/pass@2": 0}
+    assert "steps: eval/accuracy 0.250  eval/pass@1 0.125  eval/pass@2 0.250 on" in lines[0]
     assert "step 1: 1 of 4 groups are lacking after 2 waves" in lines[1]
-    samples = [json.loads(row) for row in (tmp_path / "samples.jsonl").open()]
+    samples = rows_in(tmp_path, "samples")
     assert [s["prompt_id"] for s in samples] == [0, 1]
     assert all(list(s) == FIELDS.split() for s in samples)
     assert samples[0]["response"] == "<b>*" and samples[0]["reward"] == 1.0

@@ -21,21 +21,14 @@ def everyone(size):
     return placement.colocate(tuple(range(size)), Config())
 
 
-@pytest.mark.parametrize(
-    "mode,size,split,plan",
-    [("full", 2, 0, ((0, 1), (0, 1))), ("partial", 4, 3, ((0, 1, 2), (3,)))],
-)
-def test_plans(mode, size, split, plan):
-    """The ranks of each role, and how many they are."""
-    expected = placement.Plan(mode, *plan, holders=everyone(size))
-    assert placement.make_plans(judged(mode=mode, rollout_ranks=split), size) == [expected]
-    assert expected.split == Split(mode, len(plan[0]), len(plan[1]))
-
-
-def test_a_plan_in_words():
-    """One rank or a range; a role without ranks isn't named."""
-    words = "rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2"
-    assert str(placement.Plan("partial", (0, 1), (2,), everyone(3))) == words
+def test_plans():
+    """The ranks of each role, and how many they are; in words one rank or a range."""
+    expected = placement.Plan("partial", (0, 1, 2), (3,), holders=everyone(4))
+    assert placement.make_plans(judged(mode="partial", rollout_ranks=3), 4) == [expected]
+    assert expected.split == Split("partial", 3, 1)
+    assert str(expected) == "rollout on ranks 0-2, genrm on ranks 3, actor on ranks 0-3"
+    expected = placement.Plan("full", (0, 1), (0, 1), holders=everyone(2))
+    assert placement.make_plans(judged(mode="full"), 2) == [expected]
     assert str(placement.Plan("partial", (), (), everyone(1))) == "actor on ranks 0"
 
 
@@ -81,22 +74,22 @@ def test_train_only_has_no_engine():
     assert placement.make_plans(config, 2) == [placement.Plan("partial", (), (), holders)]
 
 
-@pytest.mark.parametrize(
-    "changes,size,message",
-    [
-        (dict(mode="x"), 2, "--mode x is unknown; choose one of full, partial, fused, auto"),
-        (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
-        (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
-        (dict(), 1, "--mode partial needs at least 2 ranks, for a rollout engine of 1 and a genrm"),
-        (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs at least 12 ranks"),
-        (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on neighbours from a mul"),
-        (dict(FULL, placement="engines=0,2 actor=1,3", genrm_tp=2), 4, "has 2 of 4 for engines"),
-        (THREE_JUDGES, 3, "at least 4 ranks, .* for each of 3 judges; this run has 3"),
-        (dict(rollout_ranks=4), 4, "--rollout-ranks 4 leaves 0 of 4 ranks for genrm"),
-        (dict(rollout_ranks=3, rollout_tp=2), 8, "leaves 5 of 8 ranks .*; this run takes 2, 4, 6"),
-        (dict(rollout_ranks=1, **RULED), 2, "leaves 1 of 2 ranks for genrm; this run takes 2"),
-    ],
-)
+REFUSED = [
+    (dict(mode="x"), 2, "--mode x is unknown; choose one of full, partial, fused, auto"),
+    (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
+    (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
+    (dict(), 1, "--mode partial needs at least 2 ranks, for a rollout engine of 1 and a genrm"),
+    (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs at least 12 ranks"),
+    (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on neighbours from a mul"),
+    (dict(FULL, placement="engines=0,2 actor=1,3", genrm_tp=2), 4, "has 2 of 4 for engines"),
+    (THREE_JUDGES, 3, "at least 4 ranks, .* for each of 3 judges; this run has 3"),
+    (dict(rollout_ranks=4), 4, "--rollout-ranks 4 leaves 0 of 4 ranks for genrm"),
+    (dict(rollout_ranks=3, rollout_tp=2), 8, "leaves 5 of 8 ranks .*; this run takes 2, 4, 6"),
+    (dict(rollout_ranks=1, **RULED), 2, "leaves 1 of 2 ranks for genrm; this run takes 2"),
+]
+
+
+@pytest.mark.parametrize("changes,size,message", REFUSED)
 def test_plans_that_cannot_be(changes, size, message):
     """The message names the setting and the ranks that would do."""
     with pytest.raises(ValueError, match=message):

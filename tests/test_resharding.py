@@ -1,17 +1,26 @@
 """HybridFlow's resharding: its groups and table 2 by hand, and real shards put together on gloo groups."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import training  # noqa: F401  makes Megatron importable without CUDA
+from actor import Actor
+from examples.make_demo.closing import close
 from papers.hybridflow import Layout
+from parallel_worker import actor_config, gathered
 from test_actor import make_model
+from training.hf_weights import HFWeights
 from workers import train_layouts
 
 layouts = st.builds(
@@ -95,12 +104,52 @@ LAYOUTS = {  # name -> model, ranks, sizes
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """By layout a dict of each rank: see resharding_worker.py."""
+    """By layout a dict of each rank, see `gather`."""
     path = tmp_path_factory.mktemp("resharding")
     sizes = dict(num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8)
     ties = {"untied": False, "tied": True}
     models = {name: make_model(path / name, "qwen3", ties[name], **sizes) for name in ties}
-    return train_layouts("resharding_worker.py", path, LAYOUTS, models=models)
+    return train_layouts("test_resharding", path, LAYOUTS, models)
+
+
+@contextmanager
+def counted() -> Iterator[Counter]:
+    """Bytes of tensors that collectives bring to this rank, counted where torch is called."""
+    carried, all_gather, broadcast = Counter(), dist.all_gather, dist.broadcast
+
+    def count_all_gather(outputs, tensor, group):
+        carried["bytes"] += sum(output.nbytes for output in outputs) - tensor.nbytes
+        all_gather(outputs, tensor, group=group)
+
+    def count_broadcast(tensor, group, group_src):
+        carried["bytes"] += tensor.nbytes * (group.rank() != group_src)
+        broadcast(tensor, group=group, group_src=group_src)
+
+    with mock.patch.multiple(dist, all_gather=count_all_gather, broadcast=count_broadcast):
+        yield carried
+
+
+def gather(actor) -> dict:
+    """By a push: bytes received, those of what tensor parallelism cuts, and what came out wrong."""
+    whole = HFWeights(actor.model_dir)
+    with counted() as carried:
+        found = {name: tensor.clone() for name, tensor in actor.named_weights()}
+    norms = {name for name in found if "norm" in name}
+    return {
+        "received": actor.gathering.received,
+        "carried": carried["bytes"],
+        "cut": sum(found[name].nbytes for name in found.keys() - norms),
+        "norms": sum(found[name].nbytes for name in norms),
+        "missing": whole.file_of.keys() - found.keys(),
+        "wrong": [name for name in found if not torch.equal(found[name], whole[name])],
+    }
+
+
+def train(model_dir: str, sizes: dict, path: str) -> list[dict]:
+    actor = Actor(actor_config(**sizes), model_dir)
+    found = gathered(gather(actor))
+    close(actor)
+    return found
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,10 +57,11 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
 def prepared(out: Path, ranks=2, **settings) -> tuple[ResumePoint | None, list[str]]:
     """What every rank came to, or what they all raise; and what was said, once for all of them."""
     meetings, lines, config = {}, [], replace(CONFIG, out=str(out), **settings)
+    contents = checkpoint.contents_of(config)
 
     async def prepare():
         worlds = [FakeWorld(rank, ranks, meetings) for rank in range(ranks)]
-        each = (checkpoint.prepare_out(config, world, lines.append) for world in worlds)
+        each = (checkpoint.prepare_out(config, contents, world, lines.append) for world in worlds)
         return await asyncio.gather(*each, return_exceptions=True)
 
     points = asyncio.run(prepare())
@@ -98,10 +100,14 @@ def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
 
 
 def test_the_newest_checkpoint_is_continued(tmp_path):
-    """Later records and cut rows are dropped, the clock goes on; what killed saves left is swept, unread."""
+    """Later records and cut rows are dropped, the clock goes on; what killed saves left is swept, unread.
+
+    Exports stay, those of steps that are done again under another name.
+    """
     out = make_run(tmp_path / "run")
-    for name in ("step_30.partial-123", "step_10.partial-123.old"):
-        (out / "checkpoints" / name).mkdir()
+    left = ("checkpoints/step_30.partial-123", "checkpoints/step_10.partial-123.old")
+    for name in (*left, "hf/step_30.partial-7", "hf/step_10", "hf/step_30", "hf_critic_r/step_30"):
+        (out / name).mkdir(parents=True)
     point, lines = prepared(out)
     assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5)
     assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
@@ -109,7 +115,9 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
     assert [event.step for event in timeline.read(out / "spans")] == [n // 2 for n in range(40)]
     row = json.loads((out / "metrics.jsonl").read_text().splitlines()[3])
     assert row == {"step": 3, "x": 3.1, "time/step_s": 1.0}
-    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_10", "step_20"]
+    left = {str(path.relative_to(out)) for path in (*out.glob("checkpoints/*"), *out.glob("hf*/*"))}
+    exports = {"hf/step_10", "hf/archived_30-1", "hf_critic_r/archived_30-1"}
+    assert left == {"checkpoints/step_10", "checkpoints/step_20", *exports}
 
 
 @pytest.mark.parametrize("step", [16, 20])
@@ -134,8 +142,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, monk
     assert sorted(read) == sorted(Path(name).name for name in FILES)
     spoil(out / "checkpoints" / "step_20")
     point, lines = prepared(out, ranks)
-    damage = "step_20: megatron/__0_0.distcp is missing or was changed; the one before is used"
-    assert lines[0].startswith("DAMAGED CHECKPOINT") and damage in lines[0] and len(lines) == 2
+    damage = "step_20: megatron/__0_0.distcp is missing or was changed"
+    assert lines[0] == f"DAMAGED CHECKPOINT {out}/checkpoints/{damage}" and len(lines) == 2
     assert point.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
     assert atomic_files.steps_in(out / "checkpoints") == [10]
     assert (out / "checkpoints" / "archived_20-1").is_dir()
@@ -146,7 +154,7 @@ def test_it_never_starts_from_nothing_over_checkpoints(tmp_path):
     out = make_run(tmp_path / "run")
     for folder in (out / "checkpoints").iterdir():
         spoil(folder)
-    with pytest.raises(ValueError, match=r"none of its 2 checkpoints is whole; --resume never.*$"):
+    with pytest.raises(ValueError, match=r"no whole checkpoint: megatron.*; --resume never.*$"):
         prepared(out)
     assert is_untouched(out)
     assert prepared(out, resume="never") == (None, [f"moved the earlier run in {out} to {out}-1"])
@@ -173,18 +181,13 @@ def test_out_that_cannot_be_written_is_one_line(tmp_path, out, reason):
         prepared(tmp_path / out)
 
 
-def test_an_older_checkpoint_of_this_run_by_name(tmp_path):
-    """The newer ones are archived: their steps will be others."""
-    out = make_run(tmp_path / "run")
+def test_a_checkpoint_by_name(tmp_path):
+    """Of this run: newer ones are archived, their steps will be others. Another run stays as it is."""
+    out, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
     point, _ = prepared(out, resume=str(out / "checkpoints" / "step_10"))
     assert point.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
     assert atomic_files.steps_in(out / "checkpoints") == [10]
     assert not atomic_files.verify(out / "checkpoints" / "archived_20-1")
-
-
-def test_a_checkpoint_of_another_run_by_name(tmp_path):
-    """It stays as it is, and what was under --out is moved away."""
-    other, out = make_run(tmp_path / "other"), make_run(tmp_path / "run")
     point, lines = prepared(out, resume=str(other / "checkpoints" / "step_10"))
     assert point.folder == other / "checkpoints" / "step_10" and point[1:] == (10, 0.0)
     assert lines[0] == f"moved the earlier run in {out} to {tmp_path}/run-1"
@@ -209,158 +212,102 @@ def test_a_choice_is_obeyed_once(tmp_path, monkeypatch, resume, restarts, saved_
     assert (tmp_path / "run-1").exists() == again
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("step_10.partial-1", "not the folder of a checkpoint"),
-        ("step_10", "step_10: the checkpoint is damaged: megatron"),
-        ("step_20", "--steps 15: the checkpoint .*step_20 has more steps behind"),
-    ],
-)
-def test_a_name_that_cannot_be_gone_on_from(tmp_path, name, message):
-    """Is named, and nothing is touched."""
-    out = make_run(tmp_path / "run")
+REFUSED = [
+    (dict(resume="run/checkpoints/step_10.partial-1"), ".*: neither auto, never nor a folder"),
+    (dict(resume="run/checkpoints/step_10"), ".*step_10: no whole checkpoint: megatron"),
+    (dict(resume="run/checkpoints/step_20", steps=15), "--steps 15: .*step_20 has more steps"),
+    # it isn't done, so it isn't moved away
+    (dict(steps=15), "--steps 15: .*step_20 has more steps"),
+    (dict(judge=("K", "L")), "--judge K L: the checkpoint .*step_20 was made with J; --resume"),
+    (dict(rule=("length:9",)), '--rule length:9: .* was made with ""'),
+    (dict(algorithm=("rloo",)), "--algorithm rloo: .* was made with grpo"),
+    (dict(eval_data="other.jsonl"), '--eval-data other.jsonl: .* was made with ""'),
+    (dict(template=("a=1",)), '--template a=1: .* was made with ""'),
+    (dict(prompts_per_step=8), "--prompts-per-step 8: .* was made with 16"),
+    ({}, ".*step_20 is of another version of nanoYATT; --resume never starts anew"),
+]
+
+
+@pytest.mark.parametrize("settings, line", REFUSED)
+def test_what_cannot_be_continued_is_one_line(tmp_path, monkeypatch, settings, line):
+    """Before anything is touched: it names the setting, and what makes another run of it."""
+    monkeypatch.chdir(tmp_path)
+    out = make_run(Path("run"))
+    monkeypatch.setattr(checkpoint, "LAYOUT", checkpoint.LAYOUT + (settings == {}))
     (out / "checkpoints" / "step_10.partial-1").mkdir()
     spoil(out / "checkpoints" / "step_10")
-    with pytest.raises(ValueError, match=message):
-        prepared(out, resume=str(out / "checkpoints" / name), steps=15)
-    assert is_untouched(out)
+    with pytest.raises(ValueError, match=f"^(--resume )?{line}.*$"):
+        prepared(out, **settings)
+    assert is_untouched(out) and not Path("run-1").exists()
 
 
-@pytest.mark.parametrize(
-    "name, value, line",
-    [
-        ("judge", ("K", "L"), "--judge K L: the checkpoint .*step_20 was made with J"),
-        ("rule", ("length:9",), '--rule length:9: .* was made with ""'),
-        ("algorithm", ("rloo",), "--algorithm rloo: .* was made with grpo"),
-        ("eval_data", "other.jsonl", '--eval-data other.jsonl: .* was made with ""'),
-        ("template", ("a=1",), '--template a=1: .* was made with ""'),
-        ("prompts_per_step", 8, "--prompts-per-step 8: .* was made with 16"),
-    ],
-)
-def test_a_setting_that_makes_another_run_of_it_is_named(tmp_path, name, value, line):
-    """Before anything is touched."""
-    out = make_run(tmp_path / "run")
-    with pytest.raises(ValueError, match=line):
-        prepared(out, **{name: value})
-    assert is_untouched(out)
-
-
-NAMED = {
-    "data": "rows.jsonl",
-    "eval_data": "own.jsonl",
-    "model": "actor",
-    "judge": ("judge",),
-    "rule": ("rule.py:score",),
-}
-
-
-def make_inputs(folder: Path) -> Path:
-    """Two models, rows and a rule."""
+def make_inputs(folder: Path) -> dict:
+    """Settings that name two models, rows and a rule there."""
     for name in ("actor/config.json", "actor/model.safetensors", "judge/config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    (folder / "actor" / "README.md").write_text("nobody reads it")
+        (folder / name).write_text("as it was")
+    (folder / "actor" / "README.md").write_text(f"nobody reads {folder}")
     for name in ("rows.jsonl", "own.jsonl", "rule.py"):
         (folder / name).write_text("as it was")
-    return folder
+    named = dict(data="rows.jsonl", eval_data="own.jsonl", model="actor")
+    found = {setting: str(folder / name) for setting, name in named.items()}
+    return found | dict(judge=(str(folder / "judge"),), rule=(f"{folder}/rule.py:score",))
 
 
-def in_folder(folder: Path) -> dict:
-    """Settings that name the inputs there."""
-    below = {name: str(folder / NAMED[name]) for name in ("data", "eval_data", "model")}
-    return below | {name: (str(folder / NAMED[name][0]),) for name in ("judge", "rule")}
+def test_what_files_hold_decides_and_not_where_they_lie(tmp_path, monkeypatch):
+    """Elsewhere, and from another working folder, they make the same run. Each is read once."""
+    here, _ = make_inputs(tmp_path / "here"), make_inputs(tmp_path / "there")
+    out, read, real = make_run(tmp_path / "run", steps=()), [], atomic_files.sha256
+    make_checkpoint(out, 20, vars(replace(CONFIG, **here)))
+    monkeypatch.setattr(atomic_files, "sha256", lambda path: read.append(path.name) or real(path))
+    monkeypatch.chdir(tmp_path / "there")
+    moved, lines = prepared(out, **make_inputs(Path()))
+    assert moved.step == 20 and f"--data rows.jsonl (was {tmp_path}/here/rows.jsonl)" in lines[0]
+    assert read.count("model.safetensors") == 1 and "README.md" not in read
 
 
 @pytest.mark.parametrize(
     "name, setting",
     [
         ("rows.jsonl", "data"),
-        ("own.jsonl", "eval_data"),
+        ("own.jsonl", "eval-data"),
         ("rule.py", "rule"),
         ("actor/model.safetensors", "model"),
         ("judge/config.json", "judge"),
-        ("", ""),
     ],
 )
-def test_what_files_hold_decides_and_not_where_they_lie(tmp_path, monkeypatch, name, setting):
-    """Elsewhere, and from another working folder, they make the same run; changed in place another."""
+def test_files_that_were_changed_make_another_run(tmp_path, name, setting):
+    """In place, or where they lie elsewhere."""
     here, there = make_inputs(tmp_path / "here"), make_inputs(tmp_path / "there")
     out = make_run(tmp_path / "run", steps=())
-    make_checkpoint(out, 20, vars(replace(CONFIG, **in_folder(here))))
-    monkeypatch.chdir(there)
-    (here / "actor" / "README.md").write_text("nor this")
-    moved, lines = prepared(out, **NAMED)
-    assert moved.step == 20 and f"--data rows.jsonl (was {here}/rows.jsonl)" in lines[0]
-    for folder in (here, there) if name else ():
-        (folder / name).write_text("another")
-    if not name:
-        assert prepared(out, **in_folder(here))[0].step == 20
-        return
-    made = "the checkpoint .*step_20 was made with"
-    setting = setting.replace("_", "-")
-    with pytest.raises(ValueError, match=f"^--{setting} {here}.*: {made} other content; --resume"):
-        prepared(out, **in_folder(here))
-    with pytest.raises(ValueError, match=f"^--{setting} [a-z.:]*: {made} {here}.*; --resume never"):
-        prepared(out, **NAMED)
+    make_checkpoint(out, 20, vars(replace(CONFIG, **here)))
+    for settings, made in ((here, "other content"), (there, f"{tmp_path}/here")):
+        Path(settings["data"]).parent.joinpath(name).write_text("another")
+        line = f"^--{setting} {tmp_path}.*: the checkpoint .*step_20 was made with {made}"
+        with pytest.raises(ValueError, match=line):
+            prepared(out, **settings)
 
 
-WAITING = {
-    "served": {"ahead": {"kept": []}, "groups": []},
-    "carried": {"ahead": None, "groups": [[{"response": []}, {"response": [7]}]]},
-    "not begun": {"ahead": None, "groups": [[{"response": []}]]},
+WAITING = {  # what two controllers have -> whether answers wait there
+    "served": ({"ahead": {"kept": []}, "groups": []}, True),
+    "carried": ({"ahead": None, "groups": [[{"response": []}, {"response": [7]}]]}, True),
+    "not begun": ({"ahead": None, "groups": [[{"response": []}]]}, False),
 }
 
 
 @pytest.mark.parametrize("state", WAITING)
-@pytest.mark.parametrize(
-    "change", [{"temperature": 0.7}, {"max_new_tokens": 71}, {"judgements": 3}]
-)
-def test_what_waiting_answers_were_made_with_stays(tmp_path, state, change):
+def test_what_waiting_answers_were_made_with_stays(tmp_path, state):
     """They would be read as if made otherwise. Where none waits, these settings are free."""
     out = make_run(tmp_path / "run", steps=())
     folder = make_checkpoint(out, 20) / "controllers"
     folder.mkdir()
     for rank, name in enumerate(("not begun", state)):
-        (folder / f"rank_{rank}.json").write_text(json.dumps(WAITING[name]))
-    if state == "not begun":
-        assert prepared(out, **change)[0].step == 20
-        return
-    (name,) = change
-    line = (
-        f"--{name.replace('_', '-')} .* was made with {SETTINGS[name]}, as were answers that wait"
-    )
-    with pytest.raises(ValueError, match=line):
-        prepared(out, **change)
-    assert is_untouched(out) and prepared(out, lr=1.0)[0].step == 20
-
-
-def test_fewer_steps_than_an_unfinished_run_has_are_refused(tmp_path):
-    """As with --resume DIR: it isn't done, so it isn't moved away."""
-    out = make_run(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"^--steps 15: the checkpoint .*step_20 has more steps"):
-        prepared(out, steps=15)
-    assert is_untouched(out) and not (tmp_path / "run-1").exists()
-    assert prepared(out, steps=20)[0].step == 20
-
-
-def test_exports_stay_and_those_of_steps_that_are_done_again_get_another_name(tmp_path):
-    """What a killed save left of one is swept."""
-    out = make_run(tmp_path / "run")
-    for name in ("hf/step_10", "hf/step_30", "hf_critic_reward/step_30", "hf/step_30.partial-7"):
-        (out / name).mkdir(parents=True)
-    prepared(out)
-    left = sorted(str(path.relative_to(out)) for path in out.glob("hf*/*"))
-    assert left == ["hf/archived_30-1", "hf/step_10", "hf_critic_reward/archived_30-1"]
-
-
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
-    out = make_run(tmp_path / "run", steps=())
-    make_checkpoint(out, 20, layout=checkpoint.LAYOUT - 1)
-    with pytest.raises(
-        ValueError, match="step_20 is of another version of nanoYATT; --resume never"
-    ):
-        prepared(out)
+        (folder / f"rank_{rank}.json").write_text(json.dumps(WAITING[name][0]))
+    for name, value in dict(temperature=0.7, max_new_tokens=71, judgements=3).items():
+        line = f"--{name.replace('_', '-')} .* was made with {SETTINGS[name]}, as were answers that"
+        with pytest.raises(ValueError, match=line) if WAITING[state][1] else nullcontext():
+            assert prepared(out, **{name: value})[0].step == 20
+    assert prepared(out, lr=1.0)[0].step == 20
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):

@@ -30,7 +30,6 @@ ROOT = Path(__file__).parent.parent
 
 
 def write(tmp_path, text):
-    """A user's file."""
     path = tmp_path / "mine.py"
     path.write_text(text)
     return str(path)
@@ -109,13 +108,10 @@ def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_r
     assert sample.verdict == (mean > 0.5) or mean == pytest.approx(0.5)
 
 
-NUMBERS_OF_A_RULE = [(True, 1.0), (0, 0.0), (numpy.float32(0.5), 0.5), (Fraction(1, 4), 0.25)]
-
-
-@pytest.mark.parametrize("said, reward", NUMBERS_OF_A_RULE)
-def test_a_rule_says_any_real_number(said, reward):
-    sample = score([], [says(said), says(said, "cost")])
-    assert (sample.reward, sample.cost) == (reward, reward) and type(sample.reward) is float
+def test_a_rule_says_any_real_number():
+    for said, reward in ((True, 1), (0, 0), (numpy.float32(0.5), 0.5), (Fraction(1, 4), 0.25)):
+        sample = score([], [says(said), says(said, "cost")])
+        assert (sample.reward, sample.cost) == (reward, reward) and type(sample.reward) is float
 
 
 def test_what_says_none_isn_t_weighed():
@@ -133,9 +129,7 @@ NOBODY += [([StubJudge(1.0)], [says(None, "cost")], (), "cost")]
 
 @pytest.mark.parametrize("judges, rules, weights, lacking", NOBODY)
 def test_an_answer_that_nobody_scores_is_an_error_of_the_user_s(judges, rules, weights, lacking):
-    expected = (
-        rf"^an answer to the prompt '3\+9=' has no {lacking}: all rules that count said None$"
-    )
+    expected = rf"^an answer to the prompt '3\+9=' has no {lacking}: all rules that count said"
     with pytest.raises(UserError, match=expected):
         score(judges, rules, weights, question="3+9=")
 
@@ -146,15 +140,6 @@ def test_a_verdict_that_can_t_be_read_drops_a_sample_of_which_no_rule_speaks():
 
 NEVER = {
     "it awaits": "async def reward(sample):\n    await asyncio.Event().wait()\n",
-    "it sleeps": "def reward(sample):\n    time.sleep(4)\n",
-    "it tries again": """
-def reward(sample):
-    for _ in range(400):
-        try:
-            time.sleep(0.01)
-        except Exception:
-            pass
-""",
     "it is in C code": "def reward(sample):\n    re.match('(a+)+$', 'a' * 28 + 'b')\n",
     "it catches all": """
 def reward(sample):
@@ -230,15 +215,21 @@ def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
     assert "judge 1:\nsays None" in sample.critique
 
 
+SEES = """
+seen = []
+def score(sample):
+    seen.append(sample)
+    return float(sample.answer == sample.answer_key)
+"""
+
+
+def seen_by(rule):
+    return rule.function.__globals__["seen"]
+
+
 def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path):
     """All judged while others are written; the reward is the weighted mean of the judge's and the rules'."""
-    rule = write(
-        tmp_path,
-        "seen = []\n"
-        "def score(sample):\n"
-        "    seen.append((sample.text, sample.answer, sample.question, sample.reward))\n"
-        "    return float(sample.answer == sample.answer_key)\n",
-    )
+    rule = write(tmp_path, SEES)
     named = dict(rule=(f"{rule}:score", "length:100"), reward_weights=(1.0, 2.0, 1.0))
     controllers, _ = simulate("partial", 2, **named)
     for sample in trained(controllers, 0).values():
@@ -246,24 +237,22 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
         assert sample.reward == pytest.approx((3 * right + len(sample.response) / 100) / 4)
         assert sample.verdict == (right == 1.0), "the verdict is the judges'"
         assert sample.cost is None and f"--rule {rule}:score: {right}" in sample.critique
-    seen = [row for c in controllers for row in c.rewards.rules[0].function.__globals__["seen"]]
-    assert seen and all(reward is None and question for *_, question, reward in seen)
-    assert all(text.endswith(f">{answer}") for text, answer, *_ in seen)
+    seen = [sample for c in controllers for sample in seen_by(c.rewards.rules[0])]
+    assert seen and all(sample.reward is None and sample.question for sample in seen)
+    assert all(sample.text.endswith(f">{sample.answer}") for sample in seen)
 
 
 def test_a_rule_sees_special_tokens_and_others_don_t(tmp_path):
     tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
     prompt = data.encode(tokenizer, [{"role": "user", "content": "3+9="}])
     response = tokenizer("It is 12<|im_end|>")["input_ids"]
-    rule = write(
-        tmp_path, "seen = []\ndef reward(sample):\n    seen.append(sample)\n    return 1\n"
-    )
     config = Config(model="m", rule=("right",), judge_format=("number",))
-    rules = [rewards.load("reward", rule), rewards.load("cost", "forbidden:im_")]
+    rule = write(tmp_path, SEES)
+    rules = [rewards.load("reward", f"{rule}:score"), rewards.load("cost", "forbidden:im_")]
     listed = rewards.Rewards(config, [], rules, partial(data.decode, tokenizer))
     sample = Sample(0, 0, prompt, "3+9=", response=response, finish="stop", row={"level": [1]})
     asyncio.run(listed.score(sample, None))
-    (seen,) = rules[0].function.__globals__["seen"]
+    (seen,) = seen_by(rules[0])
     assert (seen.text, seen.plain_text, seen.answer) == ("It is 12<|im_end|>", "It is 12", "12")
     assert seen.prompt_text.startswith("<|im_start|>user\n3+9=<|im_end|>\n<|im_start|>assistant")
     assert (seen.row, sample.cost) == ({"level": [1]}, 0.0)
@@ -322,22 +311,16 @@ def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
         assert len(whole) == 8 * 4
 
 
+DEF = "def reward(sample):\n    "
+HELPED = f"{DEF}helper()\ndef helper():\n    raise ValueError('two\\nlines')\n"
+ONES = r"tensor\(\[\[1\.\], \[1\.\]\]\)"  # which torch writes on two lines
 ERRORS = [
-    ("def reward(sample):\n    return 1 / 0\n", r"\(.*mine\.py:2\): ZeroDivisionError: .* zero$"),
-    (
-        "def reward(sample):\n    helper()\ndef helper():\n    raise ValueError('two\\nlines')\n",
-        r"py:4\): ValueError: two lines$",
-    ),
-    ("async def reward(sample):\n    return sample.nothing\n", r"mine\.py:2\): AttributeError"),
-    (
-        "def reward(sample):\n    return [1.0]\n",
-        r"py returned \[1\.0\]: a finite number or None is needed$",
-    ),
-    ("def reward(sample):\n    return 10 ** 400\n", r"mine\.py: OverflowError: int too large.*$"),
-    (
-        "import torch\ndef reward(sample):\n    return torch.ones(2, 1)\n",
-        r"py returned tensor\(\[\[1\.\], \[1\.\]\]\): a finite number or None is needed$",
-    ),
+    (f"{DEF}return 1 / 0\n", r"\(.*mine\.py:2\): ZeroDivisionError: .* zero$"),
+    (HELPED, r"py:4\): ValueError: two lines$"),
+    (f"async {DEF}return sample.nothing\n", r"mine\.py:2\): AttributeError"),
+    (f"{DEF}return [1.0]\n", r"py returned \[1\.0\]: a finite number or None is needed$"),
+    (f"{DEF}return 10 ** 400\n", r"mine\.py: OverflowError: int too large.*$"),
+    (f"import torch\n{DEF}return torch.ones(2, 1)\n", rf"py returned {ONES}: a finite number"),
     ("x = 1\n\ndef reward(sample:\n", r"--rule .*mine\.py: SyntaxError: .* \(mine\.py, line 3\)$"),
     ("def other(sample):\n    return 1.0\n", r"has no function reward\(sample\)$"),
 ]
@@ -368,22 +351,14 @@ def test_the_rules_that_are_there():
     assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>")] == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "text, finish, key, is_right",
-    [
-        ("3+9=12", "stop", "12", True),
-        ("It is 12.0, I'd say", "stop", "$12", True),
-        ("It is 13", "stop", "12", False),
-        ("3+9=12", "length", "12", False),
-        ("No idea", "stop", "12", False),
-    ],
-)
-def test_the_rule_number_compares_last_numbers(text, finish, key, is_right):
-    """Whatever the final answer is by --judge-format."""
-    texts = dict(text=text + "<|9|>", plain_text=text, answer=text)
-    fields = dict(finish=finish, answer_key=key, **texts)
-    sample = rewards.TextSample(0, 0, [1], **fields)
-    assert rewards.load("reward", "number").function(sample) == is_right
+def test_the_rule_number_compares_last_numbers():
+    def says(text, key="12", finish="stop"):
+        fields = dict(text=text + "<|9|>", plain_text=text, answer=text, finish=finish)
+        sample = rewards.TextSample(0, 0, [1], answer_key=key, **fields)
+        return rewards.load("reward", "number").function(sample)
+
+    assert says("3+9=12") and says("It is 12.0, I'd say", "$12")
+    assert not says("It is 13") and not says("No idea") and not says("3+9=12", finish="length")
 
 
 @pytest.mark.parametrize("rule, key", [("right", None), ("number", None), ("number", "Paris")])
@@ -393,12 +368,10 @@ def test_what_has_no_answer_key_can_t_be_compared(rule, key):
 
 
 def safe_rlhf(**settings):
-    """As on the command line."""
     return ("safe_rlhf", *(f"{name}={value}" for name, value in settings.items()))
 
 
 def constraint(**changes):
-    """Safe-RLHF's row."""
     settings = {"cost_limit": 0.2, "lagrange_init": 0.5} | changes
     return algorithm_of(Config(algorithm=safe_rlhf(**settings), cost_rule=("length:50",)))
 

@@ -186,6 +186,16 @@ def test_a_rank_that_dies_is_started_again_by_torchrun(tmp_path, longer):
 
 
 @pytest.mark.slow
+def test_a_users_error_is_not_tried_again(tmp_path):
+    """Its line is said once; the ranks that torchrun starts again read nothing."""
+    (rule := tmp_path / "rule.py").write_text("print('read', flush=True)")
+    run = Run(tmp_path / "run", "--rule", f"{rule}:lacking", launch=("--max-restarts", "3"))
+    run.start().finish().check_one_line("rule.py has no function lacking(sample)")
+    run.check_nothing_is_left()
+    assert 1 <= run.stdout.count("read") <= run.ranks and "/attempt_3/" in run.stderr
+
+
+@pytest.mark.slow
 def test_a_taken_port_is_named(tmp_path):
     """By number; the engine of the other rank, which had found its port free, is gone too."""
     run = Run(tmp_path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -84,13 +85,34 @@ def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     for rank, said in enumerate(("error: --steps 0\n", "")):
-        path = tmp_path / str(rank) / "error.json"
-        path.parent.mkdir()
+        path = tmp_path / "attempt_0" / str(rank) / "error.json"
+        path.parent.mkdir(parents=True)
         assert leave("shutdown.exit_on_error('error: --steps 0')", path) == (2, said)
         assert json.loads(path.read_text())["message"]["message"] == "error: --steps 0"
         failure = ProcessFailure(0, 1, 2, str(path))
         assert failure.message["message"] == "error: --steps 0"
         assert abs(failure.timestamp - time.time()) < 60
+
+
+@pytest.mark.parametrize("error, status", [("UserError('gone')", 2), ("OSError('gone')", 1)])
+def test_a_users_error_is_not_tried_again(tmp_path, error, status):
+    """The ranks that torchrun starts again leave with it, before they import torch; it was said."""
+    program = f"""
+import os, run, sys
+from config import UserError
+run.start = lambda *_: exec("raise {error}")
+run.shutdown.leave = lambda status: os._exit(10 * ("torch" in sys.modules) + status)
+run.main([])
+"""
+    how = dict(cwd=ROOT, capture_output=True, text=True)
+    for attempt in range(3):
+        path = tmp_path / f"attempt_{attempt}" / "0" / "error.json"
+        path.parent.mkdir(parents=True)
+        how["env"] = os.environ | {"TORCHELASTIC_ERROR_FILE": str(path)}
+        ran = subprocess.run([sys.executable, "-c", program], **how)
+        assert ran.returncode == status, ran.stderr
+        assert ("gone" in ran.stderr) == (attempt == 0 or status == 1)
+        assert status == 1 or "error: gone" in path.read_text()
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
@@ -272,7 +294,10 @@ def test_a_stop_that_was_asked_for(tmp_path):
     """
     with torchrun(tmp_path, "until_a_stop", ranks=2) as run:
         assert run.stdout.readline() == "serving\n"
-        assert (tmp_path / ".out.lease").exists()  # nobody else may write there meanwhile
+        with (tmp_path / "out" / "lock").open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(
+                file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # nobody else may write there meanwhile
         ranks = psutil.Process(run.pid).children()
         run.send_signal(signal.SIGINT)
         stdout, stderr = run.communicate(timeout=100)
@@ -282,12 +307,16 @@ def test_a_stop_that_was_asked_for(tmp_path):
     check_no_traceback_of_ours(stderr)
 
 
+def test_a_rank_whose_collective_broke_says_in_which_phase(tmp_path):
+    with torchrun(tmp_path, "(lambda *_: os._exit(1) if rank else world.barrier())", 2) as run:
+        _, stderr = run.communicate(timeout=100)
+    assert "rank 0 waited in vain for the others, for 60 s at most (starting)\n" in stderr
+
+
 def test_a_rank_that_waits_for_one_that_was_killed_leaves_in_order(tmp_path):
     """torchrun tells it to stop, which needs all ranks: it closes its engines before torchrun kills it."""
     with torchrun(tmp_path, "one_is_killed", ranks=2) as run:
         stdout, stderr = run.communicate(timeout=100)
     assert run.returncode == 1 and "Signal 9 (SIGKILL) received" in stderr
-    assert (
-        stdout.count("cleaned up") == 1
-        and "interrupted: rank 1 of this machine is gone\n" in stderr
-    ), stderr
+    assert stdout.count("cleaned up") == 1, stderr
+    assert "interrupted: rank 1 of this machine is gone\n" in stderr

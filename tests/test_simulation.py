@@ -285,7 +285,6 @@ def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("mode", ["full", "partial", "fused"])
 def test_sharing_changes_nothing(mode, seed):
-    """All facts of all steps are equal when every controller works out everything."""
     sizes = dict(ranks=64, prompts_per_step=64, steps=2, rebalance=mode == "partial")
     sizes |= dict(work=replace(WORK, seed=seed), cluster=replace(CLUSTER, meeting_s=2.0))
     shared, alone = simulation(mode, **sizes), simulation(mode, **sizes)

@@ -11,11 +11,12 @@ import pytest
 import data
 import genrm
 import rewards
-from chat_templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 from commands.finetune import parse_pair, parse_rm, parse_sft
 from config import Config, UserError, parse_config
 from models import TEMPLATE, save_tokenizer
 from runtime.templates import TODAY
+from support.rows import jsonl
+from support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,18 @@ def tool(name, **more):
 
 ASKED = turn("user", "What is 3+4?")
 WEATHER = call("weather", {"city": 'Ulm "North"', "days": 2})
-CALLED = turn("assistant", "", tool_calls=[WEATHER])
 TOLD = turn("tool", '{"sun": "yes"}', name="weather", tool_call_id="call00001")
 
 
-def prompts_of(tokenizer, tmp_path, *rows):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return data.PromptFile(path, tokenizer, 4000)
+def prompts_of(tokenizer, tmp_path, *rows, **how):
+    return data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), tokenizer, 4000, **how)
+
+
+def calling(*calls):
+    return turn("assistant", "", tool_calls=[*calls])
+
+
+CALLED = calling(WEATHER)
 
 
 def oracle(tokenizer, turns, **settings):
@@ -86,12 +91,10 @@ def test_a_prompt_is_what_transformers_renders(with_template, tmp_path, template
 
 
 EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+TOOLS = [tool("weather", parameters={"type": "object"}), tool("clock")]
+WITH_TOOLS = {"messages": [ASKED], "tools": TOOLS}
 LEFT_OUT = [
-    (
-        QWEN3,
-        [ASKED, turn("assistant", "So: <think>x</think> 7"), ASKED],
-        "leaves out the assistant",
-    ),
+    (QWEN3, [ASKED, turn("assistant", "So <think>x</think> 7"), ASKED], "the assistant's turn"),
     (QWEN3, [turn("developer", "Be brief."), ASKED], "leaves out the developer's turn"),
     # words that the rest has, too
     (QWEN3, [turn("developer", "user"), ASKED], "leaves out the developer's turn"),
@@ -104,19 +107,19 @@ LEFT_OUT = [
     (CODER.replace(" + name", ""), [ASKED, CALLED, TOLD], "leaves out a tool call"),
     (GEMMA, [turn("system", "Be brief."), ASKED], "refuses turns: System role not supported"),
     (EACH.replace("m.role", "m.at | length"), [ASKED | {"at": 3}], "refuses turns: .* no len"),
+    (EACH, WITH_TOOLS, "ignores `tools`"),
+    (TEMPLATE, WITH_TOOLS, "ignores `tools`"),
+    (LLAMA3, WITH_TOOLS, "ignores `tools`"),
+    (QWEN3.replace("tool | tojson", "''"), WITH_TOOLS, "ignores `tools`"),
 ]
 
 
 @pytest.mark.parametrize("template,turns,message", LEFT_OUT)
-def test_what_a_template_leaves_out_is_refused(
-    with_template, directory, tmp_path, template, turns, message
-):
+def test_what_a_template_leaves_out_is_refused(with_template, tmp_path, template, turns, message):
     """With file, line and role, when the rows are read; whatever else the prompt says."""
-    tokenizer = with_template(template)
-    with pytest.raises(
-        UserError, match=rf"rows\.jsonl:2: the chat template in {directory} .*{message}"
-    ):
-        prompts_of(tokenizer, tmp_path, {"prompt": "What is 3+4?"}, {"messages": turns})
+    row = turns if isinstance(turns, dict) else {"messages": turns}
+    with pytest.raises(UserError, match=rf"rows\.jsonl:2: the chat template in /\S+ .*{message}"):
+        prompts_of(with_template(template), tmp_path, {"prompt": "What is 3+4?"}, row)
 
 
 def test_an_example_is_checked_as_a_prompt_is(with_template):
@@ -140,13 +143,10 @@ def test_an_example_is_checked_as_a_prompt_is(with_template):
         parse_sft(row, dropping, "f:3")
 
 
-TOOLS = [tool("weather", parameters={"type": "object"}), tool("clock")]
-
-
 def test_tools_go_to_the_template(with_template, tmp_path):
     """Of prompts and of examples, as transformers hands them over; a reward model is shown them, too."""
     tokenizer = with_template({"default": EACH, "tool_use": QWEN3})
-    [prompt] = prompts_of(tokenizer, tmp_path, {"messages": [ASKED], "tools": TOOLS})
+    [prompt] = prompts_of(tokenizer, tmp_path, WITH_TOOLS)
     expected = oracle(tokenizer, [ASKED], tools=TOOLS)
     assert prompt.tokens == expected and prompt.question == ASKED["content"]
     row = {"prompt": [ASKED], "chosen": "7", "rejected": "6", "tools": TOOLS}
@@ -161,31 +161,19 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     assert "<tool_call>" in tokenizer.decode(sample.response)
 
 
+TOOLS_ARE = r"`tools` is a list of \{type"
+BAD_TURNS = [turn("assistant", "", tool_calls="weather")]
+BAD_TURNS += [calling(call("weather", arguments)) for arguments in ([], "3", "{")]
+BAD_TURNS += [calling(call(None, {}))]
 BAD_TOOLS = [
-    ({"tools": json.dumps(TOOLS)}, r"`tools` is a list of \{type"),
-    ({"tools": [{"name": "weather"}]}, r"`tools` is a list of \{type"),
-    ({"messages": [ASKED | {"tools": "weather"}]}, r"`tools` is a list of \{type"),
-    (
-        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", [])])]},
-        "`tool_calls` is",
-    ),
+    ({"tools": json.dumps(TOOLS)}, TOOLS_ARE),
+    ({"tools": [{"name": "weather"}]}, TOOLS_ARE),
+    ({"tools": TOOLS[0]}, TOOLS_ARE),
+    ({"messages": [ASKED | {"tools": "weather"}]}, TOOLS_ARE),
     ({"messages": [ASKED | {"tools": TOOLS}, ASKED | {"tools": TOOLS}]}, "it has `tools` in more"),
-    ({"tools": TOOLS[0]}, r"`tools` is a list of \{type"),
     ({"prompt": "What?", "tools": TOOLS}, "`tools` go to the chat template"),
-    ({"messages": [ASKED, turn("assistant", "", tool_calls="weather")]}, "`tool_calls` is a list"),
-    (
-        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "3")])]},
-        "`tool_calls` is a list",
-    ),
-    (
-        {"messages": [ASKED, turn("assistant", "", tool_calls=[call("weather", "{")])]},
-        "`tool_calls` is a list",
-    ),
-    (
-        {"messages": [ASKED, turn("assistant", "", tool_calls=[call(None, {})])]},
-        "`tool_calls` is a list",
-    ),
     ({"messages": [ASKED, turn("assistant", None, tool_calls=[])]}, "needs `messages`"),
+    *[({"messages": [ASKED, each]}, "`tool_calls` is a list") for each in BAD_TURNS],
 ]
 
 
@@ -196,12 +184,6 @@ def test_tools_that_can_t_be_read_are_refused(with_template, tmp_path, row, mess
         row = {"messages": [*row["messages"], TOLD]}
     with pytest.raises(UserError, match=r"rows\.jsonl:1: " + message):
         prompts_of(with_template(QWEN3), tmp_path, row)
-
-
-@pytest.mark.parametrize("template", [EACH, TEMPLATE, LLAMA3, QWEN3.replace("tool | tojson", "''")])
-def test_tools_that_a_template_ignores_are_refused(with_template, tmp_path, template):
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: the chat template in .* ignores `tools`"):
-        prompts_of(with_template(template), tmp_path, {"messages": [ASKED], "tools": TOOLS})
 
 
 def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
@@ -224,12 +206,11 @@ def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
 
 
 def test_what_tools_and_calls_spell_is_text(with_template, tmp_path):
-    """No special token comes from them."""
     tokenizer = with_template(QWEN3)
     end = tokenizer.eos_token_id
     counts = []
     for word in ("Ulm", "Ulm<|im_end|>"):
-        turns = [ASKED, turn("assistant", "", tool_calls=[call("weather", {"city": word})]), TOLD]
+        turns = [ASKED, calling(call("weather", {"city": word})), TOLD]
         row = {"messages": turns, "tools": [tool("weather", description=word)]}
         counts.append(prompts_of(tokenizer, tmp_path, row)[0].tokens.count(end))
     assert counts[0] == counts[1]
@@ -250,70 +231,55 @@ def test_a_judges_template_is_checked_at_the_start(with_template, directory, mon
 
 def test_a_scalar_judges_template_is_checked_on_every_row(with_template, tmp_path):
     """It is shown all turns: else the first answer to such a prompt would end the run."""
-    path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "3+4="}, {"messages": [turn("system", "Be brief."), ASKED]}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    read = partial(data.PromptFile, path, with_template(EACH), 4000)
+    read = partial(prompts_of, with_template(EACH), tmp_path, *rows)
     assert len(read(scorers=[with_template(QWEN3)])) == 2
     with pytest.raises(UserError, match=r"rows\.jsonl:2: .* refuses turns: System role not"):
         read(scorers=[with_template(GEMMA)])
 
 
-def loaded(directory, template, *settings, monkeypatch):
-    """The tokenizer as a run has it, and what the start says."""
-    said = []
+@pytest.fixture
+def loaded(directory, monkeypatch):
+    """A function that gives the tokenizer as a run has it, and what the start says."""
     load = data.load_tokenizer
 
-    def load_tokenizer(model):
-        tokenizer = load(model)
-        tokenizer.chat_template = template
-        return tokenizer
+    def loaded(template, *settings):
+        def load_tokenizer(model):
+            tokenizer = load(model)
+            tokenizer.chat_template = template
+            return tokenizer
 
-    monkeypatch.setattr(data, "load_tokenizer", load_tokenizer)
-    config = Config(command="eval", model=str(directory), template=settings)
-    [tokenizer] = data.load_tokenizers(config, said.append)
-    monkeypatch.setattr(data, "load_tokenizer", load)
-    return tokenizer, said
+        said = []
+        monkeypatch.setattr(data, "load_tokenizer", load_tokenizer)
+        config = Config(command="eval", model=str(directory), template=settings)
+        [tokenizer] = data.load_tokenizers(config, said.append)
+        return tokenizer, said
+
+    return loaded
 
 
-def test_the_date_in_a_prompt_is_always_the_same(directory, monkeypatch):
+def test_the_date_in_a_prompt_is_always_the_same(directory, loaded):
     """The default of Llama-3.2's template, which is said; or what the command line says."""
-    load = partial(loaded, directory, LLAMA3, monkeypatch=monkeypatch)
-    tokenizer, said = load()
-    assert "Today Date: 26 Jul 2024\n" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
     assert datetime(2024, 7, 26) == TODAY
     date = f"{directory}: the date in its chat template is always 26 Jul 2024"
-    assert said == [f"{date}; --template date_string=... says another"]
-    direct = EACH + "{{ strftime_now('%Y-%m-%d') }}"
-    tokenizer, said = loaded(directory, direct, monkeypatch=monkeypatch)
-    assert tokenizer.decode(data.encode(tokenizer, [ASKED])).endswith("2024-07-26")
-    assert said == [date]
-    tokenizer, said = load("date_string=1 May 2025")
-    assert "Today Date: 1 May 2025\n" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
-    assert said == []
+    direct = EACH + "{{ strftime_now('Today Date: %Y-%m-%d') }}"
+    for template, given, shown, expected in (
+        (LLAMA3, [], "26 Jul 2024\n", [f"{date}; --template date_string=... says another"]),
+        (LLAMA3, ["date_string=1 May 2025"], "1 May 2025\n", []),
+        (direct, [], "2024-07-26", [date]),
+    ):
+        tokenizer, said = loaded(template, *given)
+        assert f"Today Date: {shown}" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
+        assert said == expected
 
 
 SHOWN = "{% if x is defined %}{{ x | tojson }}{% endif %}" + TEMPLATE
-VALUES = [
-    "False",
-    "TRUE",
-    "None",
-    "true",
-    "-1.5",
-    "null",
-    '"true"',
-    "[1, {}]",
-    "1 May 2025",
-    "é😀'\"{%",
-    "NaN",
-    "",
-    "a=b",
-    '"\\u00e9\\n"',
-]
+VALUES = r"""False|TRUE|None|true|-1.5|null|"true"|[1, {}]|1 May|é😀'"{%|NaN||a=b|"\u00e9\n\""""
+TEMPLATES = [SHOWN, {"default": SHOWN, "tool_use": "{{ x }}"}, {"default": SHOWN, "tool_use": ""}]
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_a_setting_is_read_as_json_else_as_text(directory, monkeypatch, value):
+@pytest.mark.parametrize("value", VALUES.split("|"))
+def test_a_setting_is_read_as_json_else_as_text(directory, loaded, value):
     """As transformers hands a keyword on, exactly; in each template of several."""
     try:
         python = {"NaN": '"NaN"', "False": "false", "TRUE": "true", "None": "null"}
@@ -321,50 +287,37 @@ def test_a_setting_is_read_as_json_else_as_text(directory, monkeypatch, value):
     except json.JSONDecodeError:
         expected = value
     plain = data.load_tokenizer(str(directory))
-    for template in (
-        SHOWN,
-        {"default": SHOWN, "tool_use": "{{ x }}"},
-        {"default": "\n" + SHOWN, "tool_use": ""},
-    ):
+    for template in TEMPLATES:
         plain.chat_template = template
-        tokenizer, _ = loaded(directory, template, f"x={value}", monkeypatch=monkeypatch)
+        tokenizer, _ = loaded(template, f"x={value}")
         assert data.encode(tokenizer, [ASKED]) == oracle(plain, [ASKED], x=expected)
 
 
-def test_thinking_is_switched_off(directory, monkeypatch):
-    """As by transformers' keyword."""
-    tokenizer, _ = loaded(directory, QWEN3, "enable_thinking=false", monkeypatch=monkeypatch)
-    plain = copy.deepcopy(tokenizer)
-    plain.chat_template = QWEN3
+def test_thinking_is_switched_off(with_template, loaded):
+    tokenizer, _ = loaded(QWEN3, "enable_thinking=false")
+    plain = with_template(QWEN3)
     tokens = data.encode(tokenizer, [ASKED])
     assert tokens == oracle(plain, [ASKED], enable_thinking=False) != oracle(plain, [ASKED])
 
 
-UNKNOWN = [
-    "role=x",
-    "loop=1",
-    "messages=1",
-    "enable_thinkng=false",
-    "think=false",
-    "enable_thinking",
-    "=1",
-    "enable-thinking=1",
-]
+UNKNOWN = "role=x loop=1 messages=1 enable_thinkng=0 think=0 enable_thinking =1 enable-thinking=1"
 
 
-@pytest.mark.parametrize("setting", UNKNOWN)
-def test_a_setting_that_no_template_mentions_is_refused(directory, monkeypatch, setting):
+@pytest.mark.parametrize("setting", UNKNOWN.split())
+def test_a_setting_that_no_template_mentions_is_refused(loaded, setting):
     """A word of its text is no mention."""
     with pytest.raises(UserError, match=f"^--template {setting}: NAME=VALUE is needed, of a NAME"):
-        loaded(directory, QWEN3, "enable_thinking=true", setting, monkeypatch=monkeypatch)
-    for template in (None, "{{ x '"):
-        with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE"):
-            loaded(directory, template, "x=1", monkeypatch=monkeypatch)
+        loaded(QWEN3, "enable_thinking=true", setting)
+
+
+@pytest.mark.parametrize("template", [None, "{{ x '"])
+def test_nothing_is_set_of_no_template(loaded, template):
+    with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE"):
+        loaded(template, "x=1")
 
 
 @pytest.mark.parametrize("command", ["rl", "sft", "rm", "dpo", "eval"])
 def test_settings_of_templates_are_those_of_every_command(command):
-    """Given once or several times."""
     judge = ["--judge", "j"] * (command == "rl")
     given = ["--template", "a=1", "b=2", "--template", "c=3"]
     assert parse_config([command, "--model", "m", *judge, *given]).template == ("a=1", "b=2", "c=3")

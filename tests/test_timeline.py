@@ -1,5 +1,6 @@
 """Spans to seconds, lanes and the trace."""
 
+import itertools
 import json
 
 import pytest
@@ -73,6 +74,20 @@ def test_steps_are_read_without_all_others(tmp_path):
     cases = {(0, -1): (0, 43), (12, 14): (12, 15), (12, -1): (12, 43), (-4, -1): (38, 43)}
     for asked, found in cases.items():
         assert [mark.step for mark in tl.read(tmp_path, *asked)] == list(range(*found))
+
+
+def test_files_of_a_long_run_are_bounded(tmp_path, monkeypatch):
+    """Each rank keeps those of the last steps, after a resume, too; older steps can't be drawn."""
+    monkeypatch.setattr(tl, "STEPS_KEPT", 5)
+    lines = [tl.Timeline(rank, lambda: 0.0, tmp_path) for rank in range(2)]
+    for resumed, first, last in ((0.0, 0, 12), (8.5, 9, 14)):
+        assert tl.truncate(tmp_path, first) == resumed
+        for line, step in itertools.product(lines, range(first, last)):
+            line.step = step
+            line.add("span", "train", line.rank, step, step + 0.5)
+            line.drain()
+    assert [step for step, _ in tl.files_in(tmp_path)] == sorted([*range(9, 14)] * 2)
+    assert len(tl.read(tmp_path, -10)) == 10 and tl.truncate(tmp_path, 8) == 0.0
 
 
 def test_passes_that_were_run(tmp_path):

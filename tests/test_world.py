@@ -10,25 +10,22 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from runtime import world
 from runtime.world import World
 
 
-def in_ranks(folder, program, timeout_s, size=2, notes=None):
-    """Run `program(world)` in forked ranks; returns what each printed, an exception's text at the
-    end. notes: the folder where they note, as ranks of one machine do; else in the store."""
+def in_ranks(folder, program, timeout_s, size=2):
+    """Run `program(world)` in forked ranks; returns what each printed, last an exception's text and notes."""
     pids = []
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
             sys.stdout = sys.stderr = (folder / str(rank)).open("w")
-            world.OTHERS_GIVE_UP_S = 0.5
             try:
                 where = dict(rank=rank, world_size=size, timeout=timedelta(seconds=30))
                 dist.init_process_group("gloo", f"file://{folder}/store", **where)
-                asyncio.run(program(World("cpu", timeout_s, notes)))
+                asyncio.run(program(World("cpu", timeout_s)))
             except RuntimeError as error:
-                print(error)
+                print(error, *vars(error).get("__notes__", []), sep="\n")
             except BaseException:  # a forked rank must not go on as pytest
                 traceback.print_exc()
             sys.stdout.flush()
@@ -104,64 +101,27 @@ def test_who_waits_for_all_waits_longer_than_a_collective(tmp_path):
     assert in_ranks(tmp_path, one_is_late, 1.0, size=3) == ["3\n3\n[0, 1, 2]\n"] * 3
 
 
-@pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
-def test_who_did_not_come_to_a_part(tmp_path, in_folder):
-    """Those of the other part are busy with their own, and nobody names them."""
-
-    async def in_their_own(world):
-        part = world.part(PART)
-        await part.barrier()
-        if world.rank not in PART:
-            return
-        if world.rank == 2:
-            world.doing("serve of step 5")
-            time.sleep(6.0)
-        await part.gather(None)
-
-    printed = in_ranks(tmp_path, in_their_own, 2.0, 5, notes=tmp_path if in_folder else None)
-    for rank in (0, 4):
-        assert "rank 2 didn't come, last seen in phase: serve of step 5" in printed[rank]
-        assert "rank 1 " not in printed[rank] and "rank 3 " not in printed[rank]
-
-
-@pytest.mark.parametrize("in_folder", [False, True], ids=["store", "folder"])
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
-def test_who_did_not_come(tmp_path, how, in_folder):
-    """The error names rank and phase. The collectives inside of an update are none of World's."""
-    phase = "train of step 4" if how == "dies" else "serve of step 5"
+def test_an_error_says_in_which_phase_this_rank_waited(tmp_path, how):
+    """In a part of the ranks, too. The collectives inside of an update are none of World's."""
 
     def update():
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
 
     async def one_is_late(world):
-        world.doing("train of step 4")
-        await world.barrier()
-        if how != "dies":
-            world.doing(phase)
+        part = world.part((0, 2))
+        await part.barrier()
         if world.rank == 0:
-            await (world.run(update) if how == "hangs in training" else world.gather(None))
+            with world.explaining(lambda: "step 5: serving"):
+                await (world.run(update) if how == "hangs in training" else part.gather(None))
         elif how == "dies":
             os._exit(1)
         else:
-            time.sleep(6.0)  # its event loop, too: as if it were stopped
+            time.sleep(4.0)  # its event loop, too: as if it were stopped
 
-    printed, _ = in_ranks(tmp_path, one_is_late, 2.0, notes=tmp_path if in_folder else None)
-    waited = "rank 0 waited in vain, for 2 s at most"
-    assert printed == f"{waited}: rank 1 didn't come, last seen in phase: {phase}\n"
-
-
-def test_the_notes_are_gone(tmp_path):
-    async def one_takes_them_along(world):
-        await world.barrier()
-        if world.rank == 1:
-            # at once: rank 0 may be writing its note there
-            (tmp_path / "notes").rename(tmp_path / "gone")
-            os._exit(1)
-        await world.barrier()
-
-    (tmp_path / "notes").mkdir()
-    printed, _ = in_ranks(tmp_path, one_takes_them_along, 30.0, notes=tmp_path / "notes")
-    assert printed.endswith(": the ranks' notes are gone, so who didn't come is unknown\n")
+    said = in_ranks(tmp_path, one_is_late, 2.0, size=3)
+    waited = "rank 0 waited in vain for the others, for 2 s at most (step 5: serving)"
+    assert said[0].splitlines()[-1] == waited
 
 
 def test_an_error_of_its_own_is_nobody_elses(tmp_path):
@@ -172,6 +132,7 @@ def test_an_error_of_its_own_is_nobody_elses(tmp_path):
 
     async def both_fail(world):
         await world.barrier()
-        await world.run(update)
+        with world.explaining(lambda: "training"):
+            await world.run(update)
 
     assert in_ranks(tmp_path, both_fail, 2.0) == ["shapes don't fit\n"] * 2

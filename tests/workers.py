@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -13,17 +15,29 @@ def run_worker(script: str, *arguments: str | Path, timeout_s: float = 300) -> N
     run_command([sys.executable, str(HERE / script), *map(str, arguments)], timeout_s)
 
 
-def train_layouts(script: str, path: Path, layouts: dict[str, tuple], **case) -> dict:
-    """By name what the layouts, (what, ranks, sizes) each, made in a script of parallel_worker.py's kind."""
+def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references: dict) -> dict:
+    """By name what the layouts, (reference, ranks, sizes) each, made in `train` of a test file."""
     import torch
 
-    sizes = sorted({ranks for _, ranks, _ in layouts.values()})
-    torch.save(case | {"layouts": layouts, "sizes": sizes}, path / "case.pt")
-    run_worker(script, path / "case.pt", path / "result")
+    sizes = list(dict.fromkeys(ranks for _, ranks, _ in layouts.values()))
+    case = {"references": references, "layouts": layouts, "sizes": sizes}
+    torch.save(case, path / "case.pt")
+    run_worker("parallel_worker.py", module, path / "case.pt", path / "result")
     found = {}
     for size in sizes:
         found |= torch.load(f"{path}/result.{size}", weights_only=False)
     return found
+
+
+def trained_by_tier(module: str, factory, first: dict, others: dict, references: dict) -> Callable:
+    """Of a layout's name what training made of it; the layouts of a tier are trained together."""
+
+    @cache
+    def trained(are_first: bool) -> dict:
+        layouts = first if are_first else others
+        return train_layouts(module, factory.mktemp("layouts"), layouts, references)
+
+    return lambda name: trained(name in first)[name]
 
 
 def run_command(command: list[str], timeout_s: float) -> None:

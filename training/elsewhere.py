@@ -57,9 +57,9 @@ class Elsewhere:
         return {}
 
     def snapshot(self, folder: Path) -> tuple[Callable, Callable]:
-        """Take part in planning a save (collective): see Trainer."""
+        """Plan to save nothing but the version. Not collective."""
         return sharded_checkpoint.plan_save(self, folder)
 
     def restore(self, folder: Path) -> None:
-        """Take part in a load (collective): see Trainer."""
+        """Load the version. Not collective."""
         sharded_checkpoint.load(self, folder)

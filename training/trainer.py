@@ -315,7 +315,7 @@ class Trainer:
         """Take AdamW's step if gradients are finite; return their norm, unclipped (collective)."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-            group["fused"] = self.overlaps  # a checkpoint of another device brings its own
+            group["fused"] = self.overlaps
             # 0 for biases and norms
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         # not Megatron's check_for_nan_in_grad: it raises on one rank and leaves the others waiting
@@ -366,12 +366,12 @@ class Trainer:
         return hf | {"dtype": self.config.dtype}
 
     def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-        """Plan a save (collective): what writes, what completes it, see sharded_checkpoint.py."""
+        """Plan a save: what writes, what completes it, see sharded_checkpoint.py. Not collective."""
         assert self.awake, f"the {self.title} sleeps: wake it before a save"
         return sharded_checkpoint.plan_save(self, folder)
 
     def restore(self, folder: Path) -> None:
-        """Load what a snapshot wrote, on any number of ranks (collective)."""
+        """Load what a snapshot wrote, on any number of ranks. Not collective."""
         assert self.awake, f"the {self.title} sleeps: wake it before a load"
         sharded_checkpoint.load(self, folder)
 
