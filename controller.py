@@ -84,6 +84,7 @@ async def train(c: Controller) -> bool:
         was_stopped = True
     await c.report.written()
     if was_stopped:
+        await c.world.barrier()  # no rank asks an engine any more
         await c.placement.to_training()
         await c.checkpoints.save_now(c)
     await c.checkpoints.close(c)

@@ -18,16 +18,18 @@ import logging
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import types
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy
 import torch
 
 from cpu import compiler, invariance
-from cpu.forks import die_with_parent
+from cpu.forks import SIGNALS, die_with_parent
 
 
 class StandInFinder:
@@ -219,6 +221,9 @@ if __name__ in ("__main__", "__mp_main__"):
     # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
     os.environ["HF_MODULES_CACHE"] = os.devnull
     die_with_parent()
+    # multiprocessing starts its tracker with the first child that it spawns, and unblocks signals
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if torch.cuda.is_available():
         for chatty in CHATTY:
             logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -157,7 +157,7 @@ class Engine:
             late = f"didn't answer a first request within {deadline_s:g} s"
             raise self._start_error(late) from None
         except EngineLost as error:
-            raise UserError(f"{error}, while starting") from None
+            raise UserError(f"while it started, {error}") from None
         # else each sleep collects over all of SGLang's imports: 0.7 s
         await self._call("POST", "/freeze_gc")
 

@@ -27,7 +27,8 @@ from runtime.hf_directory import read_model_config
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
 MOST_COLUMNS = 300  # of a line of its log that is quoted
-FAREWELL = re.compile("No live scheduler")  # tmp
+# what SGLang says of any end; of a process that a signal ended it says no more than its "exit code -9"
+FAREWELL = re.compile(r"exit code \d|SIGQUIT received|crash diagnostics|No live scheduler")
 LOG_START = "---- a server starts"  # a line of its log begins so
 ROOT = Path(__file__).parents[1]
 FORKS = (sys.executable, "-m", "cpu.forks")

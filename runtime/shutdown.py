@@ -103,7 +103,7 @@ def die_with_parent(number: int) -> None:
 
 @contextlib.contextmanager
 def starting_deaf() -> Iterator[None]:
-    """Let processes that start here be deaf to SIGNALS: who signals a whole job means the ranks, which save."""
+    """Let processes start deaf to SIGNALS: who signals a whole job means the ranks, which save."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

@@ -21,7 +21,7 @@ from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, contents_of, restore
 from config import Config
 from data import Prompt, Prompts
-from engines.engine import Answer, EngineLost, Request, Sampling, seed_of
+from engines.engine import LOOK_S, Answer, EngineLost, Request, Sampling, seed_of
 from engines.fleet import Fleet
 from engines.pool import Pool
 from images.tokens import Image
@@ -98,37 +98,41 @@ class Device:
 
 
 class FakeEngine:
-    """One for all ranks: a handle, and its server with those that take its place.
+    """One for all ranks: a handle, and its server.
 
-    version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time,
-    first: at first. swap_s: to sleep or wake.
-    drops: replies that will be lost on their way. requests, asked: of each call, when, by which version.
+    version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
+    swap_s: to sleep or wake. requests, asked: of each call, when, by which version.
     """
 
     capacity = 128
 
     def __init__(self, role, rank, device, write, model=0):
         self.role, self.rank, self.device, self.model = role, rank, device, model
-        self.name, self._write, self.server = f"{role} engine of rank {rank}", write, self
+        self.name, self._write = f"{role} engine of rank {rank}", write
         self.version, self.awake, self.runs, self.hangs = None, False, True, False
+        self.breaks = self.loses = False
         self.pace, self.part, self.swap_s = SECONDS_PER_TOKEN, 10**6, 0.1
-        self.first = None  # default: as many as in the others
         self.requests, self.asked, self.aborts = [], [], []
-        self.drops = 0
-        self.changed = asyncio.Event()  # set when it dies, hangs or is killed
+        self.changed = asyncio.Event()  # set when it dies or hangs
 
     def die(self):
         """As by kill -9: its memory is free, and what it owed breaks."""
-        if not self.runs:
-            return
-        self.runs = self.hangs = self.awake = False
+        self.runs = self.awake = False
         self.device.give(f"{self.role} weights", f"{self.role} cache")
         self._change()
 
     def hang(self):
         """As by SIGSTOP: nothing comes from it any more."""
-        self.hangs = self.runs
+        self.hangs = True
         self._change()
+
+    def lose(self):
+        """Nothing comes of what it is asked for from now on, though it is healthy."""
+        self.loses = True
+
+    def break_off(self):
+        """The next part of an answer is lost on its way."""
+        self.breaks = True
 
     def _change(self):
         self.changed.set()
@@ -137,7 +141,7 @@ class FakeEngine:
     async def answer(self):
         """Returns if it runs; what waits for one that hangs gives up in the end."""
         if self.runs and self.hangs:
-            await asyncio.wait([asyncio.ensure_future(self.changed.wait())], timeout=PROBE_S)
+            await asyncio.sleep(PROBE_S)
         if not self.runs or self.hangs:
             raise self.lost("didn't answer")
 
@@ -150,23 +154,21 @@ class FakeEngine:
         assert self.awake, f"a request came to the {self.name} while it slept"
         if self.role == "rollout":
             self._check(requests)
-        start, version = clock(), self.version
+        start, version = clock() + 1e9 * self.loses, self.version
         aborted = asyncio.get_running_loop().create_future()
         self.requests.append(requests)
-        self.asked.append((start, version))
+        self.asked.append((clock(), version))
         self.aborts.append(aborted)
         answers, came = [self._answer_to(request, k) for k, request in enumerate(requests)], {}
         lengths = [len(answer.tokens) for answer in answers]
-        step = (self.first or self.part, self.part)
-        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, *step)]
+        ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, self.part)]
         try:
             for end, index in sorted(ends):
                 await self._until(start + self.pace * end, aborted)
                 answer, begin = answers[index], came.get(index, 0)
                 if begin == "aborted":
                     continue
-                if self.drops:
-                    self.drops -= 1
+                if self.breaks:
                     raise self.lost("broke the connection")
                 finish = answer.finish if end == lengths[index] else ""
                 if aborted.done() and (so_far := int((clock() - start) / self.pace)) < end:
@@ -245,22 +247,20 @@ class FakeEngine:
     async def watch(self):
         while self.runs and not self.hangs:
             await self.changed.wait()
-        if self.hangs:
-            died = asyncio.ensure_future(self.changed.wait())
-            await asyncio.wait([died], timeout=PROBE_S)
-        raise self.lost("gave no sign of life" if self.hangs else "died")
+        await asyncio.sleep(PROBE_S if self.runs else LOOK_S)
+        raise self.lost("gave no sign of life" if self.runs else "died (signal 9)")
 
     def lost(self, how):
         return EngineLost(f"the {self.name} {how}; {self.log_end()}")
 
 
-def part_ends(length, first, part):
+def part_ends(length, part):
     """After how many tokens the parts of an answer end."""
-    return [*range(first, length, part), length]
+    return [*range(part, length, part), length]
 
 
 def number_of(prompt, seed, index):
-    """Which answer of its group a seed stands for: a request may be for what another engine still owed."""
+    """Which answer of its group a seed stands for: a request may be for the unfinished ones."""
     seeds = [seed_of(0, number_in(prompt), number) for number in range(8)]
     return seeds.index(seed) if seed in seeds else index
 
@@ -491,11 +491,11 @@ class FakeReport:
         self.steps.append((step, batch, samples, of_kind(events, "span")))
 
 
-def requests_of(prompts, sampling, limits=(), seeds=()):
-    """A request of each prompt; by default of sampling's limit, without a seed."""
-    limits = limits or [sampling.max_new_tokens] * len(prompts)
+def requests_of(prompts, sampling, seeds=()):
+    """A request of each prompt, of sampling's limit; by default without a seed."""
     seeds = seeds or [None] * len(prompts)
-    return [Request(p, sampling, *each) for p, *each in zip(prompts, limits, seeds, strict=True)]
+    limit = sampling.max_new_tokens
+    return [Request(p, sampling, limit, seed) for p, seed in zip(prompts, seeds, strict=True)]
 
 
 class Picture(Image):
@@ -560,7 +560,7 @@ def at_random_paces(seed):
 
     def prepare(engines):
         for engine in engines:
-            engine.server.pace = 0.005 * 10 ** rng.random()
+            engine.pace = 0.005 * 10 ** rng.random()
 
     return prepare
 
@@ -632,7 +632,6 @@ def simulate(
     loop=controller.train,
     events=(),
     writer=LateWriter,
-    look=lambda servers, controllers: None,
     **settings,
 ):
     """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
@@ -640,7 +639,7 @@ def simulate(
     prepare: called with all servers, prepare_controller with each controller, before they start. A list given
     as `controllers` is filled, for those who want to see what became of a run that failed. With `save_every`,
     checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
-    controllers)), called when it is time. look: called likewise whenever nothing can run but later.
+    controllers)), called when it is time.
     """
     config = fake_config(mode, out=str(out), tp=tp, **settings)
     plans, log, meetings = placement.make_plans(config, size), [], {}
@@ -648,15 +647,14 @@ def simulate(
     engines = fake_engines(config, plans, devices, write, verdict)
     prepare(engines)
     controllers = [] if controllers is None else controllers
-    servers = [engine.server for engine in engines]
-    clock = VirtualClock(look=lambda: look(servers, controllers))
+    clock = VirtualClock()
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
         c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer)
         controllers.append(c)
         prepare_controller(c)
     for seconds, event in events:
-        clock.call_at(seconds, event, servers, controllers)
+        clock.call_at(seconds, event, engines, controllers)
 
     async def one_rank(c):
         if resumed:
@@ -670,10 +668,21 @@ def simulate(
 
 
 def run_on(clock, *works):
-    """Await all of these on a virtual clock."""
+    """Await all of these, on a virtual clock. No rank leaves a task behind.
+
+    If one fails, the others are cancelled, as by torchrun's SIGTERM.
+    """
 
     async def together():
-        return await asyncio.gather(*works)
+        ranks = list(map(asyncio.ensure_future, works))
+        try:
+            return await asyncio.gather(*ranks)
+        finally:
+            for rank in ranks:
+                rank.cancel()
+            await asyncio.gather(*ranks, return_exceptions=True)
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            assert not left, f"left to themselves: {left}"
 
     try:
         return clock.run_until_complete(together())

@@ -72,7 +72,7 @@ RUNS = {  # name -> settings of a run
 def exact_times(engines):
     """Sums of powers of two, exact at any hour; no answer is due when controllers meet, every 512 units."""
     for number, engine in enumerate(engines):
-        engine.server.pace, engine.server.swap_s = (65 + 2 * number) / 8192, 1 / 8 + number / 512
+        engine.pace, engine.swap_s = (65 + 2 * number) / 8192, 1 / 8 + number / 512
 
 
 @contextlib.contextmanager

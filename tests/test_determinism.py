@@ -28,7 +28,7 @@ def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
     samples = samples_of(all_batches(controllers))
     engines = controllers[0].placement.rollout.all_engines
     held_out = {seed_of(5, -1 - i, 0) for i in range(len(controllers[0].prompts.source.held_out))}
-    requests = [each for engine in engines for call in engine.server.requests for each in call]
+    requests = [each for engine in engines for call in engine.requests for each in call]
     asked = [request.seed for request in requests if request.seed not in held_out]
     assert set(asked) == {seed_of(5, s.prompt_id, s.index) for s in samples}
     assert len(asked) > len(set(asked))

@@ -31,6 +31,7 @@ from engines.server import STREAM_INTERVAL
 from reporting.timeline import Timeline
 from tests.fakes import VirtualClock, requests_of
 from tests.launched import free_port
+from tests.test_forks import check_ignored
 from tests.tiny_models import EOS, make_tiny_qwen3
 
 ROOM = dict(max_model_len=1024, max_new_tokens=64, judge_max_new_tokens=64)
@@ -63,11 +64,9 @@ def shared_engine(run, models, tmp_path_factory):
 @pytest.fixture
 def engine(shared_engine, run, models):
     """The shared engine, idle and with the weights of models[0] as version 0."""
-    if shared_engine.exit_status():
-        run(shared_engine.restart(START_S))
-        run(shared_engine.wake_weights())
-        run(shared_engine.wake_kv_cache())
     if shared_engine.dirty:
+        with contextlib.suppress(UserError):  # of a push that was refused, which ends a run
+            run(shared_engine._call("POST", "/end_weight_update"))
         run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         shared_engine.dirty = False
     return shared_engine
@@ -76,7 +75,7 @@ def engine(shared_engine, run, models):
 def pool_of(*engines):
     world = SimpleNamespace(rank=0, size=1, place=0)
     pool = Pool(list(engines), world, Timeline(0, time.monotonic), CONFIG)
-    pool.awake = tuple(engine.rank for engine in pool.engines)
+    pool._set_awake(tuple(engine.rank for engine in pool.engines))
     return pool
 
 
@@ -178,28 +177,53 @@ def test_an_aborted_answer(event, written, tokens):
 
 
 def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkeypatch):
-    """It answers nothing for 40 s; while it writes, it isn't asked: pausing would wait for that."""
+    """For half of --timeout-s while it is awake; as long as it writes, it isn't asked: pausing would wait."""
     engine, asked, clock = Engine("rollout", 0, "http://127.0.0.1:1", "a key"), [], VirtualClock()
-    engine._process = SimpleNamespace(exit_status=lambda: "")
+    ends = dict(exit_status=lambda: "", log_end=lambda: "the end of its log: nothing")
+    engine._process = SimpleNamespace(**ends)
 
     async def is_healthy(deadline_s):
         asked.append(engine._events)
         return False
 
-    async def watch():
-        writing = asyncio.create_task(write())
-        trouble = await engine.until_down()
-        return trouble, clock.time(), writing.done()
-
     async def write():
-        for _ in range(60):
+        await asyncio.sleep(1000)  # asleep it says nothing
+        engine._is_awake = True
+        for _ in range(100):
             await asyncio.sleep(1)
             engine._events += 1
 
+    async def watch():
+        writing = asyncio.create_task(write())
+        line = "^the rollout engine of rank 0 gave no sign of life for 300 s; the end of its log"
+        with pytest.raises(EngineLost, match=line):
+            await engine.watch()
+        return clock.time(), writing.done()
+
     monkeypatch.setattr(engine, "is_healthy", is_healthy)
-    found = clock.run_until_complete(watch())
-    assert found == ("gave no sign of life for 40 s", pytest.approx(100, abs=1), True)
-    assert set(asked) == {60}
+    assert clock.run_until_complete(watch()) == (pytest.approx(1400, abs=1), True)
+    assert set(asked) == {100}
+
+
+def test_what_sglang_says_of_any_end_is_not_quoted(tmp_path):
+    """But the error that its scheduler had, or the signal that ended one."""
+    log = tmp_path / "rollout-0.log"
+    process = server.ServerProcess([], "a key", log, "cpu", {})
+    error = "[2026-11-26 20:30:45] Scheduler hit an exception: Traceback (most recent call last):\n"
+    error += "  File ...\nRuntimeError: out of memory\n\n"
+    crash = "[2026-11-26 20:30:46] Subprocess scheduler_0 (pid=3683) crashed with exit code {}. "
+    crash += "Triggering SIGQUIT for cleanup...\n"
+    farewell = (
+        "[2026-11-26 20:30:46] SIGQUIT received. signum=None, frame=None. It usually means one "
+    )
+    farewell += (
+        "child failed.\n[2026-11-26 20:30:51] No live scheduler processes found; skipping ...\n"
+    )
+    ends = {error + crash.format(1): "RuntimeError: out of memory"}
+    ends |= {crash.format(-9): crash.format(-9).strip(), "": "nothing"}
+    for said, quoted in ends.items():
+        log.write_text(f"{server.LOG_START}, 2026-11-26 20:30:23\n{said}{farewell}")
+        assert process.log_end() == f"the end of {log}: {quoted}"
 
 
 def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
@@ -222,15 +246,15 @@ class Compiling(Engine):
     def __init__(self, after_s, error=None):
         super().__init__("rollout", 0, "http://127.0.0.1:1", "a key")
         self.after_s, self.error, self.requests, self.calls = after_s, error, [], []
-        says = dict(exit_status=lambda: "", log_tail=lambda: "the end of its log")
+        says = dict(exit_status=lambda: "", log_tail=lambda: "the end of its log", device="cuda")
         self._process = SimpleNamespace(start=lambda: None, **says)
 
     async def is_healthy(self, deadline_s, path):
         assert path == "/ready"
         return True
 
-    async def _call(self, method, path, **body):
-        self.calls.append(path)
+    async def _call(self, method, path, deadline_s=None, **body):
+        self.calls.append((path, deadline_s))
         facts = dict(max_total_num_tokens=1000, context_length=100, max_running_requests=8)
         return facts | {"served_model_name": str(os.getpid())}
 
@@ -241,30 +265,26 @@ class Compiling(Engine):
             raise self.error
         yield None
 
-    async def _move(self, path, deadline_s=None, **body):
-        self.calls.append((path, deadline_s))
-
 
 def test_a_first_answer_has_the_time_of_a_start():
-    """Of either kind; later a silence of 40 s is a hang. The first sleep has what is left of that time."""
+    """Of either kind. The first sleep has what is left of that time."""
     engine, clock = Compiling(after_s=60), VirtualClock()
-    clock.run_until_complete(engine.restart(300.0))
-    assert engine.capacity == 8 and "/freeze_gc" in engine.calls
+    clock.run_until_complete(engine.ready_asleep(300.0))
+    assert engine.capacity == 8 and ("/freeze_gc", None) in engine.calls
     assert engine.calls[-1] == ("/release_memory_occupation", pytest.approx(240))
     assert sorted(request.sampling.temperature for request in engine.requests) == [0.0, 1.0]
     assert all(request.seed is not None for request in engine.requests)
 
 
-BROKEN = EngineLost("broke the connection")
-LATE = [(400, None, "didn't answer a first request within 300 s")]
-LATE += [(7, BROKEN, "broke the connection while starting")]
+BROKEN = EngineLost("the engine broke off")
+LATE = [(400, None, "the rollout .* a first request within 300 s; the end of its log")]
+LATE += [(7, BROKEN, "while it started, the engine broke off")]
 
 
-@pytest.mark.parametrize("after_s,error,words", LATE)
-def test_a_first_answer_that_does_not_come_ends_the_run(after_s, error, words):
+@pytest.mark.parametrize("after_s,error,line", LATE)
+def test_a_first_answer_that_does_not_come_ends_the_run(after_s, error, line):
     engine, clock = Compiling(after_s, error), VirtualClock()
-    said = f"^the rollout engine of rank 0 {words}; the end of its log$"
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"^{line}$"):
         clock.run_until_complete(engine.ready(300.0))
     assert clock.time() == pytest.approx(min(after_s, 300))
 
@@ -555,16 +575,18 @@ def test_a_wrong_push_is_refused(engine, run, models, message):
 
 
 def test_sleep_and_wake(engine, run, models, monkeypatch):
-    moves, move = [], engine._move
+    """What still runs is aborted; when it has its weights again, it answers."""
+    calls, call = [], engine._call
 
-    def noted(path, *deadline_s, **body):
-        moves.append(" ".join([path, *body.get("tags", ())]))
-        return move(path, *deadline_s, **body)
+    def noted(method, path, *deadline_s, **body):
+        calls.append(" ".join([path, *body.get("tags", ())]))
+        return call(method, path, *deadline_s, **body)
 
     async def ask_and_sleep():
         asked = asyncio.create_task(collect(engine, PROMPT, 8, Sampling(1.0, 900)))
         await asyncio.sleep(0.2)
-        monkeypatch.setattr(engine, "_move", noted)
+        monkeypatch.setattr(engine, "_call", noted)
+        monkeypatch.setattr(engine._process, "device", "cuda")
         await engine.sleep()
         assert len(await asked) == 8
         await engine.wake_weights()
@@ -572,10 +594,14 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
         await engine.wake_kv_cache()
 
     run(ask_and_sleep())
-    assert moves[0] == "/release_memory_occupation kv_cache weights"
-    assert moves[1] == "/resume_memory_occupation weights"
-    assert moves[3] == "/update_weights_from_tensor"
-    assert moves[-1] == "/resume_memory_occupation kv_cache"
+    [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+    assert len(answer.tokens) == 3
+    assert calls[2:4] == [
+        "/release_memory_occupation kv_cache weights",
+        "/resume_memory_occupation weights",
+    ]
+    assert calls[5] == "/update_weights_from_tensor"
+    assert calls[-2:] == ["/resume_memory_occupation kv_cache", "/continue_generation"]
     [again] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
     expected = hf_logprobs(hf_model(models[0]), PROMPT, again.tokens)
     assert again.logprobs == pytest.approx(expected, rel=0, abs=1e-5)
@@ -628,25 +654,51 @@ def test_what_cannot_be_served_is_refused(tmp_path, models):
             launch(models[0], tmp_path / "log", "genrm", port=port)
 
 
-def test_a_killed_server_is_found_out(engine, run):
-    """Its scheduler dies by kill -9: the stream breaks off, and the owner hears. Nothing is left of it."""
+def living_children():
+    """The fork server, and the processes of servers; not what a push has torch start."""
+    children = psutil.Process().children(recursive=True)
+    ours = [each for each in children if not each.name().startswith("torch_shm")]
+    return [each for each in ours if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_signal_to_all_processes_reaches_none_of_a_server(engine, run):
+    run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
+    family = living_children()
+    assert len(family) >= 5  # two of the fork server's, three of SGLang's
+    check_ignored(family)
+
+
+def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatch):
+    """Its scheduler by SIGSTOP, then by kill -9: the owner says how its log ends. Nothing is left of it."""
     request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 900, 7)
-    family = psutil.Process().children(recursive=True)
+    family = living_children()
     [scheduler] = [each for each in family if "scheduler" in " ".join(each.cmdline())]
     first = scheduler.parent()
     children = [first, *first.children(recursive=True)]
 
-    async def strike():
-        down = asyncio.create_task(engine.until_down())
-        with pytest.raises(EngineLost, match="didn't answer /generate"):
-            async for _ in engine.generate([request] * 64):  # one alone might be done by then
-                scheduler.kill()
-        return await down
+    async def line_after(strike, lost_s):
+        monkeypatch.setattr(engine, "_lost_s", lost_s)
+        strike()
+        with pytest.raises(EngineLost) as error:
+            await engine.watch()
+        return str(error.value)
 
-    assert run(strike()).startswith("died (")
-    run(engine.kill())
+    async def strike_twice():
+        engine._is_awake = True
+        asked = asyncio.create_task(
+            stream(engine, [request] * 64)
+        )  # one alone might be done by then
+        await asyncio.sleep(0.5)
+        lines = [await line_after(scheduler.suspend, 8.0), await line_after(scheduler.kill, 100.0)]
+        with pytest.raises(EngineLost, match="didn't answer /generate"):
+            await asked
+        return lines
+
+    stopped, killed = run(strike_twice())
+    who = "the rollout engine of rank 0"
+    assert stopped.startswith(f"{who} gave no sign of life for 8 s; the end of ")
+    assert killed.startswith(f"{who} died (signal 9); the end of ")
+    assert " crashed with exit code -9." in killed
+    run(engine.close())
     psutil.wait_procs(children, 5)
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in children)
-    assert engine.exit_status() == "killed"
-    with pytest.raises(EngineLost, match="didn't answer /generate"):
-        run(stream(engine, [request]))

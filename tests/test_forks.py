@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
@@ -83,6 +85,50 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
         last, _ = start(first, logs[0])
         first.kill()
         assert not psutil.wait_procs([last, other], 20)[1]
+
+
+def check_ignored(processes):
+    """No thread of theirs takes a signal that ends a rank: it stays where it is."""
+    for process in processes:
+        for number in forks.SIGNALS:
+            process.send_signal(number)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        pending = int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16)
+        taken = [number for number in forks.SIGNALS if not pending >> number - 1 & 1]
+        assert not taken, f"{process}: {taken}"
+
+
+def test_a_signal_to_all_processes_reaches_no_engine(tmp_path):
+    """Nor the fork server, nor what stands for an engine at its owner's."""
+    with owner_of(tmp_path / "log") as owner:
+        engine, server = start(owner, tmp_path / "log")
+        family = psutil.Process(owner.pid).children(recursive=True)
+        assert len(family) == 3 and {engine, server} < {*family}
+        check_ignored(family)
+
+
+# as with CUDA; what multiprocessing starts with its first child unblocks signals
+SPAWNER = """
+import multiprocessing, runpy, time
+runpy.run_module("cpu.sglang", run_name="__mp_main__")
+multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,)).start()
+print("up", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_signal_to_all_processes_reaches_no_spawned_engine():
+    """Nor the process that has it spawned."""
+    command = [sys.executable, "-c", SPAWNER]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "up\n"
+        spawner = psutil.Process(process.pid)
+        [spawned] = [c for c in spawner.children() if "spawn_main" in " ".join(c.cmdline())]
+        try:
+            check_ignored([spawner, spawned])
+        finally:
+            spawned.kill()
+            process.kill()
 
 
 def test_a_forked_process_is_as_one_that_was_started(tmp_path):

@@ -20,7 +20,7 @@ from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_en
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
 from simulation.engine import Moves
-from test_faults import UNBROKEN, check_as_unbroken, in_parts_of, strike
+from test_faults import UNBROKEN, check_as_unbroken, in_parts_of
 
 FOUR = [(0,), (1,), (2,), (3,)]
 ALL = (0, 1, 2, 3)
@@ -98,18 +98,6 @@ def test_engines_of_several_ranks_change_hands_whole(rollout_tp, genrm_tp):
     controllers, _ = simulate("fused", 4, **options)
     check_as_unbroken(controllers)
     assert {text for *_, text in tail_marks(controllers)} == {"2|2", "0|4", "4|0"}
-
-
-@pytest.mark.parametrize("later_s", [-0.01, 0.12, 0.3])
-@pytest.mark.parametrize("role,rank", [*(("rollout", rank) for rank in ALL), ("genrm", 2)])
-def test_an_engine_lost_in_a_move(role, rank, later_s):
-    """Before, during and after the first one: it trains on the samples of an unbroken run."""
-    options = dict(UNBROKEN, tail=0.3, prepare=in_parts_of(3))
-    (moved_at, *_), *_ = tail_marks(simulate("fused", 4, **options | {"steps": 1})[0])
-    events = [(moved_at + later_s, strike("die", role, rank))]
-    controllers, _ = simulate("fused", 4, events=events, **options)
-    check_as_unbroken(controllers)
-    assert sum(controllers[0].report.restarts) == 1
 
 
 def test_the_fluid_model_by_hand():

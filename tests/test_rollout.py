@@ -138,25 +138,6 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
     assert (7 in controllers[0].prompts.requeued) == (over_dispatch > 1)
 
 
-def test_engines_that_die_while_all_is_cut_off_are_not_waited_for():
-    """What was cut off comes again in the next step, for which they have been started again."""
-    cut_off, struck = rollout.cut_off, []
-
-    async def cut_off_and_die(c, tasks):
-        if c.placement.rollout.status().outstanding and not struck:
-            struck.append(c.timeline.step)
-            for engine in c.placement.rollout.all_engines:
-                engine.server.die()
-        await cut_off(c, tasks)
-
-    with mock.patch.object(rollout, "cut_off", cut_off_and_die):
-        controllers, _ = simulate("partial", 2, over_dispatch=1.25, **TAIL)
-    assert struck == [0] and controllers[0].report.restarts == [1, 0, 0]
-    assert 7 in controllers[0].report.requeued[0]
-    check_prompts(controllers)
-    check_tokens(controllers)
-
-
 def test_garbage_of_a_judge_is_dropped(monkeypatch):
     """For about one pair in twenty: those samples are neither scored nor trained on, the rest is."""
     monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 1000)
