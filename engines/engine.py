@@ -52,10 +52,6 @@ class Request(NamedTuple):
     seed: int | None = None  # 63 bits
     images: tuple[Image, ...] = ()
 
-    def after(self, tokens: list[int]) -> Request:
-        """Return the rest of the request. Its tokens are the same, as noise depends on position alone."""
-        return self._replace(prompt=self.prompt + tokens, limit=self.limit - len(tokens))
-
 
 def seed_of(*what: int | str) -> int:
     """Return the seed of the answer that `what` names: 63 bits that nothing else decides (pure)."""

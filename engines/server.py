@@ -209,8 +209,6 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the server. What earlier ones said stays in the log: it may say why they ended."""
-        assert self._process is None, f"{self._log.stem} still runs"
-        Path(self.folder.name, "store").unlink(missing_ok=True)  # with what a killed server wrote
         how = {"cwd": ROOT, "env": self._environment, "start_new_session": True}
         with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())

@@ -415,7 +415,9 @@ def test_what_is_aborted_goes_on_as_if_it_had_stayed(engine, run):
                     await engine.abort()
                 index = indices[part.index]
                 answers[index] = answers[index].extended(part) if index in answers else part
-                left[index] = left[index].after(part.tokens)
+                rest = dict(prompt=left[index].prompt + part.tokens)
+                rest |= dict(limit=left[index].limit - len(part.tokens))
+                left[index] = left[index]._replace(**rest)
                 ends.append(part.finish)
                 if part.finish in ("stop", "length"):
                     del left[index]
