@@ -11,6 +11,7 @@ from algorithms import ALGORITHMS
 from config import Config
 from fakes import FakeWorld
 from rollout import RolloutBatch
+from runtime.shutdown import Stop
 from sample import Sample
 from scheduling.balance import flat, karmarkar_karp, pack_evenly, packed_length, plan_batch
 from scheduling.layout import Shape
@@ -108,7 +109,7 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
     meetings, size = {}, len(held)
     worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
     prompts = SimpleNamespace(attach_images=lambda samples: None)
-    shared = dict(config=config(100, 2), prompts=prompts, stopping=0)
+    shared = dict(config=config(100, 2), prompts=prompts)
     shared["algorithm"] = ALGORITHMS["grpo"]
 
     def controller_of(world):
@@ -116,7 +117,7 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
         place = dict(shape=shape, holds=True, dp_rank=shape.place(world.rank).dp_rank)
         actor = SimpleNamespace(cost=cost, image_cost=lambda prompt: 0, **place)
         placement = SimpleNamespace(actor=actor, critics=[], references=[], is_apart=False)
-        return SimpleNamespace(world=world, placement=placement, **shared)
+        return SimpleNamespace(world=world, placement=placement, stop=Stop(), **shared)
 
     async def mini_batches_of(samples, world):
         c = controller_of(world)

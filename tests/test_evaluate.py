@@ -266,7 +266,9 @@ def test_an_engine_that_is_gone_ends_an_evaluation(verb):
                 tasks.start(number, evaluate.ask(number, prompt, pool, Sampling(1.0, 5000), config))
             await fleet.while_up(evaluate.wait_for_answers(tasks, pool, Stop(), FakeProgress()))
 
-    line = "the genrm engine of rank 0 (died|gave no sign of life); the end of its log: "
+    line = (
+        r"the genrm engine of rank 0 (died \(signal 9\)|gave no sign of life); the end of its log: "
+    )
     with pytest.raises(EngineLost, match=line):
         run_on(clock, evaluation())
 

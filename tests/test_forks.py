@@ -144,7 +144,7 @@ def test_a_forked_process_is_as_one_that_was_started(tmp_path):
     assert line == f"True True first AUTO,STRICT ['-m', 'timeit', '-n1'] {ROOT}"
     status, lines = run(log, "py_compile", "second")
     assert status == "exit status 1" and len(lines) == 1 and "'second'" in lines[0]
-    assert run(log, "timeit", "import os; os.kill(os.getpid(), 15)")[0] == "signal 15"
+    assert run(log, "timeit", "import os; os.kill(os.getpid(), 9)")[0] == "signal 9"
 
 
 def test_a_fork_server_that_can_not_import_says_why(tmp_path, monkeypatch):
