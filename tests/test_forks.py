@@ -123,7 +123,10 @@ def test_a_signal_to_all_processes_reaches_no_spawned_engine():
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "up\n"
         spawner = psutil.Process(process.pid)
-        [spawned] = [c for c in spawner.children() if "spawn_main" in " ".join(c.cmdline())]
+        found = []
+        while not found:  # until it is called so
+            found = [c for c in spawner.children() if "spawn_main" in " ".join(c.cmdline())]
+        [spawned] = found
         try:
             check_ignored([spawner, spawned])
         finally:
