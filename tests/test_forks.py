@@ -111,8 +111,8 @@ def test_a_signal_to_all_processes_reaches_no_engine(tmp_path):
 SPAWNER = """
 import multiprocessing, runpy, time
 runpy.run_module("cpu.sglang", run_name="__mp_main__")
-multiprocessing.get_context("spawn").Process(target=time.sleep, args=(100,)).start()
-print("up", flush=True)
+work = "import time; print('up', flush=True); time.sleep(100)"
+multiprocessing.get_context("spawn").Process(target=exec, args=(work,)).start()
 time.sleep(100)
 """
 
@@ -123,10 +123,7 @@ def test_a_signal_to_all_processes_reaches_no_spawned_engine():
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "up\n"
         spawner = psutil.Process(process.pid)
-        found = []
-        while not found:  # until it is called so
-            found = [c for c in spawner.children() if "spawn_main" in " ".join(c.cmdline())]
-        [spawned] = found
+        [spawned] = [c for c in spawner.children() if "spawn_main" in " ".join(c.cmdline())]
         try:
             check_ignored([spawner, spawned])
         finally:
