@@ -20,15 +20,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they mean the ranks, which may be saving
-
 
 def die_with_parent():
-    """Ask Linux for a SIGKILL when the thread that started this process ends, or end if it has already.
-
-    What signals all processes of a job doesn't end it.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """Ask Linux for a SIGKILL when the thread that started this process ends, or end if it has already."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
         print("the process that started this one is gone", file=sys.stderr, flush=True)

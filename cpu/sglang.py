@@ -29,7 +29,7 @@ import numpy
 import torch
 
 from cpu import compiler, invariance
-from cpu.forks import SIGNALS, die_with_parent
+from cpu.forks import die_with_parent
 
 
 class StandInFinder:
@@ -221,9 +221,10 @@ if __name__ in ("__main__", "__mp_main__"):
     # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
     os.environ["HF_MODULES_CACHE"] = os.devnull
     die_with_parent()
-    # multiprocessing starts its tracker with the first child that it spawns, and unblocks signals
+    # a server starts deaf to signals, of which multiprocessing unblocks some when it starts its tracker
+    deaf = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, deaf)
     if torch.cuda.is_available():
         for chatty in CHATTY:
             logging.getLogger(chatty).setLevel(logging.WARNING)

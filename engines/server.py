@@ -23,6 +23,7 @@ from images.reader import sees
 from runtime import rendezvous
 from runtime.devices import cuda_libraries
 from runtime.hf_directory import read_model_config
+from runtime.shutdown import starting_deaf
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
@@ -178,7 +179,8 @@ def start_forks() -> None:
         listener.bind(own)
         listener.listen()
         os.rename(own, forks_path())  # over that of one that is gone
-        subprocess.Popen(FORKS, stdin=listener, stdout=log, stderr=log, **how)
+        with starting_deaf():
+            subprocess.Popen(FORKS, stdin=listener, stdout=log, stderr=log, **how)
 
 
 def ask_forks() -> socket.socket:
@@ -210,7 +212,7 @@ class ServerProcess:
     def start(self) -> None:
         """Start the server. What earlier ones said stays in the log: it may say why they ended."""
         how = {"cwd": ROOT, "env": self._environment, "start_new_session": True}
-        with open(self._log, "ab", buffering=0, opener=for_us_alone) as log:
+        with open(self._log, "ab", buffering=0, opener=for_us_alone) as log, starting_deaf():
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
             how |= {"stdout": log, "stderr": log}
             if self.device == "cuda":

@@ -16,6 +16,7 @@ import pytest
 from cpu import forks
 from engines.server import ServerProcess
 from launched import ROOT
+from runtime import shutdown
 
 ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
 OWNER = """
@@ -90,11 +91,11 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
 def check_ignored(processes):
     """No thread of theirs takes a signal that ends a rank: it stays where it is."""
     for process in processes:
-        for number in forks.SIGNALS:
+        for number in shutdown.SIGNALS:
             process.send_signal(number)
         status = Path(f"/proc/{process.pid}/status").read_text()
         pending = int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16)
-        taken = [number for number in forks.SIGNALS if not pending >> number - 1 & 1]
+        taken = [number for number in shutdown.SIGNALS if not pending >> number - 1 & 1]
         assert not taken, f"{process}: {taken}"
 
 
@@ -120,7 +121,10 @@ time.sleep(100)
 def test_a_signal_to_all_processes_reaches_no_spawned_engine():
     """Nor the process that has it spawned."""
     command = [sys.executable, "-c", SPAWNER]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    with shutdown.starting_deaf():
+        spawning = subprocess.Popen(command, **how)
+    with spawning as process:
         assert process.stdout.readline() == "up\n"
         spawner = psutil.Process(process.pid)
         [spawned] = [c for c in spawner.children() if "spawn_main" in " ".join(c.cmdline())]
