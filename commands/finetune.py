@@ -280,7 +280,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     memory.check_fits(config, [], torch.distributed.get_world_size())
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}, {sizes}")
     learner = Learner(config)
-    writer = MetricsWriter(out, progress.line) if rank == 0 else None
+    writer = MetricsWriter(out) if rank == 0 else None
     learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)
     skips = 0
     for step in range(config.steps + 1):
