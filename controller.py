@@ -82,7 +82,8 @@ async def train(c: Controller) -> bool:
         await loop(c)
     except Stopped:
         was_stopped = True
-    await c.report.written()
+    finally:
+        await c.report.written()
     if was_stopped:
         await c.world.barrier()  # no rank asks an engine any more
         await c.placement.to_training()

@@ -6,12 +6,13 @@ import json
 from collections import Counter
 from signal import SIGTERM
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 import controller
 import rollout
-from config import Config
+from config import Config, UserError
 from controller import State, advance
 from fakes import LEFTOVERS, FakeSource, batches_of, part_of, simulate, to_text, trained, write_on
 from rollout import RolloutBatch
@@ -268,3 +269,19 @@ def test_a_stop_is_saved_wherever_it_comes_and_goes_on(tmp_path, name, place, sa
     assert learned(before) == samples[:done] and learned(before) + learned(after) == samples
     assert before[0].report.accuracies | after[0].report.accuracies == accuracies
     assert not any(c.was_stopped for c in after)
+
+
+def test_rows_are_written_before_an_error_ends_the_run():
+    """They are on their way while the next step is served, and may say what went wrong."""
+    waited = []
+
+    def fail_to_learn(c):
+        async def written():
+            waited.append(c.world.rank)
+
+        c.report.written = written
+        c.learn = AsyncMock(side_effect=UserError("no"))
+
+    with pytest.raises(UserError, match="no"):
+        simulate("full", 1, steps=1, prepare_controller=fail_to_learn)
+    assert waited == [0]
