@@ -91,7 +91,7 @@ class SimulatedWorld:
         if len(meeting.values) == self.size:
             del self.meetings[call]
             meeting.done.set_result(result_of([meeting.values[rank] for rank in self.ranks]))
-        return await meeting.done
+        return await asyncio.shield(meeting.done)  # a rank that ends must not end it for others
 
     async def gather(self, value: Any) -> list[Any]:
         return await self._meet(value, self.network.gathered)
