@@ -320,7 +320,8 @@ class Placement:
         self.genrm.apply_status(genrm)
         waiting = rollout.waiting + genrm.waiting
         most_s = self.rollout.config.engine_lost_s
-        if self._idle.is_too_long(most_s, waiting > 0, bool(rollout.parts or genrm.parts)):
+        owed = rollout.outstanding.total() + genrm.outstanding.total()  # whose owners watch over it
+        if self._idle.is_too_long(most_s, waiting > 0, owed > 0):
             asked = f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine"
             silent = f"no engine wrote anything for {most_s:g} s"
             raise UserError(f"{asked} that --mode {self.plan.mode} doesn't wake, and {silent}")
