@@ -9,7 +9,6 @@ and the event loop's clock.
 from __future__ import annotations
 
 import itertools
-from collections import ChainMap
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -235,11 +234,9 @@ async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple
     stopping = False
     if not c.placement.is_shared:
         await c.world.wait_for_all()
-        told = await c.world.gather((stats, bool(c.stop.asked)))
-        stats = dict(
-            ChainMap(*(of_rank for of_rank, _ in told))
-        )  # that of the first rank that has one
-        stopping = any(asked for _, asked in told)
+        for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
+            stats = stats | of_rank
+            stopping = stopping or was_asked
     stop_on_nan(c, stats, shares.of(c.placement.actor))
     return stats, stopping
 

@@ -319,12 +319,13 @@ class Placement:
         self.rollout.apply_status(rollout)
         self.genrm.apply_status(genrm)
         waiting = rollout.waiting + genrm.waiting
+        # an engine that has to write is watched by its owner
+        are_idle = rollout.outstanding.total() + genrm.outstanding.total() == 0
         most_s = self.rollout.config.engine_lost_s
-        owed = rollout.outstanding.total() + genrm.outstanding.total()  # whose owners watch over it
-        if self._idle.is_too_long(most_s, waiting > 0, owed > 0):
+        if self._idle.is_too_long(most_s, awaited=waiting > 0 and are_idle, came=False):
             asked = f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine"
-            silent = f"no engine wrote anything for {most_s:g} s"
-            raise UserError(f"{asked} that --mode {self.plan.mode} doesn't wake, and {silent}")
+            idle = f"no engine has had anything to write for {most_s:g} s"
+            raise UserError(f"{asked} that --mode {self.plan.mode} doesn't wake, and {idle}")
 
     async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:
         """Share the ranks by the answers that are left: fused mode (collective). See ranks_of_tail."""

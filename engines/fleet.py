@@ -96,7 +96,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
     async def while_up(self, work: Coroutine) -> Any:
         """Await the work, and return its result. EngineLost as soon as one of this rank's engines is lost."""
         mine = [engine for engine in self._engines if engine.rank == self._world.rank]
-        works = [leave_word_to_owner(work), *(engine.watch() for engine in mine)]
+        works = [let_owner_speak_first(work), *(engine.watch() for engine in mine)]
         tasks = list(map(asyncio.ensure_future, works))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +107,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         return done.pop().result()
 
 
-async def leave_word_to_owner(work: Coroutine) -> Any:
+async def let_owner_speak_first(work: Coroutine) -> Any:
     """Await the work. If it loses an engine, the owner, who knows how that ended, may say so first."""
     try:
         return await work

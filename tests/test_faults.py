@@ -154,12 +154,12 @@ async def judges_are_forgotten(step):
 
 
 def test_a_mode_that_never_wakes_its_judges_ends_in_a_line(monkeypatch, caplog):
-    """After half of --timeout-s, in which no engine wrote anything."""
+    """After half of --timeout-s, in which no engine had anything to write."""
     monkeypatch.setitem(rollout.MODES, "partial", judges_are_forgotten)
     controllers = []
     line = line_of(UserError, caplog, "partial", 2, controllers=controllers, **UNBROKEN)
     waits = r"0 answers and \d+ critiques wait for an engine that --mode partial doesn't wake, "
-    assert re.fullmatch(waits + "and no engine wrote anything for 50 s", line)
+    assert re.fullmatch(waits + "and no engine has had anything to write for 50 s", line)
     assert 50 < controllers[0].timeline.now() < 60
 
 
