@@ -135,7 +135,7 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
 
 
 def now(device: torch.device) -> float:
-    """The time, by time.monotonic, once a device has run what it was given; CUDA not yet run."""
+    """The time, by time.monotonic, once a device has run what it was given."""
     if device.type == "cuda":  # as Megatron's own schedules wait at each message
         torch.cuda.current_stream().synchronize()
     return time.monotonic()

