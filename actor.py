@@ -25,8 +25,7 @@ from torch.distributed import ProcessGroup
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config, UserError
-from sample import Key, Sample
-from scheduling.balance import flat
+from sample import Key, Sample, flat
 from training import lm_head, ptx
 from training.executor import Update, Work
 from training.groups import Groups

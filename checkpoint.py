@@ -38,7 +38,7 @@ from runtime.background_writer import BackgroundWriter
 from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
 from sample import sample_from_json
-from scheduling.rebalance import RequestStats, Split, StepStats
+from scheduling.measured import RequestStats, Split, StepStats
 
 if TYPE_CHECKING:
     from controller import Controller

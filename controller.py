@@ -27,11 +27,11 @@ from rewards import Rewards
 from rollout import RolloutBatch
 from runtime.shutdown import Stop, Stopped
 from runtime.world import World
-from sample import Sample
-from scheduling.balance import flat
+from sample import Sample, flat
 from scheduling.dealing import Held, MiniBatches, Shares, deal
+from scheduling.measured import StepStats
 from scheduling.pipeline import schedule_of
-from scheduling.rebalance import HISTORY, StepStats, choose_split
+from scheduling.rebalance import HISTORY, choose_split
 
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group

@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 
 from algorithms import algorithm_of
 from config import Config
-from engines.reward_model import HEAD
-from sample import Sample
-from scheduling.balance import flat
+from inputs.hf_directory import HEAD
+from sample import Sample, flat
 from scheduling.pipeline import schedule_of
 from training import hf_weights
 from training import model as models

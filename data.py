@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 from config import Config, UserError
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
-from runtime.hf_directory import readable
-from runtime.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
-from runtime.templates import apply_settings, break_special_tokens, render
+from inputs.hf_directory import readable
+from inputs.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
+from inputs.templates import apply_settings, break_special_tokens, render
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import

@@ -29,8 +29,8 @@ from engines.routing import Silence
 from runtime.world import World
 from scheduling.fusion import TAILS, Left, ranks_of_tail
 from scheduling.layout import Holders, Shape, holders_from, ranks_in_words
+from scheduling.measured import Split
 from scheduling.pipeline import schedule_of
-from scheduling.rebalance import Split
 
 if TYPE_CHECKING:
     from reporting.timeline import Timeline

@@ -28,12 +28,12 @@ import genrm
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
-from sample import Outcome, Sample, sample_from_json
+from sample import Outcome, Sample, flat, sample_from_json
 from scheduling import dynamic_sampling
-from scheduling.balance import flat
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
 from scheduling.fusion import Left, histogram, kept_engines
-from scheduling.rebalance import StepStats, token_latency
+from scheduling.measured import StepStats
+from scheduling.rebalance import token_latency
 
 if TYPE_CHECKING:
     from controller import Controller

@@ -75,3 +75,8 @@ def sample_from_json(row: dict) -> Sample:
     """Read a sample, but no images."""
     outcomes = [Outcome(*outcome) for outcome in row["outcomes"]]
     return Sample(**row | {"outcomes": outcomes, "media": ()})
+
+
+def flat(mini_batches: list[list[list]]) -> list:
+    """Return all samples (or keys) of mini-batches of micro-batches."""
+    return [sample for mini_batch in mini_batches for samples in mini_batch for sample in samples]

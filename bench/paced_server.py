@@ -1,4 +1,4 @@
-"""cpu/sglang.py with a pace: a step of the model lasts at least as long as on the device that is played.
+"""An engine with a pace: a step of the model lasts at least as long as on the device that is played.
 
 For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
 to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; a third number is more for each
@@ -9,8 +9,8 @@ import math
 import os
 import time
 
-from cpu import sglang
 from cpu.decoder import Decoder
+from engines import server_main
 
 
 def at_pace(forward, pace):
@@ -43,4 +43,4 @@ def main():
     """Serve at a pace, in a process that the fork server made."""
     Decoder.run_layers = at_pace(Decoder.run_layers, os.environ["BENCH_PACE_MS"])
     Decoder.most_steps = 1  # each step has its pace
-    sglang.main()
+    server_main.main()

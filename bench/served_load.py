@@ -32,8 +32,7 @@ from engines.engine import Answer, Engine, Request, seed_of
 from engines.pool import Pool
 from reporting.metrics import local_facts, serving_metrics, summarize
 from rollout import RolloutBatch
-from sample import Key, Sample
-from scheduling.balance import flat
+from sample import Key, Sample, flat
 from scheduling.dealing import MiniBatches
 
 # ---------------------------------------------------------------- parts of a controller

@@ -27,13 +27,13 @@ from controller import MAX_SKIPS
 from critic import Critic
 from demo.pairs import example_rows
 from images.reader import sees
+from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
 from runtime.out_folder import archive
-from runtime.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
-from sample import Sample
-from scheduling.balance import flat, packed_length, plan_batch
+from sample import Sample, flat
+from scheduling.balance import packed_length, plan_batch
 from training.lm_head import over_context_parallel
 from training.model import check_models
 from training.packing import NO_TARGET, MicroBatch

@@ -10,9 +10,9 @@ import psutil
 from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server, wire
+from inputs.hf_directory import checkpoint_shapes
 from placement import Plan, colocate
 from runtime import rendezvous
-from runtime.hf_directory import checkpoint_shapes
 from scheduling.layout import Holders, Shape
 from scheduling.pipeline import schedule_of
 

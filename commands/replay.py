@@ -13,12 +13,11 @@ from pathlib import Path
 
 from config import UserError
 from controller import Controller, Shares
+from inputs.rows import read_rows
 from rollout import RolloutBatch, sync_controllers
 from runtime import atomic_files
-from runtime.rows import read_rows
-from sample import Sample, sample_from_json
-from scheduling.balance import flat
-from scheduling.rebalance import RequestStats, StepStats
+from sample import Sample, flat, sample_from_json
+from scheduling.measured import RequestStats, StepStats
 
 FIELDS = {"step", "algorithm", *(field.name for field in dataclasses.fields(Sample))}
 EMPTY = {field.name: None for field in dataclasses.fields(Sample) if field.default is None}

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runtime.hf_directory import read_model_config
+from inputs.hf_directory import read_model_config
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")

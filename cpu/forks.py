@@ -48,7 +48,7 @@ def ask(server, command):
 
 def import_engines():
     """Import what engines need, before any of them is forked. Keep what it returns, as `install` says."""
-    os.environ["HF_MODULES_CACHE"] = os.devnull  # as cpu/sglang.py does
+    os.environ["HF_MODULES_CACHE"] = os.devnull  # as engines/server_main.py does
     gc.disable()  # it would take 2 of 7 s, as what is imported stays
     kept = importlib.import_module("cpu.sglang").install()
     importlib.import_module("sglang.srt.entrypoints.http_server")

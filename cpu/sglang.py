@@ -1,35 +1,19 @@
-"""Have the real SGLang 0.5.23 serve a dense model on a machine without CUDA.
+"""Have the real SGLang 0.5.23 run without CUDA: what its wheel lacks there is filled in before its import.
 
-    python -m cpu.sglang --model-path DIR ...   (from the repository root; the flags of sglang.launch_server)
-
-or, without these imports, `main` in a process that cpu/forks.py forks.
-
-Without a GPU SGLang falls back to plain torch for every layer of a dense model. What is missing in the wheel
-is filled in here, through SGLang's own hooks; cpu/invariance.py has attention over the whole batch. With CUDA
-only the sampling of seeded answers is repaired, and no batch has a line in the log.
-
-Either way the server dies with the process that started it. Run it as a module: as a script, `cpu/` heads
-sys.path and `import sglang` would find this file.
+Without a GPU SGLang falls back to plain torch for every layer of a dense model. cpu/invariance.py has
+attention over the whole batch.
 """
 
 import importlib.machinery
 import importlib.util
-import logging
-import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import types
-from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy
 import torch
-
-from cpu import compiler, invariance
-from cpu.forks import die_with_parent
 
 
 class StandInFinder:
@@ -89,8 +73,6 @@ def replace_torchvision():
     sys.meta_path.append(StandInFinder("torchvision"))
 
 
-# a line for each batch, sleep or bucket of a push; the first one all settings, with the key
-CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
 # by models at their import, on which those that see depend
 NAMED_KERNELS = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
 NAMED_KERNELS += ("fused_sigmoid_mul_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
@@ -156,79 +138,3 @@ def install():
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
     library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
     return library  # the operator lives as long as this object
-
-
-def share_group():
-    """Have one group of this rank alone: SGLang's dozen have a thread each, awake 100 times a second."""
-    torch.distributed.new_group = lambda *args, **kwargs: torch.distributed.group.WORLD
-
-
-def run_scheduler_process(server_args, *args, **kwargs):
-    """Run SGLang's child process that owns the model, with this device's parts."""
-    from sglang.srt.managers import scheduler
-
-    if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
-        invariance.repair_sampling()  # with CUDA not run yet
-    if not torch.cuda.is_available():
-        invariance.install()
-        share_group()
-        if library := compiler.library_for(server_args.model_path, server_args.dtype):
-            from cpu import windows
-
-            scheduler.Scheduler = partial(windows.WindowScheduler, library)
-    scheduler.run_scheduler_process(server_args, *args, **kwargs)
-
-
-def fork_children():
-    """Have SGLang's processes forked, before any thread runs: spawned, each would import torch and SGLang."""
-    set_start_method = multiprocessing.set_start_method
-    multiprocessing.set_start_method = lambda method, force: set_start_method("fork", force)
-    os.register_at_fork(after_in_child=die_with_parent)
-
-
-def drop_websockets(app):
-    """Close websockets: SGLang asks only HTTP requests for the key, and anybody could open a socket."""
-    from starlette.routing import WebSocketRoute
-
-    routes = app.router.routes
-    routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
-
-
-def main():
-    key = os.environ.pop("NANOYATT_API_KEY", "")  # not on the command line, where `ps` shows it
-    sys.argv.append(f"--api-key={key}")
-    from sglang.srt import server_args
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.multimodal.processors import base_processor
-    from sglang.srt.utils import kill_process_tree
-
-    drop_websockets(http_server.app)
-    # a GPU reads other pixels from a JPEG
-    base_processor.BaseMultimodalProcessor.gpu_image_decode = False
-    if not torch.cuda.is_available():
-        fork_children()
-        server_args.add_deterministic_attention_backend_choices(["torch_native"])
-        server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-    settings = server_args.prepare_server_args(sys.argv[1:])
-    try:
-        http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
-    finally:  # like SGLang's own main: with its port taken, this process would wait for its children
-        kill_process_tree(os.getpid(), include_parent=False)
-
-
-# With CUDA SGLang spawns its children: such a child imports this file as __mp_main__ before sglang.
-if __name__ in ("__main__", "__mp_main__"):
-    # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
-    os.environ["HF_MODULES_CACHE"] = os.devnull
-    die_with_parent()
-    # a server starts deaf to signals, of which multiprocessing unblocks some when it starts its tracker
-    deaf = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, deaf)
-    if torch.cuda.is_available():
-        for chatty in CHATTY:
-            logging.getLogger(chatty).setLevel(logging.WARNING)
-    else:
-        library = install()
-if __name__ == "__main__":
-    main()

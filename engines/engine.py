@@ -18,7 +18,7 @@ import aiohttp
 from config import Config, RunLost, UserError
 from engines import server, wire
 from images.tokens import Image, collapse
-from runtime import hf_directory
+from inputs import hf_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ class Engine:
     what requests must show. capacity: requests of full length that fit, known when it is ready.
     """
 
-    module = "cpu.sglang"  # that a server runs
+    module = "engines.server_main"  # that a server runs
     flags: tuple[str, ...] = ()  # of the server, besides those of every role
 
     def __init__(self, role: str, rank: int, url: str, key: str, model: int = 0, capacity: int = 0):

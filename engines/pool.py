@@ -12,7 +12,7 @@ from config import Config
 from engines.engine import Answer, Engine, Request
 from engines.routing import Load, Silence, sum_counters
 from runtime.world import World
-from scheduling.rebalance import RequestStats
+from scheduling.measured import RequestStats
 
 if TYPE_CHECKING:
     from torch import Tensor

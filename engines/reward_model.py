@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 
 from engines.engine import Answer, Engine, Request, prompts_of
 
-HEAD = "score.weight"
 BIAS = "score.bias"
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from config import Config, UserError
 from images.reader import sees
+from inputs.hf_directory import read_model_config
 from runtime import rendezvous
 from runtime.devices import cuda_libraries
-from runtime.hf_directory import read_model_config
 from runtime.shutdown import starting_deaf
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
@@ -85,7 +85,7 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
         # prefill graphs give wrong values (sgl-project/sglang#37606)
         "disable-prefill-cuda-graph": None,
         "watchdog-timeout": config.timeout_s,  # of a pass, which may compile kernels
-        # attention, size of the KV cache, time of CUDA graphs; cpu/sglang.py drops the rest
+        # attention, size of the KV cache, time of CUDA graphs; server_main.py drops the rest
         "log-level": "info",
         "log-level-http": "error",
     }

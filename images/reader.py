@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from config import UserError
 from images.tokens import Image
-from runtime.hf_directory import read_model_config
+from inputs.hf_directory import read_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor

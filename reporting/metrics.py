@@ -22,7 +22,7 @@ from reporting.progress import Progress
 from runtime import atomic_files
 from runtime.world import World
 from sample import Sample
-from scheduling.rebalance import StepStats
+from scheduling.measured import StepStats
 
 if TYPE_CHECKING:
     from checkpoint import ResumePoint

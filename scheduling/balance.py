@@ -128,11 +128,6 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> lis
     return micro_batches
 
 
-def flat(mini_batches: list[list[list]]) -> list:
-    """Return all samples (or keys) of mini-batches of micro-batches."""
-    return [sample for mini_batch in mini_batches for samples in mini_batch for sample in samples]
-
-
 def packed_length(tokens: int, cp: int) -> int:
     """Return the room in a micro-batch: the last token is only a target; cp cuts 2 * cp pieces."""
     return round_up(tokens - 1, 2 * cp if cp > 1 else 1)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
-from sample import Key, Sample
-from scheduling.balance import flat, plan_batch
+from sample import Key, Sample, flat
+from scheduling.balance import plan_batch
 from scheduling.layout import Shape
 
 if TYPE_CHECKING:
-    from scheduling.rebalance import StepStats
+    from scheduling.measured import StepStats
     from training.trainer import Trainer
 
 MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches

@@ -17,14 +17,14 @@ That devices move one by one is the paper's. Its signal is utilisation; here the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile, zip_longest
 from math import hypot
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from scheduling.fusion import FluidModel, TokenLatency
+from scheduling.measured import RequestStats, Split, StepStats
 
 HISTORY = 200  # steps that are remembered
 FITTED = 40  # steps that token latencies are fitted to
@@ -34,97 +34,6 @@ LEAST_GAIN = 0.05  # of the serving time: less is noise, and so is less than the
 OPTIMISM = 0.10  # part of its predicted time by which an untried split is hoped to be faster
 SIMILAR_LOAD = 0.1  # a trial with a judges' share of the tokens further off says nothing of now
 TRY_AGAIN = 100  # steps after which auto measures the other mode again
-
-Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
-
-
-class Split(NamedTuple):
-    """The ranks that serve each role. As text `full`, `fused 0.2`, or their ranks, `3|1`."""
-
-    # full: the roles take turns; partial: side by side; fused: first the one, then the other
-    mode: str
-    rollout: int
-    genrm: int
-    tail: float = 0.0  # fused: part of the answers that are written beside the judging
-
-    def __str__(self) -> str:
-        texts = {"full": "full", "fused": f"fused {self.tail:g}"}
-        return texts.get(self.mode, f"{self.rollout}|{self.genrm}")
-
-
-@dataclass(frozen=True)
-class RequestStats:
-    """The requests of one role in a serving phase: one controller's, or all controllers' (`total`)."""
-
-    tokens: int = 0  # generated
-    longest: int = 0  # tokens of the longest answer
-    request_s: float = 0.0  # seconds from sent to finished, summed over the requests
-    in_flight: float = 0.0  # requests in flight as a request sees them: mean over request-seconds
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    requests: int = 0
-    wakes: int = 0  # times that the role's engines woke up while serving
-
-    @staticmethod
-    def of(requests: Iterable[Request], wakes: int = 0) -> RequestStats:
-        """Sum up what one controller requested."""
-        columns = [*zip(*requests, strict=True)] or [()] * 5
-        sent, ends, tokens, prompt_tokens, cached_tokens = columns
-        edges = [(time, 1) for time in sent] + [(time, -1) for time in ends]
-        in_flight = 0
-        last = request_s = second_moment = 0.0
-        for time, change in sorted(edges):
-            request_s += in_flight * (time - last)
-            second_moment += in_flight**2 * (time - last)
-            in_flight += change
-            last = time
-        mean = second_moment / max(request_s, 1e-9)
-        longest = max(tokens, default=0)
-        sizes = (sum(prompt_tokens), sum(cached_tokens), len(tokens))
-        return RequestStats(sum(tokens), longest, request_s, mean, *sizes, wakes)
-
-    @staticmethod
-    def total(parts: list[RequestStats]) -> RequestStats:
-        """Add up all controllers' requests. Each sees its own part of what is in flight."""
-        sums = RequestStats(*map(sum, zip(*map(astuple, parts), strict=True)))
-        longest = max(part.longest for part in parts)
-        return replace(sums, longest=longest, wakes=parts[0].wakes)  # all wake engines together
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """One serving phase under `split`: one controller's, or all controllers' (`total`)."""
-
-    split: Split
-    rollout: RequestStats
-    genrm: RequestStats
-    waves: int
-    serve_s: float
-    swap_s: float  # of these, sleeping and waking between roles
-    hand_over_s: float  # waking and pushing weights: what a move may cost
-    lengths: tuple[float, ...] = ()  # of the answers: see fusion.histogram
-
-    @staticmethod
-    def total(parts: list[StepStats]) -> StepStats:
-        """Join what all controllers measured. Times are the slowest one's."""
-        rollout = RequestStats.total([part.rollout for part in parts])
-        genrm = RequestStats.total([part.genrm for part in parts])
-        times = [(part.serve_s, part.swap_s, part.hand_over_s) for part in parts]
-        slowest = map(max, zip(*times, strict=True))
-        lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
-        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *slowest, lengths)
-
-    @staticmethod
-    def of_json(row: dict) -> StepStats:
-        """Return the inverse of asdict."""
-        fields = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
-        fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
-        return StepStats(**row | fields)
-
-    def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
-        if role == "rollout":
-            return self.split.rollout, self.rollout
-        return self.split.genrm, self.genrm
 
 
 class Decision(NamedTuple):

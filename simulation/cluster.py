@@ -31,7 +31,7 @@ from engines.engine import Request, Sampling, seed_of
 from reporting import timeline as tl
 from rollout import RolloutBatch
 from sample import Key, Sample
-from scheduling.rebalance import StepStats
+from scheduling.measured import StepStats
 from simulation.clock import VirtualClock, end_all
 from simulation.costs import Decode, Passes
 from simulation.engine import EngineCosts, Moves, Reply, SimulatedEngine

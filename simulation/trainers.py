@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from sample import Sample
-from scheduling.balance import flat
+from sample import Sample, flat
 from scheduling.layout import Shape
 from simulation.costs import Passes
 from simulation.engine import LOGPROB, Moves

@@ -20,7 +20,7 @@ from fakes import FakeSource
 from parallel_worker import balanced, critic_config, gathered, weights_of
 from reporting.timeline import Timeline
 from runtime.world import World
-from scheduling.balance import flat
+from sample import flat
 
 
 def controller_of(world: World, actor, critic) -> SimpleNamespace:

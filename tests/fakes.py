@@ -27,7 +27,7 @@ from engines.pool import Pool
 from images.tokens import Image
 from reporting.timeline import MARKS, Timeline, of_kind
 from runtime.background_writer import BackgroundWriter
-from scheduling.balance import flat
+from sample import flat
 from scheduling.pipeline import SCHEDULES
 from simulation.clock import VirtualClock, end_all
 from simulation.meetings import Network, SimulatedWorld

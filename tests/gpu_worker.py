@@ -29,9 +29,10 @@ import torch
 from config import Config
 from engines.engine import Answer, Engine, Request, Sampling
 from gpu_model import SIZES
+from inputs import hf_directory
 from parallel_worker import balanced, set_constants
 from placement import make_plans
-from runtime import hf_directory, rendezvous, shutdown
+from runtime import rendezvous, shutdown
 from sample import Sample
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])

@@ -143,7 +143,9 @@ class Run:
         everything = list(self.processes())
         port = f"--port {self.port + 2 * rank + (role == 'genrm')} "
         [server] = [
-            p for p, command in everything if "-m cpu.sglang" in command and port in command
+            p
+            for p, command in everything
+            if "-m engines.server_main" in command and port in command
         ]
         near = [(p, command) for p, command in everything if server.pid in (p.pid, p.ppid())]
         [found] = [p for p, command in near if name in command]

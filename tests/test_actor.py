@@ -399,7 +399,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
 @pytest.mark.parametrize("family", [*CONFIGS, *CLASSES])
 def test_a_directorys_tensors_are_known(tmp_path, family):
     """As transformers writes them, an output layer if not tied; also where kernels of a hub are asked for."""
-    from runtime.hf_directory import checkpoint_shapes
+    from inputs.hf_directory import checkpoint_shapes
     from training.model import read_hf_config, tensor_shapes
 
     make = make_model if family in CONFIGS else make_vision_model

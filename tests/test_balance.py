@@ -12,8 +12,8 @@ from config import Config
 from fakes import FakeWorld
 from rollout import RolloutBatch
 from runtime.shutdown import Stop
-from sample import Sample
-from scheduling.balance import flat, karmarkar_karp, pack_evenly, packed_length, plan_batch
+from sample import Sample, flat
+from scheduling.balance import karmarkar_karp, pack_evenly, packed_length, plan_batch
 from scheduling.layout import Shape
 
 

@@ -23,9 +23,10 @@ from engines import fleet
 from engines.engine import Engine
 from fakes import FakeWorld
 from genrm import formats_of
+from inputs import hf_directory
 from launched import ROOT, Run
 from placement import make_plans
-from runtime import atomic_files, hf_directory
+from runtime import atomic_files
 from support.rows import jsonl
 from support.templates import GEMMA
 from training import model

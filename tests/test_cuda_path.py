@@ -23,13 +23,13 @@ from commands import memory
 from commands.dry_run import graphics
 from commands.memory import RESIDENT, engines_of, peaks_of, trainers_of
 from config import PRESETS, Config, UserError, parse_config
-from cpu.sglang import CHATTY
 from engines.server import server_environment, server_flags
+from engines.server_main import CHATTY
 from fakes import LEFTOVERS, simulate
+from inputs.hf_directory import checkpoint_shapes
 from placement import colocate, make_plans
 from reporting.describe import describe
 from runtime import devices, supported
-from runtime.hf_directory import checkpoint_shapes
 from scheduling.layout import Shape
 
 ROOT = Path(__file__).parent.parent

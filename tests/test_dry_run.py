@@ -21,8 +21,8 @@ from commands.memory import engine_parts, trainer_parts
 from config import Config, parse_config
 from engines import server
 from examples.make_demo import models
+from inputs.hf_directory import checkpoint_shapes
 from models import save_model
-from runtime.hf_directory import checkpoint_shapes
 from runtime.shutdown import Stop
 from scheduling.layout import Shape
 from support.rows import jsonl

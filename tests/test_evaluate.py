@@ -23,7 +23,7 @@ from reporting.metrics import pass_at_k
 from reporting.timeline import Timeline
 from rollout import Tasks
 from runtime.shutdown import Stop
-from scheduling.rebalance import RequestStats
+from scheduling.measured import RequestStats
 from support.rows import jsonl
 from tests.fakes import Device, FakeEngine, FakeWorld, VirtualClock, run_on, text_answer
 

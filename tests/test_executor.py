@@ -14,7 +14,7 @@ from actor import Actor
 from critic import Critic
 from examples.make_demo.closing import close
 from parallel_worker import actor_config, balanced, critic_config, set_overlap
-from scheduling.balance import flat
+from sample import flat
 from scheduling.pipeline import SCHEDULES, Pipe, Task
 from test_actor import make_model, make_samples
 from training import executor, groups, trainer

@@ -111,7 +111,7 @@ def test_a_signal_to_all_processes_reaches_no_engine(tmp_path):
 # as with CUDA; what multiprocessing starts with its first child unblocks signals
 SPAWNER = """
 import multiprocessing, runpy, time
-runpy.run_module("cpu.sglang", run_name="__mp_main__")
+runpy.run_module("engines.server_main", run_name="__mp_main__")
 work = "import time; print('up', flush=True); time.sleep(100)"
 multiprocessing.get_context("spawn").Process(target=exec, args=(work,)).start()
 time.sleep(100)

@@ -15,8 +15,7 @@ import parallel_worker
 import test_actor
 from algorithms import ALGORITHMS, algorithm_of
 from parallel_worker import actor_config, balanced, critic_config, far, gathered, weights_of
-from sample import Sample
-from scheduling.balance import flat
+from sample import Sample, flat
 from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
 from test_critic import make_value_model, plain_values, trained_on, with_returns
 from workers import trained_by_tier

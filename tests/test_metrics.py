@@ -19,7 +19,7 @@ from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving
 from reporting.progress import Progress
 from rollout import RolloutBatch
 from sample import Sample
-from scheduling.rebalance import RequestStats, Split, StepStats
+from scheduling.measured import RequestStats, Split, StepStats
 from test_atomic_files import full_disk
 
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean

@@ -8,7 +8,7 @@ import controller
 from papers import hybridflow, mapping
 from papers.hybridflow import FIGURES, PPO, SAFE, setting_of
 from papers.tables import COLUMNS, ROOT, Paper, Point, command, read_constants, read_points
-from scheduling.balance import flat
+from sample import flat
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")
 FILES = sorted((ROOT / "published").glob("hybridflow_*.csv"))

@@ -5,7 +5,7 @@ import pytest
 import placement
 from config import Config
 from scheduling.fusion import TAILS
-from scheduling.rebalance import Split
+from scheduling.measured import Split
 
 FUSED = [f"fused {tail:g}" for tail in dict.fromkeys((0.2, *TAILS))]
 RULED = dict(model="m", rule=("right",), judge=())  # no judge: rules alone

@@ -9,14 +9,8 @@ import pytest
 
 from scheduling import rebalance
 from scheduling.fusion import TokenLatency
-from scheduling.rebalance import (
-    COOL_DOWN,
-    RequestStats,
-    Split,
-    StepStats,
-    choose_split,
-    token_latency,
-)
+from scheduling.measured import RequestStats, Split, StepStats
+from scheduling.rebalance import COOL_DOWN, choose_split, token_latency
 
 STEPS, CAPACITY = 60, 64
 TP = {"rollout": 1, "genrm": 1}

@@ -180,7 +180,7 @@ def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
 
 def starting_engines(run: Run) -> bool:
     """Both servers run, and import."""
-    return sum("-m cpu.sglang" in command for _, command in run.processes()) >= 2
+    return sum("-m engines.server_main" in command for _, command in run.processes()) >= 2
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ LOSSES = {  # name -> the strike, what is said
         "interrupted: rank 1 of this machine is gone",
     ),
     "an engine": (
-        lambda run: run.engine("genrm", 1, "-m cpu.sglang").kill(),
+        lambda run: run.engine("genrm", 1, "-m engines.server_main").kill(),
         "error: the genrm engine of rank 1 died (signal 9); the end of ",
     ),
 }

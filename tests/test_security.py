@@ -73,7 +73,7 @@ def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
 SERVER_MODULE = """
 import runpy, sys
 from types import SimpleNamespace
-server = runpy.run_module("cpu.sglang", run_name="__mp_main__")
+server = runpy.run_module("engines.server_main", run_name="__mp_main__")
 from sglang.srt.entrypoints import http_server
 before = list(http_server.app.router.routes)
 server["drop_websockets"](http_server.app)
@@ -155,7 +155,9 @@ def served(tmp_path_factory):
         run.start()
     try:
         run.wait_for(lambda run: look(run, seen) or run.rows())
-        servers = [p for p, command in run.processes() if "forks.log cpu.sglang" in command]
+        servers = [
+            p for p, command in run.processes() if "forks.log engines.server_main" in command
+        ]
         [key] = {process.environ()["NANOYATT_API_KEY"] for process in servers}
         refused = refusals(run.port, key) | refusals(run.port + 3, key)
         look(run, seen)

@@ -13,8 +13,8 @@ import genrm
 import rewards
 from commands.finetune import parse_pair, parse_rm, parse_sft
 from config import Config, UserError, parse_config
+from inputs.templates import TODAY
 from models import TEMPLATE, save_tokenizer
-from runtime.templates import TODAY
 from support.rows import jsonl
 from support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 

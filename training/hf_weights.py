@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from runtime.hf_directory import tensor_files
+from inputs.hf_directory import tensor_files
 
 TOP_NAMES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",

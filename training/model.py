@@ -24,9 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import data
 from config import Config, UserError
-from engines.reward_model import HEAD
 from images.reader import ImageReader
-from runtime.hf_directory import check_tensors, read_model_config, readable, tensor_files
+from inputs.hf_directory import HEAD, check_tensors, read_model_config, readable, tensor_files
 from scheduling.layout import Holders, Shape
 from training import lm_head
 from training.hf_weights import Family, HFWeights

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import data
 from config import UserError
-from runtime.rows import read_rows
+from inputs.rows import read_rows
 from training.packing import MicroBatch, Sequence
 from training.trainer import LossSums, Read, loss_sums
 

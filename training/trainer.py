@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import Config
-from sample import Sample
-from scheduling.balance import flat, pack_evenly, packed_length
+from sample import Sample, flat
+from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
 from training import hf_weights, sharded_checkpoint, vision
 from training import model as models

@@ -13,6 +13,7 @@ from config import UserError
 CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
 FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors; all others need a scale
 INDEX = "model.safetensors.index.json"
+HEAD = "score.weight"  # the tensor of a model that ends in a number: a value, a reward
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""The process of an engine: SGLang's own server, with what this device lacks filled in first.
+
+    python -m engines.server_main --model-path DIR ...   (in the repository's root; flags of sglang.launch_server)
+
+or, without these imports, `main` in a process that cpu/forks.py forks. With CUDA only the sampling of seeded
+answers is repaired, and no batch has a line in the log. The server dies with the process that started it.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from functools import partial
+from multiprocessing import resource_tracker
+
+import torch
+
+from cpu import compiler, invariance, sglang
+from cpu.forks import die_with_parent
+
+# a line for each batch, sleep or bucket of a push; the first one all settings, with the key
+CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
+
+
+def share_group():
+    """Have one group of this rank alone: SGLang's dozen have a thread each, awake 100 times a second."""
+    torch.distributed.new_group = lambda *args, **kwargs: torch.distributed.group.WORLD
+
+
+def run_scheduler_process(server_args, *args, **kwargs):
+    """Run SGLang's child process that owns the model, with this device's parts."""
+    from sglang.srt.managers import scheduler
+
+    if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
+        invariance.repair_sampling()  # with CUDA not run yet
+    if not torch.cuda.is_available():
+        invariance.install()
+        share_group()
+        if library := compiler.library_for(server_args.model_path, server_args.dtype):
+            from cpu import windows
+
+            scheduler.Scheduler = partial(windows.WindowScheduler, library)
+    scheduler.run_scheduler_process(server_args, *args, **kwargs)
+
+
+def fork_children():
+    """Have SGLang's processes forked, before any thread runs: spawned, each would import torch and SGLang."""
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force: set_start_method("fork", force)
+    os.register_at_fork(after_in_child=die_with_parent)
+
+
+def drop_websockets(app):
+    """Close websockets: SGLang asks only HTTP requests for the key, and anybody could open a socket."""
+    from starlette.routing import WebSocketRoute
+
+    routes = app.router.routes
+    routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
+
+
+def main():
+    key = os.environ.pop("NANOYATT_API_KEY", "")  # not on the command line, where `ps` shows it
+    sys.argv.append(f"--api-key={key}")
+    from sglang.srt import server_args
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.multimodal.processors import base_processor
+    from sglang.srt.utils import kill_process_tree
+
+    drop_websockets(http_server.app)
+    # a GPU reads other pixels from a JPEG
+    base_processor.BaseMultimodalProcessor.gpu_image_decode = False
+    if not torch.cuda.is_available():
+        fork_children()
+        server_args.add_deterministic_attention_backend_choices(["torch_native"])
+        server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+    settings = server_args.prepare_server_args(sys.argv[1:])
+    try:
+        http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
+    finally:  # like SGLang's own main: with its port taken, this process would wait for its children
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+# With CUDA SGLang spawns its children: such a child imports this file as __mp_main__ before SGLang.
+if __name__ in ("__main__", "__mp_main__"):
+    # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
+    os.environ["HF_MODULES_CACHE"] = os.devnull
+    die_with_parent()
+    # a server starts deaf to signals, of which multiprocessing unblocks some when it starts its tracker
+    deaf = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, deaf)
+    if torch.cuda.is_available():
+        for chatty in CHATTY:
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+    else:
+        library = sglang.install()
+if __name__ == "__main__":
+    main()
