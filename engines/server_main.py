@@ -1,6 +1,6 @@
 """The process of an engine: SGLang's own server, with what this device lacks filled in first.
 
-    python -m engines.server_main --model-path DIR ...   (in the repository's root; flags of sglang.launch_server)
+    python -m engines.server_main --model-path DIR ...    (in the repository's root; SGLang's own flags)
 
 or, without these imports, `main` in a process that cpu/forks.py forks. With CUDA only the sampling of seeded
 answers is repaired, and no batch has a line in the log. The server dies with the process that started it.
