@@ -1,12 +1,8 @@
 """The policy: its log-probabilities, its loss, its update; the reference model of a KL penalty.
 
-From `learn` to the policy's loss, and where its sum is divided:
-1. controller.learn > Trainer.update > Actor.updating, a generator: it packs the targets of a mini-batch,
-2. and yields a Work, micro-batches and a PolicyLoss; Trainer.update hands it to executor.run,
-3. executor.run > run_tasks > go_forward > Megatron > Work.forward > PolicyLoss, on the last stage only.
-4. PolicyLoss: log-probabilities, importance_weights, the algorithm's loss, KL, entropy; then a weighted sum.
-5. executor.run: the divisors of all micro-batches and ranks are added up, and finalize_model_grads divides.
-6. `updating` is resumed, and Trainer.step takes AdamW's step.
+From `learn` to the policy's loss: controller.learn calls Trainer.update. For each mini-batch that has the
+passes run (executor.py), in which Megatron calls PolicyLoss on the last stage, divides the gradient by the
+divisors of all micro-batches and ranks, and takes AdamW's step (Trainer.step).
 """
 
 from __future__ import annotations
@@ -27,11 +23,19 @@ from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config, UserError
 from sample import Key, Sample, flat
 from training import lm_head, ptx
-from training.executor import Update, Work
+from training.executor import Work
 from training.groups import Groups
 from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch, Sequence
-from training.trainer import LossSums, Trainer, as_sequences, loss_sums, means, totals
+from training.trainer import (
+    LossSums,
+    OptimizerStep,
+    Trainer,
+    as_sequences,
+    loss_sums,
+    means,
+    totals,
+)
 
 # Trainer and engine may differ by this much in the mean over tokens. Single tokens are far apart in bfloat16,
 # and say little.
@@ -55,10 +59,10 @@ class Actor(Trainer):
         self.lag = config.ahead  # updates that the weights which wrote a token may be behind
         super().__init__(config, model_dir, groups, learns=learns)
 
-    def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
-        """Take an optimizer step for each mini-batch (collective: all ranks); see executor.py."""
+    def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
+        """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
         self._check_samples(flat(mini_batches))
-        lr = learning_rate(self.version, self.config, self.algorithm.critic_warmup)
+        lr = self._learning_rate()
         proximal = self._proximal_logprobs(mini_batches)
         steps = []
         for number, micro_batches in enumerate(mini_batches):
@@ -68,13 +72,17 @@ class Actor(Trainer):
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
                 self._add_texts(work, number, targets)
-            yield work
             # later steps have moved the weights: only the first one's are those that the engine had
             check = self._check_engine if number == 0 else None
-            steps.append(self.step(work, STATS, lr, check))
-        self.version += 1
-        self.metrics = update_metrics(steps, lr)
-        self.metrics["train/micro_batches"] = float(sum(map(len, mini_batches)))
+            steps.append(OptimizerStep(work, STATS, lr, check))
+        return steps
+
+    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
+        """The metrics of an update, from the statistics of its optimizer steps."""
+        return update_metrics(steps, self._learning_rate())
+
+    def _learning_rate(self) -> float:
+        return learning_rate(self.version, self.config, self.algorithm.critic_warmup)
 
     def compute_policy_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
         """Fill `policy_logprobs` where the KL is in the reward (collective: model-parallel group)."""
@@ -341,7 +349,7 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     """The metrics of an update, from the statistics of its optimizer steps."""
     total = totals(steps)
     metrics = means(total, TOKEN_MEANS, "tokens")
-    for name in ("tokens", "skipped", "not_finite", "grad_norm"):
+    for name in ("tokens", "skipped", "not_finite", "grad_norm", "micro_batches"):
         metrics[name] = total[name]
     metrics["lr"] = lr
     metrics["loss"] = total["policy_loss"] / max(total["divisor"], 1.0)

@@ -98,13 +98,14 @@ async def loop(c: Controller) -> None:
         c.timeline.step = step
         await evaluate(c, step)
         batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
-        shares = await exchange(batch, c)  # all meet: equal work for every rank
+        held, measured = await tell_served(batch, c)  # all meet: lengths, times, a stop
+        shares = await exchange(batch, held, c)  # equal work for every rank
         await c.placement.to_training()  # engines that share ranks sleep; trainers wake as needed
         c.ahead = await serve_ahead(c)  # on ranks of their own engines serve the next step
         with c.timeline.span("train"):
             stats = await c.learn(c, shares)
         stats, stopping = await agree(c, stats, shares)  # all meet
-        decision = rebalance(c, shares.stats)  # the split may move
+        decision = rebalance(c, measured)  # the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
         await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
@@ -112,28 +113,36 @@ async def loop(c: Controller) -> None:
         await c.report.step(c, step, batch, flat(shares.of(c.placement.actor)), stats | decision)
         await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
         stop_if_due(c, stopping)
-        del batch, shares  # not held while the next step is served
+        del batch, held, shares  # not held while the next step is served
     c.timeline.step = c.config.steps
     await evaluate(c, c.config.steps)
     await c.world.wait_for_all()
 
 
-async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
-    """Deal all samples to the models' data-parallel ranks in equal work (collective).
+async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Held], StepStats | None]:
+    """Gather the sizes of every rank's samples, and what all measured while they served (collective).
 
-    Each rank gathers lengths, works out the same deals, and sends its samples straight to the ranks that need
-    them: for each shape of a model, all ranks of the copy that gets a sample. Raises Stopped if a rank was
-    asked to stop: the batch is saved, and trained on when the run goes on.
+    Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run goes on.
     """
-    actor = c.placement.actor
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
-    facts = Held.of(batch.kept, actor.image_cost, "cost" in c.algorithm.signals)
-    facts = facts._replace(missing_groups=batch.missing_groups, stats=batch.stats)
-    held = await c.world.gather(facts._replace(stop=bool(c.stop.asked)))
-    batch.missing_groups = max(each.missing_groups for each in held)
-    if any(each.stop for each in held):
+    own = Held.of(batch.kept, c.placement.actor.image_cost, "cost" in c.algorithm.signals)
+    facts = (own, batch.stats, batch.missing_groups, bool(c.stop.asked))
+    held, stats, missing_groups, stops = zip(*await c.world.gather(facts), strict=True)
+    batch.missing_groups = max(missing_groups)
+    if any(stops):
         c.ahead = batch
         raise Stopped
+    measured = [each for each in stats if each]
+    return list(held), StepStats.total(measured) if measured else None
+
+
+async def exchange(batch: RolloutBatch, held: list[Held], c: Controller) -> Shares:
+    """Deal all samples to the models' data-parallel ranks in equal work (collective).
+
+    Each rank works out the same deals from the sizes that all told, and sends its samples straight to the
+    ranks that need them: for each shape of a model, all ranks of the copy that gets a sample.
+    """
+    actor = c.placement.actor
     shapes = [m.shape for m in (actor, *c.placement.critics, *c.placement.references)]
     dealt = deal(held, shapes, actor.cost, c.config)
     parcels = {}
@@ -150,9 +159,7 @@ async def exchange(batch: RolloutBatch, c: Controller) -> Shares:
     received = flat([incoming.values()])
     c.prompts.attach_images(received)
     samples = {sample.key: sample for sample in received}
-    measured = [each.stats for each in held if each.stats]
-    stats = StepStats.total(measured) if measured else None
-    return Shares(dealt.of, samples, flat([[each.costs for each in held]]), stats)
+    return Shares(dealt.of, samples, flat([[each.costs for each in held]]))
 
 
 async def serve_ahead(c: Controller) -> RolloutBatch | None:

@@ -19,10 +19,18 @@ from sample import Sample, flat
 from scheduling.pipeline import schedule_of
 from training import hf_weights
 from training import model as models
-from training.executor import Update
 from training.groups import Groups
 from training.packing import NO_TARGET, MicroBatch
-from training.trainer import LossSums, Read, Trainer, as_sequences, loss_sums, means, totals
+from training.trainer import (
+    LossSums,
+    OptimizerStep,
+    Read,
+    Trainer,
+    as_sequences,
+    loss_sums,
+    means,
+    totals,
+)
 
 STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")  # sums over targets
 
@@ -76,10 +84,9 @@ class Critic(Trainer):
         for sample, row in zip(flat(mini_batches), rows, strict=True):
             sample.values[self.name] = row
 
-    def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
-        """Learn `returns[name]`, an optimizer step a mini-batch (collective); see executor.py."""
-        warmed_up = min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
-        lr = self.config.critic_lr * warmed_up
+    def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
+        """Prepare the steps that learn `returns[name]`, `critic_epochs` a mini-batch. Not collective."""
+        lr = self._learning_rate()
         steps = []
         for micro_batches in mini_batches * self.algorithm.critic_epochs:
             samples = flat([micro_batches])
@@ -87,11 +94,18 @@ class Critic(Trainer):
             old_values = self._column([sample.values[self.name] for sample in samples])
             loss = ValueLoss(self.read_targets, returns, old_values, self.algorithm.value_clip)
             work = self.work(as_sequences(micro_batches), loss)
-            yield work
-            steps.append(self.step(work, STATS, lr))
-        self.version += 1
-        metrics = value_metrics(steps, lr)
-        self.metrics = {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+            steps.append(OptimizerStep(work, STATS, lr))
+        return steps
+
+    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
+        """The metrics of an update, from the statistics of its optimizer steps."""
+        metrics = value_metrics(steps, self._learning_rate())
+        return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+
+    def _learning_rate(self) -> float:
+        """Grow to `critic_lr` over `lr_warmup_steps`, and stay."""
+        warmed_up = min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
+        return self.config.critic_lr * warmed_up
 
     def _column(self, rows: list[list[float]]) -> Tensor:
         return torch.tensor(list(chain(*rows)), dtype=torch.float32, device=self.device)

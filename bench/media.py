@@ -32,6 +32,7 @@ from bench.measuring import ROOT, TORCHRUN, column, peak_rss_mb, print_table, ru
 from examples.make_demo import models
 from rollout import RolloutBatch
 from runtime.world import World
+from scheduling.dealing import Held
 
 SIDES = ("text", "images", "central")
 PROMPTS = 16  # of a rank, in a step
@@ -44,22 +45,28 @@ RULE = "def reward(sample):\n    return float(sample.index % 2)\n"  # every grou
 # the project's own, before a rank counts
 exchange_in_parallel = controller.exchange
 exchange_parcels = World.exchange
-finish_run = controller.finish
+train = controller.train
 sent = {"between": 0}  # bytes of samples that left this rank
 
 
-async def exchange_through_one(batch: RolloutBatch, c: controller.Controller) -> controller.Shares:
+async def exchange_through_one(
+    batch: RolloutBatch, held: list[Held], c: controller.Controller
+) -> controller.Shares:
     """Take the place of controller.exchange: all samples and their images go to rank 0, which deals them."""
     samples = batch.kept
     c.prompts.attach_images(samples)
     images = {image for sample in samples for image in sample.media}
-    held = {image: replace(image, read=partial(bytes, image.read())) for image in images}
+    read = {image: replace(image, read=partial(bytes, image.read())) for image in images}
     for sample in samples:
-        sample.media = tuple(held[image] for image in sample.media)
+        sample.media = tuple(read[image] for image in sample.media)
     senders = range(c.world.size) if c.world.rank == 0 else ()
     parcels = await c.world.exchange({0: samples}, senders)
     received = [sample for parcel in parcels.values() for sample in parcel]
-    return await exchange_in_parallel(replace(batch, kept=received), c)
+    here = Held.of(received, c.placement.actor.image_cost, has_costs=False)
+    there = Held.of([], c.placement.actor.image_cost, has_costs=False)
+    held = [here if rank == 0 else there for rank in range(c.world.size)]
+    held = await c.world.broadcast(held)
+    return await exchange_in_parallel(replace(batch, kept=received), held, c)
 
 
 def counted_exchange(world: World, outgoing: dict[int, Any], senders: Any):
@@ -70,17 +77,18 @@ def counted_exchange(world: World, outgoing: dict[int, Any], senders: Any):
     return exchange_parcels(world, outgoing, senders)
 
 
-async def finish(c: controller.Controller) -> int:
-    """controller.finish, which leaves a file of what was counted."""
+async def train_and_count(c: controller.Controller) -> bool:
+    """controller.train, which leaves a file of what was counted."""
+    was_stopped = await train(c)
     facts = sent | {"peak": peak_rss_mb(os.getpid())}
     Path(c.config.out, f"media{c.world.rank}.json").write_text(json.dumps(facts))
-    return await finish_run(c)
+    return was_stopped
 
 
 def one_rank(side: str, arguments: list[str]) -> None:
     """A rank of the run itself."""
     World.exchange = counted_exchange
-    controller.finish = finish
+    controller.train = train_and_count
     if side == "central":
         controller.exchange = exchange_through_one
     run.main(arguments)

@@ -55,15 +55,16 @@ def works_of(trainers: list, count: int) -> list[executor.Work]:
         sample.logprobs = sample.advantages = zeros
         sample.values = sample.returns = {"reward": zeros}
         micro_batches.append([sample])
-    return [next(trainer.updating([micro_batches])) for trainer in trainers]
+    return [trainer.optimizer_steps([micro_batches])[0].work for trainer in trainers]
 
 
 def run_once(trainers: list, count: int, schedule: str) -> float:
     """Run a table; returns the seconds of the slowest rank (collective)."""
     works = works_of(trainers, count)
     dist.barrier()
-    phase = executor.run(works, schedule)
-    seconds = torch.tensor(phase.end - phase.start)
+    executor.run(works, schedule)
+    passes = [each for work in works for each in work.passes]
+    seconds = torch.tensor(max(p.end for p in passes) - min(p.start for p in passes))
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.item()
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -242,27 +242,21 @@ class Engine:
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, under Hugging Face names. UserError: one is unknown or missing."""
         missing = set(self._shapes)
-        await self._push(self._checked(named_weights, missing), weight_version=str(version))
-        if missing := missing - {"lm_head.weight"}:  # tied to the embedding
-            raise UserError(f"the {self.name} was pushed no {sorted(missing)}")
-
-    def _checked(self, named_weights: Iterable, missing: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Cross off and pass on: SGLang skips an unknown name and dies of a wrong shape."""
-        for name, tensor in named_weights:
-            shape = list(tensor.shape)
-            expected = self._shapes.get(name)
-            if shape != expected:
-                problem = f"cannot load {name} of shape {shape}: its model has {expected}"
-                raise UserError(f"the {self.name} {problem}")
-            missing.discard(name)
-            yield name, tensor
-
-    async def _push(self, named_weights: Iterable[tuple[str, Tensor]], **body: Any) -> None:
-        body |= {"load_format": "flattened_bucket", "flush_cache": False}
+        body = {"load_format": "flattened_bucket", "flush_cache": False}
+        body["weight_version"] = str(version)
         await self._call("POST", "/begin_weight_update")
         for bucket in wire.buckets(named_weights):
+            for name, tensor in bucket:  # SGLang skips an unknown name and dies of a wrong shape
+                shape = list(tensor.shape)
+                expected = self._shapes.get(name)
+                if shape != expected:
+                    problem = f"cannot load {name} of shape {shape}: its model has {expected}"
+                    raise UserError(f"the {self.name} {problem}")
+                missing.discard(name)
             body["serialized_named_tensors"] = wire.serialize_bucket(bucket, self._tp)
             await self._call("POST", "/update_weights_from_tensor", **body)
+        if missing := missing - {"lm_head.weight"}:  # tied to the embedding
+            raise UserError(f"the {self.name} was pushed no {sorted(missing)}")
         await self._call("POST", "/end_weight_update")
         await self._call("POST", "/flush_cache?timeout=30")  # once, not in each bucket
 

@@ -19,7 +19,8 @@ class ScoringEngine(Engine):
 
         await super().ready(deadline_s)
         # SGLang's heads of Qwen models have a bias, which stays at random: the directory has none
-        await self._push([(BIAS, torch.zeros(1))])
+        self._shapes = {BIAS: [1]}
+        await self.load_weights([(BIAS, torch.zeros(1))], version=0)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
         """Yield the score of each prompt, None if it isn't finite. Raises like Engine.generate."""

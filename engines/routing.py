@@ -1,7 +1,6 @@
 """Routing: which engine of a role is asked next, by how much each has to write."""
 
 import asyncio
-import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -46,19 +45,15 @@ class Load:
     def choose(self, engines: list[Engine]) -> Engine | None:
         """Return the less loaded of two engines, whose turn it is and another; None if there is none.
 
-        Until they meet, controllers don't know what others ask. By turns, engines of equal load get as much
-        of all that ask as often. Example: of controllers 0 and 1, who have four engines, 0 asks engines
-        0, 2, then 1, 3; 1 asks 1, 3, then 2, 0.
+        The least loaded of all would be the same for all controllers until they meet. So each begins
+        elsewhere: of controllers 0 and 1, who have four engines, 0 asks 0, 1, 2, 3 and 1 asks 2, 3, 0, 1.
         """
         if not engines:
             return None
-        # the least loaded of all would be the same for all controllers until they meet
         count = len(engines)
-        size = self._world.size
-        asked = self._asked[engines[0].model]
-        self._asked[engines[0].model] += 1
-        rounds = asked // (count // math.gcd(count, size))  # each begins one engine further
-        turn = self._world.place + asked * size + rounds
+        model = engines[0].model
+        turn = self._world.place * count // self._world.size + self._asked[model]
+        self._asked[model] += 1
         other = turn + self._random.randrange(1, max(2, count))
         pair = (engines[turn % count], engines[other % count])
         return min(pair, key=lambda engine: self.tokens(engine.rank))

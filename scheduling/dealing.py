@@ -12,21 +12,17 @@ from scheduling.balance import plan_batch
 from scheduling.layout import Shape
 
 if TYPE_CHECKING:
-    from scheduling.measured import StepStats
     from training.trainer import Trainer
 
 MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches
 
 
 class Held(NamedTuple):
-    """The samples that a controller holds and what it knows, as it tells the others."""
+    """The sizes of the samples that a controller holds, as it tells the others."""
 
     lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't held
     image_costs: dict[int, int]  # prompt_id -> work on its images
     costs: list[float]  # of the samples, where they are a signal
-    missing_groups: int = 0
-    stop: bool = False  # whether a signal asked for one
-    stats: StepStats | None = None  # what it measured while it served
 
     @staticmethod
     def of(samples: list[Sample], image_cost: Callable[[list[int]], int], has_costs: bool) -> Held:
@@ -92,7 +88,6 @@ class Shares:
     deals: dict[Shape, Deal]
     samples: dict[Key, Sample]  # this rank's, of all its models
     costs: list[float]  # of all samples of the step, where they are a signal
-    stats: StepStats | None = None  # what all measured while they served
 
     def of(self, model: Trainer) -> MiniBatches:
         """Return this rank's mini-batches for a model; none for one that other ranks hold."""

@@ -391,14 +391,14 @@ def test_metrics_of_two_optimizer_steps_by_hand():
         policy_loss=2 entropy=4 kl=1 clip_frac=3 tokens=10 reference_kl=5 stale_token_frac=4
         stale_weight=6 masked_frac=2 divisor=4 ptx=0 ptx_tokens=0 not_finite=0 skipped=0 grad_norm=1
         fresh_tokens=4 engine_logprob_diff_max=0.1 engine_logprob_diff_sum=0.2
-        slowest_s=3 fastest_s=2""")
+        slowest_s=3 fastest_s=2 micro_batches=3""")
     second = dict.fromkeys(first, 0.0) | dict(slowest_s=1.0, fastest_s=1.0, skipped=1.0)
     second["engine_logprob_diff_max"] = 0.7
     expected = numbers("""
         loss=0.5 reference_kl=0.5 masked_frac=0.2 entropy=0.4 kl=0.1 clip_frac=0.3 grad_norm=1.0
         lr=0.01 tokens=10 skipped=1 not_finite=0 engine_logprob_diff_mean=0.05
         engine_logprob_diff_max=0.1 seconds_spread=0.25 stale_token_frac=0.4
-        stale_weight_mean=1.5""")
+        stale_weight_mean=1.5 micro_batches=3""")
     found = update_metrics([first, second], 0.01)
     assert found == {f"train/{name}": value for name, value in expected.items()}
     assert update_metrics([second], 0.01)["train/stale_weight_mean"] == 1.0

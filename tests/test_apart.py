@@ -110,7 +110,9 @@ def meet_in_updates(c: SimpleNamespace) -> None:
 async def step_of(c: SimpleNamespace) -> dict[str, float]:
     """A step: samples are held by those who serve, and learnt by whoever holds a model."""
     kept = make_batch(c.state.step)[c.team.place :: c.team.size] if c.placement.serves else []
-    shares = await controller.exchange(RolloutBatch(kept=kept), c)
+    batch = RolloutBatch(kept=kept)
+    held, _ = await controller.tell_served(batch, c)
+    shares = await controller.exchange(batch, held, c)
     stats = await controller.learn(c, shares)
     stats, _ = await controller.agree(c, stats, shares)
     c.state.step += 1

@@ -121,7 +121,9 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
 
     async def mini_batches_of(samples, world):
         c = controller_of(world)
-        return (await controller.exchange(RolloutBatch(samples), c)).of(c.placement.actor)
+        batch = RolloutBatch(samples)
+        told, _ = await controller.tell_served(batch, c)
+        return (await controller.exchange(batch, told, c)).of(c.placement.actor)
 
     async def all_ranks():
         return await asyncio.gather(*map(mini_batches_of, held, worlds))

@@ -222,6 +222,7 @@ def metrics_of_the_loop() -> set[str]:
     for role in ("rollout", "genrm"):
         names |= {f"{role}/cache_hit_frac", f"occupancy/{role}"}
     learned = ("loss", "divisor", "slowest_s", "fastest_s", "grad_norm", "not_finite", "skipped")
+    learned += ("micro_batches",)
     names |= actor.update_metrics([dict.fromkeys((*actor.STATS, *learned), 1.0)], 0.1).keys()
     values = critic.value_metrics([dict.fromkeys((*critic.STATS, *learned), 1.0)], 0.1)
     names -= {"rollout/wrong_frac"}  # written as correct_frac

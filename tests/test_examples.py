@@ -1,5 +1,6 @@
 """What examples/ shows: each short enough to be read at a glance, and run on fakes and a virtual clock."""
 
+import importlib
 import runpy
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import run
 from fakes import simulate, to_text
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+BENCH = Path(__file__).parent.parent / "bench"
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +124,11 @@ def test_a_rule_that_reads_its_rows():
             texts = dict(text=f">{answer}{end}", answer=answer, row=prompt.row)
             said.append(rule.function(rewards.TextSample(0, 0, prompt.tokens, **texts)))
         assert said == ([1.0, 0.0, 0.0] if prompt.row["kind"] == "sum" else [None] * 3)
+
+
+@pytest.mark.parametrize("bench", sorted(path.stem for path in BENCH.glob("*.py")))
+def test_a_benchmark_finds_what_it_measures(bench):
+    """It takes functions of the project by their names."""
+    if bench == "trl_baseline":
+        pytest.importorskip("trl")
+    importlib.import_module(f"bench.{bench}")

@@ -1,13 +1,8 @@
 """Runs tables of pipeline passes: Megatron-Core's passes of one stage, messages in between.
 
-How models learn: `Trainer.updating` is a generator. For each optimizer step it yields a `Work`, micro-batches
-and their losses; when it is resumed, `run` has left the gradient in DDP, and it takes the step.
-`Trainer.update` resumes the generators of all models that learn side by side, and runs what they yielded as
-one table. So actor and critic share a pipeline, and don't know each other:
-
-    Trainer.update             run          run          run
-    actor.updating    yield Work   step, yield   step, return
-    critic.updating   yield Work   step, yield   step, yield   step, return
+A `Work` is the micro-batches of one optimizer step and their losses; `run` leaves the gradient in DDP.
+Works of several models run as one table: so actor and critic share a pipeline, and don't know each other
+(Trainer.update).
 
 Megatron's own schedules run one model in one order. Here any table of scheduling/pipeline.py is run, of one
 model or of several that share the ranks. In every table a stage takes a model's micro-batches in the order of
@@ -19,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -88,9 +83,6 @@ class Work:
         if config.sequence_parallel:
             tokens //= config.tensor_model_parallel_size
         return tokens, 1, config.hidden_size
-
-
-Update = Iterator[Work]  # a generator that takes an optimizer step after each work; see above
 
 
 def run(works: list[Work], schedule: str) -> None:

@@ -9,8 +9,9 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
 from training import hf_weights, sharded_checkpoint, vision
 from training import model as models
-from training.executor import Pass, Update, Work, run
+from training.executor import Pass, Work, run
 from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
 from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
@@ -46,6 +47,15 @@ LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
 # hidden], or values of a critic, [1, T, 1].
 Loss = Callable[[MicroBatch, Tensor], LossSums]
 Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target: [targets]
+
+
+class OptimizerStep(NamedTuple):
+    """The arguments of Trainer.step: a step that is taken once its passes were run."""
+
+    work: Work
+    names: Iterable[str]  # of the loss's statistics
+    lr: float
+    check: Callable[[dict[str, float]], None] | None = None
 
 
 class Trainer:
@@ -77,7 +87,6 @@ class Trainer:
         self.reverse = reverse
         self.version = 0
         self.awake = True
-        self.metrics: dict[str, float] = {}  # of the last update
         self.passes: list[Pass] = []  # of the last update, also of models beside this one
         self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
         self._host_copies = HostCopies()
@@ -195,21 +204,34 @@ class Trainer:
                 yield from (tensor for tensor in state.values() if tensor.ndim)
 
     def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
-        """Update this model and those beside it: the metrics of all (collective); see executor.py."""
+        """Learn this rank's samples: an optimizer step for each mini-batch. Returns metrics (collective).
+
+        Models beside this one learn the same samples. The passes of their first steps run as one table,
+        then the steps are taken, then come their second ones; see executor.py.
+        """
         trainers = [self, *beside]
-        updates = [trainer.updating(mini_batches) for trainer in trainers]
+        plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
+        taken = [[] for _ in trainers]
         self.passes = []
-        for works in zip_longest(*updates):  # None for a model that has taken all of its steps
-            works = [work for work in works if work is not None]
+        for steps in zip_longest(*plans):  # None for a model that has taken all of its steps
+            works = [step.work for step in steps if step]
             run(works, self.config.schedule)
-            self.passes += chain.from_iterable(work.passes for work in works)
+            for trainer, step, stats in zip(trainers, steps, taken, strict=True):
+                if step:
+                    stats.append(trainer.step(*step))
+                    self.passes += step.work.passes
         metrics = {}
-        for trainer in trainers:
-            metrics |= trainer.metrics
+        for trainer, stats in zip(trainers, taken, strict=True):
+            metrics |= trainer.metrics_of(stats)
+            trainer.version += 1
         return metrics
 
-    def updating(self, mini_batches: list) -> Update:
-        """Learn this rank's samples, see executor.py; leave equal `metrics` (collective)."""
+    def optimizer_steps(self, mini_batches: list) -> list[OptimizerStep]:
+        """Prepare an update's steps: nothing in them depends on the weights (collective)."""
+        raise NotImplementedError
+
+    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
+        """The metrics of an update, equal on all ranks, from what `step` returned of each step."""
         raise NotImplementedError
 
     def read_targets(self, batch: MicroBatch, output: Tensor) -> Tensor:
@@ -230,7 +252,8 @@ class Trainer:
         names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
         ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped: weights and
         optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), seconds of a
-        rank's own work, `grad_norm` before clipping, `not_finite`, `skipped` (1 or 0); NaN: it isn't finite.
+        rank's own work, `grad_norm` before clipping, `not_finite`, `skipped` (1 or 0), and this rank's
+        `micro_batches`; NaN: it isn't finite.
         """
         stats = self._reduce(work.stats, names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
@@ -246,6 +269,7 @@ class Trainer:
         stats["grad_norm"] = grad_norm if is_finite else math.nan
         stats["not_finite"] = float(not is_finite)
         stats["skipped"] = float(not (learns and is_finite))
+        stats["micro_batches"] = float(len(work.micro_batches))
         return {name: value if math.isfinite(value) else math.nan for name, value in stats.items()}
 
     def measure(self, packed: Packed, loss: Loss, names: Iterable[str]) -> dict[str, float]:
