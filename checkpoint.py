@@ -83,7 +83,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "config": dict(vars(c.config)),
         "contents": c.checkpoints.contents,
         "prompts": c.prompts.state(),
-        "split": c.placement.next.split,
+        "split": c.devices.next,
     } | asdict(c.state)
     own = {"groups": [], "rewards": c.rewards.counts(), "random": torch.get_rng_state().tolist()}
     own["ahead"] = c.ahead and asdict(c.ahead)
@@ -94,8 +94,8 @@ def state_of(c: Controller) -> tuple[dict, dict]:
 
 def trainers_of(c: Controller) -> dict[str, Trainer]:
     """Return the models that are trained, by their folder in a checkpoint."""
-    critics = {f"critic_{critic.name}": critic for critic in c.placement.critics}
-    return {"megatron": c.placement.actor} | critics
+    critics = {f"critic_{critic.name}": critic for critic in c.devices.critics}
+    return {"megatron": c.devices.actor} | critics
 
 
 async def restore(c: Controller, folder: Path) -> None:
@@ -103,7 +103,7 @@ async def restore(c: Controller, folder: Path) -> None:
     import torch
 
     for name, trainer in trainers_of(c).items():
-        await c.placement.give_device_to(trainer)
+        await c.devices.give_device_to(trainer)
         await c.world.run(trainer.restore, folder / name)
     common = json.loads((folder / COMMON).read_text())
     paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
@@ -113,7 +113,7 @@ async def restore(c: Controller, folder: Path) -> None:
     for own in controllers:
         for rows in own["groups"]:
             groups.append([sample_from_json(row) for row in rows])
-    holder = c.team.place if c.placement.serves else -1
+    holder = c.team.place if c.devices.serves else -1
     c.prompts.load_state(common["prompts"], groups, c.team.size, holder)
     c.ahead = c.checkpoints.newest_ahead = served_ahead(c, [own["ahead"] for own in controllers])
     # they are summed over the ranks, so rank 0 alone takes them
@@ -121,10 +121,9 @@ async def restore(c: Controller, folder: Path) -> None:
     split = Split(*common["split"])
     history = [StepStats.of_json(row) for row in common["history"]]
     splits = {split, *(stats.split for stats in history)}
-    plans = {plan.split: plan for plan in c.placement.plans}
-    # the split and what was measured, unless the run has other plans
-    if common["ranks"] == c.world.size and splits <= plans.keys():
-        c.placement.switch(plans[split])
+    # the split and what was measured, unless the run has other splits
+    if common["ranks"] == c.world.size and splits <= {*c.devices.splits}:
+        c.devices.next = split
         c.state.history = history
     if c.world.rank < len(controllers):
         random = controllers[c.world.rank]["random"]
@@ -136,20 +135,20 @@ def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch
     if not rows[0]:
         return None
     parts = [rollout.batch_from(row) for row in rows]
-    actor = c.placement.actor
+    actor = c.devices.actor
     wrote = max((v for part in parts for s in part.kept for v in s.versions), default=actor.version)
     if wrote < actor.version:
         actor.lag = actor.version - wrote  # older weights than the next step's wrote it
     total = StepStats.total([part.stats for part in parts if part.stats])
-    if total.split not in {plan.split for plan in c.placement.plans}:
-        total = replace(total, split=c.placement.plan.split)
+    if total.split not in c.devices.splits:
+        total = replace(total, split=c.devices.split)
     batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
     if c.world.rank == 0:
         batch.stats = total
         for part in parts:
             for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
                 vars(batch)[name] += vars(part)[name]
-    elif c.placement.serves:
+    elif c.devices.serves:
         batch.stats = replace(total, rollout=RequestStats(), genrm=RequestStats(), lengths=())
     return batch
 
@@ -258,7 +257,7 @@ class Checkpoints:
         hf = {}
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
-            await c.placement.give_device_to(trainer)
+            await c.devices.give_device_to(trainer)
             shards[name] = Shards(*await self.world.run(trainer.snapshot, folder / name))
             if self.is_due(step, self.config.save_hf_every):
                 kind = "hf" if name == "megatron" else f"hf_{name}"

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import algorithms
+import modes
 import rollout
 from algorithms import Algorithm
 from checkpoint import Checkpoints
@@ -20,7 +21,7 @@ from config import Config, UserError
 from data import Prompts
 from engines.engine import Sampling
 from engines.pool import QUEUED
-from placement import Placement
+from placement import Devices
 from reporting.metrics import Report
 from reporting.timeline import Timeline
 from rewards import Rewards
@@ -56,7 +57,7 @@ class Controller:
     config: Config
     algorithm: Algorithm
     world: World
-    placement: Placement  # of the actor, the critics, and the engines
+    devices: Devices  # the actor, the critics and the engines, by turns on this rank's device
     rewards: Rewards
     prompts: Prompts
     sampling: Sampling  # of answers; greedy ones at temperature 0
@@ -65,7 +66,7 @@ class Controller:
     checkpoints: Checkpoints
     team: World = None  # of those that serve, if this one does, or of those that train, or of all
     ahead: RolloutBatch | None = None  # served, and not yet trained on
-    collect: Callable[[Controller], Awaitable[RolloutBatch]] = rollout.collect  # or a replay's
+    collect: Callable[[Controller], Awaitable[RolloutBatch]] = modes.collect  # or a replay's
     learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
@@ -85,7 +86,7 @@ async def train(c: Controller) -> bool:
         await c.report.written()
     if was_stopped:
         await c.world.barrier()  # no rank asks an engine any more
-        await c.placement.to_training()
+        await c.devices.to_training()
         await c.checkpoints.save_now(c)
     await c.checkpoints.close(c)
     return was_stopped
@@ -93,14 +94,14 @@ async def train(c: Controller) -> bool:
 
 async def loop(c: Controller) -> None:
     """The loop: serve, then train (collective). Raises Stopped on all ranks if one was asked to stop."""
-    await c.placement.to_serving()  # engines come up asleep, as trainers do
+    await c.devices.to_serving()  # engines come up asleep, as trainers do
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
         batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
         held, measured = await tell_served(batch, c)  # all meet: lengths, times, a stop
         shares = await exchange(batch, held, c)  # equal work for every rank
-        await c.placement.to_training()  # engines that share ranks sleep; trainers wake as needed
+        await c.devices.to_training()  # engines that share ranks sleep; trainers wake as needed
         c.ahead = await serve_ahead(c)  # on ranks of their own engines serve the next step
         with c.timeline.span("train"):
             stats = await c.learn(c, shares)
@@ -108,9 +109,9 @@ async def loop(c: Controller) -> None:
         decision = rebalance(c, measured)  # the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
-        await c.placement.to_serving()  # weights back, push, trainers out, KV cache back
-        c.timeline.mark("weights", f"v{c.placement.actor.version}")
-        await c.report.step(c, step, batch, flat(shares.of(c.placement.actor)), stats | decision)
+        await c.devices.to_serving()  # weights back, push, trainers out, KV cache back
+        c.timeline.mark("weights", f"v{c.devices.actor.version}")
+        await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
         await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
         stop_if_due(c, stopping)
         del batch, held, shares  # not held while the next step is served
@@ -125,7 +126,7 @@ async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Held], S
     Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run goes on.
     """
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
-    own = Held.of(batch.kept, c.placement.actor.image_cost, "cost" in c.algorithm.signals)
+    own = Held.of(batch.kept, c.devices.actor.image_cost, "cost" in c.algorithm.signals)
     facts = (own, batch.stats, batch.missing_groups, bool(c.stop.asked))
     held, stats, missing_groups, stops = zip(*await c.world.gather(facts), strict=True)
     batch.missing_groups = max(missing_groups)
@@ -142,17 +143,17 @@ async def exchange(batch: RolloutBatch, held: list[Held], c: Controller) -> Shar
     Each rank works out the same deals from the sizes that all told, and sends its samples straight to the
     ranks that need them: for each shape of a model, all ranks of the copy that gets a sample.
     """
-    actor = c.placement.actor
-    shapes = [m.shape for m in (actor, *c.placement.critics, *c.placement.references)]
+    actor = c.devices.actor
+    shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
     dealt = deal(held, shapes, actor.cost, c.config)
     parcels = {}
     senders = set()
     own = {sample.key: sample for sample in batch.kept}
-    for key, holder in dealt.holders.items():
+    for key, owner in dealt.owners.items():
         receivers = {rank for each in dealt.of.values() for rank in each.copies[key]}
         if c.world.rank in receivers:
-            senders.add(holder)
-        if holder == c.world.rank:
+            senders.add(owner)
+        if owner == c.world.rank:
             for receiver in receivers:
                 parcels.setdefault(receiver, []).append(own[key])
     incoming = await c.world.exchange(parcels, senders)
@@ -176,12 +177,12 @@ async def serve_ahead(c: Controller) -> RolloutBatch | None:
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     """Update critics and actor, in turns, in one pipeline, or on ranks of their own. Returns metrics."""
     stats = await compute_advantages(c, shares)
-    trainers = [*reversed(c.placement.critics)]  # the last critic has the device
+    trainers = [*reversed(c.devices.critics)]  # the last critic has the device
     if c.state.step >= c.algorithm.critic_warmup:
-        trainers.append(c.placement.actor)
+        trainers.append(c.devices.actor)
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
     for first, *beside in turns:
-        await c.placement.give_device_to(first, *beside)
+        await c.devices.give_device_to(first, *beside)
         stats |= await c.team.run(first.update, shares.of(first), beside)
         c.timeline.ran(first.passes)
     return stats
@@ -189,13 +190,13 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
 
 async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     """Give every sample its advantages. Returns metrics of a constraint, if any."""
-    actor = c.placement.actor
-    for reference in c.placement.references:
-        await c.placement.give_device_to(actor, reference)
+    actor = c.devices.actor
+    for reference in c.devices.references:
+        await c.devices.give_device_to(actor, reference)
         await c.team.run(actor.compute_policy_logprobs, shares.of(actor))
         await c.team.run(reference.compute_ref_logprobs, shares.of(reference))
-    for critic in c.placement.critics:
-        await c.placement.give_device_to(critic)
+    for critic in c.devices.critics:
+        await c.devices.give_device_to(critic)
         await c.team.run(critic.compute_values, shares.of(critic))
     await share_columns(c, shares)
     metrics = {}
@@ -203,7 +204,7 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
         metrics = algorithms.update_multiplier(c.state, shares.costs, c.algorithm)
     multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
     learned = {}
-    for trainer in (actor, *c.placement.critics):
+    for trainer in (actor, *c.devices.critics):
         learned |= {sample.key: sample for sample in flat(shares.of(trainer))}
     samples = list(learned.values())
     algorithms.set_advantages(samples, c.algorithm, multiplier)
@@ -239,30 +240,29 @@ async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple
     UserError after MAX_SKIPS skipped updates in a row.
     """
     stopping = False
-    if not c.placement.is_shared:
+    if not c.devices.is_shared:
         await c.world.wait_for_all()
         for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
             stats = stats | of_rank
             stopping = stopping or was_asked
-    stop_on_nan(c, stats, shares.of(c.placement.actor))
+    stop_on_nan(c, stats, shares.of(c.devices.actor))
     return stats, stopping
 
 
 def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, float | str]:
-    """Note what the step measured, if it was served, and take the plan that should serve fastest."""
+    """Note what the step measured, if it was served, and take the split that should serve fastest."""
     if step_stats is None:
         return {}
-    placement = c.placement
+    devices = c.devices
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
-    plans = {plan.split: plan for plan in placement.plans}
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
     left = c.config.steps - c.state.step - 1
-    decision = choose_split(c.state.history, list(plans), placement.rollout.capacity, tp, left)
-    moves = step_stats.split == placement.plan.split != decision.split  # not by older figures
+    decision = choose_split(c.state.history, devices.splits, devices.rollout.capacity, tp, left)
+    moves = step_stats.split == devices.split != decision.split  # not by older figures
     if moves:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))
-        placement.switch(plans[decision.split])
+        devices.next = decision.split
     metrics = {"split/predicted_s": decision.predicted_s, "split/moved": float(moves)}
     return metrics | {"split/reason": decision.reason}
 
@@ -275,7 +275,7 @@ def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatche
         problem = "loss or gradient aren't finite: the update is skipped"
         c.report.note(f"step {c.state.step + 1}: {problem}")
     if c.state.skips == MAX_SKIPS:
-        path = c.report.dump(flat(mini_batches) if c.placement.actor.is_head else [])
+        path = c.report.dump(flat(mini_batches) if c.devices.actor.is_head else [])
         problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
         raise UserError(f"{problem}; the samples of the last one are in {path}")
 
@@ -300,7 +300,7 @@ async def evaluate(c: Controller, step: int) -> None:
     """Report which answers to held-out prompts are right, every `eval_every` steps (those that serve)."""
     held_out = c.prompts.source.held_out
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
-    if not (held_out and is_due and c.placement.rollout.engines and c.placement.serves):
+    if not (held_out and is_due and c.devices.rollout.engines and c.devices.serves):
         return
     mine = list(range(c.team.place, len(held_out), c.team.size))
     right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
@@ -324,6 +324,6 @@ async def evaluate(c: Controller, step: int) -> None:
             for place in range(min(len(mine), QUEUED * c.config.max_running_requests)):
                 tasks.start(place, answer(tasks))
             await rollout.wait_for_all(c, tasks)
-    c.placement.rollout.pop_stats()
+    c.devices.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
     c.report.evaluation(step, flat([await c.team.gather(right)]), c.timeline.now())

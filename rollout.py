@@ -29,11 +29,9 @@ from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample, flat, sample_from_json
-from scheduling import dynamic_sampling
-from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
-from scheduling.fusion import Left, histogram, kept_engines
+from scheduling.dynamic_sampling import DynamicSampler
+from scheduling.fusion import Left
 from scheduling.measured import StepStats
-from scheduling.rebalance import token_latency
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -152,98 +150,6 @@ class RolloutStep:
             self.tasks.start(prompt_id, work(self, self.groups[prompt_id]))
 
 
-async def collect(c: Controller) -> RolloutBatch:
-    """Draw prompts, serve them, drop groups that teach nothing and draw again (those that serve).
-
-    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
-    replace what was filtered. The first informative groups in the order of drawing are kept, with
-    `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. A stop
-    gives the step up: all of its prompts come again.
-    """
-    if not c.placement.serves:
-        return RolloutBatch()
-    config = c.config
-    start = c.timeline.now()
-    kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
-    waves = dict(over_dispatch=config.over_dispatch, max_refills=config.max_refill_waves)
-    sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
-    filters = c.algorithm.filters
-    keeps = dynamic_sampling.is_informative if filters else dynamic_sampling.is_judged
-    step = RolloutStep(c, sampler, keeps)
-    c.rewards.reset()
-    try:
-        with c.timeline.span("serve"):
-            async with step.tasks:
-                await MODES[c.placement.plan.mode](step)
-                if sampler.num_in_flight:
-                    await cut_off(c, step.tasks)
-    except Stopped:
-        step.give_back()
-        raise
-    finally:
-        await c.rewards.cancel()
-    samples = step.without_media()
-    c.state.groups_per_kept = sampler.updated_groups_per_kept()
-    partition(step)
-    placement = c.placement
-    step.batch.stats = StepStats(
-        split=placement.plan.split,
-        rollout=placement.rollout.pop_stats(),
-        genrm=placement.genrm.pop_stats(),
-        waves=sampler.waves,
-        serve_s=c.timeline.now() - start,
-        swap_s=placement.swap_s,
-        hand_over_s=placement.hand_over_s,
-        lengths=histogram(len(sample.response) for sample in samples if sample.is_finished),
-    )
-    return step.batch
-
-
-async def generate_then_judge(step: RolloutStep) -> None:
-    """Full colocation: rollout holds all ranks until a wave is generated, then genrm holds them."""
-    c = step.c
-    placement = c.placement
-    while not step.is_over:
-        unfinished = [p for p, count in step.unwritten.items() if count]
-        wave = step.begin_wave() + unfinished
-        await placement.share(rollout=placement.plan.leads("rollout"))
-        step.start(wave, generate)
-        await wait_for_enough(step)
-        await placement.share(genrm=placement.plan.leads("genrm"))
-        step.start([p for p in wave if not step.unwritten[p]], judge)
-        await wait_for_all(c, step.tasks)
-        await gather_finished_groups(step)
-
-
-async def judge_as_generated(step: RolloutStep) -> None:
-    """Partial colocation: answers are judged as they finish, elsewhere; a wave costs no swap."""
-    plan = step.c.placement.plan
-    await step.c.placement.share(plan.leads("rollout"), plan.leads("genrm"))
-    while not step.is_over:
-        step.start(step.begin_wave(), generate_and_judge)
-        await step.tasks.poll()
-        await gather_finished_groups(step)
-
-
-async def judge_beside_the_tail(step: RolloutStep) -> None:
-    """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left."""
-    c = step.c
-    rollout = c.placement.rollout
-    mode = c.placement.plan.mode
-    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp, mode)
-    capacity = rollout.capacity
-    while not step.is_over:
-        step.start(step.begin_wave(), generate_and_judge)
-        await step.tasks.poll()
-        left, outstanding = await gather_finished_groups(step)
-        if not step.is_over:
-            keep = kept_engines(left.unwritten, latency, capacity)
-            await c.placement.follow_the_tail(left, keep, outstanding)
-
-
-MODES = {"full": generate_then_judge, "partial": judge_as_generated, "fused": judge_beside_the_tail}
-
-
 async def ask(
     c: Controller, group: list[Sample], tasks: Tasks
 ) -> AsyncIterator[tuple[Sample, Answer]]:
@@ -257,7 +163,7 @@ async def ask(
             limit = sampling.max_new_tokens - len(sample.response)
             seed = seed_of(c.config.seed, *sample.key)
             requests.append(Request(prompt, sampling, limit, seed, sample.media))
-        async for answer in c.placement.rollout.generate(requests):
+        async for answer in c.devices.rollout.generate(requests):
             yield unfinished[answer.index], answer
 
 
@@ -271,7 +177,7 @@ async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sa
 
 def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
     """Append what an engine wrote, by the present weights. Tokens of earlier steps may be older."""
-    version = step.c.placement.actor.version
+    version = step.c.devices.actor.version
     assert set(answer.versions) <= {version}, f"weights {set(answer.versions)} wrote, not {version}"
     timeline = step.c.timeline
     key = sample.key
@@ -322,10 +228,10 @@ async def judge_one(step: RolloutStep, sample: Sample) -> None:
     clock = asyncio.get_running_loop().time
     start = clock()
     step.judging += 1
-    await c.rewards.score(sample, c.placement.genrm)
+    await c.rewards.score(sample, c.devices.genrm)
     step.judging -= 1
     end = clock()
-    begin = max(start, c.placement.genrm.woke_at)
+    begin = max(start, c.devices.genrm.woke_at)
     c.timeline.sample("queued", *sample.key, c.world.rank, start, begin)
     c.timeline.sample("judging", *sample.key, c.world.rank, begin, end)
     c.timeline.sample("done", *sample.key, c.world.rank, end, end)
@@ -380,11 +286,11 @@ async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> 
 
     Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Placement.apply raises.
     """
-    statuses = (c.placement.rollout.status(), c.placement.genrm.status())
+    statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
     meeting = await c.team.reduce(own, partial(Meeting.total, total=total))
-    c.placement.apply(meeting.rollout, meeting.genrm)
-    if meeting.stop and not c.placement.is_apart:
+    c.devices.apply(meeting.rollout, meeting.genrm)
+    if meeting.stop and not c.devices.is_apart:
         raise Stopped
     return meeting
 
@@ -459,6 +365,6 @@ async def cut_off(c: Controller, tasks: Tasks) -> None:
     tasks.closed = True
     await c.rewards.cancel()
     while (await sync_controllers(c, len(tasks.running))).facts:
-        await asyncio.gather(c.placement.rollout.abort(), c.placement.genrm.abort())
+        await asyncio.gather(c.devices.rollout.abort(), c.devices.genrm.abort())
         await tasks.poll()  # a request that was on its way then is aborted in the next round
     tasks.closed = False

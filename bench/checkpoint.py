@@ -64,16 +64,17 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
     from controller import State
     from data import Prompts
     from demo.task import Addition
-    from placement import colocate, full_colocation
+    from modes import full_colocation
+    from placement import colocate
     from reporting.timeline import Timeline
 
-    (plan,) = full_colocation(colocate(tuple(range(world.size)), config), config)
+    (split,) = full_colocation(colocate(tuple(range(world.size)), config), config)
     nobody_else = {"critics": [], "give_device_to": AsyncMock()}
     return SimpleNamespace(
         config=config,
         world=world,
         ahead=None,
-        placement=SimpleNamespace(actor=actor, next=plan, **nobody_else),
+        devices=SimpleNamespace(actor=actor, next=split, **nobody_else),
         prompts=Prompts(Addition(0, lambda *text: [1]), 1),
         rewards=SimpleNamespace(counts=lambda: ([0], [0])),
         report=SimpleNamespace(note=print),

@@ -62,8 +62,8 @@ async def exchange_through_one(
     senders = range(c.world.size) if c.world.rank == 0 else ()
     parcels = await c.world.exchange({0: samples}, senders)
     received = [sample for parcel in parcels.values() for sample in parcel]
-    here = Held.of(received, c.placement.actor.image_cost, has_costs=False)
-    there = Held.of([], c.placement.actor.image_cost, has_costs=False)
+    here = Held.of(received, c.devices.actor.image_cost, has_costs=False)
+    there = Held.of([], c.devices.actor.image_cost, has_costs=False)
     held = [here if rank == 0 else there for rank in range(c.world.size)]
     held = await c.world.broadcast(held)
     return await exchange_in_parallel(replace(batch, kept=received), held, c)

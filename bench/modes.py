@@ -35,7 +35,7 @@ Steps = dict[str, list[dict]]  # metrics of the counted steps, by side
 
 
 def splits_of(ranks: int) -> list[str]:
-    """Every partial split, as `Plan.split` writes it."""
+    """Every partial split, as `Split` is written."""
     return [f"{rollout}|{ranks - rollout}" for rollout in range(1, ranks)]
 
 

@@ -27,7 +27,7 @@ from papers.mapping import Sizes, Speeds, passes
 from papers.measured import set_up_of
 from papers.tables import DOCS, ROOT, read_constants
 from papers.wechat_yatt import POLICY
-from placement import PLACEMENTS, make_holders
+from placement import PLACEMENTS, make_placement
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes, decode_of
 from simulation.engine import Moves
@@ -58,12 +58,12 @@ SPEEDS = Speeds(H20._replace(link=200e9), mfu=0.4, update_s=0.5)
 def step_s(ranks: int, placement: str, ahead: int = 0) -> float:
     """Seconds of a step. UserError if there is no such placement."""
     settings: dict[str, Any] = dict(placement=placement, ahead=ahead, tp=TP, algorithm=PPO)
-    holders = make_holders(Config(**settings), ranks)
-    copies = holders.actor.dp
+    placement = make_placement(Config(**settings), ranks)
+    copies = placement.actor.dp
     learned = passes(POLICY, Sizes(1, TP, copies), SPEEDS)
     train_s = POLICY.params / TP * (2 + 4 + 12 / copies) / H20.host
     serve_s = POLICY.bytes / H20.host
-    push_s = POLICY.bytes / (H20.network if holders.is_apart else H20.host)
+    push_s = POLICY.bytes / (H20.network if placement.is_apart else H20.host)
     engine = decode_of(POLICY, H20, 1, weights=0.8, kv=0.26, prefill=0.5, layer_s=130e-6)
     moves = dict(rollout=Moves(serve_s, serve_s, push_s), train=Moves(train_s, train_s))
     decode = dict(rollout=engine, genrm=Decode(0.0))

@@ -167,24 +167,24 @@ class MeasuredSides:
 
     async def __call__(self, c: Controller) -> bool:
         """Returns whether a stop ended it (collective)."""
-        plans = {str(plan.split): plan for plan in c.placement.plans}
-        for trainer in (c.placement.actor, *c.placement.critics):
+        splits = {str(split): split for split in c.devices.splits}
+        for trainer in (c.devices.actor, *c.devices.critics):
             trainer.update = at_pace(trainer.update, 3)
-        for critic in c.placement.critics:
+        for critic in c.devices.critics:
             critic.compute_values = at_pace(critic.compute_values, 1)
         c.report = Collector(c, self._out)
         for side in self._sides:
-            c.placement.plans = [plans[split] for split in side.plans]
+            c.devices.splits = [splits[text] for text in side.plans]
             if await measure_side(c, side):
                 return True
         return False
 
 
 async def measure_side(c: Controller, side: Side) -> bool:
-    """Some steps of one side, under the first of the placement's plans (collective)."""
-    rollout = c.placement.rollout
+    """Some steps of one side, under the first of its splits (collective)."""
+    rollout = c.devices.rollout
     workload = WORKLOADS[side.workload]
-    c.placement.switch(c.placement.plans[0])
+    c.devices.next = c.devices.splits[0]
     c.timeline.step = 0
     config = dataclasses.replace(c.config, steps=side.steps, prompts_per_step=PROMPTS)
     prompts = GivenPrompts(c, config)
@@ -197,7 +197,7 @@ async def measure_side(c: Controller, side: Side) -> bool:
     was_stopped = await train(given)
     rollout.generate = generate
     if not was_stopped:
-        await c.placement.to_training()  # engines sleep, as `train` finds them
+        await c.devices.to_training()  # engines sleep, as `train` finds them
     return was_stopped
 
 
@@ -213,7 +213,7 @@ def main() -> None:
     genrm.MAX_JUDGE_FAILURES = 10**9
     if "BENCH_PACE_MS" in os.environ:
         Engine.module = "bench.paced_server"
-    # --tail 0 adds a plan to those of auto
+    # --tail 0 adds a split to those of auto
     run.main(["--lr", "1e-12", "--save-every", "0", "--tail", "0", *theirs])
 
 

@@ -11,12 +11,12 @@ CRITIQUE = 32  # tokens
 
 
 class Side(NamedTuple):
-    """Some steps of a workload under one plan, or under those among which the run chooses."""
+    """Some steps of a workload under one split, or under those among which the run chooses."""
 
     workload: str
     name: str
     repeat: int
-    plans: list[str]  # as `Plan.split` writes them; the first one begins
+    plans: list[str]  # as `Split` writes them; the first one begins
     steps: int
 
 

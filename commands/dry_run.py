@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import psutil
 
-from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
+from commands.memory import PROCESS, SERVER, bucket_bytes, memory, with_micro_batch
 from config import Config, as_text, why_unusable
 from cpu import compiler
 from genrm import formats_of
-from placement import Plan, make_plans
+from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
-from scheduling.layout import Shape
+from scheduling.layout import Placement, Shape
+from scheduling.measured import ROLES, Split
 
 DISK_MB = 1000  # of what a run leaves
 SHARED_MB = 16  # besides weights on their way
@@ -26,32 +27,32 @@ NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
+def dry_run(config: Config, placement: Placement, splits: list[Split], ranks: int) -> None:
     """Print the resolved run on rank 0. Raises UserError for what can't run, as the run would."""
     from training import model
 
     rendezvous.interface_of(config.host)
-    model.check_models(config, plans[0].holders if plans else None, formats_of(config))
+    model.check_models(config, placement if splits else None, formats_of(config))
     config = with_micro_batch(config)
-    lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
+    lines = device_map(config, placement, splits, ranks) + memory(config, placement, splits, ranks)
     if os.environ.get("RANK", "0") == "0":
-        print(describe(config, plans, ranks), *lines, "nothing was started", sep="\n", flush=True)
+        words = describe(config, placement, splits[0] if splits else None, ranks)
+        print(words, *lines, "nothing was started", sep="\n", flush=True)
 
 
-def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
-    """A line a rank: its part of each model, and the servers that it owns in any of the plans."""
-    holders = holders_of(config, plans, ranks)
-    lines = [f'  --placement "{holders}"']
-    if others := [str(plan.split) for plan in plans[1:]]:
+def device_map(config: Config, placement: Placement, splits: list[Split], ranks: int) -> list[str]:
+    """A line a rank: its part of each model, and the servers that it owns in any of the splits."""
+    lines = [f'  --placement "{placement}"']
+    if others := list(map(str, splits[1:])):
         lines.append(f"  may move to {', '.join(others)}")
     for rank in range(ranks):
         parts = []
-        for name, shape in holders.shapes.items():
+        for name, shape in placement.shapes.items():
             if rank in shape.ranks:
                 place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
                 parts.append(f"{name} {', '.join(place)}")
-        for offset, role in enumerate(("rollout", "genrm")):
-            if any(rank in plan.leads(role) for plan in plans):
+        for offset, role in enumerate(ROLES):
+            if any(rank in placement.leads(role, split) for split in splits):
                 parts.append(f"{role} on port {config.port + 2 * rank + offset}")
         lines.append(f"  rank {rank}: {'; '.join(parts)}")
     return lines
@@ -85,9 +86,9 @@ def check(config: Config) -> int:
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
 
-        plans = make_plans(config, ranks)
-        model.check_models(config, plans[0].holders, formats_of(config))
-        engines = max(len(plan.leads("rollout")) for plan in plans)
+        placement, splits = place(config, ranks)
+        model.check_models(config, placement, formats_of(config))
+        engines = max(len(placement.leads("rollout", split)) for split in splits)
         pushed = bucket_bytes(config) * engines
     rows += graphics(config)
     if config.device == "cpu":

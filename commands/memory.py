@@ -11,9 +11,9 @@ from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server, wire
 from inputs.hf_directory import checkpoint_shapes
-from placement import Plan, colocate
 from runtime import rendezvous
-from scheduling.layout import Holders, Shape
+from scheduling.layout import Placement, Shape
+from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -45,9 +45,9 @@ def total(parts: Parts) -> int:
     return sum(parts.values())
 
 
-def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
+def memory(config: Config, placement: Placement, splits: list[Split], ranks: int) -> list[str]:
     """The lines of --dry-run: a rank's part of each trainer, an engine on each of its ranks; if all fits."""
-    trainers = trainers_of(config, holders_of(config, plans, ranks))
+    trainers = trainers_of(config, placement)
     engines = engines_of(config)
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
     for name, parts in (trainers | engines).items():
@@ -55,33 +55,28 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         lines.append(f"    {name}: {each}; together {total(parts) / 1e6:.1f}")
     if config.device == "cpu":
         lines.append(f"    libraries: {PROCESS / 1e6:.0f} of the host's for each rank and server")
-        needed = total(host_parts(config, plans, ranks)) / 1e9
+        needed = total(host_parts(config, placement, splits, ranks)) / 1e9
         free = psutil.virtual_memory().available / 1e9
         fits = "fit into" if needed <= free else "DON'T FIT INTO"
         return [*lines, f"  {needed:.1f} GB {fits} the {free:.1f} GB that are free on this machine"]
-    return [*lines, *verdicts(config, plans, ranks)]
+    return [*lines, *verdicts(config, placement, splits, ranks)]
 
 
-def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
-    """The ranks of each model; of a command without plans all."""
-    return plans[0].holders if plans else colocate(tuple(range(ranks)), config)
-
-
-def trainers_of(config: Config, holders: Holders) -> Models:
+def trainers_of(config: Config, placement: Placement) -> Models:
     """Each trainer's part of a device while it learns, and what the reference keeps beside them."""
     if config.command == "eval":
         return {}
     algorithm = algorithm_of(config)
     policy = checkpoint_shapes(config.model)
-    actor = trainer_parts(policy, config, holders.actor)
+    actor = trainer_parts(policy, config, placement.actor)
     if config.rollout_only:
         return {"actor": actor | {"activations": 0, "loss": 0}}
     rows = {"actor": actor}
     for name in algorithm.critics:
         shapes = checkpoint_shapes(config.critic or config.model)
-        rows[f"{name} critic"] = trainer_parts(shapes, config, holders.critic) | {"loss": 0}
+        rows[f"{name} critic"] = trainer_parts(shapes, config, placement.critic) | {"loss": 0}
     if algorithm.kl_coef:
-        parts = trainer_parts(policy, config, holders.reference)
+        parts = trainer_parts(policy, config, placement.reference)
         rows["reference"] = {"weights": parts["weights"]}
     return rows
 
@@ -161,53 +156,54 @@ def engine_parts(path: str, config: Config, tp: int) -> Parts:
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
 
-def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
+def host_parts(config: Config, placement: Placement, splits: list[Split], ranks: int) -> Parts:
     """The bytes that all ranks and engines take without CUDA, if they are on this machine."""
     parts = Counter(libraries=PROCESS * ranks)
-    holders = holders_of(config, plans, ranks)
-    for name, trainer in trainers_of(config, holders).items():
-        count = len(ranks_of(name, holders))
+    for name, trainer in trainers_of(config, placement).items():
+        count = len(ranks_of(name, placement))
         parts.update({part: count * size for part, size in trainer.items()})
     engines = engines_of(config)
     models = Counter(name.split()[0] for name in engines)  # of a role
     for name, engine in engines.items():
         role = name.split()[0]
-        leads = {rank for plan in plans for rank in plan.leads(role)} or {0}  # eval has no plan
+        leads = {rank for split in splits for rank in placement.leads(role, split)} or {
+            0
+        }  # of eval
         count = len(leads) // models[role]
         parts.update({part: count * size for part, size in engine.items()})
         parts["libraries"] += PROCESS * count
     return dict(parts)
 
 
-def ranks_of(model: str, holders: Holders) -> tuple[int, ...]:
+def ranks_of(model: str, placement: Placement) -> tuple[int, ...]:
     """The ranks of a row of `trainers_of`."""
     kind = model.split()[-1]  # of reward critic: critic
-    return holders._asdict()[kind].ranks
+    return placement._asdict()[kind].ranks
 
 
-def engines_on_a_device(plans: list[Plan]) -> int:
-    """The most engines with a process on one device, in any of the plans; they take turns there."""
+def engines_on_a_device(placement: Placement, splits: list[Split]) -> int:
+    """The most engines with a process on one device, in any of the splits; they take turns there."""
     counts = Counter()
-    for role in ("rollout", "genrm"):
-        counts.update({rank for plan in plans for rank in vars(plan)[role]})
+    for role in ROLES:
+        counts.update({rank for split in splits for rank in placement.ranks(role, split)})
     return max(counts.values(), default=0)
 
 
-def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
+def verdicts(config: Config, placement: Placement, splits: list[Split], ranks: int) -> list[str]:
     """A line for this machine's devices, or where it has none for each of SIZES."""
     from torch import cuda
 
     sizes = [cuda.get_device_properties(0).total_memory] if cuda.is_available() else SIZES
     lines = []
     for size in sizes:
-        peaks = peaks_of(config, plans, ranks, size)
+        peaks = peaks_of(config, placement, splits, ranks, size)
         shown = ", ".join(f"{name} {needed / 1e9:.1f}" for name, needed in peaks.items())
         fits = "takes it" if max(peaks.values()) <= size else "IS TOO SMALL"
         lines.append(f"  a device of {size / 1e9:.0f} GB {fits}, in GB: {shown}")
     return lines
 
 
-def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
+def check_fits(config: Config, placement: Placement, splits: list[Split], ranks: int) -> None:
     """Raise UserError if the run won't fit: each model's peak this rank's GPU, or all of it this machine."""
     if not config.memory_check:
         return
@@ -215,13 +211,13 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
         from torch import cuda
 
         size = cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).total_memory
-        peaks = peaks_of(config, plans, ranks, size)
+        peaks = peaks_of(config, placement, splits, ranks, size)
         name = max(peaks, key=peaks.get)
         needed = peaks[name]
         what = f"{name} takes about {needed / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
         hint = HINTS.get(name.split()[0], "--tp with --sp") + " or more ranks"
     else:
-        parts = host_parts(config, plans, ranks)
+        parts = host_parts(config, placement, splits, ranks)
         name = max(parts, key=parts.get)
         needed = total(parts) if rendezvous.is_local() else 0
         size = psutil.virtual_memory().available
@@ -232,10 +228,11 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
         raise UserError(f"{what}: try {hint}; --no-memory-check starts anyway")
 
 
-def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
+def peaks_of(
+    config: Config, placement: Placement, splits: list[Split], ranks: int, device: float
+) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
-    holders = holders_of(config, plans, ranks)
-    trainers = trainers_of(config, holders)
+    trainers = trainers_of(config, placement)
     engines = engines_of(config)
     actor = trainers["actor"]
     states = actor["weights"] + actor["gradients"] + actor["optimizer"]
@@ -244,7 +241,7 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     for name, parts in engines.items():  # one that needs more than its share doesn't start
         needed = total(parts)
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
-    if "reference" in trainers and {*holders.reference.ranks} & {*holders.actor.ranks}:
+    if "reference" in trainers and {*placement.reference.ranks} & {*placement.actor.ranks}:
         peaks["the reference's pass"] = states + trainers["reference"]["weights"] + actor["loss"]
     learners = [name for name in trainers if "optimizer" in trainers[name]]
     needs = {f"training the {name}": total(trainers[name]) for name in learners}
@@ -252,12 +249,14 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     peaks |= {"training all models": total(needs)} if fuses else needs
     if engines:
         # flat, and gathered whole before
-        copies = 2 if holders.actor.tp * holders.actor.pp > 1 else 1
+        copies = 2 if placement.actor.tp * placement.actor.pp > 1 else 1
         pushed = copies * bucket_bytes(config)
         rollout, *_ = engines.values()
-        weights = 0 if holders.is_apart else rollout["weights"]
+        weights = 0 if placement.is_apart else rollout["weights"]
         peaks["the push"] = states - actor["gradients"] + weights + pushed
-    asleep = RESIDENT * (1 + engines_on_a_device(plans)) + CONTEXT * (config.rollout_tp - 1)
+    asleep = RESIDENT * (1 + engines_on_a_device(placement, splits)) + CONTEXT * (
+        config.rollout_tp - 1
+    )
     return {name: needed + asleep for name, needed in peaks.items()}
 
 

@@ -25,7 +25,7 @@ EMPTY = {field.name: None for field in dataclasses.fields(Sample) if field.defau
 
 async def record(c: Controller, shares: Shares) -> dict[str, float]:
     """Append this data-parallel rank's samples to the replay, instead of training on them. Not collective."""
-    actor = c.placement.actor
+    actor = c.devices.actor
     samples = flat(shares.of(actor)) if actor.is_head else []
     place = {"step": c.state.step, "algorithm": c.config.algorithm[0]}
     rows = [place | vars(sample) | {"media": []} for sample in samples]  # images are read anew
@@ -44,7 +44,7 @@ async def collect(steps: list[list[Sample]], c: Controller) -> RolloutBatch:
         held = f"--replay {c.config.replay} holds {len(steps)} steps"
         raise UserError(f"{held}, but {left} are left up to --steps {c.config.steps}")
     samples = steps.pop(0)
-    actor = c.placement.actor
+    actor = c.devices.actor
     newest = max((version for sample in samples for version in sample.versions), default=0)
     if newest > actor.version:
         weights = f"weights v{newest}, newer than the actor's v{actor.version}"
@@ -53,7 +53,7 @@ async def collect(steps: list[list[Sample]], c: Controller) -> RolloutBatch:
     groups = [list(group) for _, group in by_prompt]
     mine = groups[c.team.place :: c.team.size]
     unserved = dict(waves=0, serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
-    stats = StepStats(c.placement.plan.split, RequestStats(), RequestStats(), **unserved)
+    stats = StepStats(c.devices.split, RequestStats(), RequestStats(), **unserved)
     return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 
 

@@ -14,11 +14,11 @@ from engines.engine import Engine, EngineLost
 from engines.pool import Pool
 from engines.reward_model import ScoringEngine
 from runtime.world import World, raise_on_all
+from scheduling.measured import ROLES
 
 if TYPE_CHECKING:
     from reporting.timeline import Timeline
 
-ROLES = ("rollout", "genrm")
 OWNER_S = 3.0  # for the owner of a lost engine to say how it ended
 
 

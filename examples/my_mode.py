@@ -1,24 +1,23 @@
 """A serving mode of your own: torchrun --nproc-per-node 2 examples/my_mode.py --mode by_group"""
 
-import dataclasses
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import placement
+import modes
 import rollout
 import run
 
 
-def plans(holders, config):  # who holds which engine: the splits of partial colocation
-    splits = placement.partial_colocation(holders, config)
-    return [dataclasses.replace(plan, mode="by_group") for plan in splits]
+def splits(placement, config):  # how many ranks each role has: as in partial colocation
+    found = modes.partial_colocation(placement, config)
+    return [split._replace(mode="by_group") for split in found]
 
 
 async def judge_by_group(step):  # the loop, side by side like partial colocation
-    plan = step.c.placement.plan
-    await step.c.placement.share(plan.leads("rollout"), plan.leads("genrm"))
+    devices = step.c.devices
+    await devices.share(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
         step.start(step.begin_wave(), serve_group)
         await step.tasks.poll()
@@ -30,7 +29,6 @@ async def serve_group(step, group):  # its answers are judged when all of them a
     await rollout.judge(step, group)
 
 
-placement.PLANS["by_group"] = plans
-rollout.MODES["by_group"] = judge_by_group
+modes.MODES["by_group"] = modes.Mode(splits, judge_by_group)
 if __name__ == "__main__":
     run.main(sys.argv[1:])

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import placement
 import run
-from scheduling.layout import Holders, Shape
+from scheduling.layout import Placement, Shape
 
 
 def critics_last(everyone, config):  # they have the last ranks; all others take turns on the rest
@@ -18,7 +18,7 @@ def critics_last(everyone, config):  # they have the last ranks; all others take
     cut = len(everyone) - shape.unit
     actor = shape._replace(ranks=everyone[:cut])
     critic = shape._replace(ranks=everyone[cut:])
-    return Holders(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
+    return Placement(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
 
 
 placement.PLACEMENTS["last"] = critics_last

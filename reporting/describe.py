@@ -9,12 +9,13 @@ from pathlib import Path
 from algorithms import Settings, algorithm_of
 from config import Config, as_text, dashed
 from cpu import compiler
-from placement import Plan
+from scheduling.layout import Placement
+from scheduling.measured import Split
 
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 
 
-def describe(config: Config, plans: list[Plan], ranks: int) -> str:
+def describe(config: Config, placement: Placement, split: Split, ranks: int) -> str:
     """Say who runs where, what a step is, and which settings were chosen."""
     prompts = config.prompts_per_step
     answers = config.answers_per_prompt
@@ -24,7 +25,7 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
         if value != field.default:
             changed += f" --{dashed(field.name)} {as_text(value)}"
     step = f"{prompts * answers} samples: {answers} answers to each of {prompts} prompts"
-    text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
+    text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {placement.in_words(split)}\n"
     text += f"  {config.steps} steps of {step}\n  settings other than the defaults:{changed}"
     if config.device == "cpu":
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"

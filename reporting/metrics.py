@@ -233,9 +233,9 @@ def local_facts(
     maxima |= {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
         "rollout/waves": float(batch.waves),  # as all other controllers
-        "sync/received_mb": c.placement.received_bytes / 1e6,
+        "sync/received_mb": c.devices.received_bytes / 1e6,
     }
-    actor = c.placement.actor
+    actor = c.devices.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
     return Facts(means, sums, maxima, c.rewards.latencies, work if actor.holds else {})
 

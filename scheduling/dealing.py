@@ -54,7 +54,7 @@ class Deal(NamedTuple):
 class Deals(NamedTuple):
     """The same on every controller."""
 
-    holders: dict[Key, int]  # the rank that has a sample
+    owners: dict[Key, int]  # the rank that has a sample
     of: dict[Shape, Deal]
 
 
@@ -63,14 +63,14 @@ def deal(
 ) -> Deals:
     """Deal all samples in equal work for each shape, from what each rank holds (pure). cost(tokens): work."""
     tokens = {}
-    holders = {}
+    owners = {}
     image_costs = {}
     for rank, theirs in enumerate(held):
         image_costs |= theirs.image_costs
         for key, length in theirs.tokens().items():
             assert key not in tokens, "two controllers hold the same sample"
             tokens[key] = length
-            holders[key] = rank
+            owners[key] = rank
     deals = {}
     for shape in dict.fromkeys(shapes):
         plan = plan_batch(tokens, cost, shape.sized(config), shape.dp, image_costs)
@@ -78,7 +78,7 @@ def deal(
         for share, copy in zip(plan, shape.copies, strict=True):
             copies |= dict.fromkeys(flat(share), copy)
         deals[shape] = Deal(plan, copies)
-    return Deals(holders, deals)
+    return Deals(owners, deals)
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Layouts: which ranks hold a model, how they cut it, and how people write that. Pure."""
+"""Placements: which ranks hold which model, how they cut it, and how people write that. Pure."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from config import Config, UserError
+from scheduling.measured import ROLES, Split
 
 SIZES = ("tp", "pp", "cp")
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
@@ -99,13 +101,64 @@ def shape_from(text: str, default: Shape) -> Shape:
     return default._replace(ranks=ranks_from(ranks), **sizes)
 
 
-class Holders(NamedTuple):
-    """The ranks of the engines and of each model that is trained, or read for training."""
+class Placement(NamedTuple):
+    """The ranks of the engines and of each model that is trained, or read for training.
+
+    A split says how many of the engines' ranks each role has: rollout the first ones, genrm the last ones.
+    The first rank of an engine, its lead, owns its server.
+    """
 
     engines: tuple[int, ...]
     actor: Shape
     critic: Shape  # of every critic
     reference: Shape
+    rollout_tp: int = 1  # ranks of one rollout engine
+    genrm_tp: int = 1
+
+    @property
+    def models(self) -> tuple[Shape, Shape, Shape]:
+        return self.actor, self.critic, self.reference
+
+    def tp(self, role: str) -> int:
+        """The ranks of one engine of `role`."""
+        return {"rollout": self.rollout_tp, "genrm": self.genrm_tp}[role]
+
+    def ranks(self, role: str, split: Split) -> tuple[int, ...]:
+        """The ranks that serve `role`."""
+        if role == "rollout":
+            return self.engines[: split.rollout]
+        return self.engines[len(self.engines) - split.genrm :]
+
+    def leads(self, role: str, split: Split) -> tuple[int, ...]:
+        """The ranks that own a server of `role`."""
+        return self.ranks(role, split)[:: self.tp(role)]
+
+    def judge_of(self, lead: int, judges: int) -> int:
+        """The number of the judge model of the genrm engine that `lead` owns: judges are dealt in turn."""
+        return self.engines.index(lead) // self.genrm_tp % judges
+
+    @property
+    def unit(self) -> int:
+        """The least number of ranks that cuts no engine of either role."""
+        return math.lcm(self.rollout_tp, self.genrm_tp)
+
+    @property
+    def units(self) -> list[tuple[int, ...]]:
+        """The engines' ranks, so many at a time."""
+        starts = range(0, len(self.engines), self.unit)
+        return [self.engines[start : start + self.unit] for start in starts]
+
+    def serves_all(self, split: Split, judges: int) -> bool:
+        """Tell if each judge has an engine, and the ranks of each engine are neighbours.
+
+        Neighbours begin with a multiple of their number: they are of one machine.
+        """
+        for role in ROLES:
+            ranks = self.ranks(role, split)
+            tp = self.tp(role)
+            if len({rank // tp for rank in ranks}) * tp != len(ranks):
+                return False
+        return len({self.judge_of(lead, judges) for lead in self.leads("genrm", split)}) == judges
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -129,6 +182,13 @@ class Holders(NamedTuple):
         """The ranks whose controllers serve: those of the engines if these are apart, else all."""
         return self.engines if self.is_apart else tuple(sorted({*self.engines} | self.learners))
 
+    def in_words(self, split: Split) -> str:
+        """Say who serves and who trains: rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2."""
+        ranks_of = {role: self.ranks(role, split) for role in ROLES}
+        ranks_of |= {name: shape.ranks for name, shape in self.shapes.items()}
+        words = [f"{name} on ranks {ranks_in_words(r)}" for name, r in ranks_of.items() if r]
+        return ", ".join(words)
+
     def problems(self, world_size: int) -> Iterator[str]:
         """Yield what can't be on so many ranks, a sentence each."""
         models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
@@ -146,21 +206,22 @@ class Holders(NamedTuple):
             yield f"rank {min(idle)} holds nothing"
 
     def __str__(self) -> str:
-        """Return the words that `holders_from` reads."""
+        """Return the words that `placement_from` reads."""
         models = f"actor={self.actor} critic={self.critic} reference={self.reference}"
         return f"engines={ranks_in_words(self.engines)} {models}"
 
 
-def holders_from(text: str, default: Shape) -> Holders:
+def placement_from(text: str, default: Shape) -> Placement:
     """Read ranks such as engines=0-3 actor=0-1 critic=2-3:tp2. UserError.
 
     Engines and the actor that aren't named have the default's ranks, other models the actor's.
     """
     words = dict(word.partition("=")[::2] for word in text.split())
-    if unknown := words.keys() - Holders._fields:
-        raise UserError(f"{min(unknown)} is none of {', '.join(Holders._fields)}")
+    known = ("engines", "actor", "critic", "reference")
+    if unknown := words.keys() - {*known}:
+        raise UserError(f"{min(unknown)} is none of {', '.join(known)}")
     engines = ranks_from(words["engines"]) if "engines" in words else default.ranks
     actor = shape_from(words["actor"], default) if "actor" in words else default
     critic = shape_from(words["critic"], actor) if "critic" in words else actor
     reference = shape_from(words["reference"], actor) if "reference" in words else actor
-    return Holders(engines, actor, critic, reference)
+    return Placement(engines, actor, critic, reference)

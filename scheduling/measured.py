@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
+ROLES = ("rollout", "genrm")
 Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 import controller
 import genrm
+import modes
 import placement
 import rewards
 import rollout
@@ -185,7 +186,7 @@ class Simulation:
         self.network = network or Network()
         self.clock = VirtualClock()
         self.config = config_of(mode, workload, cluster, settings)
-        self.plans = placement.make_plans(self.config, ranks)
+        self.placement, self.splits = modes.place(self.config, ranks)
         self.steps: list[StepFacts] = []
         self._author = Author(workload, self.config, cluster.grain)
         self.engines = {role: self._engines(role) for role in cluster.decode}
@@ -198,7 +199,7 @@ class Simulation:
             self.controllers.append(self._controller(world, **models))
 
     def _engines(self, role: str) -> list[SimulatedEngine]:
-        """Make an engine on each rank that leads one in some plan."""
+        """Make an engine on each rank that leads one in some split."""
         cluster = self.cluster
         costs = coarse(cluster.decode[role], cluster.grain)
         capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
@@ -209,8 +210,8 @@ class Simulation:
             judges = len(self.config.judge_models)
             write = self._author.rate if cluster.scores else self._author.critique
         engines = []
-        for rank in sorted({rank for plan in self.plans for rank in plan.leads(role)}):
-            model = self.plans[0].judge_of(rank, judges) if judges else 0
+        for rank in sorted({r for split in self.splits for r in self.placement.leads(role, split)}):
+            model = self.placement.judge_of(rank, judges) if judges else 0
             how = (model, costs, moves, capacity, write, self.clock)
             engines.append(SimulatedEngine(role, rank, *how))
         return engines
@@ -218,17 +219,17 @@ class Simulation:
     def _models(self, world: SimulatedWorld) -> dict[str, SimulatedTrainer]:
         """Make one rank's models, by name: reference, actor, critics. world: of the trainers alone."""
         cluster = self.cluster
-        holders = self.plans[0].holders
+        held = self.placement
         costs = {"reference": cluster.reference or cluster.actor, "actor": cluster.actor}
         costs |= dict.fromkeys(algorithm_of(self.config).critics, cluster.critic or cluster.actor)
         moves = cluster.moves.get("train", Moves())
-        parts = {shape.ranks: world.part(shape.ranks) for shape in holders[1:]}
+        parts = {shape.ranks: world.part(shape.ranks) for shape in held.models}
         models = {}
         for name, each in costs.items():
-            shape = holders._asdict().get(name, holders.critic)
+            shape = held._asdict().get(name, held.critic)
             how = (coarse(each, cluster.grain), moves, shape, cluster.speed_up)
             models[name] = SimulatedTrainer(name, parts[shape.ranks], *how)
-        if holders.reference == holders.actor:
+        if held.reference == held.actor:
             models["reference"] = models["actor"]
         return models
 
@@ -240,7 +241,7 @@ class Simulation:
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
-        team = world.part(self.plans[0].holders.servers)
+        team = world.part(self.placement.servers)
         pools = {}
         for role, engines in self.engines.items():
             pools[role] = pool.Pool(engines, team, timeline, config)
@@ -249,7 +250,7 @@ class Simulation:
             config,
             algorithm,
             world,
-            placement.Placement(self.plans, models, pools, world, timeline),
+            placement.Devices(self.placement, self.splits, models, pools, world, timeline),
             rewards.build(config, [author] * len(config.judge_models), author.text_of),
             Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
@@ -289,7 +290,7 @@ class Simulation:
         if step == len(self.steps):
             self.steps.append(StepFacts())
         facts = self.steps[step]
-        if c.placement.serves:
+        if c.devices.serves:
             facts.waves = batch.waves
             facts.stats = c.state.history[-1]
             facts.decision = stats

@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock, Mock
 
 import torch
 
+import modes
 import placement
 from checkpoint import Checkpoints, restore
 from controller import State
@@ -26,16 +27,15 @@ from sample import flat
 def controller_of(world: World, actor, critic) -> SimpleNamespace:
     """As much of a Controller as a checkpoint looks at."""
     holders = placement.colocate(tuple(range(world.size)), actor.config)
-    plans = placement.full_colocation(holders, actor.config)
-    held = dict(actor=actor, critics=[critic], plans=plans, next=plans[0], serves=True)
-    held["switch"] = lambda plan: None
+    splits = modes.full_colocation(holders, actor.config)
+    held = dict(actor=actor, critics=[critic], splits=splits, next=splits[0], serves=True)
     held["give_device_to"] = AsyncMock()  # there is only a CPU
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
         team=world,
         ahead=None,
-        placement=SimpleNamespace(**held),
+        devices=SimpleNamespace(**held),
         rewards=Mock(counts=Mock(return_value=5 + world.rank)),
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),
@@ -46,7 +46,7 @@ def controller_of(world: World, actor, critic) -> SimpleNamespace:
 
 def update(c: SimpleNamespace, batch: list) -> dict[str, float]:
     """An update of both models, the critic's on returns that follow from the tokens. Returns its metrics."""
-    actor, (critic,) = c.placement.actor, c.placement.critics
+    actor, (critic,) = c.devices.actor, c.devices.critics
     metrics = actor.update(balanced(batch, actor))
     mini_batches = balanced(batch, critic)
     critic.compute_values(mini_batches)

@@ -15,6 +15,7 @@ from statistics import fmean
 
 import controller
 import demo.task  # noqa: F401 (it adds a judge format)
+import modes
 import placement
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
@@ -430,7 +431,7 @@ class FakeCheckpoints:
 
     async def save_now(self, c):
         await c.world.barrier()
-        awake = c.placement.rollout.awake + c.placement.genrm.awake
+        awake = c.devices.rollout.awake + c.devices.genrm.awake
         assert not awake, "saved while an engine was awake"
         self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.requeued)))
 
@@ -586,7 +587,7 @@ def trained(controllers, step):
     for c in controllers:
         for sample in c.report.steps[step][2]:
             key = (sample.prompt_id, sample.index)
-            assert (key not in samples) == c.placement.actor.is_head
+            assert (key not in samples) == c.devices.actor.is_head
             assert samples.setdefault(key, sample).advantages == sample.advantages
     return samples
 
@@ -642,15 +643,17 @@ def simulate(
     controllers)), called when it is time.
     """
     config = fake_config(mode, out=str(out), tp=tp, **settings)
-    plans, log, meetings = placement.make_plans(config, size), [], {}
+    (placed, splits), log, meetings = modes.place(config, size), [], {}
     devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
-    engines = fake_engines(config, plans, devices, write, verdict)
+    engines = fake_engines(config, placed, splits, devices, write, verdict)
     prepare(engines)
     controllers = [] if controllers is None else controllers
     clock = VirtualClock()
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
-        c = fake_controller(config, plans, world, engines, devices[rank], clock, out, writer)
+        c = fake_controller(
+            config, placed, splits, world, engines, devices[rank], clock, out, writer
+        )
         controllers.append(c)
         prepare_controller(c)
     for seconds, event in events:
@@ -690,28 +693,28 @@ def run_on(clock, *works):
         end_all(clock)
 
 
-def fake_engines(config, plans, devices, write, verdict):
-    """One for each role and lead of any plan."""
+def fake_engines(config, placed, splits, devices, write, verdict):
+    """One for each role and lead of any split."""
     engines, judges = [], max(1, len(config.judge_models))
     for role, writes in (("genrm", verdict), ("rollout", write)):
-        for rank in sorted({lead for plan in plans for lead in plan.leads(role)}):
-            model = plans[0].judge_of(rank, judges) if role == "genrm" else 0
+        for rank in sorted({lead for split in splits for lead in placed.leads(role, split)}):
+            model = placed.judge_of(rank, judges) if role == "genrm" else 0
             engines.append(FakeEngine(role, rank, devices[rank], writes, model))
     return engines
 
 
-def fake_controller(config, plans, world, engines, device, clock, out, writer):
+def fake_controller(config, placed, splits, world, engines, device, clock, out, writer):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
-    pools, holders = {}, plans[0].holders
-    team = world.part(holders.servers)
+    pools = {}
+    team = world.part(placed.servers)
     for role in ("rollout", "genrm"):
         pools[role] = Pool([e for e in engines if e.role == role], team, timeline, config)
-    actor = FakeActor(world.rank, holders.actor, device, config.continues_answers, config.ahead)
-    critics = [FakeCritic(name, world.rank, holders.critic, device) for name in algorithm.critics]
+    actor = FakeActor(world.rank, placed.actor, device, config.continues_answers, config.ahead)
+    critics = [FakeCritic(name, world.rank, placed.critic, device) for name in algorithm.critics]
     references = []
     if algorithm.kl_coef:
-        references.append(FakeReference("reference", world.rank, holders.reference, device))
+        references.append(FakeReference("reference", world.rank, placed.reference, device))
     models = placement.Models([actor, *critics], references)
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
@@ -721,7 +724,7 @@ def fake_controller(config, plans, world, engines, device, clock, out, writer):
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
-        placement=placement.Placement(plans, models, pools, world, timeline),
+        devices=placement.Devices(placed, splits, models, pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
         team=team,

@@ -30,8 +30,8 @@ from config import Config
 from engines.engine import Answer, Engine, Request, Sampling
 from gpu_model import SIZES
 from inputs import hf_directory
+from modes import place
 from parallel_worker import balanced, set_constants
-from placement import make_plans
 from runtime import rendezvous, shutdown
 from sample import Sample
 
@@ -334,7 +334,7 @@ async def full() -> None:
         note("asleep", actor=used_bytes() - before)
         actor.wake()
         update(actor, written)
-        peaks = peaks_of(config, make_plans(config, 1), 1, device=0.0)
+        peaks = peaks_of(config, *place(config, 1), 1, device=0.0)
         with most_used() as most:
             await push(engines["rollout"], actor)
         note("push", peak=max(most), predicted=peaks["the push"])

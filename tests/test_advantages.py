@@ -35,9 +35,9 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
     """With its critics and a reference, each asked once a step, before the update."""
     controllers, _ = simulate(mode, size, tp=tp, algorithm=(row, "kl_coef=0.1"))
     for c in controllers:
-        assert [critic.name for critic in c.placement.critics] == list(ALGORITHMS[row].critics)
-        assert [model.log for model in c.placement.references] == [["reference"] * 3]
-        assert all(critic.log == ["values", "update"] * 3 for critic in c.placement.critics)
+        assert [critic.name for critic in c.devices.critics] == list(ALGORITHMS[row].critics)
+        assert [model.log for model in c.devices.references] == [["reference"] * 3]
+        assert all(critic.log == ["values", "update"] * 3 for critic in c.devices.critics)
     algorithm = controllers[0].algorithm
     for step in range(3):
         samples = trained(controllers, step)

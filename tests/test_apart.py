@@ -15,8 +15,9 @@ import checkpoint
 import controller
 import run
 from algorithms import algorithm_of
+from modes import place
 from parallel_worker import actor_config, far, gathered, save
-from placement import Placement, make_plans
+from placement import Devices
 from reporting.timeline import Timeline
 from rollout import RolloutBatch, outcomes_of
 from runtime.shutdown import Stop
@@ -72,17 +73,17 @@ def make_batch(step: int) -> list[Sample]:
     return samples
 
 
-def controller_of(config, plans, models, world: World) -> SimpleNamespace:
+def controller_of(config, placement, splits, models, world: World) -> SimpleNamespace:
     """As much of a Controller as exchange, learn and agree look at."""
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
     how = dict(pools={"rollout": None, "genrm": None}, world=world, timeline=timeline)
-    held = Placement(plans, models, **how)
+    held = Devices(placement, splits, models, **how)
     return SimpleNamespace(
         config=config,
         algorithm=algorithm_of(config),
         world=world,
-        team=world.part(plans[0].holders.servers),
-        placement=held,
+        team=world.part(placement.servers),
+        devices=held,
         prompts=SimpleNamespace(attach_images=lambda samples: None),
         timeline=timeline,
         state=controller.State(),
@@ -95,7 +96,7 @@ def controller_of(config, plans, models, world: World) -> SimpleNamespace:
 def meet_in_updates(c: SimpleNamespace) -> None:
     """Neither goes on until the other is in its update, too: in turns they would wait in vain."""
     store = dist.distributed_c10d._get_default_store()
-    actor, critic = c.placement.actor, c.placement.critics[0]
+    actor, critic = c.devices.actor, c.devices.critics[0]
 
     def wait_for_the_other(own: str, other: str, update, *args):
         store.set(f"{own} learns in {c.state.step}", "")
@@ -109,7 +110,7 @@ def meet_in_updates(c: SimpleNamespace) -> None:
 
 async def step_of(c: SimpleNamespace) -> dict[str, float]:
     """A step: samples are held by those who serve, and learnt by whoever holds a model."""
-    kept = make_batch(c.state.step)[c.team.place :: c.team.size] if c.placement.serves else []
+    kept = make_batch(c.state.step)[c.team.place :: c.team.size] if c.devices.serves else []
     batch = RolloutBatch(kept=kept)
     held, _ = await controller.tell_served(batch, c)
     shares = await controller.exchange(batch, held, c)
@@ -121,7 +122,7 @@ async def step_of(c: SimpleNamespace) -> dict[str, float]:
 
 def pushed(c: SimpleNamespace, route) -> dict[str, tuple]:
     """Shape and digest of each tensor that an engine of this rank would get (collective)."""
-    named = c.placement.actor.named_weights()
+    named = c.devices.actor.named_weights()
     named = route.carry(named) if route else named
     return {name: (*t.shape, sha256(t.float().numpy().tobytes()).hexdigest()) for name, t in named}
 
@@ -131,15 +132,15 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
     given = dict(placement=layout["placement"], mode="full", rule=("right",))
     given |= layout.get("sizes", {})
     config = actor_config(**PPO, **given, model=reference["model"], critic=reference["critic"])
-    plans = make_plans(config, size)
+    placement, splits = place(config, size)
     inputs = dict(algorithm=algorithm_of(config), texts=[])
     inputs |= dict(sampling=SimpleNamespace(stop_token_ids=()))
-    models = run.build_models(config, SimpleNamespace(**inputs), plans)
-    c = controller_of(config, plans, models, World("cpu", 60.0))
+    models = run.build_models(config, SimpleNamespace(**inputs), placement, splits)
+    c = controller_of(config, placement, splits, models, World("cpu", 60.0))
     if "resumes" in layout:
         c.state.step = 1
         for name, trainer in checkpoint.trainers_of(c).items():
-            await c.placement.give_device_to(trainer)
+            await c.devices.give_device_to(trainer)
             trainer.restore(Path(path).parent / f"result.{layout['resumes']}.{name}")
     if "meets" in layout:
         meet_in_updates(c)
@@ -148,16 +149,16 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
         metrics.append(await step_of(c))
         if "saves" in layout and c.state.step == 1:
             for name, trainer in checkpoint.trainers_of(c).items():
-                await c.placement.give_device_to(trainer)
+                await c.devices.give_device_to(trainer)
                 save(trainer, Path(f"{path}.{name}"))
     weights = {}
     for name, trainer in checkpoint.trainers_of(c).items():
-        await c.placement.give_device_to(trainer)
+        await c.devices.give_device_to(trainer)
         for found in gathered(trainer.whole_weights()):
             weights |= {name: found} if found else {}
     versions = gathered([trainer.version for trainer in models.trainers])
     state = gathered(mpu.model_parallel_is_initialized())
-    await c.placement.give_device_to(c.placement.actor)
+    await c.devices.give_device_to(c.devices.actor)
     digests = gathered(pushed(c, models.route))
     received = gathered(models.route.received if models.route else 0)
     c.world.close()

@@ -117,13 +117,13 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
         place = dict(shape=shape, holds=True, dp_rank=shape.place(world.rank).dp_rank)
         actor = SimpleNamespace(cost=cost, image_cost=lambda prompt: 0, **place)
         placement = SimpleNamespace(actor=actor, critics=[], references=[], is_apart=False)
-        return SimpleNamespace(world=world, placement=placement, stop=Stop(), **shared)
+        return SimpleNamespace(world=world, devices=placement, stop=Stop(), **shared)
 
     async def mini_batches_of(samples, world):
         c = controller_of(world)
         batch = RolloutBatch(samples)
         told, _ = await controller.tell_served(batch, c)
-        return (await controller.exchange(batch, told, c)).of(c.placement.actor)
+        return (await controller.exchange(batch, told, c)).of(c.devices.actor)
 
     async def all_ranks():
         return await asyncio.gather(*map(mini_batches_of, held, worlds))

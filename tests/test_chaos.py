@@ -44,7 +44,7 @@ from fakes import (
     to_text,
     write_on,
 )
-from placement import make_holders
+from placement import make_placement
 from runtime import atomic_files
 from runtime.atomic_files import complete_rows
 from test_faults import TROUBLES, PromptWriter, strike
@@ -270,7 +270,7 @@ class Trial:
             self.best = max((step for step in saved if step is not None), default=self.best)
         check_history(self.config, list(complete_rows(self.out / "metrics.jsonl")))
         steps = self.settings["steps"]
-        reached = {(c.placement.actor.version, c.state.step) for c in self.controllers}
+        reached = {(c.devices.actor.version, c.state.step) for c in self.controllers}
         assert reached == {(steps, steps)}
 
     def draw_life(self, life):
@@ -303,7 +303,7 @@ class Trial:
         how = dict(out=str(self.out), rebalance=self.moves and mode != "full")
         how |= dict(placement=words[0] if words else "colocate")
         config = fake_config(mode, answers_per_prompt=2, **how, **self.settings)
-        how["ahead"] = self.rng.choice([0, 1]) * make_holders(config, size).is_apart
+        how["ahead"] = self.rng.choice([0, 1]) * make_placement(config, size).is_apart
         self.how = how
         self.config = fake_config(mode, answers_per_prompt=2, **how, **self.settings)
 

@@ -111,8 +111,8 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     assert [c.report.requeued for c in resumed] == [c.report.requeued[stop:] for c in unbroken]
     assert [c.report.carried for c in resumed] == [c.report.carried[stop:] for c in unbroken]
     assert resumed[0].state.groups_per_kept == unbroken[0].state.groups_per_kept
-    assert resumed[0].placement.plan == unbroken[0].placement.plan
-    assert all(critic.version == 6 for c in (*resumed, *unbroken) for critic in c.placement.critics)
+    assert resumed[0].devices.split == unbroken[0].devices.split
+    assert all(critic.version == 6 for c in (*resumed, *unbroken) for critic in c.devices.critics)
     shutil.rmtree(out)
 
 
@@ -142,7 +142,7 @@ def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(
     controllers = []
 
     def fail_on_rank_1(c):
-        snapshot = c.placement.actor.snapshot
+        snapshot = c.devices.actor.snapshot
 
         def write_too_much(path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
@@ -153,7 +153,7 @@ def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(
             fails = c.world.rank and f"step_{fails_at}." in str(folder)
             return partial(write_too_much, folder / "big") if fails else write, complete
 
-        c.placement.actor.snapshot = or_fail
+        c.devices.actor.snapshot = or_fail
         c.checkpoints.start_writer = AwaitedWriter
         if fails_at < every:
             c.timeline.on_open = lambda *_: vars(c.stop).update(asked=15 * c.state.step)
@@ -180,7 +180,7 @@ def test_a_save_without_all_numbers_ends_the_run(tmp_path):
 
     def lose_numbers(c):
         complete = Mock(side_effect=ValueError("invalid fill"))
-        c.placement.actor.snapshot = lambda folder: (lambda: [], complete)
+        c.devices.actor.snapshot = lambda folder: (lambda: [], complete)
 
     how = dict(steps=2, save_every=1, out=tmp_path, prepare_controller=lose_numbers)
     with pytest.raises(ValueError, match="invalid fill"):

@@ -25,7 +25,7 @@ from fakes import FakeWorld
 from genrm import formats_of
 from inputs import hf_directory
 from launched import ROOT, Run
-from placement import make_plans
+from modes import place
 from runtime import atomic_files
 from support.rows import jsonl
 from support.templates import GEMMA
@@ -83,7 +83,7 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    return run.load_inputs(settings, make_plans(settings, 2), print)
+    return run.load_inputs(settings, place(settings, 2)[0], print)
 
 
 def damaged(home: Path, file: str, change) -> Path:
@@ -324,7 +324,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
         if command == "check":
             dry_run.check(settings)
         elif command == "rl":
-            dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
+            dry_run.dry_run(settings, *run.check_settings(settings, 2), 2)
         elif command == "eval":
             asyncio.run(run.evaluate_model(settings, None))
         else:
@@ -387,8 +387,8 @@ SERVERS |= {"--rule right --model m": "rollout 0 0; rollout 2 0"}
 def test_the_servers_of_each_rank(arguments, expected):
     settings = config.parse_config(arguments.split())
     size = expected.count(";") + 1
-    plans = run.check_settings(settings, size)
-    specs = [run.servers_of(rank, settings, plans) for rank in range(size)]
+    placed = run.check_settings(settings, size)
+    specs = [run.servers_of(rank, settings, *placed) for rank in range(size)]
     for row, of_rank in zip(specs, expected.split("; "), strict=True):
         found = [f"{each.role} {each.port - settings.port} {each.model}" for each in row]
         assert ", ".join(found) == of_rank
@@ -419,12 +419,12 @@ def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
     doesn't fall asleep is ended: the next would measure a full device; the first hand-over finds it lost."""
     monkeypatch.setattr(fleet, "Engine", FakeEngine)
     settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
-    plans, meetings = run.check_settings(settings, 3), {}
+    placed, meetings = run.check_settings(settings, 3), {}
 
     async def rank(number):
         world = FakeWorld(number, 3, meetings)
         async with fleet.Fleet(settings, world) as engines:
-            await engines.launch(run.servers_of(number, settings, plans))
+            await engines.launch(run.servers_of(number, settings, *placed))
             await engines.ready()
             return await engines.connect(None, world)
 
@@ -454,5 +454,5 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext(fleet))
     monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
     monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=True))
-    line = asyncio.run(run.run(config.parse_config([]), [], run.shutdown.Stop()))
+    line = asyncio.run(run.run(config.parse_config([]), None, [], run.shutdown.Stop()))
     assert line.startswith(f"stopped after 3 of 40 steps; {end}")

@@ -14,6 +14,7 @@ import placement
 from config import COMMANDS, DEMO_MODELS, PRESETS, Config, documented_settings, parse_config
 from cpu import compiler
 from run import check_settings, describe
+from scheduling.measured import Split
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -185,11 +186,15 @@ def test_an_engine_stays_on_one_machine(role):
 def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
     monkeypatch.setattr(compiler, "program_for", lambda model, dtype: "some program")
     config, ranks = parse_config(arguments.split()), len({rank for role in plan for rank in role})
-    holders = placement.colocate(tuple(range(ranks)), config)
-    expected = placement.Plan(mode, *plan, holders=holders)
-    assert check_settings(config, ranks) == [expected]
-    described = describe(config, [expected], ranks)
-    assert str(expected) in described and f"{config.prompts_per_step * 8} samples" in described
+    placed = placement.colocate(tuple(range(ranks)), config)
+    split = Split(mode, *map(len, plan))
+    assert check_settings(config, ranks) == (placed, [split])
+    assert (placed.ranks("rollout", split), placed.ranks("genrm", split)) == tuple(plan)
+    described = describe(config, placed, split, ranks)
+    assert (
+        placed.in_words(split) in described
+        and f"{config.prompts_per_step * 8} samples" in described
+    )
 
 
 def test_a_judge_that_writes_nothing_needs_no_room_for_it():

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 import controller
-import rollout
+import modes
 from config import Config, UserError
 from controller import State, advance
 from fakes import LEFTOVERS, FakeSource, batches_of, part_of, simulate, to_text, trained, write_on
@@ -41,7 +41,7 @@ def test_devices_change_hands_in_order(mode, size, tp):
                 taken = {who for verb, who in mine[position + 1 : until] if verb == "take"}
                 # not at once: the fakes look
                 assert taken <= {"rollout weights", LEFTOVERS["actor"]}
-    assert all(c.placement.actor.version == steps for c in controllers)
+    assert all(c.devices.actor.version == steps for c in controllers)
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
@@ -54,7 +54,7 @@ def test_trainers_take_turns_on_the_devices(mode, size, tp):
         expected = [(verb, who) for who in turns for verb in ("take", "give")]
         assert events_of(log, rank, "actor", "reward critic") == expected
     for c in controllers:
-        (critic,), actor = c.placement.critics, c.placement.actor
+        (critic,), actor = c.devices.critics, c.devices.actor
         assert critic.version == actor.version == 3 and critic.batches == actor.batches
         for sample in critic.batches[0]:
             kl = sum(a - b for a, b in zip(sample.logprobs, sample.reference_logprobs, strict=True))
@@ -71,8 +71,8 @@ def test_trainers_that_share_a_table_share_the_device():
         expected = step[:2] + step * controllers[0].config.steps
         assert events_of(log, rank, "actor", "reward critic") == expected
     for before, now in zip(alone, controllers, strict=True):
-        (critic,), actor = now.placement.critics, now.placement.actor
-        assert critic.batches == actor.batches == before.placement.actor.batches
+        (critic,), actor = now.devices.critics, now.devices.actor
+        assert critic.batches == actor.batches == before.devices.actor.batches
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fused"])
@@ -81,7 +81,7 @@ def test_the_policy_makes_no_update_while_the_critic_warms_up(schedule):
     algorithm = (*PPO, "critic_warmup=2")
     controllers, _ = simulate("full", 2, algorithm=algorithm, schedule=schedule, steps=5)
     for c in controllers:
-        (critic,), actor = c.placement.critics, c.placement.actor
+        (critic,), actor = c.devices.critics, c.devices.actor
         assert (critic.version, actor.version) == (5, 3) and critic.batches[2:] == actor.batches
         (weights,) = {version for sample in actor.batches[0] for version in sample.versions}
         assert weights == 0
@@ -98,9 +98,9 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
         served = [len({s.prompt_id for s in b.kept}) + len(b.filtered + b.carried) for b in batches]
         assert max(served) - min(served) <= 1
         assert trained(controllers, step).keys() == {(s.prompt_id, s.index) for s in kept}
-        shares = [c.placement.actor.batches[step] for c in controllers]
+        shares = [c.devices.actor.batches[step] for c in controllers]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        cost = controllers[0].placement.actor.cost
+        cost = controllers[0].devices.actor.cost
         work = [[cost(len(s.prompt) + len(s.response)) for s in share] for share in shares]
         assert max(map(sum, work)) - min(map(sum, work)) <= max(map(max, work))
 
@@ -224,7 +224,7 @@ def stopped_at(place, **how):
         report = c.report.step
 
         async def collect(c):
-            batch = await rollout.collect(c)
+            batch = await modes.collect(c)
             reach("exchange")
             return batch
 

@@ -27,7 +27,8 @@ from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
 from fakes import LEFTOVERS, simulate
 from inputs.hf_directory import checkpoint_shapes
-from placement import colocate, make_plans
+from modes import place
+from placement import colocate
 from reporting.describe import describe
 from runtime import devices, supported
 from scheduling.layout import Shape
@@ -120,7 +121,7 @@ def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():
 @pytest.mark.parametrize("is_so", [False, True])
 def test_what_cuda_leaves_out_by_default_is_said(is_so):
     config = settings("m", *["--deterministic"] * is_so)
-    lines = describe(config, make_plans(config, 2), 2)
+    lines = describe(config, place(config, 2)[0], place(config, 2)[1][0], 2)
     assert config.deterministic == is_so
     assert ("tokens differ from run to run" in lines) == (not is_so)
 
@@ -153,14 +154,14 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
         mine[who] = weights[role] if who.endswith("weights") else states.get(who, cache)
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
-    plans = make_plans(config, ranks)
-    predicted = peaks_of(config, plans, ranks, H200)
+    placed = place(config, ranks)
+    predicted = peaks_of(config, *placed, ranks, H200)
     most = max(size for who, size in predicted.items() if "reference" not in who)
     processes = 2 if mode == "partial" else 3
     more = memory.CONTEXT * (config.rollout_tp - 1)
     assert peak + processes * RESIDENT + more == pytest.approx(most)
     assert max(predicted.values()) <= 0.9 * H200, predicted
-    assert "a device of 141 GB takes it" in " ".join(memory.memory(config, plans, ranks))
+    assert "a device of 141 GB takes it" in " ".join(memory.memory(config, *placed, ranks))
 
 
 def pip_libraries(home: Path) -> Path:
@@ -353,19 +354,19 @@ def device_of(machine, monkeypatch):
 
 def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     config = settings(models["7B"], "--mode", "full")
-    plans = make_plans(config, 1)
+    placed = place(config, 1)
     device_of(85e9)
     with pytest.raises(UserError) as raised:
-        memory.check_fits(config, plans, 1)
-    needed = peaks_of(config, plans, 1, 85e9)["training the actor"]
+        memory.check_fits(config, *placed, 1)
+    needed = peaks_of(config, *placed, 1, 85e9)["training the actor"]
     assert needed > 7_615_616_512 * 18 + 3 * RESIDENT  # weights, gradients, optimizer; then a pass
     assert f"training the actor takes about {needed / 1e9:.1f} GB of a" in str(raised.value)
-    memory.check_fits(replace(config, memory_check=False), plans, 1)
+    memory.check_fits(replace(config, memory_check=False), *placed, 1)
     device_of(170e9)
-    memory.check_fits(config, plans, 1)
+    memory.check_fits(config, *placed, 1)
     device_of(70e9)
     trains_nothing = replace(config, rollout_only=True, mem_fraction=0.5)
-    memory.check_fits(trains_nothing, make_plans(config, 8), 8)
+    memory.check_fits(trains_nothing, *place(config, 8), 8)
 
 
 @pytest.mark.parametrize("recompute,measured", [(False, 25.78e9), (True, 12.07e9)])
@@ -385,17 +386,17 @@ def test_a_model_is_looked_at_before_it_is_measured(device_of):
     arguments = ["--device", "cuda", "--preset", "cuda", "--model", "/nowhere", "--rule", "right"]
     config = parse_config(arguments)
     with pytest.raises(UserError, match=r"^--model /nowhere"):
-        run.load_inputs(config, make_plans(config, 1), print)
+        run.load_inputs(config, place(config, 1)[0], print)
 
 
 def test_the_push_needs_no_gradients_but_a_bucket(models):
     """Of a 7B on 8, by hand: 2 bytes a parameter, 12 / 8 of the optimizer, the engine's 2, a bucket."""
     config = settings(models["7B"], "--mode", "full")
-    plans, parameters, largest = make_plans(config, 8), 7_615_616_512, 2 * 152064 * 3584
+    placed, parameters, largest = place(config, 8), 7_615_616_512, 2 * 152064 * 3584
     expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
-    assert peaks_of(config, plans, 8, H200)["the push"] == pytest.approx(expected, rel=1e-6)
+    assert peaks_of(config, *placed, 8, H200)["the push"] == pytest.approx(expected, rel=1e-6)
     with_tp = settings(models["7B"], "--mode", "full", "--tp", "2")
-    sharded = peaks_of(with_tp, make_plans(with_tp, 8), 8, H200)["the push"]
-    copies = sharded - peaks_of(config, plans, 8, H200)["the push"]
+    sharded = peaks_of(with_tp, *place(with_tp, 8), 8, H200)["the push"]
+    copies = sharded - peaks_of(config, *placed, 8, H200)["the push"]
     # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
     assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)

@@ -26,7 +26,7 @@ def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
     """Of run, prompt and index, whoever asks whom, also when it is cut off and asked for again."""
     controllers, _ = simulate(mode, 2, seed=5, eval_every=100, **settings)
     samples = samples_of(all_batches(controllers))
-    engines = controllers[0].placement.rollout.all_engines
+    engines = controllers[0].devices.rollout.all_engines
     held_out = {seed_of(5, -1 - i, 0) for i in range(len(controllers[0].prompts.source.held_out))}
     requests = [each for engine in engines for call in engine.requests for each in call]
     asked = [request.seed for request in requests if request.seed not in held_out]
@@ -64,7 +64,7 @@ def measured(mode, size, seed, **settings):
 
 def trained_on(controllers, step):
     """Every sample of a step's batch, and who trained on it, in which place."""
-    heads = [c.placement.actor for c in controllers if c.placement.actor.is_head]
+    heads = [c.devices.actor for c in controllers if c.devices.actor.is_head]
     return sorted(
         (s.prompt_id, s.index, s.response, s.logprobs, s.reward, s.advantages, actor.dp_rank, place)
         for actor in heads

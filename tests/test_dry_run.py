@@ -77,7 +77,7 @@ def test_memory_counts_critics_and_the_reference():
 
     def names(**more):
         config = settings(**more)
-        lines = memory.memory(config, run.check_settings(config, 2), 2)
+        lines = memory.memory(config, *run.check_settings(config, 2), 2)
         # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         assert ("loss 0.0" if config.rollout_only else "loss 4.2") in lines[1]
         listed = [line.split(":")[0].strip() for line in lines[1:-2]]
@@ -118,7 +118,7 @@ def test_the_device_map_names_who_owns_which_server():
     """Ports are the ranks'; a rank names what it has in any of the plans."""
 
     def lines(config, ranks):
-        words, *lines = device_map(config, run.check_settings(config, ranks), ranks)
+        words, *lines = device_map(config, *run.check_settings(config, ranks), ranks)
         assert words.startswith('  --placement "engines=')
         return lines
 
@@ -140,7 +140,7 @@ def said(capsys, monkeypatch):
 
     def said(*arguments, ranks=2):
         config = parse_config(["--dry-run", *map(str, arguments)])
-        dry_run.dry_run(config, run.check_settings(config, ranks), ranks)
+        dry_run.dry_run(config, *run.check_settings(config, ranks), ranks)
         return capsys.readouterr().out
 
     return said

@@ -11,9 +11,9 @@ import torch
 
 import algorithms
 import data
+import modes
 import placement
 import rewards
-import rollout
 import run
 from fakes import simulate, to_text
 
@@ -27,8 +27,7 @@ def tables():
     with (
         patch.dict(algorithms.ALGORITHMS),
         patch.dict(placement.PLACEMENTS),
-        patch.dict(placement.PLANS),
-        patch.dict(rollout.MODES),
+        patch.dict(modes.MODES),
     ):
         yield
 
@@ -78,10 +77,10 @@ def test_a_mode_of_one_s_own_runs(monkeypatch):
     arguments = ["--mode", "by_group"]
     assert run_example("my_mode.py", monkeypatch, *arguments) == [arguments]
     runs = [simulate(mode, 4)[0] for mode in ("by_group", "partial")]
-    assert runs[0][0].placement.plan.mode == "by_group"
+    assert runs[0][0].devices.split.mode == "by_group"
     assert kept(runs[0], 3) == kept(runs[1], 3)
     without_judge, _ = simulate("by_group", 3, model="m", judge=(), rule=("right",), steps=2)
-    assert without_judge[0].placement.plan.rollout == (0, 1, 2) and kept(without_judge, 2)
+    assert without_judge[0].devices.split.rollout == 3 and kept(without_judge, 2)
 
 
 def test_a_placement_of_one_s_own_runs(monkeypatch):
@@ -92,13 +91,13 @@ def test_a_placement_of_one_s_own_runs(monkeypatch):
     apart, _ = simulate("partial", 3, placement="last", **ppo)
     together, _ = simulate("partial", 2, **ppo)
     assert (
-        str(apart[0].placement.plan.holders)
+        str(apart[0].devices.placement)
         == "engines=0-1 actor=0-1:tp1 critic=2:tp1 reference=0-1:tp1"
     )
-    assert [c.placement.actor.holds for c in apart] == [True, True, False]
-    assert [c.placement.critics[0].holds for c in apart] == [False, False, True]
+    assert [c.devices.actor.holds for c in apart] == [True, True, False]
+    assert [c.devices.critics[0].holds for c in apart] == [False, False, True]
     assert kept(apart, 2) == kept(together, 2)
-    learned = [c.placement.critics[0].version for c in apart]
+    learned = [c.devices.critics[0].version for c in apart]
     assert learned == [2, 2, 2]
 
 
@@ -106,7 +105,7 @@ def test_a_reward_of_one_s_own_runs():
     """Alone: 1 for the right answer, a tenth less for every ten tokens over forty."""
     rule = str(EXAMPLES / "my_reward.py")
     controllers, _ = simulate("partial", 2, model="m", judge=(), rule=(rule,), steps=2)
-    assert kept(controllers, 2) and not controllers[0].placement.genrm.all_engines
+    assert kept(controllers, 2) and not controllers[0].devices.genrm.all_engines
     for sample in (s for c in controllers for s in c.report.steps[1][1].kept):
         right = to_text(sample.response).rsplit(">", 1)[1] == sample.answer_key
         assert sample.reward == pytest.approx(right - 0.01 * max(0, len(sample.response) - 40))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import modes
 import rollout
 from config import RunLost, UserError
 from fakes import (
@@ -146,7 +147,7 @@ def test_an_engine_that_is_lost_while_a_model_trains_ends_the_run(caplog, verb):
 
 async def judges_are_forgotten(step):
     """A mode with a mistake."""
-    await step.c.placement.share(step.c.placement.plan.leads("rollout"))
+    await step.c.devices.share(step.c.devices.leads("rollout"))
     while not step.is_over:
         step.start(step.begin_wave(), rollout.generate_and_judge)
         await step.tasks.poll()
@@ -155,7 +156,9 @@ async def judges_are_forgotten(step):
 
 def test_a_mode_that_never_wakes_its_judges_ends_in_a_line(monkeypatch, caplog):
     """After half of --timeout-s, in which no engine had anything to write."""
-    monkeypatch.setitem(rollout.MODES, "partial", judges_are_forgotten)
+    monkeypatch.setitem(
+        modes.MODES, "partial", modes.MODES["partial"]._replace(serve=judges_are_forgotten)
+    )
     controllers = []
     line = line_of(UserError, caplog, "partial", 2, controllers=controllers, **UNBROKEN)
     waits = r"0 answers and \d+ critiques wait for an engine that --mode partial doesn't wake, "
@@ -196,7 +199,7 @@ def test_a_stop_leaves_what_an_unbroken_run_had(layout, seconds, over_dispatch, 
     assert was_stopped or done == 4
     for c in controllers if was_stopped else []:
         ((step, cursor, requeued),) = c.checkpoints.saved
-        assert step == done == c.placement.actor.version == len(c.report.steps)
+        assert step == done == c.devices.actor.version == len(c.report.steps)
         to_come, before = [*requeued, *range(cursor, 100)], range(100)
         if served := done + bool(c.ahead):  # steps
             report = unbroken[0].report
@@ -225,7 +228,7 @@ def test_updates_that_are_not_finite(monkeypatch, skipped, steps_done, model, al
         message = r"of 3 updates in a row was not finite; .* in OUT/skipped_samples\.jsonl"
         with pytest.raises(ValueError, match=message):
             simulate("partial", 2, **options)
-        assert all(c.report.dumped == c.placement.actor.batches[-1] for c in controllers)
+        assert all(c.report.dumped == c.devices.actor.batches[-1] for c in controllers)
     assert [len(c.report.steps) for c in controllers] == [steps_done] * 2
     notes = [note for note in controllers[0].report.notes if "the update is skipped" in note]
     assert [note.split(":")[0] for note in notes] == [f"step {step + 1}" for step in skipped]

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config, UserError
-from placement import make_holders, make_plans
-from scheduling.layout import Holders, Shape, holders_from, ranks_from, ranks_in_words
+from modes import place
+from placement import make_placement
+from scheduling.layout import Placement, Shape, placement_from, ranks_from, ranks_in_words
 
 PPO = ("ppo", "kl_coef=0.1")
 SIZES = [(tp, pp, cp, dp) for tp, pp, cp, dp in itertools.product((1, 2, 3, 4), repeat=4)]
@@ -57,19 +58,19 @@ def test_a_model_is_cut_by_its_own_sizes():
 
 @given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())
 def test_what_is_written_is_read(engines, actor, critic, reference, default):
-    holders = Holders(tuple(sorted(engines)), actor, critic, reference)
-    assert holders_from(str(holders), default) == holders
-    assert ranks_from(ranks_in_words(holders.engines)) == holders.engines
+    placement = Placement(tuple(sorted(engines)), actor, critic, reference)
+    assert placement_from(str(placement), default) == placement
+    assert ranks_from(ranks_in_words(placement.engines)) == placement.engines
 
 
 def test_words_that_people_write():
     """What isn't named is the default's, or the actor's; beside a size that is, others are 1."""
     default = Shape((0, 1, 2, 3), tp=2)
-    found = holders_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:cp2", default)
+    found = placement_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:cp2", default)
     actor = Shape((0, 1), tp=1, pp=2)
-    assert found == Holders((0, 2, 3), actor, Shape((2, 3), cp=2), actor)
-    expected = Holders(default.ranks, default, default, Shape((1,), tp=2))
-    assert holders_from("reference=1", default) == expected
+    assert found == Placement((0, 2, 3), actor, Shape((2, 3), cp=2), actor)
+    expected = Placement(default.ranks, default, default, Shape((1,), tp=2))
+    assert placement_from("reference=1", default) == expected
     words = "engines=0,2-3 actor=0-1:pp2 critic=2-3:cp2 reference=0-1:pp2"
     assert str(found) == words
     assert not found.is_apart and found.learners == {0, 1, 2, 3}
@@ -112,7 +113,7 @@ REFUSED = [
 def test_placements_that_cannot_be(text, changes, size, message):
     """One line, which names the setting and the word."""
     with pytest.raises(UserError) as raised:
-        make_holders(Config(placement=text, **changes), size)
+        make_placement(Config(placement=text, **changes), size)
     line = str(raised.value)
     assert line.startswith(f"--placement {text}: ") and message in line and "\n" not in line
 
@@ -128,28 +129,32 @@ ROWS = [
 def test_rows_of_the_table():
     """Of tp 2 none is cut, and without a critic the actor has its part of the ranks."""
     for text, size, engines, actor, critic in ROWS:
-        holders = make_holders(Config(placement=text, algorithm=PPO), size)
-        assert holders == Holders(engines, Shape(actor), Shape(critic), Shape(actor))
-        assert holders.is_apart == (text == "standalone")
-    holders = make_holders(Config(placement="split", algorithm=PPO, tp=2), 6)
-    assert (holders.actor, holders.critic) == (Shape((0, 1, 2, 3), 2), Shape((4, 5), 2))
-    holders = make_holders(Config(tp=2, **STANDALONE), 6)
-    assert (holders.engines, holders.actor) == ((0, 1, 2, 3), Shape((4, 5), 2))
-    assert holders.critic == holders.actor
+        placement = make_placement(Config(placement=text, algorithm=PPO), size)
+        assert placement == Placement(engines, Shape(actor), Shape(critic), Shape(actor))
+        assert placement.is_apart == (text == "standalone")
+    placement = make_placement(Config(placement="split", algorithm=PPO, tp=2), 6)
+    assert (placement.actor, placement.critic) == (Shape((0, 1, 2, 3), 2), Shape((4, 5), 2))
+    placement = make_placement(Config(tp=2, **STANDALONE), 6)
+    assert (placement.engines, placement.actor) == ((0, 1, 2, 3), Shape((4, 5), 2))
+    assert placement.critic == placement.actor
 
 
 def test_engines_share_the_ranks_that_they_have():
     """A plan is made of the engines' ranks alone, and people read all of it."""
     config = Config(mode="partial", algorithm=PPO, judge=("j",), **STANDALONE)
-    (plan,) = make_plans(config, 8)
-    assert (plan.rollout, plan.genrm, plan.leads("rollout")) == ((0, 1), (2, 3), (0, 1))
+    placement, (split,) = place(config, 8)
+    assert (
+        placement.ranks("rollout", split),
+        placement.ranks("genrm", split),
+        placement.leads("rollout", split),
+    ) == ((0, 1), (2, 3), (0, 1))
     words = "rollout on ranks 0-1, genrm on ranks 2-3, actor on ranks 4-5, critic on ranks 6-7"
-    assert str(plan) == words
-    with pytest.raises(UserError, match=r"--mode partial needs at least 2 ranks, .*this run has 1"):
-        make_plans(config, 3)
+    assert placement.in_words(split) == words
+    with pytest.raises(UserError, match=r"--mode partial needs more ranks than 1"):
+        place(config, 3)
 
 
 def test_only_trainers_need_no_engine():
     """Where steps are replayed, engines' ranks would be idle."""
     config = Config(train_only=True, replay="r", placement="actor=0 critic=1", algorithm=PPO)
-    assert make_holders(config, 2) == Holders((), Shape((0,)), Shape((1,)), Shape((0,)))
+    assert make_placement(config, 2) == Placement((), Shape((0,)), Shape((1,)), Shape((0,)))

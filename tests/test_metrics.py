@@ -128,8 +128,8 @@ def controller_of(timeline=None):
     final_answer = lambda sample: "5" if sample.index % 2 == 0 else "6"  # noqa: E731
     rewards = SimpleNamespace(final_answer=final_answer, latencies=[0.5])
     actor = SimpleNamespace(dp_rank=1, holds=True, cost=lambda tokens: 10 * tokens)
-    placement = SimpleNamespace(actor=actor, received_bytes=2_500_000)
-    c = SimpleNamespace(rewards=rewards, placement=placement, timeline=timeline)
+    devices = SimpleNamespace(actor=actor, received_bytes=2_500_000)
+    c = SimpleNamespace(rewards=rewards, devices=devices, timeline=timeline)
     c.state, c.config = State(step=1), Config(judge_format=("chat",))
     c.said = []
     decode = lambda tokens: "x" * 90 + "\n3 + 4 = 5\x1b"  # noqa: E731

@@ -63,7 +63,7 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
     trained, steps = [], controller.learn
 
     async def count(c, shares):
-        trained.append(len(flat(shares.of(c.placement.actor))))
+        trained.append(len(flat(shares.of(c.devices.actor))))
         return await steps(c, shares)
 
     monkeypatch.setattr(controller, "learn", count)

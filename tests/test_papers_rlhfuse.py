@@ -31,11 +31,11 @@ def points_of(figure, system, setting):
 def test_who_does_the_work():
     """The product's controllers decide who holds the devices; its schedule is what training gains."""
     decides = dict(autospec=True, side_effect=placement.ranks_of_tail)
-    follows = dict(autospec=True, side_effect=placement.Placement.follow_the_tail)
+    follows = dict(autospec=True, side_effect=placement.Devices.follow_the_tail)
     with (
         mock.patch.object(controller, "train", wraps=controller.train) as train,
         mock.patch.object(placement, "ranks_of_tail", **decides) as ranks_of_tail,
-        mock.patch.object(placement.Placement, "follow_the_tail", **follows) as follow_the_tail,
+        mock.patch.object(placement.Devices, "follow_the_tail", **follows) as follow_the_tail,
         mock.patch.object(pipeline, "evaluate", wraps=pipeline.evaluate) as evaluate,
     ):
         simulate(CONSTANTS, BASE._replace(tail=0.3))

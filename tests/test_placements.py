@@ -37,7 +37,7 @@ def columns_of(controllers, step, digits=20):
     """By key, what a step trained on: the answer, and all that models said of it, on whatever rank."""
     found = {}
     for c in controllers:
-        for trainer in (c.placement.actor, *c.placement.critics):
+        for trainer in (c.devices.actor, *c.devices.critics):
             for sample in trainer.batches[step] if trainer.holds else []:
                 advantages = [round(advantage, digits) for advantage in sample.advantages]
                 made = (advantages, sample.values, sample.returns, sample.reference_logprobs)
@@ -54,7 +54,7 @@ def keys_of(controllers, step, trainer_of):
 
 
 def serving(controllers):
-    return [c for c in controllers if c.placement.serves]
+    return [c for c in controllers if c.devices.serves]
 
 
 @functools.cache
@@ -70,11 +70,11 @@ def check_same(controllers, algorithm, digits=20):
         expected = colocated(algorithm, digits)[step]
         assert columns_of(controllers, step, digits) == expected
         assert trained(controllers, step).keys() == expected.keys()
-        for number in range(len(controllers[0].placement.critics)):
-            keys = keys_of(controllers, step, lambda c: c.placement.critics[number])  # noqa: B023
+        for number in range(len(controllers[0].devices.critics)):
+            keys = keys_of(controllers, step, lambda c: c.devices.critics[number])  # noqa: B023
             assert keys == sorted(expected)
-    assert {c.placement.actor.version for c in controllers} == {3}
-    assert {critic.version for c in controllers for critic in c.placement.critics} <= {3}
+    assert {c.devices.actor.version for c in controllers} == {3}
+    assert {critic.version for c in controllers for critic in c.devices.critics} <= {3}
     assert all(c.report.steps[2][0] == 2 for c in controllers)
 
 
@@ -86,7 +86,7 @@ def test_all_train_on_the_same_samples(name, mode, algorithm):
     size, words = PLACEMENTS[name]
     controllers, _ = simulate(mode, size, algorithm=algorithm, placement=words)
     # the mean and the spread of all advantages are summed over as many ranks as the actor has
-    check_same(controllers, algorithm, 20 if controllers[0].placement.actor.shape.dp == 2 else 9)
+    check_same(controllers, algorithm, 20 if controllers[0].devices.actor.shape.dp == 2 else 9)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,7 +123,7 @@ def test_actor_and_critic_train_at_the_same_time():
         times, controllers = [], []
 
         def watch(c, times=times):
-            for trainer in (c.placement.actor, *c.placement.critics):
+            for trainer in (c.devices.actor, *c.devices.critics):
                 trainer.update_s, trainer.learn = 0.5, timed(trainer.learn, trainer, times)
 
         how = dict(algorithm=PPO, placement=words, steps=1, prepare_controller=watch)
@@ -187,7 +187,7 @@ def test_the_split_moves_between_two_pushes():
     for c in (plain, controllers):
         splits = [stats.split for stats in c[0].state.history]
         assert len({*splits}) > 1
-        assert all(each.placement.plan == c[0].placement.plan for each in serving(c))
+        assert all(each.devices.split == c[0].devices.split for each in serving(c))
     assert columns_of(plain, 8) == columns_of(controllers, 8)
 
 
@@ -200,7 +200,7 @@ def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
     monkeypatch.setattr(controller, "choose_split", moves_once)
     controllers, _ = simulate("auto", 5, placement="engines=0-3 actor=4", steps=5, ahead=1)
     _, _, *others = [stats.split for stats in controllers[0].state.history]
-    assert {*others} == {controllers[0].placement.plans[1].split}
+    assert {*others} == {controllers[0].devices.splits[1]}
 
 
 RUNS = {  # name -> settings of a run
@@ -279,5 +279,5 @@ def check_rest(controllers, expected, first):
     steps = controllers[0].config.steps
     for step in range(first, steps):
         assert columns_of(controllers, step - first, 9) == columns_of(expected, step, 9)
-    trainers = itertools.chain(*((c.placement.actor, *c.placement.critics) for c in controllers))
+    trainers = itertools.chain(*((c.devices.actor, *c.devices.critics) for c in controllers))
     assert {trainer.version for trainer in trainers} == {steps}

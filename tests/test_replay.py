@@ -19,7 +19,7 @@ def rollout_only(out, mode="partial", size=2, done=0, **more):
 
     def record(c):
         c.learn = replay.record
-        c.state.step = c.placement.actor.version = done
+        c.state.step = c.devices.actor.version = done
 
     return simulate(mode, size, out=out, rollout_only=True, prepare_controller=record, **more)
 
@@ -29,7 +29,7 @@ def train_only(path, size=1, steps=3, done=0, **more):
 
     def serve_from_file(c):
         c.collect = partial(replay.collect, read_replay(path, c.config.algorithm[0]))
-        c.state.step = c.placement.actor.version = done
+        c.state.step = c.devices.actor.version = done
 
     more |= dict(train_only=True, replay=str(path), prepare_controller=serve_from_file)
     return simulate("full", size, steps=steps, **more)[0]
@@ -71,8 +71,8 @@ def test_train_only_trains_on_each_sample_once_and_has_no_engine(tmp_path, size,
             assert sum(s.advantages[0] for s in group) == pytest.approx(0.0, abs=1e-5)
             assert any(s.advantages[0] for s in group)
     for c in controllers:
-        assert c.placement.actor.version == len(steps) and not c.report.accuracies
-        assert not c.placement.rollout.all_engines and not c.placement.genrm.all_engines
+        assert c.devices.actor.version == len(steps) and not c.report.accuracies
+        assert not c.devices.rollout.all_engines and not c.devices.genrm.all_engines
 
 
 def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path):
@@ -82,7 +82,7 @@ def test_a_replay_goes_on_from_the_checkpoint_that_it_was_written_from(tmp_path)
     written = read_replay(path, "grpo")
     assert len(written) == 2 and {2} == {v for sample in written[0] for v in sample.versions}
     (c,) = train_only(path, steps=4, done=2)
-    assert [len(batch) for batch in c.placement.actor.batches] == [len(step) for step in written]
+    assert [len(batch) for batch in c.devices.actor.batches] == [len(step) for step in written]
     refused = r"--replay .*replay\.jsonl: step 0 is of weights v2, newer than the actor's v0"
     with pytest.raises(ValueError, match=refused):
         train_only(path, steps=2)

@@ -300,8 +300,8 @@ def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
         assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response))
         assert sample.verdict is None and sample.cost == len(sample.response) / 50
     for c in controllers:
-        assert c.placement.genrm.all_engines == []
-        assert [engine.rank for engine in c.placement.rollout.engines] == [0, 1]
+        assert c.devices.genrm.all_engines == []
+        assert [engine.rank for engine in c.devices.rollout.engines] == [0, 1]
         assert "genrm" not in {span.name for *_, spans in c.report.steps for span in spans}
     again, _ = simulate("auto", 2, resumed=tmp_path / "checkpoints" / "step_2", **named)
     for step in (2, 3):
@@ -440,8 +440,8 @@ def test_safe_rlhf_in_the_real_loop():
         assert c.state.log_multiplier == controllers[0].state.log_multiplier
         assert c.state.log_multiplier == pytest.approx(log_multiplier)
         assert not any(c.report.steps[step][1].filtered for step in range(3))
-        assert [critic.name for critic in c.placement.critics] == ["reward", "cost"]
-        assert all(critic.version == 3 for critic in c.placement.critics)
+        assert [critic.name for critic in c.devices.critics] == ["reward", "cost"]
+        assert all(critic.version == 3 for critic in c.devices.critics)
     off, ppo = play(safe_rlhf(cost_limit=0.1, lagrange_init=0.0)), play(("ppo",))
     first, second = ({s.key: s.advantages for s in trained(run, 2).values()} for run in (off, ppo))
     assert first == second, "with lambda 0 it is PPO"

@@ -167,7 +167,7 @@ def test_prompts_that_teach_nothing_stop_every_rank(mode, size, over_dispatch, m
     with pytest.raises(ValueError, match="no prompt of 5 steps in a row"):
         simulate(mode, size, write=fakes.always_right, controllers=controllers, **options)
     for c in controllers:
-        assert c.placement.actor.version == len(c.report.steps) == c.state.empty_steps == 5
+        assert c.devices.actor.version == len(c.report.steps) == c.state.empty_steps == 5
         assert c.state.groups_per_kept == pytest.approx(10 - 9 * 0.9**5)
         for _, batch, _, _ in c.report.steps:
             assert not batch.kept and batch.missing_groups == 8 and batch.waves == 4

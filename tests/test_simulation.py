@@ -303,9 +303,9 @@ def test_models_have_ranks_of_their_own(placement, ahead):
     runs = [simulation("full", cluster=cluster, **settings) for _ in range(2)]
     steps, alone = runs[0].run(), runs[1].run(share=False)
     assert steps == alone
-    holders = runs[0].plans[0].holders
+    held = runs[0].placement
     for step in steps:
-        copies = [[step.trained[rank] for rank in copy] for copy in holders.actor.copies]
+        copies = [[step.trained[rank] for rank in copy] for copy in held.actor.copies]
         assert all(keys == copy[0] for copy in copies for keys in copy)
         assert len({key for copy in copies for key in copy[0]}) == 64
         assert step.waves and step.stats.serve_s

@@ -26,7 +26,7 @@ import data
 from config import Config, UserError
 from images.reader import ImageReader
 from inputs.hf_directory import HEAD, check_tensors, read_model_config, readable, tensor_files
-from scheduling.layout import Holders, Shape
+from scheduling.layout import Placement, Shape
 from training import lm_head
 from training.hf_weights import Family, HFWeights
 from training.packing import MicroBatch
@@ -303,16 +303,16 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
             raise UserError(f"{where}: {OUTPUT} isn't {embedding}, to which config.json ties it")
 
 
-def check_models(config: Config, holders: Holders | None = None, formats=()) -> dict:
+def check_models(config: Config, placement: Placement | None = None, formats=()) -> dict:
     """Check all directories before a start, and return `read_hf_config` of --model. formats: of judges."""
     hf = read_hf_config(config.model)
     shape = Shape.of(config, ())
-    for each in holders.shapes.values() if holders else [shape]:
+    for each in placement.shapes.values() if placement else [shape]:
         check_sizes(hf, each.sized(config))
     scores = config.command == "rm" and HEAD in tensor_files(config.model, "--model")
     check_directory(config.model, "--model", hf, scores)
     if config.critic:
-        check_critic((holders.critic if holders else shape).sized(config), hf)
+        check_critic((placement.critic if placement else shape).sized(config), hf)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)

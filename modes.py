@@ -1,0 +1,207 @@
+"""Modes: how rollout and genrm share the engines' ranks while a step is served.
+
+A mode is a row of MODES: the splits that it may take, and a short loop that serves a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from config import Config, UserError
+from placement import make_placement
+from rollout import (
+    RolloutBatch,
+    RolloutStep,
+    cut_off,
+    gather_finished_groups,
+    generate,
+    generate_and_judge,
+    judge,
+    partition,
+    wait_for_all,
+    wait_for_enough,
+)
+from runtime.shutdown import Stopped
+from scheduling import dynamic_sampling
+from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from scheduling.fusion import TAILS, histogram, kept_engines
+from scheduling.layout import Placement
+from scheduling.measured import Split, StepStats
+from scheduling.rebalance import token_latency
+
+if TYPE_CHECKING:
+    from controller import Controller
+
+
+async def collect(c: Controller) -> RolloutBatch:
+    """Draw prompts, serve them, drop groups that teach nothing and draw again (those that serve).
+
+    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
+    replace what was filtered. The first informative groups in the order of drawing are kept, with
+    `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. A stop
+    gives the step up: all of its prompts come again.
+    """
+    if not c.devices.serves:
+        return RolloutBatch()
+    config = c.config
+    start = c.timeline.now()
+    kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
+    waves = dict(over_dispatch=config.over_dispatch, max_refills=config.max_refill_waves)
+    sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
+    filters = c.algorithm.filters
+    keeps = dynamic_sampling.is_informative if filters else dynamic_sampling.is_judged
+    step = RolloutStep(c, sampler, keeps)
+    c.rewards.reset()
+    try:
+        with c.timeline.span("serve"):
+            async with step.tasks:
+                await MODES[c.devices.split.mode].serve(step)
+                if sampler.num_in_flight:
+                    await cut_off(c, step.tasks)
+    except Stopped:
+        step.give_back()
+        raise
+    finally:
+        await c.rewards.cancel()
+    samples = step.without_media()
+    c.state.groups_per_kept = sampler.updated_groups_per_kept()
+    partition(step)
+    devices = c.devices
+    step.batch.stats = StepStats(
+        split=devices.split,
+        rollout=devices.rollout.pop_stats(),
+        genrm=devices.genrm.pop_stats(),
+        waves=sampler.waves,
+        serve_s=c.timeline.now() - start,
+        swap_s=devices.swap_s,
+        hand_over_s=devices.hand_over_s,
+        lengths=histogram(len(sample.response) for sample in samples if sample.is_finished),
+    )
+    return step.batch
+
+
+async def generate_then_judge(step: RolloutStep) -> None:
+    """Full colocation: rollout holds all ranks until a wave is generated, then genrm holds them."""
+    c = step.c
+    devices = c.devices
+    while not step.is_over:
+        unfinished = [p for p, count in step.unwritten.items() if count]
+        wave = step.begin_wave() + unfinished
+        await devices.share(rollout=devices.leads("rollout"))
+        step.start(wave, generate)
+        await wait_for_enough(step)
+        await devices.share(genrm=devices.leads("genrm"))
+        step.start([p for p in wave if not step.unwritten[p]], judge)
+        await wait_for_all(c, step.tasks)
+        await gather_finished_groups(step)
+
+
+async def judge_as_generated(step: RolloutStep) -> None:
+    """Partial colocation: answers are judged as they finish, elsewhere; a wave costs no swap."""
+    devices = step.c.devices
+    await devices.share(devices.leads("rollout"), devices.leads("genrm"))
+    while not step.is_over:
+        step.start(step.begin_wave(), generate_and_judge)
+        await step.tasks.poll()
+        await gather_finished_groups(step)
+
+
+async def judge_beside_the_tail(step: RolloutStep) -> None:
+    """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left."""
+    c = step.c
+    rollout = c.devices.rollout
+    latency = token_latency(
+        c.state.history, rollout.role, c.config.rollout_tp, c.devices.split.mode
+    )
+    capacity = rollout.capacity
+    while not step.is_over:
+        step.start(step.begin_wave(), generate_and_judge)
+        await step.tasks.poll()
+        left, outstanding = await gather_finished_groups(step)
+        if not step.is_over:
+            keep = kept_engines(left.unwritten, latency, capacity)
+            await c.devices.follow_the_tail(left, keep, outstanding)
+
+
+def full_colocation(placement: Placement, config: Config) -> list[Split]:
+    """Let rollout and genrm take turns, each on all ranks of engines. WeChat-YATT, full colocation."""
+    ranks = len(placement.engines)
+    return [Split("full", ranks, ranks)]
+
+
+def partial_colocation(placement: Placement, config: Config) -> list[Split]:
+    """Let the first S ranks serve rollout, the others genrm, for each S that cuts no engine. WeChat-YATT."""
+    ranks = len(placement.engines)
+    cuts = range(placement.unit, ranks, placement.unit)
+    return [Split("partial", cut, ranks - cut) for cut in cuts]
+
+
+def inter_stage_fusion(placement: Placement, config: Config) -> list[Split]:
+    """A split for each tail of the answers: 0 is full, 1 partial. RLHFuse (arXiv 2409.13221), section 4."""
+    ranks = len(placement.engines)
+    if ranks <= placement.unit:
+        return []
+    return [Split("fused", ranks, ranks, tail) for tail in dict.fromkeys((config.tail, *TAILS))]
+
+
+class Mode(NamedTuple):
+    """The splits that a mode may take on the ranks of engines, and the loop that serves a step."""
+
+    splits: Callable[[Placement, Config], list[Split]]
+    serve: Callable[[RolloutStep], Awaitable[None]]
+
+
+MODES = {
+    "partial": Mode(partial_colocation, judge_as_generated),
+    "full": Mode(full_colocation, generate_then_judge),
+    "fused": Mode(inter_stage_fusion, judge_beside_the_tail),
+}
+
+
+def place(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
+    """The placement of a run and its splits, see make_placement and make_splits (pure). UserErrors."""
+    placement = make_placement(config, world_size, on_machine)
+    return placement, make_splits(config, placement)
+
+
+def make_splits(config: Config, placement: Placement) -> list[Split]:
+    """The splits that a run may take, that of its start first (pure). UserError: there is none."""
+    modes = {config.mode} & MODES.keys() or ({*MODES} if config.mode == "auto" else {})
+    if not modes:
+        known = ", ".join((*MODES, "auto"))
+        raise UserError(f"--mode {config.mode} is unknown; choose one of {known}")
+    ranks = len(placement.engines)
+    judges = len(config.judge_models)
+    if not judges or config.train_only:
+        return [Split("partial", ranks, 0)]  # rollout shares its ranks with nobody
+    splits = []
+    for name, mode in MODES.items():
+        if name in modes:
+            splits += mode.splits(placement, config)
+    splits = [split for split in splits if placement.serves_all(split, judges)]
+    if not splits:
+        engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
+        engines += f" for each of {judges} judges" if judges > 1 else ""
+        neighbours = f", on neighbours from a multiple of {placement.unit} on"
+        engines += neighbours if placement.unit > 1 else ""
+        raise UserError(f"--mode {config.mode} needs more ranks than {ranks} for {engines}")
+    first = first_split(splits, config, ranks)
+    if not config.rebalance and config.mode != "auto":
+        return [first]
+    return [first] + [split for split in splits if split != first]
+
+
+def first_split(splits: list[Split], config: Config, ranks: int) -> Split:
+    """Choose that of --rollout-ranks, by default half, rounded up; on shared ranks, that of --tail."""
+    cuts = [split.rollout for split in splits if split.rollout + split.genrm <= ranks]
+    if not cuts:
+        return splits[0]  # full, or fused: of --tail
+    half = min(cuts, key=lambda cut: (abs(2 * cut - ranks), -cut))
+    wanted = config.rollout_ranks or half
+    for split in splits:
+        if split.rollout == wanted:
+            return split
+    left = f"{ranks - wanted} of {ranks} ranks for genrm"
+    known = ", ".join(map(str, cuts))
+    raise UserError(f"--rollout-ranks {wanted} leaves {left}; this run takes {known}")
