@@ -114,7 +114,7 @@ class Config:
     genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)
     mem_fraction: float = setting(0.7, "CUDA: for weights and cache", "engines", 0.05, 0.95)
     deterministic: bool = setting(True, "same seed, same tokens; off with CUDA", "engines")
-    resume: str = setting("auto", "auto: the newest in OUT; none; or a folder", "checkpoints")
+    resume: str = setting("auto", "auto: the newest in OUT; never; or a folder", "checkpoints")
     save_every: int = setting(
         10, "steps between, and one at the end; 0: none", "checkpoints", low=0
     )

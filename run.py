@@ -90,8 +90,9 @@ def start(arguments: list[str], stop: Stop) -> str:
     plans = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
+            config = resolved(config, plans)
             load_inputs(config, plans, print)
-        dry_run.dry_run(config, plans, ranks or 2)
+            dry_run.dry_run(config, plans, ranks or 2)
         return ""
     choose_device(config)
     if config.command == "eval" and ranks > 1:
@@ -123,22 +124,32 @@ async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
     """Build the parts, train, tear down: reinforcement learning (collective: every rank)."""
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
-    async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        c = await build(config, plans, world, progress, fleet, stop)
-        stopped = await fleet.while_up(controller.train(c))
-        await world.barrier()
-        stop.neighbours = {}  # who is through may leave
-        if stopped:
-            saved = "nothing was saved"
-            if c.checkpoints.newest == c.state.step:
-                saved = "the same command, without --resume, goes on"
-            return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
-        c.report.close()
-        progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
-        if config.rollout_only:
-            again = f"--train-only --replay {config.out}/replay.jsonl"
-            progress.line(f"to train on what was served: {again}")
-        return ""
+    async with joined(config) as (world, progress):
+        config = await world.run(resolved, config, plans)
+        memory.check_fits(config, plans, world.size)
+        async with Fleet(config, world) as fleet:
+            return await train(config, plans, world, progress, fleet, stop)
+
+
+async def train(
+    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
+) -> str:
+    """Build this rank's parts and train (collective). Returns what a run that was stopped says at its end."""
+    c = await build(config, plans, world, progress, fleet, stop)
+    stopped = await fleet.while_up(controller.train(c))
+    await world.barrier()
+    stop.neighbours = {}  # who is through may leave
+    if stopped:
+        saved = "nothing was saved"
+        if c.checkpoints.newest == c.state.step:
+            saved = "the same command, without --resume, goes on"
+        return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
+    c.report.close()
+    progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
+    if config.rollout_only:
+        again = f"--train-only --replay {config.out}/replay.jsonl"
+        progress.line(f"to train on what was served: {again}")
+    return ""
 
 
 async def learn_from_examples(config: Config) -> str:
@@ -154,10 +165,8 @@ async def learn_from_examples(config: Config) -> str:
 
 async def evaluate_model(config: Config, stop: Stop) -> str:
     """Evaluate on one rank with one engine, without torchrun."""
-    from training import model
-
-    model.check_models(config)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    config = resolved(config, [])
     memory.check_fits(config, [], ranks=1)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.resume_at(0, 0)  # it counts prompts, once they are known
@@ -198,8 +207,6 @@ async def build(
     out = Path(config.out)
     # all that needs no engine is read and checked first
     inputs = await world.run(load_inputs, config, plans, progress.line)
-    config = memory.with_micro_batch(config)
-    memory.check_fits(config, plans, world.size)
     contents = await on_rank_0(world, contents_of, config)
     point = await prepare_out(config, contents, world, progress.line)
     progress.line(describe(config, plans, world.size))
@@ -236,6 +243,14 @@ async def build(
     return c
 
 
+def resolved(config: Config, plans: list[Plan]) -> Config:
+    """Check the models' directories; return the settings that follow from them. UserError."""
+    from training import memory, model
+
+    model.check_models(config, plans[0].holders if plans else None, formats_of(config))
+    return memory.with_micro_batch(config)
+
+
 class Inputs(NamedTuple):
     """The parts that are read before anything starts."""
 
@@ -249,10 +264,9 @@ class Inputs(NamedTuple):
 
 
 def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -> Inputs:
-    """Read models, data and rewards. UserError for what can't be used."""
-    from training import model, ptx
+    """Read tokenizers, data and rewards. UserError for what can't be used."""
+    from training import ptx
 
-    model.check_models(config, plans[0].holders, formats_of(config))
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = data.load_tokenizers(config, say)

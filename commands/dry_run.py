@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
+from commands import memory
 from config import Config, as_text
 from cpu import compiler
 from genrm import formats_of
@@ -20,26 +20,21 @@ from reporting.describe import describe
 from runtime import devices, rendezvous, supported
 from scheduling.layout import Shape
 
-DISK_MB = 1000  # of what a run leaves
-SHARED_MB = 16  # besides weights on their way
-NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
+DISK = 1e9  # bytes of what a run leaves, about
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
 def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
-    """Print the resolved run on rank 0. Raises UserError for what can't run, as the run would."""
-    from training import model
-
+    """Print the resolved run. UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
-    model.check_models(config, plans[0].holders if plans else None, formats_of(config))
-    config = with_micro_batch(config)
-    lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
-    if os.environ.get("RANK", "0") == "0":
-        print(describe(config, plans, ranks), *lines, "nothing was started", sep="\n", flush=True)
+    lines = device_map(config, plans, ranks) + memory.table(config, plans, ranks)
+    print(describe(config, plans, ranks), *lines, "nothing was started", sep="\n", flush=True)
 
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """A line a rank: its part of each model, and the servers that it owns in any of the plans."""
+    from training.memory import holders_of
+
     holders = holders_of(config, plans, ranks)
     lines = [f'  --placement "{holders}"']
     if others := [str(plan.split) for plan in plans[1:]]:
@@ -81,14 +76,13 @@ def check(config: Config) -> int:
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    pushed = 0  # bytes of weights on their way through /dev/shm at once, to all engines
+    needs = []
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
 
         plans = make_plans(config, ranks)
         model.check_models(config, plans[0].holders, formats_of(config))
-        engines = max(len(plan.leads("rollout")) for plan in plans)
-        pushed = bucket_bytes(config) * engines
+        needs = memory.needs_of(config, plans, ranks)
     rows += graphics(config)
     if config.device == "cpu":
         rows.append(Row("rollout runs", compiler.program_for(config.model, config.dtype)))
@@ -98,32 +92,17 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    rows += space(config, ranks, pushed)
+    for need in needs:
+        rows.append(Row(need.place, str(need).partition(": ")[2], need.needed <= need.free))
+    out = Path(config.out).absolute()
+    folder = next(path for path in (out, *out.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    rows.append(Row("disk", f"{free / 1e9:.1f} GB free in {folder}", free >= DISK))
     for row in rows:
         print(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}")
     missing = [row.name for row in rows if not row.is_good]
     print(f"missing: {', '.join(missing)}" if missing else f"a run of {ranks} ranks can start")
     return int(bool(missing))
-
-
-def space(config: Config, ranks: int, pushed: int) -> list[Row]:
-    """The room on the disk, in memory and in shared memory; pushed: bytes of weights on their way."""
-    shared = 1e6 * SHARED_MB + pushed
-    memory = PROCESS * ranks
-    if config.device == "cuda":
-        shared = 1e6 * NCCL_MB * ranks
-        memory = (PROCESS + 2 * SERVER) * ranks
-    out = Path(config.out).absolute()
-    folder = next(path for path in (out, *out.parents) if path.exists())
-    hint = f" in /dev/shm; {shared / 1e6:.0f} MB are needed (docker run --shm-size)"
-    rows = []
-    for name, free, needed, where in (
-        ("disk", shutil.disk_usage(folder).free, 1e6 * DISK_MB, f" in {folder}"),
-        ("memory", psutil.virtual_memory().available, memory, ""),
-        ("shared memory", shutil.disk_usage("/dev/shm").free, shared, hint),
-    ):
-        rows.append(Row(name, f"{free / 1e9:.1f} GB free{where}", free >= needed))
-    return rows
 
 
 def packages() -> list[Row]:
