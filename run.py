@@ -165,8 +165,8 @@ async def learn_from_examples(config: Config) -> str:
 
 async def evaluate_model(config: Config, stop: Stop) -> str:
     """Evaluate on one rank with one engine, without torchrun."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     config = resolved(config, [])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     memory.check_fits(config, [], ranks=1)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.resume_at(0, 0)  # it counts prompts, once they are known

@@ -79,9 +79,11 @@ def check(config: Config) -> int:
     needs = []
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
+        from training.memory import with_micro_batch
 
         plans = make_plans(config, ranks)
         model.check_models(config, plans[0].holders, formats_of(config))
+        config = with_micro_batch(config)
         needs = memory.needs_of(config, plans, ranks)
     rows += graphics(config)
     if config.device == "cpu":

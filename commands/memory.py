@@ -70,7 +70,8 @@ def needs_of(config: Config, plans: list[Plan], ranks: int) -> list[Need]:
     from training.memory import bucket_bytes, peaks_of
 
     is_elsewhere = config.device == "cuda" and not cuda.is_available()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) / ranks
+    world = os.environ.get("WORLD_SIZE", "1")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) / int(world)  # part of the ranks
     parts = {name: size * here for name, size in host_parts(config, plans, ranks).items()}
     shared = {"NCCL": NCCL * ranks * here}
     if config.device == "cpu":
