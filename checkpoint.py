@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 import rollout
-from config import Config, RunLost, UserError, as_text, dashed
+from config import Config, UserError, as_text, dashed
 from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
+from runtime.errors import RunLost
 from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
 from sample import sample_from_json
@@ -53,7 +54,7 @@ NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", 
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
 # ... and while answers wait that were made with them
 ANSWERED = ("temperature", "max_new_tokens", "max_model_len")
-ANSWERED += ("judge_format", "judge_max_new_tokens", "judgements")
+ANSWERED += ("judge_format", "judge_max_new_tokens")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 
 Say = Callable[[str], None]

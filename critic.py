@@ -105,7 +105,7 @@ class Critic(Trainer):
     def _learning_rate(self) -> float:
         """Grow to `critic_lr` over `lr_warmup_steps`, and stay."""
         warmed_up = min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
-        return self.config.critic_lr * warmed_up
+        return self.algorithm.critic_lr * warmed_up
 
     def _column(self, rows: list[list[float]]) -> Tensor:
         return torch.tensor(list(chain(*rows)), dtype=torch.float32, device=self.device)

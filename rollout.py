@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
+from algorithms import teaches
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
@@ -98,7 +99,6 @@ class RolloutStep:
 
     c: Controller
     sampler: DynamicSampler
-    keeps: Callable[[list[Sample]], bool]  # does a judged group teach something?
     groups: dict[int, list[Sample]] = field(default_factory=dict)  # by prompt_id
     unwritten: dict[int, int] = field(default_factory=dict)  # prompt_id -> unfinished answers
     judging: int = 0  # answers, those that wait for an engine, too
@@ -311,7 +311,7 @@ class Progress(NamedTuple):
             is_running = prompt_id in step.tasks.running
             was_told = prompt_id in step.sampler.informative
             if not (is_running or was_told or step.unwritten[prompt_id]):
-                finished[prompt_id] = step.keeps(step.groups[prompt_id])
+                finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())
         left = Left(sum(unwritten), step.judging, begun)

@@ -29,13 +29,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import controller
 import data
-import modes
 import rewards
 import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, contents_of, prepare_out, restore
 from commands import dry_run, evaluate, memory, replay
-from config import HELD_OUT, Config, RunLost, UserError, parse_config, printable
+from config import HELD_OUT, Config, UserError, parse_config
 from controller import Controller
 from demo.task import Addition
 from engines import server
@@ -43,18 +42,18 @@ from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of, number_key
 from images.reader import reader_of
-from placement import Devices, Models, colocate
+from placement import Models, Placement, Plan, make_plans
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
 from runtime.devices import choose_device
+from runtime.errors import RunLost, printable
 from runtime.out_folder import held
 from runtime.shutdown import Stop
 from runtime.world import World, on_rank_0, raise_on_all
-from scheduling.layout import Placement, Shape
-from scheduling.measured import Split
+from scheduling.layout import Shape
 from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
@@ -88,11 +87,12 @@ def start(arguments: list[str], stop: Stop) -> str:
     config = parse_config(arguments, __doc__)
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    placement, splits = check_settings(config, ranks or 2, on_machine)
+    plans = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
-            load_inputs(config, placement, print)
-        dry_run.dry_run(config, placement, splits, ranks or 2)
+            config = resolved(config, plans)
+            load_inputs(config, plans, print)
+            dry_run.dry_run(config, plans, ranks or 2)
         return ""
     choose_device(config)
     if config.command == "eval" and ranks > 1:
@@ -102,16 +102,14 @@ def start(arguments: list[str], stop: Stop) -> str:
     if config.command == "eval":
         work = evaluate_model(config, stop)
     elif config.command == "rl":
-        work = run(config, placement, splits, stop)
+        work = run(config, plans, stop)
     else:
         work = learn_from_examples(config)
     return shutdown.run(work, stop)
 
 
-def check_settings(
-    config: Config, ranks: int, on_machine: int = 0
-) -> tuple[Placement, list[Split]]:
-    """Check what needs the tables or the number of ranks. Returns the placement, and the loop's splits."""
+def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
+    """Check what needs the tables or the number of ranks. Returns the loop's plans, as make_plans does."""
     model_parallel = config.tp * config.pp * config.cp
     if config.command != "rl" and ranks % model_parallel:
         sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
@@ -119,31 +117,39 @@ def check_settings(
     algorithm_of(config)
     formats_of(config)
     schedule_of(config)
-    if config.command != "rl":
-        return colocate(tuple(range(ranks)), config), []
-    return modes.place(config, ranks, on_machine)
+    return make_plans(config, ranks, on_machine) if config.command == "rl" else []
 
 
-async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
+async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
     """Build the parts, train, tear down: reinforcement learning (collective: every rank)."""
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
-    async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        c = await build(config, placement, splits, world, progress, fleet, stop)
-        stopped = await fleet.while_up(controller.train(c))
-        await world.barrier()
-        stop.neighbours = {}  # who is through may leave
-        if stopped:
-            saved = "nothing was saved"
-            if c.checkpoints.newest == c.state.step:
-                saved = "the same command, without --resume, goes on"
-            return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
-        c.report.close()
-        progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
-        if config.rollout_only:
-            again = f"--train-only --replay {config.out}/replay.jsonl"
-            progress.line(f"to train on what was served: {again}")
-        return ""
+    async with joined(config) as (world, progress):
+        config = await world.run(resolved, config, plans)
+        memory.check_fits(config, plans, world.size)
+        async with Fleet(config, world) as fleet:
+            return await train(config, plans, world, progress, fleet, stop)
+
+
+async def train(
+    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
+) -> str:
+    """Build this rank's parts and train (collective). Returns what a run that was stopped says at its end."""
+    c = await build(config, plans, world, progress, fleet, stop)
+    stopped = await fleet.while_up(controller.train(c))
+    await world.barrier()
+    stop.neighbours = {}  # who is through may leave
+    if stopped:
+        saved = "nothing was saved"
+        if c.checkpoints.newest == c.state.step:
+            saved = "the same command, without --resume, goes on"
+        return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
+    c.report.close()
+    progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
+    if config.rollout_only:
+        again = f"--train-only --replay {config.out}/replay.jsonl"
+        progress.line(f"to train on what was served: {again}")
+    return ""
 
 
 async def learn_from_examples(config: Config) -> str:
@@ -159,11 +165,9 @@ async def learn_from_examples(config: Config) -> str:
 
 async def evaluate_model(config: Config, stop: Stop) -> str:
     """Evaluate on one rank with one engine, without torchrun."""
-    from training import model
-
-    model.check_models(config)
+    config = resolved(config, [])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    memory.check_fits(config, colocate((0,), config), [], ranks=1)
+    memory.check_fits(config, [], ranks=1)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         progress.resume_at(0, 0)  # it counts prompts, once they are known
         stopped = await evaluate.evaluate(config, fleet, progress, stop)
@@ -197,38 +201,30 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 
 
 async def build(
-    config: Config,
-    placement: Placement,
-    splits: list[Split],
-    world: World,
-    progress: Progress,
-    fleet: Fleet,
-    stop: Stop,
+    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
 ) -> Controller:
     """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
-    inputs = await world.run(load_inputs, config, placement, progress.line)
-    config = memory.with_micro_batch(config)
-    memory.check_fits(config, placement, splits, world.size)
+    inputs = await world.run(load_inputs, config, plans, progress.line)
     contents = await on_rank_0(world, contents_of, config)
     point = await prepare_out(config, contents, world, progress.line)
-    progress.line(describe(config, placement, splits[0], world.size))
+    progress.line(describe(config, plans, world.size))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
     timeline = Timeline(world.rank, clock, out / "spans", progress.phase)
-    await fleet.launch(servers_of(world.rank, config, placement, splits))
+    await fleet.launch(servers_of(world.rank, config, plans))
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
-    models = await world.run(build_models, config, inputs, placement, splits)  # while servers load
+    models = await world.run(build_models, config, inputs, plans)  # while servers load
     await fleet.ready()
-    team = world.part(placement.servers)
+    team = world.part(plans[0].holders.servers)
     pools = await fleet.connect(timeline, team)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        devices=Devices(placement, splits, models, pools, world, timeline),
+        placement=Placement(plans, models, pools, world, timeline),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
@@ -247,6 +243,14 @@ async def build(
     return c
 
 
+def resolved(config: Config, plans: list[Plan]) -> Config:
+    """Check the models' directories; return the settings that follow from them. UserError."""
+    from training import memory, model
+
+    model.check_models(config, plans[0].holders if plans else None, formats_of(config))
+    return memory.with_micro_batch(config)
+
+
 class Inputs(NamedTuple):
     """The parts that are read before anything starts."""
 
@@ -259,11 +263,10 @@ class Inputs(NamedTuple):
     texts: list[list[int]]  # of the pretraining term
 
 
-def load_inputs(config: Config, placement: Placement, say: Callable[[str], None]) -> Inputs:
-    """Read models, data and rewards. UserError for what can't be used."""
-    from training import model, ptx
+def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -> Inputs:
+    """Read tokenizers, data and rewards. UserError for what can't be used."""
+    from training import ptx
 
-    model.check_models(config, placement, formats_of(config))
     algorithm = algorithm_of(config)
     longest = min(server.context_length(config.model, config), config.token_budget)
     tokenizer, *judges = data.load_tokenizers(config, say)
@@ -271,7 +274,7 @@ def load_inputs(config: Config, placement: Placement, say: Callable[[str], None]
     decode = partial(data.decode, tokenizer)
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     room = longest - config.max_new_tokens
-    how = (tokenizer, room, config.skip_long, say, reader, formats_of(config)[0].read_key)
+    how = (tokenizer, room, say, reader, formats_of(config)[0].read_key)
     if config.data:
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
         rules = read_key.keys() & {*config.rule, *config.cost_rule}
@@ -292,7 +295,7 @@ def load_inputs(config: Config, placement: Placement, say: Callable[[str], None]
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
     scores = rewards.build(config, judges, decode, readers)
-    collect = modes.collect
+    collect = rollout.collect
     if config.train_only:
         steps = replay.read_replay(Path(config.replay), config.algorithm[0])
         collect = partial(replay.collect, steps)
@@ -302,24 +305,20 @@ def load_inputs(config: Config, placement: Placement, say: Callable[[str], None]
     return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
 
 
-def servers_of(
-    rank: int, config: Config, placement: Placement, splits: list[Split]
-) -> list[ServerSpec]:
-    """The servers that any of the splits has on a rank."""
+def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]:
+    """The servers that any of the plans has on a rank."""
     port = config.port + 2 * rank
     specs = []
-    if any(rank in placement.leads("rollout", split) for split in splits):
+    if any(rank in plan.leads("rollout") for plan in plans):
         specs.append(ServerSpec("rollout", port, config.model))
-    if any(rank in placement.leads("genrm", split) for split in splits):
-        model = placement.judge_of(rank, len(config.judge_models))
+    if any(rank in plan.leads("genrm") for plan in plans):
+        model = plans[0].judge_of(rank, len(config.judge_models))
         scores = formats_of(config)[model].scores
         specs.append(ServerSpec("genrm", port + 1, config.judge_models[model], model, scores))
     return specs
 
 
-def build_models(
-    config: Config, inputs: Inputs, placement: Placement, splits: list[Split]
-) -> Models:
+def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
     """Build this rank's models, asleep (collective)."""
     from actor import Actor
     from critic import Critic
@@ -327,8 +326,9 @@ def build_models(
     from training.elsewhere import Elsewhere
     from training.groups import make_groups
 
+    holders = plans[0].holders
     groups = {}
-    for shape in dict.fromkeys(placement.models):
+    for shape in dict.fromkeys(holders[1:]):
         groups[shape] = make_groups(shape, config.timeout_s)
 
     def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer | Elsewhere:
@@ -337,22 +337,22 @@ def build_models(
             return Elsewhere(own, model, shape, **how)
         return kind(own, model, groups=groups[shape], **how)
 
-    actor = build(Actor, placement.actor, config.model)
+    actor = build(Actor, holders.actor, config.model)
     actor.texts = inputs.texts
     actor.stop_tokens = inputs.sampling.stop_token_ids
     actor.sleep()
     references = []
     if inputs.algorithm.kl_coef and not config.rollout_only:
-        references.append(build(Actor, placement.reference, config.model, learns=False))
+        references.append(build(Actor, holders.reference, config.model, learns=False))
         references[0].sleep()
     critics = []
     for name in () if config.rollout_only else inputs.algorithm.critics:
         model = config.critic or config.model
-        critics.append(build(Critic, placement.critic, model, name=name))
+        critics.append(build(Critic, holders.critic, model, name=name))
         critics[-1].sleep()
-    leads = {rank for split in splits for rank in placement.leads("rollout", split)}
-    heads = [copy[0] for copy in placement.actor.copies]
-    receivers = sorted(leads - {*placement.actor.ranks})
+    leads = {rank for plan in plans for rank in plan.leads("rollout")}
+    heads = [copy[0] for copy in holders.actor.copies]
+    receivers = sorted(leads - {*holders.actor.ranks})
     return Models([actor, *critics], references, push.connect(heads, receivers, config.timeout_s))
 
 

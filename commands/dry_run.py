@@ -11,48 +11,42 @@ from typing import NamedTuple
 
 import psutil
 
-from commands.memory import PROCESS, SERVER, bucket_bytes, memory, with_micro_batch
-from config import Config, as_text, why_unusable
+from commands import memory
+from config import Config, as_text
 from cpu import compiler
 from genrm import formats_of
-from modes import place
+from placement import Plan, make_plans
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
-from scheduling.layout import Placement, Shape
-from scheduling.measured import ROLES, Split
+from scheduling.layout import Shape
 
-DISK_MB = 1000  # of what a run leaves
-SHARED_MB = 16  # besides weights on their way
-NCCL_MB = 128  # of shared memory, for each rank with CUDA; an estimate
+DISK = 1e9  # bytes of what a run leaves, about
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run(config: Config, placement: Placement, splits: list[Split], ranks: int) -> None:
-    """Print the resolved run on rank 0. Raises UserError for what can't run, as the run would."""
-    from training import model
-
+def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
+    """Print the resolved run. UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
-    model.check_models(config, placement if splits else None, formats_of(config))
-    config = with_micro_batch(config)
-    lines = device_map(config, placement, splits, ranks) + memory(config, placement, splits, ranks)
-    if os.environ.get("RANK", "0") == "0":
-        words = describe(config, placement, splits[0] if splits else None, ranks)
-        print(words, *lines, "nothing was started", sep="\n", flush=True)
+    lines = device_map(config, plans, ranks) + memory.table(config, plans, ranks)
+    print(describe(config, plans, ranks), *lines, "nothing was started", sep="\n", flush=True)
 
 
-def device_map(config: Config, placement: Placement, splits: list[Split], ranks: int) -> list[str]:
-    """A line a rank: its part of each model, and the servers that it owns in any of the splits."""
-    lines = [f'  --placement "{placement}"']
-    if others := list(map(str, splits[1:])):
+def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
+    """A line a rank: its part of each model, and the servers that it owns in any of the plans."""
+    from training.memory import holders_of
+
+    holders = holders_of(config, plans, ranks)
+    lines = [f'  --placement "{holders}"']
+    if others := [str(plan.split) for plan in plans[1:]]:
         lines.append(f"  may move to {', '.join(others)}")
     for rank in range(ranks):
         parts = []
-        for name, shape in placement.shapes.items():
+        for name, shape in holders.shapes.items():
             if rank in shape.ranks:
                 place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
                 parts.append(f"{name} {', '.join(place)}")
-        for offset, role in enumerate(ROLES):
-            if any(rank in placement.leads(role, split) for split in splits):
+        for offset, role in enumerate(("rollout", "genrm")):
+            if any(rank in plan.leads(role) for plan in plans):
                 parts.append(f"{role} on port {config.port + 2 * rank + offset}")
         lines.append(f"  rank {rank}: {'; '.join(parts)}")
     return lines
@@ -82,14 +76,15 @@ def check(config: Config) -> int:
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    pushed = 0  # bytes of weights on their way through /dev/shm at once, to all engines
+    needs = []
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
+        from training.memory import with_micro_batch
 
-        placement, splits = place(config, ranks)
-        model.check_models(config, placement, formats_of(config))
-        engines = max(len(placement.leads("rollout", split)) for split in splits)
-        pushed = bucket_bytes(config) * engines
+        plans = make_plans(config, ranks)
+        model.check_models(config, plans[0].holders, formats_of(config))
+        config = with_micro_batch(config)
+        needs = memory.needs_of(config, plans, ranks)
     rows += graphics(config)
     if config.device == "cpu":
         rows.append(Row("rollout runs", compiler.program_for(config.model, config.dtype)))
@@ -99,32 +94,17 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    rows += space(config, ranks, pushed)
+    for need in needs:
+        rows.append(Row(need.place, str(need).partition(": ")[2], need.needed <= need.free))
+    out = Path(config.out).absolute()
+    folder = next(path for path in (out, *out.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    rows.append(Row("disk", f"{free / 1e9:.1f} GB free in {folder}", free >= DISK))
     for row in rows:
         print(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}")
     missing = [row.name for row in rows if not row.is_good]
     print(f"missing: {', '.join(missing)}" if missing else f"a run of {ranks} ranks can start")
     return int(bool(missing))
-
-
-def space(config: Config, ranks: int, pushed: int) -> list[Row]:
-    """The room on the disk, in memory and in shared memory; pushed: bytes of weights on their way."""
-    shared = 1e6 * SHARED_MB + pushed
-    memory = PROCESS * ranks
-    if config.device == "cuda":
-        shared = 1e6 * NCCL_MB * ranks
-        memory = (PROCESS + 2 * SERVER) * ranks
-    out = Path(config.out).absolute()
-    folder = next(path for path in (out, *out.parents) if path.exists())
-    hint = f" in /dev/shm; {shared / 1e6:.0f} MB are needed (docker run --shm-size)"
-    rows = []
-    for name, free, needed, where in (
-        ("disk", shutil.disk_usage(folder).free, 1e6 * DISK_MB, f" in {folder}"),
-        ("memory", psutil.virtual_memory().available, memory, ""),
-        ("shared memory", shutil.disk_usage("/dev/shm").free, shared, hint),
-    ):
-        rows.append(Row(name, f"{free / 1e9:.1f} GB free{where}", free >= needed))
-    return rows
 
 
 def packages() -> list[Row]:
@@ -156,7 +136,7 @@ def graphics(config: Config) -> list[Row]:
 
     modes = sorted({*devices.compute_modes()})
     is_there = cuda.is_available()
-    state = why_unusable() or ("torch can use it" if is_there else "there is none")
+    state = devices.why_unusable() or ("torch can use it" if is_there else "there is none")
     rows = [Row("GPU", state, is_there)]
     rows.append(Row("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
     for tool in devices.tools(config):

@@ -37,7 +37,7 @@ def read_problems(
         encode = partial(data.encode_prompt, tokenizer, reader)
         return Addition(config.seed, encode, reader).held_out
     longest = context_length(config.model, config) - config.max_new_tokens
-    how = (config.skip_long, print, reader, formats_of(config)[0].read_key, {"run.py eval": str})
+    how = (print, reader, formats_of(config)[0].read_key, {"run.py eval": str})
     return list(data.PromptFile(Path(config.data), tokenizer, longest, *how))
 
 

@@ -35,6 +35,7 @@ from runtime.out_folder import archive
 from sample import Sample, flat
 from scheduling.balance import packed_length, plan_batch
 from training.lm_head import over_context_parallel
+from training.memory import with_micro_batch
 from training.model import check_models
 from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, means
@@ -276,7 +277,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     held_out = [examples[number] for number in sorted(order.held_out)]
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
     source = f"{order.count} examples of {path}"
-    config = memory.with_micro_batch(config)
+    config = with_micro_batch(config)
     memory.check_fits(config, [], torch.distributed.get_world_size())
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}, {sizes}")
     learner = Learner(config)

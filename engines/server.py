@@ -91,10 +91,17 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
     }
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         flags["tp-size"] = tp
-    if role == "genrm" or config.mode != "partial" or config.command == "eval":
-        # nobody pushes a judge's weights, nor a rollout engine's between the waves of one step
+    if backs_up(role, config):
         flags["enable-weights-cpu-backup"] = None
     return flags
+
+
+def backs_up(role: str, config: Config) -> bool:
+    """True if an engine's weights wait on the host while it sleeps: nobody pushes them before it wakes.
+
+    A judge's never are pushed, a rollout engine's not between the waves of one step.
+    """
+    return role == "genrm" or config.mode != "partial" or config.command == "eval"
 
 
 def kv_tokens(context: int, config: Config) -> int:

@@ -151,7 +151,7 @@ def fill_the_device() -> None:
 def nap() -> None:
     """A trainer sleeps and wakes between two updates; the same without, twice."""
     from actor import Actor
-    from commands.memory import trainer_parts
+    from training.memory import trainer_parts
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     actor = Actor(settings(), MODEL)
@@ -189,7 +189,7 @@ def nap() -> None:
 def training_pass(recompute: str = "") -> None:
     """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step."""
     from actor import Actor
-    from commands.memory import trainer_parts
+    from training.memory import trainer_parts
 
     actor = Actor(settings(recompute=bool(recompute)), MODEL)
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
@@ -315,7 +315,7 @@ async def same_tokens() -> None:
 async def full() -> None:
     """Both engines, then a trainer, as in full mode; the trainer learns, and pushes."""
     from actor import Actor
-    from commands.memory import peaks_of
+    from training.memory import peaks_of
 
     config = settings(mode="full", model=MODEL, judge=(MODEL,), mem_fraction=0.3)
     engines, before = {}, used_bytes()

@@ -83,7 +83,9 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    return run.load_inputs(settings, place(settings, 2)[0], print)
+    placement, splits = place(settings, 2)
+    settings = run.resolved(settings, placement, splits)
+    return run.load_inputs(settings, print)
 
 
 def damaged(home: Path, file: str, change) -> Path:
@@ -261,22 +263,20 @@ def rows_of(path: Path, *answers) -> Path:
 
 
 def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
-    """All of them, but for those that --skip-long leaves out, and then all of --data are trained on.
+    """All of them, but for those that are too long, and then all of --data are trained on.
     Without one a tenth of --data measures, if it has keys."""
     rows = rows_of(tmp_path / "rows.jsonl", *range(15), *[None] * 15)
     own = rows_of(tmp_path / "own.jsonl", *range(5))
     own.write_text(json.dumps({"prompt": "x" * 900, "answer": 1}) + "\n" + own.read_text())
-    with pytest.raises(config.UserError, match=rf"{own}:1: the prompt has \d+ tokens, but"):
-        read(actor, rows, "--eval-data", own)
-    source = read(actor, rows, "--eval-data", own, "--skip-long").prompts.source
-    assert f"--skip-long: 1 of 6 prompts in {own} have over" in capsys.readouterr().out
+    source = read(actor, rows, "--eval-data", own).prompts.source
+    assert f"1 of 6 prompts in {own} are left out: over --max-model-len" in capsys.readouterr().out
     found = [(prompt.question, prompt.answer_key) for prompt in source.held_out]
     assert found == [(f"own {n}?", str(n)) for n in range(5)]
     epoch = {source.training(number).question for number in range(30)}
     assert epoch == {f"rows {n}?" for n in range(30)}
     own.write_text(own.read_text().partition("\n")[0])
     with pytest.raises(config.UserError, match=f"^{own}: no prompt has at most 500 tok"):
-        read(actor, rows, "--eval-data", own, "--skip-long")
+        read(actor, rows, "--eval-data", own)
     source = read(actor, rows, "--eval-samples", 2).prompts.source
     others = {source.training(number).question for number in range(27)}
     assert {prompt.question for prompt in source.held_out} < epoch - others
@@ -324,7 +324,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
         if command == "check":
             dry_run.check(settings)
         elif command == "rl":
-            dry_run.dry_run(settings, *run.check_settings(settings, 2), 2)
+            run.resolved(settings, *run.check_settings(settings, 2))
         elif command == "eval":
             asyncio.run(run.evaluate_model(settings, None))
         else:
@@ -356,13 +356,14 @@ def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch)
         read(actor, rows, "--template", "x=1")
 
 
-def test_a_prompt_leaves_room_for_its_answer(actor, rows):
+def test_a_prompt_leaves_room_for_its_answer(actor, rows, capsys):
     tokenizer = data.load_tokenizer(str(actor))
     longest = max(n for n in range(501) if len(data.encode(tokenizer, "7" * n)) == 500)
     sampling = read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * longest}])).sampling
     assert (sampling.temperature, sampling.max_new_tokens) == (1.0, 12)
-    with pytest.raises(config.UserError, match=r"rows\.jsonl:2"):
-        read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * (longest + 1)}]))
+    assert "left out" not in capsys.readouterr().out
+    read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * (longest + 1)}]))
+    assert "1 of 2 prompts in" in capsys.readouterr().out
 
 
 def test_what_a_start_refuses(monkeypatch):

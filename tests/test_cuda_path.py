@@ -21,7 +21,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import run
 from commands import memory
 from commands.dry_run import graphics
-from commands.memory import RESIDENT, engines_of, peaks_of, trainers_of
 from config import PRESETS, Config, UserError, parse_config
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
@@ -32,6 +31,7 @@ from placement import colocate
 from reporting.describe import describe
 from runtime import devices, supported
 from scheduling.layout import Shape
+from training.memory import CONTEXT, RESIDENT, engines_of, peaks_of, trainer_parts, trainers_of
 
 ROOT = Path(__file__).parent.parent
 H200 = 141e9  # bytes
@@ -136,13 +136,14 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     """The loop's own takes and gives, with the sizes of each part: all fits a device of 141 GB, with room."""
     config = settings(models[name], *more, "--mode", mode, "--algorithm", *algorithm)
     holders = colocate(tuple(range(ranks)), config)
-    trainers, engines = trainers_of(config, holders), engines_of(config)
+    trainers = {who: model.parts for who, model in trainers_of(config, holders).items()}
+    engines = engines_of(config, make_plans(config, ranks))
     _, log = simulate(mode, 4, algorithm=algorithm)
     learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
     states = {who: p["weights"] + p["optimizer"] for who, p in learners.items()}
     states |= {LEFTOVERS[who]: p["gradients"] for who, p in learners.items()}
     states |= {who: p["weights"] for who, p in trainers.items() if who not in learners}
-    weights = {who.split()[0]: parts["weights"] for who, parts in engines.items()}
+    weights = {who.split()[0]: model.parts["weights"] for who, model in engines.items()}
     held, peak = {}, 0.0
     for rank, verb, who in log:
         mine = held.setdefault(rank, {})
@@ -158,10 +159,11 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     predicted = peaks_of(config, *placed, ranks, H200)
     most = max(size for who, size in predicted.items() if "reference" not in who)
     processes = 2 if mode == "partial" else 3
-    more = memory.CONTEXT * (config.rollout_tp - 1)
+    more = CONTEXT * (config.rollout_tp - 1)
     assert peak + processes * RESIDENT + more == pytest.approx(most)
     assert max(predicted.values()) <= 0.9 * H200, predicted
-    assert "a device of 141 GB takes it" in " ".join(memory.memory(config, *placed, ranks))
+    table = "\n".join(memory.table(config, *placed, ranks))
+    assert re.search(r"a device: .*; (80|141)\.0 is enough", table)
 
 
 def pip_libraries(home: Path) -> Path:
@@ -211,8 +213,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(devices, "CUDA_FOLDER", tmp_path / "nothing")
-    monkeypatch.setattr("config.DEVICE_FILES", tmp_path / "dev")
-    monkeypatch.setattr("config.DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path / "dev")
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "driver")
     monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": tmp_path / "include"})
     monkeypatch.setattr(devices.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -346,7 +348,10 @@ def test_make_says_so_before_it_installs(tmp_path):
 
 @pytest.fixture
 def device_of(machine, monkeypatch):
+    """Sets the size of the GPU of a machine that has room on its host."""
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(memory, "free_memory", lambda: 1e12)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))
     facts = SimpleNamespace()
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda number: facts)
     return partial(setattr, facts, "total_memory")
@@ -360,7 +365,8 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
         memory.check_fits(config, *placed, 1)
     needed = peaks_of(config, *placed, 1, 85e9)["training the actor"]
     assert needed > 7_615_616_512 * 18 + 3 * RESIDENT  # weights, gradients, optimizer; then a pass
-    assert f"training the actor takes about {needed / 1e9:.1f} GB of a" in str(raised.value)
+    most = f"{needed / 1e9:.1f} GB, {needed / 1e9:.1f} for training the actor"
+    assert str(raised.value).startswith(f"a device: the run needs about {most}, and 85.0 are free")
     memory.check_fits(replace(config, memory_check=False), *placed, 1)
     device_of(170e9)
     memory.check_fits(config, *placed, 1)
@@ -377,8 +383,21 @@ def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
     shapes = checkpoint_shapes(sparse_model(tmp_path / "model", **widths))
     how = dict(device="cuda", dtype="bfloat16", max_tokens_per_micro_batch=16384)
     config = Config(**how, recompute=recompute)
-    parts = memory.trainer_parts(shapes, config, Shape.of(config, (0,)))
+    parts = trainer_parts(shapes, config, Shape.of(config, (0,)))
     assert sum(parts.values()) == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize("mode,rollout,judges", [("full", 8, 8), ("partial", 0, 4)])
+def test_a_host_has_what_sleeps(models, mode, rollout, judges):
+    """Of a 7B on 8: 2 bytes a parameter of trainers and of engines that no push fills, 12 / 8 of AdamW."""
+    config = settings(models["7B"], "--mode", mode)
+    plans, parameters = make_plans(config, 8), 7_615_616_512
+    parts = memory.host_parts(config, plans, 8)
+    assert parts.pop("libraries") == 0.2e9 + 8 * 0.9e9 + 2 * judges * 4e9
+    assert parts == {
+        "weights": 2 * parameters * (8 + rollout + judges),
+        "optimizer": 12 * parameters,
+    }
 
 
 def test_a_model_is_looked_at_before_it_is_measured(device_of):
@@ -386,7 +405,7 @@ def test_a_model_is_looked_at_before_it_is_measured(device_of):
     arguments = ["--device", "cuda", "--preset", "cuda", "--model", "/nowhere", "--rule", "right"]
     config = parse_config(arguments)
     with pytest.raises(UserError, match=r"^--model /nowhere"):
-        run.load_inputs(config, place(config, 1)[0], print)
+        run.resolved(config, *place(config, 1))
 
 
 def test_the_push_needs_no_gradients_but_a_bucket(models):

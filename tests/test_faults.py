@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import modes
 import rollout
-from config import RunLost, UserError
 from fakes import (
     FakeActor,
     FakeCritic,
@@ -22,6 +21,7 @@ from fakes import (
     to_text,
     write_on,
 )
+from runtime.errors import RunLost, UserError
 from test_rollout import batches_of, check_prompts, check_tokens
 
 ALL_LAYOUTS = [

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from commands.memory import KEPT
 from parallel_worker import far, weights_of
 from test_actor import actor_config, make_actor, make_model, make_samples, update  # noqa: F401
 from training import lm_head
+from training.memory import KEPT
 from training.offload import HostCopies
 
 HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512

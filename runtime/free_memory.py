@@ -1,0 +1,35 @@
+"""The memory that this machine, or the container that we run in, has left."""
+
+from pathlib import Path
+
+import psutil
+
+GROUPS = Path("/proc/self/cgroup")  # lines number:controllers:path
+LIMITS = Path("/sys/fs/cgroup")
+# of a group's folder: its limit, what it takes, and the statistic of files that the kernel would drop
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def free_memory() -> int:
+    """Bytes that this process and others beside it may still take: the machine's, or less by a limit."""
+    left = [psutil.virtual_memory().available]
+    for line in GROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            home = LIMITS / controllers
+            folder = home / path.lstrip("/")
+            names = VERSION_1 if controllers else VERSION_2
+            # a container may see its own group as the outermost one, under whatever path
+            for group in (folder, *folder.parents):
+                if group.is_relative_to(home) and (group / names[0]).is_file():
+                    left.append(left_in(group, *names))
+    return min(left)
+
+
+def left_in(group: Path, limit: str, taken: str, dropped: str) -> int:
+    most = (group / limit).read_text().strip()
+    if most == "max":
+        return 1 << 62
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(most) - int((group / taken).read_text()) + int(statistics[dropped])

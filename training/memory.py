@@ -1,0 +1,182 @@
+"""The memory of models, about: bytes of their parts on a rank, what a device holds when, a pass that fits."""
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from algorithms import algorithm_of
+from config import Config
+from engines.server import context_length, kv_tokens
+from engines.wire import BUCKET_BYTES
+from inputs.hf_directory import checkpoint_shapes
+from placement import Plan, colocate
+from scheduling.layout import Holders, Shape
+from scheduling.pipeline import schedule_of
+
+BYTES = {"float32": 4, "bfloat16": 2}
+# of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
+# columns, measured on a CPU (tests/test_memory.py); on an H100 fused kernels keep less (docs/gpu.md)
+KEPT = {("cpu", "float32"): (40, 12, 20), ("cpu", "bfloat16"): (28, 6, 10)}
+KEPT |= {("cuda", "float32"): (40, 12, 20), ("cuda", "bfloat16"): (16, 6, 6)}
+ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
+
+# of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
+RESIDENT = 2_500_000_000
+CONTEXT = (
+    500_000_000  # of an engine's further rank on its lead's device, where it reads what is pushed
+)
+
+Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
+Parts = dict[str, int]  # bytes
+
+
+class Model(NamedTuple):
+    """What it holds on each of its ranks; of engines on each that leads one."""
+
+    ranks: tuple[int, ...]
+    parts: Parts
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
+    """The ranks of each model; of a command without plans all."""
+    return plans[0].holders if plans else colocate(tuple(range(ranks)), config)
+
+
+def trainers_of(config: Config, holders: Holders) -> dict[str, Model]:
+    """Each trainer while it learns, and the reference, which has weights alone."""
+    if config.command == "eval":
+        return {}
+    algorithm = algorithm_of(config)
+    policy = checkpoint_shapes(config.model)
+    parts = trainer_parts(policy, config, holders.actor)
+    if config.rollout_only:
+        return {"actor": Model(holders.actor.ranks, parts | {"activations": 0, "loss": 0})}
+    models = {"actor": Model(holders.actor.ranks, parts)}
+    for name in algorithm.critics:
+        shapes = checkpoint_shapes(config.critic or config.model)
+        parts = trainer_parts(shapes, config, holders.critic) | {"loss": 0}
+        models[f"{name} critic"] = Model(holders.critic.ranks, parts)
+    if algorithm.kl_coef:
+        parts = trainer_parts(policy, config, holders.reference)
+        models["reference"] = Model(holders.reference.ranks, {"weights": parts["weights"]})
+    return models
+
+
+def engines_of(config: Config, plans: list[Plan]) -> dict[str, Model]:
+    """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
+    models = {}
+    for role, paths in (("rollout", [config.model]), ("genrm", config.judge_models)):
+        leads = sorted({rank for plan in plans for rank in plan.leads(role)}) or [0]  # eval's
+        for number, path in enumerate(paths if config.asks_engines else ()):
+            parts = engine_parts(path, config, vars(config)[f"{role}_tp"])
+            models[f"{role} {path}"] = Model(tuple(leads[number :: len(paths)]), parts)
+    return models
+
+
+def engine_parts(path: str, config: Config, tp: int) -> Parts:
+    """A token's keys and values: a number for each row of the weights that make them."""
+    shapes = checkpoint_shapes(path)
+    kv = ("k_proj.weight", "v_proj.weight")
+    rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
+    tokens = kv_tokens(context_length(path, config), config)
+    counts = {"weights": sum(map(prod, shapes.values())), "KV cache": tokens * rows}
+    return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
+
+
+def trainer_parts(shapes: Shapes, config: Config, shape: Shape) -> Parts:
+    """One rank's part, as if tensor and pipeline parallelism cut all tensors evenly."""
+    from training.lm_head import CHUNK_BYTES
+
+    config = shape.sized(config)
+    size = BYTES[config.dtype]
+    count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
+    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
+    states = (8 if config.dtype == "float32" else 12) * count // (shape.dp * config.cp)
+    vocabulary, hidden = embedding(shapes)
+    head = vocabulary * hidden * size // config.tp
+    chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
+    loss = 2 * chunk + 2 * head  # copies of a chunk's logits; gradients of the head
+    parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
+    kept = activations(shapes, config, config.max_tokens_per_micro_batch)
+    return parts | {"activations": kept, "loss": loss}
+
+
+def activations(shapes: Shapes, config: Config, tokens: int) -> int:
+    """Bytes of the micro-batches of so many tokens that a pipeline's first rank keeps, less a tower's."""
+    inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
+    rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
+    layers = sum(name.endswith("k_proj.weight") for name in rows)
+    keys = next(n for name, n in rows.items() if "k_proj" in name)
+    feed_forward = next(n for name, n in rows.items() if "gate_proj" in name)
+    widths = (embedding(shapes)[1], keys, feed_forward)
+    whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
+    cuts = (whole, config.tp, config.tp)
+    parts = zip(KEPT[config.device, config.dtype], widths, cuts, strict=True)
+    kept = sum(size * width // cut for size, width, cut in parts)
+    if config.recompute:  # the layers' inputs, and all of the one that is computed again
+        kept += layers * BYTES[config.dtype] * widths[0] // whole
+        layers = 1
+    return kept * layers * tokens // config.cp
+
+
+def embedding(shapes: Shapes) -> list[int]:
+    """The shape [vocabulary, hidden]; where it stands among the names is the family's."""
+    return next(shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
+
+
+def with_micro_batch(config: Config) -> Config:
+    """Lower --max-tokens-per-micro-batch to what ACTIVATIONS hold, but not below a sample, on a CPU."""
+    if config.device == "cuda" or config.command == "eval":
+        return config
+    per_token = activations(checkpoint_shapes(config.model), config, config.cp)
+    fitting = ACTIVATIONS * config.cp // per_token
+    tokens = 1 << fitting.bit_length() - 1  # a power of two
+    if config.command == "rl":
+        tokens = max(tokens, context_length(config.model, config), config.max_new_tokens + 1)
+    tokens = min(tokens, config.max_tokens_per_micro_batch)
+    return replace(config, max_tokens_per_micro_batch=tokens)
+
+
+def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
+    """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
+    holders = holders_of(config, plans, ranks)
+    trainers = trainers_of(config, holders)
+    engines = engines_of(config, plans)
+    peaks = {}
+    share = config.mem_fraction * device
+    for name, model in engines.items():  # one that needs more than its share doesn't start
+        needed = model.total
+        peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
+    if trainers:
+        actor = trainers["actor"].parts
+        states = actor["weights"] + actor["optimizer"]
+        if "reference" in trainers and {*holders.reference.ranks} & {*holders.actor.ranks}:
+            held = states + actor["gradients"] + actor["loss"]
+            peaks["the reference's pass"] = held + trainers["reference"].total
+        learners = {name: model for name, model in trainers.items() if "loss" in model.parts}
+        needs = {f"training the {name}": model.total for name, model in learners.items()}
+        fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
+        peaks |= {"training all models": sum(needs.values())} if fuses else needs
+        if engines:
+            # flat, and gathered whole before
+            copies = 2 if holders.actor.tp * holders.actor.pp > 1 else 1
+            rollout = next(iter(engines.values())).parts["weights"]
+            weights = 0 if holders.is_apart else rollout
+            peaks["the push"] = states + weights + copies * bucket_bytes(config)
+    processes = Counter()  # of engines, on each rank's device; they take turns there
+    for plan in plans:
+        processes |= Counter(plan.rollout) + Counter(plan.genrm)
+    asleep = RESIDENT * (1 + max(processes.values(), default=0)) + CONTEXT * (config.rollout_tp - 1)
+    return {name: needed + asleep for name, needed in peaks.items()}
+
+
+def bucket_bytes(config: Config) -> int:
+    """The most weights on their way to an engine: a bucket with its last tensor."""
+    shapes = checkpoint_shapes(config.model)
+    sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
+    return min(sum(sizes), BUCKET_BYTES + max(sizes))
