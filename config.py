@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "updates_per_step", "batch_size")
-AT_LEAST_1 += ("max_new_tokens", "judge_max_new_tokens", "judgements", "samples", "eval_every")
+AT_LEAST_1 += ("max_new_tokens", "judge_max_new_tokens", "judgements", "eval_every")
 AT_LEAST_1 += ("max_tokens_per_micro_batch", "max_running_requests", "keep")
 AT_LEAST_1 += ("tp", "pp", "cp", "rollout_tp", "genrm_tp")
 AT_LEAST_0 = ("max_refill_waves", "rollout_ranks", "lr_warmup_steps", "weight_decay")
@@ -65,7 +65,6 @@ class Config:
     tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
     rebalance: bool = False  # move ranks between the roles (fused: the tail) by load
     eval_data: str = ""  # held-out prompts, each with an `answer`; default: some rows of --data
-    eval_samples: int = 0  # answers to each of them beside a greedy one, for pass@k
     # ---- debugging
     dry_run: bool = False  # print who would run where, and the memory that takes, and end
     rollout_only: bool = False  # generate and judge alone; samples go to OUT/replay.jsonl
@@ -81,9 +80,10 @@ class Config:
     judgements: int = 1  # of a sample; the reward is their mean; a single one is greedy
     # ---- evaluation
     judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each
-    eval_every: int = 10  # steps between greedy evaluations on held-out prompts
+    eval_samples: int = 0  # answers to a held-out prompt beside a greedy one, for pass@k; eval: 8
     # ---- training
     steps: int = 40  # batches to train on
+    eval_every: int = 10  # steps between greedy evaluations on held-out prompts
     lr: float = 1e-6  # AdamW
     lr_warmup_steps: int = 5  # linear; the first update has a fifth
     lr_decay_to: float = 1.0  # part of --lr at the end, linear; sft, rm, dpo, demo: 0.1
@@ -119,8 +119,6 @@ class Config:
     batch_size: int = 32  # examples of a step: conversations, or pairs of answers
     weight_decay: float = 0.0  # AdamW
     dpo_beta: float = 0.1  # dpo: strength of the KL to the start weights
-    # ---- pass@k
-    samples: int = 8  # answers to each prompt, beside a greedy one; k is 1, 2, 4 ... and this
 
     @property
     def judge_models(self) -> tuple[str, ...]:
@@ -243,7 +241,9 @@ COMMANDS = {
     "sft": Command("supervised fine-tuning", EXAMPLES, DECAYS | {"lr": 1e-5}),
     "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, DECAYS | {"lr": 1e-5}),
     "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
-    "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
+    "eval": Command(
+        "greedy accuracy and pass@k of a model", (*ALWAYS, "engines"), {"eval_samples": 8}
+    ),
 }
 
 
@@ -350,8 +350,6 @@ def demo_models(given: dict) -> dict:
     for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
             raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
-    if given["command"] == "eval":
-        raise UserError("run.py eval needs --model DIR")
     folder = DEMO_MODELS / ("drawn" if given["preset"] == "images" else "written")
     # from the working directory: a run may be resumed where the project lies in another place
     models = {"model": os.path.relpath(folder / "actor")}

@@ -280,7 +280,7 @@ class Placement:
         self.is_apart = holders.is_apart  # engines and trainers share no rank
         self.is_shared = all(len(s.ranks) == world.size for s in holders.shapes.values())  # by all
         self.serves = world.rank in holders.servers
-        self.actor, *self.critics = models.trainers
+        self.actor, *self.critics = models.trainers or [None]  # of an evaluation
         self.references = models.references
         self.rollout = pools["rollout"]
         self.genrm = pools["genrm"]

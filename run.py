@@ -33,7 +33,7 @@ import rewards
 import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, contents_of, prepare_out, restore
-from commands import dry_run, evaluate, memory, replay
+from commands import dry_run, memory, replay
 from config import HELD_OUT, Config, RunLost, UserError, parse_config, printable
 from controller import Controller
 from demo.task import Addition
@@ -43,6 +43,7 @@ from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of, number_key
 from images.reader import reader_of
 from placement import Models, Placement, Plan, make_plans
+from reporting.answers import AnswersReport
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
@@ -57,6 +58,10 @@ from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
     from training.trainer import Trainer
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # no torchrun
+REPORTS = {"rl": Report, "eval": AnswersReport}
 
 
 def main(arguments: list[str]) -> None:
@@ -84,6 +89,8 @@ def start(arguments: list[str], stop: Stop) -> str:
     if arguments[:1] == ["check"]:
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
     config = parse_config(arguments, __doc__)
+    if config.command == "eval" and "RANK" not in os.environ:
+        os.environ |= ALONE
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     plans = check_settings(config, ranks or 2, on_machine)
@@ -93,13 +100,9 @@ def start(arguments: list[str], stop: Stop) -> str:
         dry_run.dry_run(config, plans, ranks or 2)
         return ""
     choose_device(config)
-    if config.command == "eval" and ranks > 1:
-        raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
-    if config.command != "eval" and not ranks:
+    if not ranks:
         raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
-    if config.command == "eval":
-        work = evaluate_model(config, stop)
-    elif config.command == "rl":
+    if config.command in REPORTS:
         work = run(config, plans, stop)
     else:
         work = learn_from_examples(config)
@@ -109,24 +112,27 @@ def start(arguments: list[str], stop: Stop) -> str:
 def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
     """Check what needs the tables or the number of ranks. Returns the loop's plans, as make_plans does."""
     model_parallel = config.tp * config.pp * config.cp
-    if config.command != "rl" and ranks % model_parallel:
+    if config.command not in REPORTS and ranks % model_parallel:
         sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
         raise UserError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
     formats_of(config)
     schedule_of(config)
-    return make_plans(config, ranks, on_machine) if config.command == "rl" else []
+    return make_plans(config, ranks, on_machine) if config.command in REPORTS else []
 
 
 async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
-    """Build the parts, train, tear down: reinforcement learning (collective: every rank)."""
+    """Build the parts, train or evaluate, tear down (collective: every rank)."""
+    work = controller.evaluate_once if config.command == "eval" else controller.train
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with joined(config) as (world, progress), Fleet(config, world) as fleet:
         c = await build(config, plans, world, progress, fleet, stop)
-        stopped = await fleet.while_up(controller.train(c))
+        stopped = await fleet.while_up(work(c))
         await world.barrier()
         stop.neighbours = {}  # who is through may leave
+        if stopped and config.command == "eval":
+            return "stopped; the same command goes on"
         if stopped:
             saved = "nothing was saved"
             if c.checkpoints.newest == c.state.step:
@@ -149,19 +155,6 @@ async def learn_from_examples(config: Config) -> str:
         await world.run(finetune.train, config, Path(config.out), progress, world.rank)
         await world.barrier()
     return ""
-
-
-async def evaluate_model(config: Config, stop: Stop) -> str:
-    """Evaluate on one rank with one engine, without torchrun."""
-    from training import model
-
-    model.check_models(config)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    memory.check_fits(config, [], ranks=1)
-    async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        progress.resume_at(0, 0)  # it counts prompts, once they are known
-        stopped = await evaluate.evaluate(config, fleet, progress, stop)
-    return stopped and f"{stopped}; the same command goes on"
 
 
 @contextlib.asynccontextmanager
@@ -221,7 +214,7 @@ async def build(
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
-        report=Report(config, world, out, progress, inputs.decode, point),
+        report=REPORTS[config.command](config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, contents, point and point.step),
         team=team,
         collect=inputs.collect,
@@ -253,14 +246,20 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
 
     model.check_models(config, plans[0].holders, formats_of(config))
     algorithm = algorithm_of(config)
-    longest = min(server.context_length(config.model, config), config.token_budget)
+    longest = server.context_length(config.model, config)
+    held_out = config.data  # of an evaluation, which trains on nothing
+    setting = "--data"
+    if config.command == "rl":
+        longest = min(longest, config.token_budget)
+        held_out = config.eval_data
+        setting = "--eval-data"
     tokenizer, *judges = data.load_tokenizers(config, say)
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     room = longest - config.max_new_tokens
     how = (tokenizer, room, config.skip_long, say, reader, formats_of(config)[0].read_key)
-    if config.data:
+    if config.data and config.command == "rl":
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
         rules = read_key.keys() & {*config.rule, *config.cost_rule}
         needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
@@ -269,9 +268,8 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
         rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
         source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
     source.held_out = [prompt for prompt in source.held_out if prompt.answer_key is not None]
-    if config.eval_data:
-        needs = {"--eval-data": str}
-        source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")
+    if held_out:
+        source.held_out = data.PromptFile(Path(held_out), *how, {setting: str}, setting)
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
@@ -304,7 +302,9 @@ def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]
 
 
 def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
-    """Build this rank's models, asleep (collective)."""
+    """Build this rank's models, asleep; none for an evaluation (collective)."""
+    if config.command == "eval":
+        return Models([], [])
     from actor import Actor
     from critic import Critic
     from training import push

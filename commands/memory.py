@@ -172,7 +172,7 @@ def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
     models = Counter(name.split()[0] for name in engines)  # of a role
     for name, engine in engines.items():
         role = name.split()[0]
-        leads = {rank for plan in plans for rank in plan.leads(role)} or {0}  # eval has no plan
+        leads = {rank for plan in plans for rank in plan.leads(role)}
         count = len(leads) // models[role]
         parts.update({part: count * size for part, size in engine.items()})
         parts["libraries"] += PROCESS * count
@@ -237,20 +237,21 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     holders = holders_of(config, plans, ranks)
     trainers = trainers_of(config, holders)
     engines = engines_of(config)
-    actor = trainers["actor"]
-    states = actor["weights"] + actor["gradients"] + actor["optimizer"]
     peaks = {}
     share = config.mem_fraction * device
     for name, parts in engines.items():  # one that needs more than its share doesn't start
         needed = total(parts)
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
+    if trainers:
+        actor = trainers["actor"]
+        states = actor["weights"] + actor["gradients"] + actor["optimizer"]
     if "reference" in trainers and {*holders.reference.ranks} & {*holders.actor.ranks}:
         peaks["the reference's pass"] = states + trainers["reference"]["weights"] + actor["loss"]
     learners = [name for name in trainers if "optimizer" in trainers[name]]
     needs = {f"training the {name}": total(trainers[name]) for name in learners}
     fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
     peaks |= {"training all models": total(needs)} if fuses else needs
-    if engines:
+    if engines and trainers:
         # flat, and gathered whole before
         copies = 2 if holders.actor.tp * holders.actor.pp > 1 else 1
         pushed = copies * bucket_bytes(config)

@@ -25,7 +25,10 @@ def describe(config: Config, plans: list[Plan], ranks: int) -> str:
             changed += f" --{dashed(field.name)} {as_text(value)}"
     step = f"{prompts * answers} samples: {answers} answers to each of {prompts} prompts"
     text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {plans[0]}\n"
-    text += f"  {config.steps} steps of {step}\n  settings other than the defaults:{changed}"
+    text += f"  {config.steps} steps of {step}\n"
+    if config.command == "eval":
+        text = f"nanoYATT eval: {config.model} on {ranks} ranks\n"
+    text += f"  settings other than the defaults:{changed}"
     if config.device == "cpu":
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:

@@ -285,6 +285,20 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
         read(actor, rows_of(rows, *range(9)), "--eval-samples", 2)
 
 
+def test_an_evaluation_has_all_rows_of_its_data(actor, tmp_path):
+    """Up to the context's length, whatever a trainer could take."""
+    settings = ["eval", "--model", str(actor), "--max-model-len", "9999", "--max-new-tokens", "12"]
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "7" * 9000, "answer": 1}] * 30)
+    settings = config.parse_config([*settings, "--data", str(path)])
+    plans = run.check_settings(settings, 2)
+    assert (plans[0].rollout, plans[0].genrm) == ((0, 1), ())
+    held_out = run.load_inputs(settings, plans, print).prompts.source.held_out
+    assert [prompt.answer_key for prompt in held_out] == ["1"] * 30
+    jsonl(path, [{"prompt": "3+4=", "answr": 7}])
+    with pytest.raises(config.UserError, match=r"rows\.jsonl:1: `answer` is missing, for --data"):
+        run.load_inputs(settings, plans, print)
+
+
 def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows):
     for answers, more, message in (
         ((1, None), (), "^{}:2: `answer` is missing, for --eval-data; the row has "),
@@ -326,7 +340,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
         elif command == "rl":
             dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
         elif command == "eval":
-            asyncio.run(run.evaluate_model(settings, None))
+            run.load_inputs(settings, run.check_settings(settings, 2), print)
         else:
             asyncio.run(finetune.prepare(settings, 0, print))
     assert not (tmp_path / "out").exists()
@@ -369,9 +383,6 @@ def test_what_a_start_refuses(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(config.UserError, match="start with: torchrun --nproc-per-node 2"):
         run.start(["--mode", "full"], None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(config.UserError, match="needs one engine, not 2 ranks"):
-        run.start(["eval", "--model", "m"], None)
 
 
 # ---------------------------------------------------------------- who serves what
