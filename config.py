@@ -1,124 +1,135 @@
-"""The settings of a run: defaults, limits, and what each needs from the others. Imports nothing of ours."""
+"""The settings of a run: defaults, limits, help, and what each needs from the others."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import math
 import os
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
-AT_LEAST_1 = ("steps", "prompts_per_step", "answers_per_prompt", "updates_per_step", "batch_size")
-AT_LEAST_1 += ("max_new_tokens", "judge_max_new_tokens", "judgements", "eval_every")
-AT_LEAST_1 += ("max_tokens_per_micro_batch", "max_running_requests", "keep")
-AT_LEAST_1 += ("tp", "pp", "cp", "rollout_tp", "genrm_tp")
-AT_LEAST_0 = ("max_refill_waves", "rollout_ranks", "lr_warmup_steps", "weight_decay")
-AT_LEAST_0 += ("max_model_len", "save_every", "save_hf_every", "eval_samples")
+from runtime.devices import default_device
+from runtime.errors import UserError
+
 HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, at most a tenth
-ABOVE_0 = ("temperature", "lr", "critic_lr", "timeout_s", "dpo_beta")
-LIMITS = dict.fromkeys(AT_LEAST_1, (1, math.inf)) | dict.fromkeys(AT_LEAST_0, (0, math.inf))
-LIMITS |= dict.fromkeys(ABOVE_0, (1e-12, math.inf))
-LIMITS |= {"over_dispatch": (1, 4), "tail": (0, 1), "lr_decay_to": (0, 1), "ahead": (0, 1)}
-LIMITS |= {"mem_fraction": (0.05, 0.95), "port": (1024, 65000)}
+TINY = 1e-12  # the low end of what must be above 0
+DTYPES = ("float32", "bfloat16")
 
 
-class UserError(ValueError):
-    """A mistake that the user can mend, told in one line; any other ValueError shows its place."""
+def setting(
+    default: Any,
+    help: str,
+    group: str,
+    low: float = -math.inf,
+    high: float = math.inf,
+    choices: Sequence[str] = (),
+) -> Any:
+    """A field of Config that is a flag. low, high: a number's limits; choices: a text's only values."""
+    metadata = dict(help=help, group=group, low=low, high=high, choices=choices)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-class RunLost(Exception):
-    """The run lost what it needs, an engine or room on a disk. It ends in one line, and goes on later."""
+# by device, what differs there from Config's defaults
+DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The settings. Sizes in tokens, times in seconds. The comment behind a field is its --help."""
+    """The settings. Sizes in tokens, times in seconds."""
 
     command: str = "rl"  # a row of COMMANDS; the first word of the command line
-    # ---- the run
-    preset: str = ""  # a row of PRESETS; default: tiny, which is the demo, or base with --model
-    out: str = ""  # where the run leaves its files; default: runs/<preset>-<mode>
-    seed: int = 0  # of the order of prompts, and of sampling
-    device: str = "cpu"  # cpu | cuda, one for each rank; default: cuda where there is one
-    host: str = "127.0.0.1"  # this machine's address that ranks and servers listen on
-    timeout_s: float = 600.0  # the longest wait for another rank; other timeouts are parts of it
-    memory_check: bool = True  # end before a start if --dry-run says: too little memory
-    # ---- model and data
-    model: str = ""  # Hugging Face directory of the policy; default: the demo's
-    data: str = ""  # prompts or examples, JSONL or Parquet; default: the demo's
-    template: tuple[str, ...] = ()  # settings of the chat templates: enable_thinking=false
-    dtype: str = "float32"  # float32 | bfloat16, which is the default with CUDA
-    # ---- the loop
-    mode: str = "partial"  # how engines share their ranks: full | partial | fused | auto
-    placement: str = "colocate"  # colocate | split | standalone, or ranks: engines=0-1 actor=2:tp1
-    ahead: int = 0  # 1: serve the next batch while one is trained on; needs ranks of its own
-    algorithm: tuple[str, ...] = ("grpo",)  # a row of ALGORITHMS, then its settings: kl_coef=0.01
-    prompts_per_step: int = 16  # groups trained on in a step
-    answers_per_prompt: int = 8  # samples in a group
-    max_refill_waves: int = 3  # more waves of prompts to replace groups whose rewards are all equal
-    over_dispatch: float = 1.0  # above 1: so many times the prompts; the rest is continued later
-    rollout_ranks: int = 0  # partial mode: ranks that serve rollout, the rest serve genrm; 0: half
-    tail: float = 0.2  # fused mode: the last part of the answers, beside which others are judged
-    rebalance: bool = False  # move ranks between the roles (fused: the tail) by load
-    eval_data: str = ""  # held-out prompts, each with an `answer`; default: some rows of --data
-    # ---- debugging
-    dry_run: bool = False  # print who would run where, and the memory that takes, and end
-    rollout_only: bool = False  # generate and judge alone; samples go to OUT/replay.jsonl
-    train_only: bool = False  # train on the samples of --replay; no engine is started
-    replay: str = ""  # what a --rollout-only run wrote
-    # ---- rewards
-    judge: tuple[str, ...] = ()  # Hugging Face directories of reward models, generative or scalar
-    rule: tuple[str, ...] = ()  # reward functions: FILE.py[:name], or a row of RULES
-    reward_weights: tuple[float, ...] = ()  # of each judge, then each rule; default: equal
-    cost_judge: tuple[str, ...] = ()  # like judge, for the cost (algorithms with a constraint)
-    cost_rule: tuple[str, ...] = ()  # like rule, for the cost (`cost` of FILE.py)
-    judge_max_new_tokens: int = 1024  # of a critique and its verdict
-    judgements: int = 1  # of a sample; the reward is their mean; a single one is greedy
-    # ---- evaluation
-    judge_format: tuple[str, ...] = ()  # rows of genrm.FORMATS, for all judges or each
-    eval_samples: int = 0  # answers to a held-out prompt beside a greedy one, for pass@k; eval: 8
-    # ---- training
-    steps: int = 40  # batches to train on
-    eval_every: int = 10  # steps between greedy evaluations on held-out prompts
-    lr: float = 1e-6  # AdamW
-    lr_warmup_steps: int = 5  # linear; the first update has a fifth
-    lr_decay_to: float = 1.0  # part of --lr at the end, linear; sft, rm, dpo, demo: 0.1
-    max_tokens_per_micro_batch: int = 8192  # most in a forward pass; on CPUs fewer of a large model
-    tp: int = 1  # tensor-parallel ranks
-    pp: int = 1  # pipeline-parallel ranks
-    cp: int = 1  # context-parallel ranks
-    sp: bool = False  # sequence parallelism beside tp
-    schedule: str = "1f1b"  # of pipeline passes: 1f1b | fused, with critics
-    recompute: bool = False  # keep each layer's input alone, compute the rest again
-    freeze_vision: bool = False  # of a model that sees, train the language model alone
-    # ---- reinforcement learning
-    updates_per_step: int = 1  # optimizer updates on one batch of samples
-    critic: str = ""  # directory of the value model; default: the policy's, with a new head
-    critic_lr: float = 1e-5  # AdamW
-    # ---- engines
-    temperature: float = 1.0  # of the answers
-    max_new_tokens: int = 1024  # of an answer
-    max_model_len: int = 0  # of prompt and answer; 0: what the model's config names
-    skip_long: bool = False  # leave out prompts that are too long, instead of an error
-    max_running_requests: int = 128  # answers that one engine decodes at once
-    rollout_tp: int = 1  # ranks that one rollout engine spans
-    genrm_tp: int = 1  # ranks that one genrm engine spans
-    mem_fraction: float = 0.7  # CUDA: of a device, for an awake engine's weights and cache
-    deterministic: bool = True  # same seed, same tokens; costs speed, with CUDA off by default
-    port: int = 30000  # rank r's rollout engine listens on port + 2 r, its genrm engine on the next
-    # ---- checkpoints
-    resume: str = "auto"  # the newest checkpoint under --out (auto), none (never), or this folder
-    save_every: int = 10  # steps between checkpoints, and one at the end; 0: none
-    keep: int = 2  # newest checkpoints that are kept
-    save_hf_every: int = 0  # steps between Hugging Face directories, and at the end; 0: none
-    # ---- examples
-    batch_size: int = 32  # examples of a step: conversations, or pairs of answers
-    weight_decay: float = 0.0  # AdamW
-    dpo_beta: float = 0.1  # dpo: strength of the KL to the start weights
+    preset: str = setting(
+        "", "a row of PRESETS; default: tiny, the demo, or base with --model", "run"
+    )
+    out: str = setting("", "folder of the run's files; default: runs/<preset>-<mode>", "run")
+    seed: int = setting(0, "of the order of prompts, and of sampling", "run")
+    device: str = setting("cpu", "default: cuda where there is one", "run", choices=("cpu", "cuda"))
+    host: str = setting("127.0.0.1", "address here that ranks and servers listen on", "run")
+    port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
+    timeout_s: float = setting(
+        600.0, "longest wait for a rank; others are parts of it", "run", TINY
+    )
+    memory_check: bool = setting(True, "end before a start if memory is too small", "run")
+    model: str = setting("", "Hugging Face directory of the policy; default: the demo's", "data")
+    data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
+    template: tuple[str, ...] = setting((), "for chat templates: enable_thinking=false", "data")
+    dtype: str = setting("float32", "bfloat16 by default with CUDA", "data", choices=DTYPES)
+    skip_long: bool = setting(False, "leave too long prompts out, instead of an error", "data")
+    mode: str = setting("partial", "engines share ranks: full | partial | fused | auto", "loop")
+    placement: str = setting("colocate", "split | standalone | engines=0-1 actor=2:tp1", "loop")
+    ahead: int = setting(
+        0, "1: serve a batch while one is trained on; needs own ranks", "loop", 0, 1
+    )
+    algorithm: tuple[str, ...] = setting(("grpo",), "of ALGORITHMS, with kl_coef=0.01 ...", "loop")
+    prompts_per_step: int = setting(16, "groups trained on in a step", "loop", low=1)
+    answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
+    max_refill_waves: int = setting(3, "most waves that replace groups of equal rewards", "loop", 0)
+    updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
+    critic: str = setting("", "the value model; default: the policy, a new head", "loop")
+    critic_lr: float = setting(1e-5, "AdamW", "loop", low=TINY)
+    over_dispatch: float = setting(
+        1.0, "above 1: more prompts; the rest goes on later", "loop", 1, 4
+    )
+    rollout_ranks: int = setting(0, "partial mode: the rest serve genrm; 0: half", "loop", low=0)
+    tail: float = setting(
+        0.2, "fused mode: the answers beside which others are judged", "loop", 0, 1
+    )
+    rebalance: bool = setting(False, "move ranks between roles (fused: the tail) by load", "loop")
+    eval_data: str = setting("", "prompts with an `answer`; default: some rows of --data", "loop")
+    rollout_only: bool = setting(False, "generate and judge alone, to OUT/replay.jsonl", "halves")
+    train_only: bool = setting(False, "train on the samples of --replay, without engines", "halves")
+    replay: str = setting("", "what a --rollout-only run wrote", "halves")
+    dry_run: bool = setting(False, "print who would run where, in how much memory", "halves")
+    judge: tuple[str, ...] = setting((), "directories of generative or scalar models", "rewards")
+    rule: tuple[str, ...] = setting((), "functions: FILE.py[:name], or a row of RULES", "rewards")
+    reward_weights: tuple[float, ...] = setting(
+        (), "of judges, then rules; default: 1/n", "rewards"
+    )
+    cost_judge: tuple[str, ...] = setting((), "as --judge, of the cost, a constraint", "rewards")
+    cost_rule: tuple[str, ...] = setting(
+        (), "as --rule, of the cost (`cost` of FILE.py)", "rewards"
+    )
+    judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
+    judgements: int = setting(1, "of a sample, whose reward is their mean", "rewards", low=1)
+    judge_format: tuple[str, ...] = setting(
+        (), "rows of FORMATS, for all judges or each", "evaluation"
+    )
+    eval_samples: int = setting(
+        0, "answers beside a greedy one, for pass@k; eval: 8", "evaluation", 0
+    )
+    steps: int = setting(40, "batches to train on", "training", low=1)
+    eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
+    lr: float = setting(1e-6, "AdamW", "training", low=TINY)
+    lr_warmup_steps: int = setting(5, "linear; the first update has a fifth", "training", low=0)
+    lr_decay_to: float = setting(1.0, "of --lr, at the end, linear; demo: 0.1", "training", 0, 1)
+    max_tokens_per_micro_batch: int = setting(8192, "on CPUs fewer of large models", "training", 1)
+    tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
+    pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
+    cp: int = setting(1, "context-parallel ranks", "training", low=1)
+    sp: bool = setting(False, "sequence parallelism beside tp", "training")
+    schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
+    recompute: bool = setting(False, "keep layers' inputs alone, compute again", "training")
+    freeze_vision: bool = setting(False, "train the language model alone", "training")
+    temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
+    max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
+    max_model_len: int = setting(0, "of prompt and answer; 0: as the model says", "engines", low=0)
+    max_running_requests: int = setting(128, "answers an engine decodes at once", "engines", low=1)
+    rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
+    genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)
+    mem_fraction: float = setting(0.7, "CUDA: for weights and cache", "engines", 0.05, 0.95)
+    deterministic: bool = setting(True, "same seed, same tokens; off with CUDA", "engines")
+    resume: str = setting("auto", "auto: the newest in OUT; none; or a folder", "checkpoints")
+    save_every: int = setting(
+        10, "steps between, and one at the end; 0: none", "checkpoints", low=0
+    )
+    keep: int = setting(2, "newest checkpoints that are kept", "checkpoints", low=1)
+    save_hf_every: int = setting(0, "the same of Hugging Face directories", "checkpoints", low=0)
+    batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
+    weight_decay: float = setting(0.0, "AdamW", "examples", low=0)
+    dpo_beta: float = setting(0.1, "dpo: strength of the KL to the start", "examples", low=TINY)
 
     @property
     def judge_models(self) -> tuple[str, ...]:
@@ -155,13 +166,10 @@ class Config:
 
     def __post_init__(self):
         """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""
-        self._check_choices()
+        for field in settings_of(type(self)):
+            self._check_limits(field)
+        self._check_together()
         self._check_rewards()
-        for name, (low, high) in LIMITS.items():
-            value = vars(self)[name]
-            if not low <= value <= high:  # NaN is refused, too
-                needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-                raise UserError(f"--{dashed(name)} {value}: {needed} is needed")
         context = self.max_model_len
         no_room = f"leaves prompts no room in --max-model-len {context}"
         if 0 < context <= self.max_new_tokens:
@@ -174,12 +182,21 @@ class Config:
             setting = f"--max-tokens-per-micro-batch {self.token_budget}"
             raise UserError(f"{setting}: one sample may have {longest} tokens")
 
-    def _check_choices(self) -> None:
-        """Refuse unknown words, and settings that don't go together."""
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UserError(f"--dtype {self.dtype} is unknown; choose float32 or bfloat16")
-        if self.device not in DEVICES:
-            raise UserError(f"--device {self.device} is unknown; choose {' or '.join(DEVICES)}")
+    def _check_limits(self, field: dataclasses.Field) -> None:
+        """Refuse a value that its field doesn't allow."""
+        value = vars(self)[field.name]
+        flag = f"--{dashed(field.name)} {value}"
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            raise UserError(f"{flag} is unknown; choose {' or '.join(choices)}")
+        low = field.metadata["low"]
+        high = field.metadata["high"]
+        if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
+            needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+            raise UserError(f"{flag}: {needed} is needed")
+
+    def _check_together(self) -> None:
+        """Refuse settings that don't go together."""
         if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
@@ -208,12 +225,6 @@ class Config:
             raise UserError(f"{shown}: finite numbers are needed, none below 0 and one above")
 
 
-# by device, what differs there from Config's defaults
-DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
-DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
-DRIVER = Path("/sys/module/nvidia/version")
-OLDEST_DRIVER = 580
-VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
@@ -229,11 +240,11 @@ class Command(NamedTuple):
 
     help: str
     groups: tuple[str, ...]
-    defaults: dict[str, float]
+    defaults: dict[str, Any]
 
 
-ALWAYS = ("the run", "model and data", "evaluation")
-LOOP = ("the loop", "debugging", "rewards", "reinforcement learning", "engines", "checkpoints")
+ALWAYS = ("run", "data", "evaluation")
+LOOP = ("loop", "halves", "rewards", "engines", "checkpoints")
 EXAMPLES = (*ALWAYS, "training", "examples")
 DECAYS = {"lr_decay_to": 0.1}
 COMMANDS = {
@@ -256,96 +267,100 @@ def as_text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def printable(text: str) -> str:
-    """Make text from elsewhere safe for a terminal: an escape sequence could rewrite the screen."""
-    unsafe = {c for c in text if not c.isprintable() and c not in "\n\t"}
-    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in unsafe})
+def parse_config(arguments: list[str], usage: str = "") -> Config:
+    """Read the command line of run.py: a row of COMMANDS, then its settings. UserError names the setting."""
+    name = "rl"
+    if arguments and arguments[0] in COMMANDS:
+        name, *arguments = arguments
+    row = COMMANDS[name]
+    usage += "\n\ncommands:\n" + "\n".join(
+        f"  {each:5} {row.help}" for each, row in COMMANDS.items()
+    )
+    return parse_settings(Config, arguments, usage, row.groups, row.defaults | {"command": name})
+
+
+S = TypeVar("S", bound=Config)
+
+
+def parse_settings(
+    kind: type[S],
+    arguments: list[str],
+    usage: str,
+    groups: Sequence[str],
+    defaults: dict[str, Any],
+) -> S:
+    """Read a command line as a Config of the kind. UserError names the setting.
+
+    usage: what --help says first. groups: of settings that are flags. defaults: what differs from the kind's,
+    `command` among them. The device's come before them, the preset's behind; what is given comes last.
+    """
+    given = vars(parser_of(kind, usage, groups).parse_args(arguments))
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    given["preset"] = given.get("preset") or ("base" if given.get("model") else "tiny")
+    if given["preset"] not in PRESETS:
+        known = ", ".join(PRESETS)
+        raise UserError(f"--preset {given['preset']} is unknown; choose one of {known}")
+    given["device"] = given.get("device") or default_device()
+    if not given.get("model"):
+        given |= demo_models(given, defaults["command"])
+    of_device = DEVICES.get(given["device"], {})
+    config = kind(**of_device | defaults | PRESETS[given["preset"]] | given)
+    formats = config.judge_format or ("chat" if config.data else "addition",)
+    half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
+    out = f"runs/{config.command}"
+    if config.command == "rl":
+        out = f"runs/{config.preset}-{config.mode}{half}"
+    return dataclasses.replace(config, out=config.out or out, judge_format=formats)
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UserError(f"{message}; see run.py --help")
+        raise UserError(f"{message}; see --help")
 
 
-def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Merge the defaults of Config, command and preset with the command line. UserError names the setting."""
-    name = "rl"
-    if arguments and arguments[0] in COMMANDS:
-        name, *arguments = arguments
-    given = vars(parser_of(name, usage).parse_args(arguments))
-    given = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
-    preset = given.get("preset") or ("base" if given.get("model") else "tiny")
-    if preset not in PRESETS:
-        raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
-    device = given.get("device") or default_device()
-    given |= {"preset": preset, "command": name, "device": device}
-    if not given.get("model"):
-        given |= demo_models(given)
-    defaults = COMMANDS[name].defaults | DEVICES.get(device, {})
-    config = Config(**defaults | PRESETS[preset] | given)
-    formats = config.judge_format or ("chat" if config.data else "addition",)
-    half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
-    out = f"runs/{preset}-{config.mode}{half}" if name == "rl" else f"runs/{name}"
-    return dataclasses.replace(config, out=config.out or out, judge_format=formats)
-
-
-def parser_of(name: str, usage: str) -> Parser:
-    """The parser of a command: its groups of settings, none of which has a default of the parser's."""
-    commands = [f"  {each:5} {row.help}" for each, row in COMMANDS.items()]
+def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
+    """The parser of these groups of settings, none of which has a default of the parser's."""
     parser = Parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage=f"run.py {name} [--name value ...]",
+        usage="%(prog)s [--name value ...]",
         description=usage,
-        epilog="\n".join(["commands:", *commands]),
     )
-    for group, settings in documented_settings().items():
-        if group not in COMMANDS[name].groups:
+    types = get_type_hints(kind)
+    headings = {}
+    for field in settings_of(kind):
+        group = field.metadata["group"]
+        if group not in groups:
             continue
-        heading = parser.add_argument_group(group)
-        for field, comment in settings:
-            default = "" if field.default is False else as_text(field.default)
-            shown = f"{comment} [{default}]" if default else comment
-            heading.add_argument(f"--{dashed(field.name)}", help=shown, **option(field))
+        if group not in headings:
+            headings[group] = parser.add_argument_group(group)
+        default = "" if field.default is False else as_text(field.default)
+        shown = field.metadata["help"] + (f" [{default}]" if default else "")
+        how = option(field, types[field.name])
+        headings[group].add_argument(f"--{dashed(field.name)}", help=shown, **how)
     return parser
 
 
-def default_device() -> str:
-    """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
-    # told at once: importing torch takes a second, in which the fork server imports, too
-    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # of Linux; of WSL
-    if not devices or not shows_devices():
-        return "cpu"
-    from torch import cuda
-
-    if reason := why_unusable():
-        raise UserError(f"{reason}; --device cpu trains without it")
-    return "cuda" if cuda.is_available() else "cpu"
+def settings_of(kind: type[Config]) -> list[dataclasses.Field]:
+    """The fields that are flags."""
+    return [field for field in dataclasses.fields(kind) if field.metadata]
 
 
-def shows_devices() -> bool:
-    """Tell whether CUDA_VISIBLE_DEVICES leaves a device: one that it hides isn't there."""
-    return VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0")) is not None
+def option(field: dataclasses.Field, kind: type) -> dict:
+    """The keywords of argparse for a setting of a type; a tuple takes one value or more."""
+    if kind is bool:
+        is_on = field.default or any(field.name in preset for preset in PRESETS.values())
+        return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}
+    several = get_args(kind)  # of a tuple: the type of its values, and ...
+    kind = several[0] if several else kind
+    known = {"type": kind, "metavar": kind.__name__.upper()}
+    if field.name == "template":  # each time that it is given adds names
+        known["action"] = "extend"
+    return known | {"nargs": "+"} if several else known
 
 
-def why_unusable() -> str:
-    """Say why torch finds no device although the machine has one; empty if it has none, or hides it."""
-    import torch
-
-    devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
-    if torch.cuda.is_available() or not devices or not shows_devices():
-        return ""
-    driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
-    reason = f"its driver is {driver}, and nvidia-smi may say more"
-    if driver[:1].isdigit() and int(driver.partition(".")[0]) < OLDEST_DRIVER:
-        reason = f"CUDA 13 needs driver {OLDEST_DRIVER} or newer, and this is {driver}"
-    if not torch.version.cuda:
-        reason = "it is built for CPUs; install requirements.txt"
-    return f"torch can't use {devices[0]}: {reason}"
-
-
-def demo_models(given: dict) -> dict:
+def demo_models(given: dict, command: str) -> dict:
     """The models of a command line that names none. UserError for what asks for a model of one's own."""
     for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
@@ -353,32 +368,6 @@ def demo_models(given: dict) -> dict:
     folder = DEMO_MODELS / ("drawn" if given["preset"] == "images" else "written")
     # from the working directory: a run may be resumed where the project lies in another place
     models = {"model": os.path.relpath(folder / "actor")}
-    if given["command"] == "rl":
+    if command == "rl":
         models["judge"] = (os.path.relpath(folder / "judge"),)
     return models
-
-
-def option(field: dataclasses.Field) -> dict:
-    """The keywords of argparse for a setting; a tuple takes one value or more."""
-    if field.type == "bool":
-        is_on = field.default or any(field.name in preset for preset in PRESETS.values())
-        return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}
-    kind = field.type.removeprefix("tuple[").removesuffix(", ...]")
-    known = {"type": {"int": int, "float": float, "str": str}[kind], "metavar": kind.upper()}
-    if field.name == "template":  # each time that it is given adds names
-        known["action"] = "extend"
-    return known if kind == field.type else known | {"nargs": "+"}
-
-
-def documented_settings() -> dict[str, list[tuple[dataclasses.Field, str]]]:
-    """The settings by the name of their group, each with the comment behind it in the source of Config."""
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    groups = {}
-    for line in inspect.getsource(Config).splitlines():
-        code, _, comment = line.strip().partition("#")
-        name = code.split(":")[0]
-        if comment.startswith(" ---- "):
-            group = groups.setdefault(comment.removeprefix(" ---- "), [])
-        elif name in fields and name != "command" and " = " in code:
-            group.append((fields[name], comment.strip()))
-    return groups

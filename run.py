@@ -34,7 +34,7 @@ import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, contents_of, prepare_out, restore
 from commands import dry_run, memory, replay
-from config import HELD_OUT, Config, RunLost, UserError, parse_config, printable
+from config import HELD_OUT, Config, UserError, parse_config
 from controller import Controller
 from demo.task import Addition
 from engines import server
@@ -50,6 +50,7 @@ from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
 from runtime.devices import choose_device
+from runtime.errors import RunLost, printable
 from runtime.out_folder import held
 from runtime.shutdown import Stop
 from runtime.world import World, on_rank_0, raise_on_all

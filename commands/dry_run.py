@@ -12,7 +12,7 @@ from typing import NamedTuple
 import psutil
 
 from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
-from config import Config, as_text, why_unusable
+from config import Config, as_text
 from cpu import compiler
 from genrm import formats_of
 from placement import Plan, make_plans
@@ -155,7 +155,7 @@ def graphics(config: Config) -> list[Row]:
 
     modes = sorted({*devices.compute_modes()})
     is_there = cuda.is_available()
-    state = why_unusable() or ("torch can use it" if is_there else "there is none")
+    state = devices.why_unusable() or ("torch can use it" if is_there else "there is none")
     rows = [Row("GPU", state, is_there)]
     rows.append(Row("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
     for tool in devices.tools(config):

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import aiohttp
 
-from config import Config, RunLost, UserError
+from config import Config, UserError
 from engines import server, wire
 from images.tokens import Image, collapse
 from inputs import hf_directory
+from runtime.errors import RunLost
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,11 +15,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from config import Config, RunLost
+from config import Config
 from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
+from runtime.errors import RunLost
 from runtime.world import World
 from sample import Sample
 from scheduling.measured import StepStats

@@ -4,7 +4,7 @@ import contextlib
 
 from tqdm import tqdm
 
-from config import printable
+from runtime.errors import printable
 
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 PHASES = dict(

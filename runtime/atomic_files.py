@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from config import RunLost, UserError
+from runtime.errors import RunLost, UserError
 
 CHECKSUMS = "SHA256SUMS"
 PARTIAL = ".partial-"  # in the name of a folder that is being written or removed

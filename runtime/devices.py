@@ -1,18 +1,28 @@
 """The GPUs of this machine: what a run does before it uses them, and what kernels are compiled with."""
 
+from __future__ import annotations
+
 import ctypes.util
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from config import Config, UserError, why_unusable
+from runtime.errors import UserError
 
+if TYPE_CHECKING:
+    from config import Config
+
+DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
+DRIVER = Path("/sys/module/nvidia/version")
+OLDEST_DRIVER = 580
+VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
@@ -20,6 +30,40 @@ PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed w
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # a tensor that is pinned on the host would take up to twice its size: the next power of two
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
+
+
+def default_device() -> str:
+    """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
+    # told at once: importing torch takes a second, in which the fork server imports, too
+    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # of Linux; of WSL
+    if not devices or not shows_devices():
+        return "cpu"
+    from torch import cuda
+
+    if reason := why_unusable():
+        raise UserError(f"{reason}; --device cpu trains without it")
+    return "cuda" if cuda.is_available() else "cpu"
+
+
+def shows_devices() -> bool:
+    """Tell whether CUDA_VISIBLE_DEVICES leaves a device: one that it hides isn't there."""
+    return VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0")) is not None
+
+
+def why_unusable() -> str:
+    """Say why torch finds no device although the machine has one; empty if it has none, or hides it."""
+    import torch
+
+    devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
+    if torch.cuda.is_available() or not devices or not shows_devices():
+        return ""
+    driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
+    reason = f"its driver is {driver}, and nvidia-smi may say more"
+    if driver[:1].isdigit() and int(driver.partition(".")[0]) < OLDEST_DRIVER:
+        reason = f"CUDA 13 needs driver {OLDEST_DRIVER} or newer, and this is {driver}"
+    if not torch.version.cuda:
+        reason = "it is built for CPUs; install requirements.txt"
+    return f"torch can't use {devices[0]}: {reason}"
 
 
 def choose_device(config: Config) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from config import RunLost
+from runtime.errors import RunLost
 from runtime.world import World, is_alive
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

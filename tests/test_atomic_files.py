@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import RunLost
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
+from runtime.errors import RunLost
 
 SIZES = {"common.json": 10, "controllers/rank_0.json": 20, "megatron/.metadata": 5}
 SIZES |= {"megatron/__0_0.distcp": 1000, "megatron/__1_0.distcp": 900, "hf/model.safetensors": 2000}

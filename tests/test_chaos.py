@@ -32,7 +32,6 @@ if __name__ == "__main__":
 
 import checkpoint
 import rollout
-from config import RunLost
 from fakes import (
     FakeReport,
     FakeWorld,
@@ -47,6 +46,7 @@ from fakes import (
 from placement import make_holders
 from runtime import atomic_files
 from runtime.atomic_files import complete_rows
+from runtime.errors import RunLost
 from test_faults import TROUBLES, PromptWriter, strike
 
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 3), ("partial", 4)]

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import rollout
-from config import RunLost
 from fakes import AwaitedWriter, FakeSource, LateWriter, simulate
 from parallel_worker import far
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
+from runtime.errors import RunLost
 from workers import train_layouts
 
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}

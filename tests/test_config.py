@@ -11,7 +11,16 @@ import pytest
 
 import config as settings
 import placement
-from config import COMMANDS, DEMO_MODELS, PRESETS, Config, documented_settings, parse_config
+from config import (
+    COMMANDS,
+    DEMO_MODELS,
+    PRESETS,
+    Config,
+    parse_config,
+    parse_settings,
+    setting,
+    settings_of,
+)
 from cpu import compiler
 from run import check_settings, describe
 
@@ -102,8 +111,8 @@ def test_the_command_line_beats_the_preset_which_beats_the_defaults(name):
     assert parse_config(["sft", "--preset", name, "--lr", "0.5"]).lr == 0.5
 
 
-ROWS_OF_RL = [documented_settings()[group] for group in COMMANDS["rl"].groups]
-OF_RL = {field.name for row in ROWS_OF_RL for field, _ in row}
+FLAGS = [each for each in settings_of(Config) if each.metadata["group"] in COMMANDS["rl"].groups]
+OF_RL = {field.name for field in FLAGS}
 
 
 @pytest.mark.parametrize("timeout_s", [10.0, 600.0])
@@ -114,13 +123,14 @@ def test_nothing_is_waited_for_longer_than_the_other_controllers_wait(timeout_s)
 
 
 ONE_EACH = "--reward-weights 1.0: one for each --judge, then each --rule, so 2"
-POSITIVE = [settings.dashed(name) for name in sorted(OF_RL & {*settings.AT_LEAST_1})]
+INTEGERS = [each for each in FLAGS if each.type == "int"]
+POSITIVE = [settings.dashed(each.name) for each in INTEGERS if each.metadata["low"] == 1]
 ONLY_ADDITION = "needs --model: the demo's models only know addition"
 TOGETHER = "--train-only and --replay FILE, of a --rollout-only run, go together"
 REFUSED = """--algorithm ppp; --preset huge; --judge-format chat chat; --lr -1; --lr nan; --mem-fraction 2;
 --lr-decay-to 1.5; --lr-decay-to -0.1; --temperature 0; --over-dispatch 0.5"""
 BAD = [
-    ("--stepz 3", "unrecognized arguments: --stepz 3; see run.py --help"),
+    ("--stepz 3", "unrecognized arguments: --stepz 3; see --help"),
     # a new setting would change what an abbreviation means
     ("--step 3", "unrecognized arguments: --step 3"),
     ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
@@ -131,7 +141,6 @@ BAD = [
     ("--eval-samples -1", "--eval-samples -1: at least 0 is needed"),
     ("dpo --model m --eval-data d", "unrecognized arguments: --eval-data d"),
     ("sft --data d", "--data needs --model"),
-    ("eval", "run.py eval needs --model DIR"),
     ("--model m --judge j k --reward-weights 1", ONE_EACH),
     ("--model m --judge j k --reward-weights 0 0", "weights 0.0 0.0: finite"),
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
@@ -208,6 +217,28 @@ def test_a_command_has_few_settings_and_its_own():
         parse_config(["--dpo-beta", "0.2"])
 
 
+def test_a_command_elsewhere_has_settings_of_its_own():
+    """Shown and limited as those of Config are; what isn't given is the command's, then the class's."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(Config):
+        beta: float = setting(0.5, "strength of mine", "mine", low=0.1)
+        names: tuple[str, ...] = setting((), "words", "mine")
+
+    def parse(*arguments):
+        defaults = {"command": "own", "lr": 2.0}
+        return parse_settings(Own, [*arguments], "own.py: ...", ("run", "data", "mine"), defaults)
+
+    config = parse("--model", "m", "--names", "a", "b")
+    assert (config.beta, config.names, config.lr, config.out) == (0.5, ("a", "b"), 2.0, "runs/own")
+    for given, message in (
+        (("--beta", "0"), "--beta 0.0: at least 0.1 is needed"),
+        (("--mode", "full"), "unrecognized arguments: --mode full"),
+    ):
+        with pytest.raises(settings.UserError, match=f"^{message}"):
+            parse("--model", "m", *given)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
     heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}
@@ -217,11 +248,11 @@ def test_help(command):
     assert ran.returncode == 0 and not ran.stderr
     assert all(f"\n  {name} " in ran.stdout for name in COMMANDS)
     shown = " ".join(ran.stdout.split())
-    for group, row in documented_settings().items():
+    for field in settings_of(Config):
+        group = field.metadata["group"]
         assert (f"\n{group}:\n" in ran.stdout) == (group in COMMANDS[command].groups)
-        for field, comment in row:
-            has_none = field.default in ("", ()) or field.default is False
-            default = "" if has_none else f" [{settings.as_text(field.default)}]"
-            is_shown = f" {comment}{default} " in f"{shown} "
-            assert is_shown == (group in COMMANDS[command].groups), field.name
+        has_none = field.default in ("", ()) or field.default is False
+        default = "" if has_none else f" [{settings.as_text(field.default)}]"
+        is_shown = f" {field.metadata['help']}{default} " in f"{shown} "
+        assert is_shown == (group in COMMANDS[command].groups), field.name
     assert "--no-sp" not in ran.stdout and "--no-rebalance" not in ran.stdout

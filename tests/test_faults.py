@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import rollout
-from config import RunLost, UserError
 from fakes import (
     FakeActor,
     FakeCritic,
@@ -21,6 +20,7 @@ from fakes import (
     to_text,
     write_on,
 )
+from runtime.errors import RunLost, UserError
 from test_rollout import batches_of, check_prompts, check_tokens
 
 ALL_LAYOUTS = [

@@ -16,9 +16,10 @@ import torch
 
 from actor import MAX_LOGPROB_DIFF
 from commands.memory import RESIDENT
-from config import UserError, parse_config, why_unusable
+from config import UserError, parse_config
 from gpu_model import SIZES, make_model
 from runtime import devices
+from runtime.devices import why_unusable
 from workers import HERE, run_command, run_worker
 
 needs_device = pytest.mark.gpu

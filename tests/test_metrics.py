@@ -11,13 +11,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from columns import numbers
-from config import Config, RunLost
+from config import Config
 from controller import State
 from fakes import FakeWorld, VirtualClock
 from reporting import timeline as tl
 from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving_metrics, summarize
 from reporting.progress import Progress
 from rollout import RolloutBatch
+from runtime.errors import RunLost
 from sample import Sample
 from scheduling.measured import RequestStats, Split, StepStats
 from test_atomic_files import full_disk

@@ -93,7 +93,7 @@ def test_a_rank_that_is_through_may_leave_before_others_know_that_they_are(left_
 
 LEAVE = """
 import asyncio, os, sys, time
-from config import RunLost, UserError
+from runtime.errors import RunLost, UserError
 from runtime import shutdown
 shutdown.prepare()
 print(os.getpid(), flush=True)
@@ -111,7 +111,7 @@ def leave(code, error_file="", program=LEAVE):
 
 MAIN = """
 import os, run, sys
-from config import RunLost, UserError
+from runtime.errors import RunLost, UserError
 run.start = lambda *_: exec("raise {}")
 run.shutdown.leave = lambda status: os._exit(10 * ("torch" in sys.modules) + status)
 run.main([])
