@@ -57,7 +57,6 @@ class Config:
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
     template: tuple[str, ...] = setting((), "for chat templates: enable_thinking=false", "data")
     dtype: str = setting("float32", "bfloat16 by default with CUDA", "data", choices=DTYPES)
-    skip_long: bool = setting(False, "leave too long prompts out, instead of an error", "data")
     mode: str = setting("partial", "engines share ranks: full | partial | fused | auto", "loop")
     placement: str = setting("colocate", "split | standalone | engines=0-1 actor=2:tp1", "loop")
     ahead: int = setting(
@@ -116,6 +115,7 @@ class Config:
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
     max_model_len: int = setting(0, "of prompt and answer; 0: as the model says", "engines", low=0)
+    skip_long: bool = setting(False, "leave too long prompts out, instead of an error", "engines")
     max_running_requests: int = setting(128, "answers an engine decodes at once", "engines", low=1)
     rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
     genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)
@@ -127,9 +127,7 @@ class Config:
     )
     keep: int = setting(2, "newest checkpoints that are kept", "checkpoints", low=1)
     save_hf_every: int = setting(0, "the same of Hugging Face directories", "checkpoints", low=0)
-    batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
-    weight_decay: float = setting(0.0, "AdamW", "examples", low=0)
-    dpo_beta: float = setting(0.1, "dpo: strength of the KL to the start", "examples", low=TINY)
+    weight_decay: float = 0.0  # AdamW; examples/finetune.py makes a flag of it
 
     @property
     def judge_models(self) -> tuple[str, ...]:
@@ -245,13 +243,8 @@ class Command(NamedTuple):
 
 ALWAYS = ("run", "data", "evaluation")
 LOOP = ("loop", "halves", "rewards", "engines", "checkpoints")
-EXAMPLES = (*ALWAYS, "training", "examples")
-DECAYS = {"lr_decay_to": 0.1}
 COMMANDS = {
     "rl": Command("the loop of controller.py (default)", (*ALWAYS, "training", *LOOP), {}),
-    "sft": Command("supervised fine-tuning", EXAMPLES, DECAYS | {"lr": 1e-5}),
-    "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, DECAYS | {"lr": 1e-5}),
-    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
     "eval": Command(
         "greedy accuracy and pass@k of a model", (*ALWAYS, "engines"), {"eval_samples": 8}
     ),

@@ -5,7 +5,6 @@ A rank is a process, with a GPU or a part of the CPU:
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-    torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
     python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
 """
@@ -65,8 +64,33 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 REPORTS = {"rl": Report, "eval": AnswersReport}
 
 
-def main(arguments: list[str]) -> None:
-    """Run a rank, and end this process.
+def start(arguments: list[str], stop: Stop) -> str:
+    """Do what the command line asks for. Returns what a run that was stopped says at its end."""
+    word = arguments[0] if arguments else ""
+    if word in ("sft", "rm", "dpo"):
+        command = f"torchrun --nproc-per-node 2 examples/finetune.py {word} ..."
+        raise UserError(f"{word} is an example now: {command}")
+    if word == "check":
+        sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
+    config = parse_config(arguments, __doc__)
+    if config.command == "eval" and "RANK" not in os.environ:
+        os.environ |= ALONE
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    plans = check_settings(config, ranks or 2, on_machine)
+    if config.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            load_inputs(config, plans, print)
+        dry_run.dry_run(config, plans, ranks or 2)
+        return ""
+    choose_device(config)
+    if not ranks:
+        raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
+    return shutdown.run(run(config, plans, stop), stop)
+
+
+def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) -> None:
+    """Run a rank, and end this process. start: does what the command line asks for.
 
     Status 0: done or stopped; 1: an engine or the disk failed; 2: a user's error; 128 and more: by a signal.
     """
@@ -85,41 +109,12 @@ def main(arguments: list[str]) -> None:
     shutdown.leave(0)
 
 
-def start(arguments: list[str], stop: Stop) -> str:
-    """Do what the command line asks for. Returns what a run that was stopped says at its end."""
-    if arguments[:1] == ["check"]:
-        sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
-    config = parse_config(arguments, __doc__)
-    if config.command == "eval" and "RANK" not in os.environ:
-        os.environ |= ALONE
-    ranks = int(os.environ.get("WORLD_SIZE", "0"))
-    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    plans = check_settings(config, ranks or 2, on_machine)
-    if config.dry_run:
-        if os.environ.get("RANK", "0") == "0":
-            load_inputs(config, plans, print)
-        dry_run.dry_run(config, plans, ranks or 2)
-        return ""
-    choose_device(config)
-    if not ranks:
-        raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
-    if config.command in REPORTS:
-        work = run(config, plans, stop)
-    else:
-        work = learn_from_examples(config)
-    return shutdown.run(work, stop)
-
-
 def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
     """Check what needs the tables or the number of ranks. Returns the loop's plans, as make_plans does."""
-    model_parallel = config.tp * config.pp * config.cp
-    if config.command not in REPORTS and ranks % model_parallel:
-        sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
-        raise UserError(f"{sizes} doesn't divide {ranks} ranks")
     algorithm_of(config)
     formats_of(config)
     schedule_of(config)
-    return make_plans(config, ranks, on_machine) if config.command in REPORTS else []
+    return make_plans(config, ranks, on_machine)
 
 
 async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
@@ -145,17 +140,6 @@ async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
             again = f"--train-only --replay {config.out}/replay.jsonl"
             progress.line(f"to train on what was served: {again}")
         return ""
-
-
-async def learn_from_examples(config: Config) -> str:
-    """Train without engines: sft, rm, dpo (collective: every rank)."""
-    from commands import finetune
-
-    async with joined(config) as (world, progress):
-        await raise_on_all(world, finetune.prepare(config, world.rank, progress.line))
-        await world.run(finetune.train, config, Path(config.out), progress, world.rank)
-        await world.barrier()
-    return ""
 
 
 @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import psutil
 
-from commands.memory import PROCESS, SERVER, bucket_bytes, holders_of, memory, with_micro_batch
+from commands.memory import PROCESS, SERVER, bucket_bytes, memory, with_micro_batch
 from config import Config, as_text
 from cpu import compiler
 from genrm import formats_of
@@ -31,7 +31,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
     from training import model
 
     rendezvous.interface_of(config.host)
-    model.check_models(config, plans[0].holders if plans else None, formats_of(config))
+    model.check_models(config, plans[0].holders, formats_of(config))
     config = with_micro_batch(config)
     lines = device_map(config, plans, ranks) + memory(config, plans, ranks)
     if os.environ.get("RANK", "0") == "0":
@@ -40,7 +40,7 @@ def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
 
 def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """A line a rank: its part of each model, and the servers that it owns in any of the plans."""
-    holders = holders_of(config, plans, ranks)
+    holders = plans[0].holders
     lines = [f'  --placement "{holders}"']
     if others := [str(plan.split) for plan in plans[1:]]:
         lines.append(f"  may move to {', '.join(others)}")

@@ -11,7 +11,7 @@ from algorithms import algorithm_of
 from config import Config, UserError
 from engines import server, wire
 from inputs.hf_directory import checkpoint_shapes
-from placement import Plan, colocate
+from placement import Plan
 from runtime import rendezvous
 from scheduling.layout import Holders, Shape
 from scheduling.pipeline import schedule_of
@@ -47,7 +47,7 @@ def total(parts: Parts) -> int:
 
 def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
     """The lines of --dry-run: a rank's part of each trainer, an engine on each of its ranks; if all fits."""
-    trainers = trainers_of(config, holders_of(config, plans, ranks))
+    trainers = trainers_of(config, plans[0].holders)
     engines = engines_of(config)
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
     for name, parts in (trainers | engines).items():
@@ -59,12 +59,7 @@ def memory(config: Config, plans: list[Plan], ranks: int) -> list[str]:
         free = psutil.virtual_memory().available / 1e9
         fits = "fit into" if needed <= free else "DON'T FIT INTO"
         return [*lines, f"  {needed:.1f} GB {fits} the {free:.1f} GB that are free on this machine"]
-    return [*lines, *verdicts(config, plans, ranks)]
-
-
-def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
-    """The ranks of each model; of a command without plans all."""
-    return plans[0].holders if plans else colocate(tuple(range(ranks)), config)
+    return [*lines, *verdicts(config, plans)]
 
 
 def trainers_of(config: Config, holders: Holders) -> Models:
@@ -164,7 +159,7 @@ def engine_parts(path: str, config: Config, tp: int) -> Parts:
 def host_parts(config: Config, plans: list[Plan], ranks: int) -> Parts:
     """The bytes that all ranks and engines take without CUDA, if they are on this machine."""
     parts = Counter(libraries=PROCESS * ranks)
-    holders = holders_of(config, plans, ranks)
+    holders = plans[0].holders
     for name, trainer in trainers_of(config, holders).items():
         count = len(ranks_of(name, holders))
         parts.update({part: count * size for part, size in trainer.items()})
@@ -193,14 +188,14 @@ def engines_on_a_device(plans: list[Plan]) -> int:
     return max(counts.values(), default=0)
 
 
-def verdicts(config: Config, plans: list[Plan], ranks: int) -> list[str]:
+def verdicts(config: Config, plans: list[Plan]) -> list[str]:
     """A line for this machine's devices, or where it has none for each of SIZES."""
     from torch import cuda
 
     sizes = [cuda.get_device_properties(0).total_memory] if cuda.is_available() else SIZES
     lines = []
     for size in sizes:
-        peaks = peaks_of(config, plans, ranks, size)
+        peaks = peaks_of(config, plans, size)
         shown = ", ".join(f"{name} {needed / 1e9:.1f}" for name, needed in peaks.items())
         fits = "takes it" if max(peaks.values()) <= size else "IS TOO SMALL"
         lines.append(f"  a device of {size / 1e9:.0f} GB {fits}, in GB: {shown}")
@@ -215,7 +210,7 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
         from torch import cuda
 
         size = cuda.get_device_properties(int(os.environ["LOCAL_RANK"])).total_memory
-        peaks = peaks_of(config, plans, ranks, size)
+        peaks = peaks_of(config, plans, size)
         name = max(peaks, key=peaks.get)
         needed = peaks[name]
         what = f"{name} takes about {needed / 1e9:.1f} GB of a device, which has {size / 1e9:.1f}"
@@ -232,9 +227,9 @@ def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
         raise UserError(f"{what}: try {hint}; --no-memory-check starts anyway")
 
 
-def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
+def peaks_of(config: Config, plans: list[Plan], device: float) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
-    holders = holders_of(config, plans, ranks)
+    holders = plans[0].holders
     trainers = trainers_of(config, holders)
     engines = engines_of(config)
     peaks = {}

@@ -154,7 +154,7 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
     plans = make_plans(config, ranks)
-    predicted = peaks_of(config, plans, ranks, H200)
+    predicted = peaks_of(config, plans, H200)
     most = max(size for who, size in predicted.items() if "reference" not in who)
     processes = 2 if mode == "partial" else 3
     more = memory.CONTEXT * (config.rollout_tp - 1)
@@ -357,7 +357,7 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     device_of(85e9)
     with pytest.raises(UserError) as raised:
         memory.check_fits(config, plans, 1)
-    needed = peaks_of(config, plans, 1, 85e9)["training the actor"]
+    needed = peaks_of(config, plans, 85e9)["training the actor"]
     assert needed > 7_615_616_512 * 18 + 3 * RESIDENT  # weights, gradients, optimizer; then a pass
     assert f"training the actor takes about {needed / 1e9:.1f} GB of a" in str(raised.value)
     memory.check_fits(replace(config, memory_check=False), plans, 1)
@@ -393,9 +393,9 @@ def test_the_push_needs_no_gradients_but_a_bucket(models):
     config = settings(models["7B"], "--mode", "full")
     plans, parameters, largest = make_plans(config, 8), 7_615_616_512, 2 * 152064 * 3584
     expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
-    assert peaks_of(config, plans, 8, H200)["the push"] == pytest.approx(expected, rel=1e-6)
+    assert peaks_of(config, plans, H200)["the push"] == pytest.approx(expected, rel=1e-6)
     with_tp = settings(models["7B"], "--mode", "full", "--tp", "2")
-    sharded = peaks_of(with_tp, make_plans(with_tp, 8), 8, H200)["the push"]
-    copies = sharded - peaks_of(config, plans, 8, H200)["the push"]
+    sharded = peaks_of(with_tp, make_plans(with_tp, 8), H200)["the push"]
+    copies = sharded - peaks_of(config, plans, H200)["the push"]
     # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
     assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)
