@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from config import Config, UserError, as_text
-from sample import Sample
+from config import TINY, Config, UserError, as_text
+from sample import Outcome, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,28 +24,29 @@ if TYPE_CHECKING:
 MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
 MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in a step, else slack could end a large lambda at once
 
+Setting = float | int | str
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
 
 
-def raw(rewards: list[float]) -> list[float]:
+def raw(rewards: list[float], *_: object) -> list[float]:
     """s_i = r_i. PPO and REINFORCE++, and ReMax, whose baseline has been taken off."""
     return rewards
 
 
-def group_norm(rewards: list[float]) -> list[float]:
+def group_norm(rewards: list[float], *_: object) -> list[float]:
     """s_i = (r_i - mean(r)) / (std(r) + 1e-4), population std. GRPO (arXiv 2402.03300), section 4.1.2."""
     mean = fmean(rewards)
     std = pstdev(rewards)
     return [(reward - mean) / (std + 1e-4) for reward in rewards]  # equal rewards: 0 instead of 0/0
 
 
-def mean_baseline(rewards: list[float]) -> list[float]:
+def mean_baseline(rewards: list[float], *_: object) -> list[float]:
     """s_i = r_i - mean(r). Dr. GRPO (arXiv 2503.20783), section 3.2."""
     mean = fmean(rewards)
     return [reward - mean for reward in rewards]
 
 
-def leave_one_out(rewards: list[float]) -> list[float]:
+def leave_one_out(rewards: list[float], *_: object) -> list[float]:
     """s_i = r_i - mean of the others, 0 of a lone answer. RLOO (arXiv 2402.14740), section 2.2."""
     total = math.fsum(rewards)
     others = len(rewards) - 1
@@ -183,13 +184,16 @@ class Settings:
     cost_limit: float = 0.0  # the mean cost of an answer shall be at most this
     lagrange_init: float = 1.0  # lambda, the cost's weight, before the first step; 0: it stays 0
     lagrange_lr: float = 0.1  # ln(lambda) grows by this times lambda times (cost - cost_limit)
+    max_refill_waves: int = 3  # of a step: they replace groups that teach nothing
+    critic_lr: float = 1e-5  # AdamW; the demo's is 1e-3
     critic_epochs: int = 1  # passes of a critic over a step's answers; the actor makes one
     critic_warmup: int = 0  # first steps in which the critic learns alone
     value_clip: float = 0.2  # a value that moved by more to its return isn't pulled on; inf: none
 
 
-LIMITS = {field.name: (0.0, math.inf) for field in fields(Settings) if field.type != "str"}
-LIMITS |= dict.fromkeys(("clip_high", "behavior_weight_cap", "value_clip"), (1e-12, math.inf))
+LIMITS = {each.name: (0.0, math.inf) for each in fields(Settings) if each.type != "str"}
+LIMITS |= dict.fromkeys(("clip_high", "behavior_weight_cap", "critic_lr"), (TINY, math.inf))
+LIMITS |= {"value_clip": (TINY, math.inf)}
 LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf))
 LIMITS |= {"gamma": (0, 1), "gae_lambda": (0, 1)}
 LIMITS |= {"lagrange_init": (0, MULTIPLIER_MAX), "cost_limit": (-1e30, 1e30)}
@@ -199,7 +203,8 @@ LIMITS |= {"lagrange_init": (0, MULTIPLIER_MAX), "cost_limit": (-1e30, 1e30)}
 class Algorithm(Settings):
     """score, estimator, combine and whiten make advantages; loss and mean say what is minimised."""
 
-    score: Callable[[list[float]], list[float]]  # the rewards of one group -> one score an answer
+    # (rewards of one group, tokens of its answers, the algorithm) -> a score for each answer
+    score: Callable[[list[float], list[int], Algorithm], list[float]]
     # -> the loss of each target, and whether it is clipped
     loss: Callable[[LossInputs, Algorithm], tuple[Tensor, Tensor]]
     # (rewards of an answer's tokens, a critic's values of them, the algorithm) -> advantages and returns
@@ -212,6 +217,8 @@ class Algorithm(Settings):
     critics: tuple[str, ...] = ()  # names of the value models, by the signal that they predict
     filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
     greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
+    # settings that this row alone has, with their defaults: its functions read `algorithm.own["tau"]`
+    own: dict[str, Setting] = field(default_factory=dict)
     name: str = ""  # of the row; `algorithm_of` fills it in
     max_new_tokens: int = 0  # of an answer; likewise
 
@@ -243,6 +250,7 @@ ALGORITHMS = {
 
 # in bfloat16 an engine's numbers aren't the trainer's: the ratio is to the trainer's own, at the step's start
 BY_DTYPE = {"float32": {}, "bfloat16": dict(tis_cap=2.0)}
+BY_PRESET = {"tiny": dict(critic_lr=1e-3), "images": dict(critic_lr=1e-3)}
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -250,12 +258,16 @@ def algorithm_of(config: Config) -> Algorithm:
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    of_run = BY_DTYPE[config.dtype] | {"max_new_tokens": config.max_new_tokens, "name": name}
+    of_run = BY_DTYPE[config.dtype] | BY_PRESET.get(config.preset, {})
+    of_run |= {"max_new_tokens": config.max_new_tokens, "name": name}
     algorithm = replace(ALGORITHMS[name], **of_run)
-    defaults = {field.name: field.default for field in fields(Settings)}
+    defaults = {each.name: each.default for each in fields(Settings)} | algorithm.own
     for setting, _, value in (text.partition("=") for text in given):
         try:
-            algorithm = replace(algorithm, **{setting: type(defaults[setting])(value)})
+            changed = {setting: type(defaults[setting])(value)}
+            if setting in algorithm.own:
+                changed = {"own": algorithm.own | changed}
+            algorithm = replace(algorithm, **changed)
         except (KeyError, ValueError):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
             problem = f"{setting}={value} is none of the settings {known}"
@@ -273,6 +285,9 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
     for name, (low, high) in LIMITS.items():
         if not low <= vars(a)[name] <= high:  # so written, NaN is refused, too
             yield f"{name} from {low:g} to {high:g}"
+    for name, value in a.own.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name}, a finite number"
     if 0 < a.icepop_bound <= 1:
         yield "icepop_bound=0 or more than 1"
     if a.kl_in not in ("loss", "reward"):
@@ -311,7 +326,7 @@ def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: floa
         advantages = {}
         returns = {}
         for signal in algorithm.signals:
-            score = score_of(sample, signal, algorithm)
+            score = scores_of(sample.outcomes, signal, algorithm)[sample.index]
             rewards = token_rewards(sample, signal, score, algorithm)
             values = sample.values.get(signal)
             advantages[signal], returns[signal] = algorithm.estimator(rewards, values, algorithm)
@@ -319,19 +334,32 @@ def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: floa
         sample.returns = {name: returns[name] for name in algorithm.critics}
 
 
-def score_of(sample: Sample, signal: str, algorithm: Algorithm) -> float:
-    """The score of an answer: its reward or cost, compared with those of its group."""
-    trained = [answer for answer in sample.outcomes if not answer.greedy]
+def scores_of(outcomes: list[Outcome], signal: str, algorithm: Algorithm) -> dict[int, float]:
+    """The scores of a group's answers but the greedy one, by index: of rewards or costs, compared."""
+    trained = [answer for answer in outcomes if not answer.greedy]
     if signal == "cost":
         numbers = [answer.cost for answer in trained]
     else:
         # the baseline of the others: ReMax (arXiv 2310.10505), section 4
-        greedy = [answer for answer in sample.outcomes if answer.greedy]
+        greedy = [answer for answer in outcomes if answer.greedy]
         baseline = sum(a.reward - overlong_penalty(a.length, algorithm) for a in greedy)
         numbers = [a.reward - (baseline + overlong_penalty(a.length, algorithm)) for a in trained]
-    assert None not in numbers, f"an answer to prompt {sample.prompt_id} has no {signal}"
-    scores = algorithm.score(numbers)
-    return scores[[answer.index for answer in trained].index(sample.index)]
+    assert None not in numbers, f"an answer that is trained on has no {signal}"
+    scores = algorithm.score(numbers, [answer.length for answer in trained], algorithm)
+    return {answer.index: score for answer, score in zip(trained, scores, strict=True)}
+
+
+def teaches(outcomes: list[Outcome], algorithm: Algorithm) -> bool:
+    """True if a group is trained on, else it is replaced. outcomes: of its judged answers.
+
+    Where groups are filtered their scores have to differ; beside a greedy answer, their baseline, one of them
+    from 0. A group without that baseline teaches nothing.
+    """
+    greedy = sum(answer.greedy for answer in outcomes)
+    if len(outcomes) == greedy or greedy < algorithm.greedy:
+        return False
+    scores = scores_of(outcomes, "reward", algorithm).values()
+    return not algorithm.filters or len({*scores, *[0.0] * greedy}) > 1
 
 
 def overlong_penalty(length: int, algorithm: Algorithm) -> float:

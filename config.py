@@ -33,7 +33,7 @@ def setting(
 
 
 # by device, what differs there from Config's defaults
-DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False)}
+DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False, max_running_requests=256)}
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Config:
     """The settings. Sizes in tokens, times in seconds."""
 
     command: str = "rl"  # a row of COMMANDS; the first word of the command line
+    max_running_requests: int = 128  # answers that one engine decodes at once; no flag
     preset: str = setting(
         "", "a row of PRESETS; default: tiny, the demo, or base with --model", "run"
     )
@@ -65,10 +66,8 @@ class Config:
     algorithm: tuple[str, ...] = setting(("grpo",), "of ALGORITHMS, with kl_coef=0.01 ...", "loop")
     prompts_per_step: int = setting(16, "groups trained on in a step", "loop", low=1)
     answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
-    max_refill_waves: int = setting(3, "most waves that replace groups of equal rewards", "loop", 0)
     updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
     critic: str = setting("", "the value model; default: the policy, a new head", "loop")
-    critic_lr: float = setting(1e-5, "AdamW", "loop", low=TINY)
     over_dispatch: float = setting(
         1.0, "above 1: more prompts; the rest goes on later", "loop", 1, 4
     )
@@ -92,7 +91,6 @@ class Config:
         (), "as --rule, of the cost (`cost` of FILE.py)", "rewards"
     )
     judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
-    judgements: int = setting(1, "of a sample, whose reward is their mean", "rewards", low=1)
     judge_format: tuple[str, ...] = setting(
         (), "rows of FORMATS, for all judges or each", "evaluation"
     )
@@ -111,12 +109,9 @@ class Config:
     sp: bool = setting(False, "sequence parallelism beside tp", "training")
     schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
     recompute: bool = setting(False, "keep layers' inputs alone, compute again", "training")
-    freeze_vision: bool = setting(False, "train the language model alone", "training")
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
     max_model_len: int = setting(0, "of prompt and answer; 0: as the model says", "engines", low=0)
-    skip_long: bool = setting(False, "leave too long prompts out, instead of an error", "engines")
-    max_running_requests: int = setting(128, "answers an engine decodes at once", "engines", low=1)
     rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
     genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)
     mem_fraction: float = setting(0.7, "CUDA: for weights and cache", "engines", 0.05, 0.95)
@@ -225,10 +220,10 @@ class Config:
 
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
-DEMO = dict(lr=5e-4, lr_decay_to=0.1, critic_lr=1e-3, max_model_len=256)
+DEMO = dict(lr=5e-4, lr_decay_to=0.1, max_model_len=256)
 DEMO |= dict(max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)
-ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64, max_running_requests=256)
+ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64)
 # a preset is what differs from Config's defaults
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "cuda": ON_CUDA}
 

@@ -79,7 +79,7 @@ class Critic(Trainer):
     def updating(self, mini_batches: list[list[list[Sample]]]) -> Update:
         """Learn `returns[name]`, an optimizer step a mini-batch (collective); see executor.py."""
         warmed_up = min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
-        lr = self.config.critic_lr * warmed_up
+        lr = self.algorithm.critic_lr * warmed_up
         steps = []
         for micro_batches in mini_batches * self.algorithm.critic_epochs:
             samples = flat([micro_batches])

@@ -169,8 +169,7 @@ class PromptFile(Sequence[Prompt]):
 
     path: Path
     tokenizer: Tokenizer
-    max_tokens: int  # of a prompt: room in the context
-    skip_long: bool = False  # leave out longer ones
+    max_tokens: int  # of a prompt: room in the context; longer ones are left out
     say: Callable[[str], None] = print
     reader: ImageReader | None = None  # of a model that sees
     read_key: ReadKey = str  # as JudgeFormat.read_key
@@ -183,16 +182,13 @@ class PromptFile(Sequence[Prompt]):
         rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
         self._rows: list[PromptRow] = []
         for row in rows:
-            tokens = self._most_tokens(row)
-            if tokens <= self.max_tokens:
+            if self._most_tokens(row) <= self.max_tokens:
                 self._rows.append(row)
-            elif not self.skip_long:
-                raise self._too_long(row.where, tokens)
         if not self._rows:
             raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
         if longer := len(rows) - len(self._rows):
-            left_out = f"{longer} of {len(rows)} prompts in {self.path}"
-            self.say(f"--skip-long: {left_out} have over {self.max_tokens} tokens")
+            room = f"--max-model-len less --max-new-tokens, {self.max_tokens} tokens"
+            self.say(f"{longer} of {len(rows)} prompts in {self.path} are left out: over {room}")
 
     def _row(self, line: int, row: dict) -> PromptRow:
         """Check all of a row that can be checked before its images are read. UserError."""
@@ -247,11 +243,6 @@ class PromptFile(Sequence[Prompt]):
             most += text.count(IMAGE) * self.reader.most_features
         return most if most <= self.max_tokens else len(self._tokens(row))
 
-    def _too_long(self, where: str, tokens: int) -> UserError:
-        room = f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
-        long = f"the prompt has {tokens} tokens, but {room}"
-        return UserError(f"{where}: {long}; --skip-long leaves it out")
-
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -260,7 +251,8 @@ class PromptFile(Sequence[Prompt]):
         tokens = self._tokens(row)
         # `_most_tokens` thought too little of a template or normaliser
         if len(tokens) > self.max_tokens:
-            raise self._too_long(row.where, len(tokens))
+            room = f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
+            raise UserError(f"{row.where}: the prompt has {len(tokens)} tokens, but {room}")
         turns = as_turns(row.prompt, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
         several = turns if len(turns) > 1 or "tools" in turns[0] else []

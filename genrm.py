@@ -40,6 +40,7 @@ class JudgeFormat:
     parse: Callable[[str], float | None] = lambda text: None
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
+    judgements: int = 1  # of an answer: the reward is their mean; a single one is greedy
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
     read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
 
@@ -223,7 +224,7 @@ class Judge:
         self.signal = "reward" if number < len(config.judge) else "cost"
         # it counts for Sample.verdict
         self.says_verdict = self.signal == "reward" and not self.format.scores
-        self.judgements = 1 if self.format.scores else config.judgements
+        self.judgements = self.format.judgements
         self.name = model_dir = config.judge_models[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer, reader)

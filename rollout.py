@@ -25,11 +25,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
+from algorithms import teaches
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample, flat, sample_from_json
-from scheduling import dynamic_sampling
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
 from scheduling.fusion import Left, histogram, kept_engines
 from scheduling.measured import StepStats
@@ -100,7 +100,6 @@ class RolloutStep:
 
     c: Controller
     sampler: DynamicSampler
-    keeps: Callable[[list[Sample]], bool]  # does a judged group teach something?
     groups: dict[int, list[Sample]] = field(default_factory=dict)  # by prompt_id
     unwritten: dict[int, int] = field(default_factory=dict)  # prompt_id -> unfinished answers
     judging: int = 0  # answers, those that wait for an engine, too
@@ -155,8 +154,8 @@ class RolloutStep:
 async def collect(c: Controller) -> RolloutBatch:
     """Draw prompts, serve them, drop groups that teach nothing and draw again (those that serve).
 
-    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
-    replace what was filtered. The first informative groups in the order of drawing are kept, with
+    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` of the
+    algorithm replace what was filtered. The first informative groups in the order of drawing are kept, with
     `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. A stop
     gives the step up: all of its prompts come again.
     """
@@ -165,11 +164,9 @@ async def collect(c: Controller) -> RolloutBatch:
     config = c.config
     start = c.timeline.now()
     kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
-    waves = dict(over_dispatch=config.over_dispatch, max_refills=config.max_refill_waves)
+    waves = dict(over_dispatch=config.over_dispatch, max_refills=c.algorithm.max_refill_waves)
     sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
-    filters = c.algorithm.filters
-    keeps = dynamic_sampling.is_informative if filters else dynamic_sampling.is_judged
-    step = RolloutStep(c, sampler, keeps)
+    step = RolloutStep(c, sampler)
     c.rewards.reset()
     try:
         with c.timeline.span("serve"):
@@ -405,7 +402,7 @@ class Progress(NamedTuple):
             is_running = prompt_id in step.tasks.running
             was_told = prompt_id in step.sampler.informative
             if not (is_running or was_told or step.unwritten[prompt_id]):
-                finished[prompt_id] = step.keeps(step.groups[prompt_id])
+                finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())
         left = Left(sum(unwritten), step.judging, begun)

@@ -243,7 +243,7 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     decode = partial(data.decode, tokenizer)
     source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     room = longest - config.max_new_tokens
-    how = (tokenizer, room, config.skip_long, say, reader, formats_of(config)[0].read_key)
+    how = (tokenizer, room, say, reader, formats_of(config)[0].read_key)
     if config.data and config.command == "rl":
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
         rules = read_key.keys() & {*config.rule, *config.cost_rule}

@@ -70,5 +70,5 @@ class MeasuredRun:
 
 if __name__ == "__main__":
     controller.train = MeasuredRun(Meter())
-    settings = "--preset tiny --rule right --max-refill-waves 0 --save-every 0 --lr-decay-to 1"
+    settings = "--preset tiny --rule right --save-every 0 --lr-decay-to 1"
     run.main([*settings.split(), *sys.argv[1:]])

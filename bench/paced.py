@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from bench.workloads import ANSWERS, CRITIQUE, PROMPTS, WORKLOADS, is_kept, length_of
+from genrm import FORMATS
 from papers.tables import COLUMNS, ROOT, Point, read_points
 from rollout import MEETING_INTERVAL_S
 from simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
@@ -66,7 +67,9 @@ def simulate(name: str, side: str, at: SetUp, steps: int, **more: object) -> lis
     cluster = Cluster(at.decode, at.train, moves=moves, meeting_s=MEETING_INTERVAL_S)
     mode, settings = settings_of(side)
     settings |= dict(prompts_per_step=PROMPTS, answers_per_prompt=ANSWERS)
-    settings |= dict(judgements=work.judgements, steps=steps) | more
+    judged = f"simulated {work.judgements} times"
+    FORMATS[judged] = replace(FORMATS["simulated"], judgements=work.judgements)
+    settings |= dict(judge_format=(judged,), steps=steps) | more
     return Simulation(mode, RANKS, given, cluster, **settings).run()
 
 

@@ -10,28 +10,9 @@ from bisect import bisect
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from sample import Sample
-
 MARGIN = 1.2  # a refill, over what should do by experience
 SHARE_GENERATED = 0.25  # of the groups: from then on experience alone may begin a refill
 MAX_GROUPS_PER_KEPT = 10.0  # that one step can show
-
-
-def is_informative(group: list[Sample]) -> bool:
-    """True if a group's judged answers differ in reward, the greedy one, its baseline, included."""
-    return len(judged_rewards(group)) > 1
-
-
-def is_judged(group: list[Sample]) -> bool:
-    """True if a group has an answer to learn from, for algorithms that need no other beside it."""
-    return len(judged_rewards(group)) > 0
-
-
-def judged_rewards(group: list[Sample]) -> set[float]:
-    """Return a group's rewards, each once; none if its greedy answer, its baseline, has none."""
-    if any(sample.greedy and sample.reward is None for sample in group):
-        return set()
-    return {sample.reward for sample in group if sample.reward is not None}
 
 
 class Wave(NamedTuple):

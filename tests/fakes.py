@@ -617,10 +617,12 @@ def fake_config(mode="partial", **settings):
     defaults |= dict(max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100)
     if "model" not in settings:
         defaults["judge"] = ("JUDGE",)
-    name, *_ = settings.get("algorithm", ("grpo",))
+    name, *given = settings.pop("algorithm", ("grpo",))
+    if "max_refill_waves" in settings:
+        given.append(f"max_refill_waves={settings.pop('max_refill_waves')}")
     if "cost" in ALGORITHMS[name].signals:
         defaults["cost_rule"] = ("length:50",)
-    return Config(**defaults | settings)
+    return Config(**defaults | settings, algorithm=(name, *given))
 
 
 def simulate(

@@ -24,7 +24,7 @@ def check_scores(samples, algorithm):
         groups.setdefault(prompt_id, []).append(sample)
     for group in groups.values():
         greedy = sum(answer.reward for answer in group[0].outcomes if answer.greedy)
-        scores = algorithm.score([sample.reward - greedy for sample in group])
+        scores = algorithm.score([sample.reward - greedy for sample in group], [], algorithm)
         for sample, score in zip(group, scores, strict=True):
             assert sample.advantages == [score] * len(sample.response)
 

@@ -53,7 +53,7 @@ def with_advantages(samples: list[Sample], algorithm: Algorithm) -> list[Sample]
 
 
 def test_an_answer_alone_in_its_group_has_nothing_to_be_compared_with():
-    assert ALGORITHMS["grpo"].score([0.7]) == ALGORITHMS["rloo"].score([0.4]) == [0.0]
+    assert algorithms.group_norm([0.7]) == algorithms.leave_one_out([0.4]) == [0.0]
 
 
 def plain_scores(row: str, rewards: list[float]) -> list[float]:
@@ -93,7 +93,7 @@ def test_the_estimators_are_the_plain_double_loop(tokens, gamma, lam):
 
 
 def test_a_sample_without_a_cost_is_refused():
-    with pytest.raises(AssertionError, match="an answer to prompt 3 has no cost"):
+    with pytest.raises(AssertionError, match="an answer that is trained on has no cost"):
         set_advantages(with_outcomes([answer(3, 1, 0.0, 2)]), settings_of(signals=("cost",)))
 
 
@@ -416,6 +416,104 @@ def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
     assert (got.kl_in, got.max_new_tokens, got.loss) == ("reward", 50, algorithms.gspo_loss)
     assert algorithm_of(Config(algorithm=("gspo",))).clip_high == 4e-4
     assert not ALGORITHMS["grpo_2024"].filters
+
+
+def shorter(rewards, lengths, algorithm):
+    """Kimi k1.5 (arXiv 2501.12599), section 2.3.3: a right answer gains by being short."""
+    spread = max(max(lengths) - min(lengths), 1)
+    gains = [0.5 - (length - min(lengths)) / spread for length in lengths]
+    gains = [gain if reward else min(gain, 0) for gain, reward in zip(gains, rewards, strict=True)]
+    pairs = zip(rewards, gains, strict=True)
+    return algorithms.mean_baseline([r + algorithm.own["weight"] * gain for r, gain in pairs])
+
+
+def squared(inputs, algorithm):
+    """Section 2.3.2, equation 3: the gradient of its surrogate."""
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    penalty = algorithm.own["tau"] / 2 * log_ratio.square()
+    return penalty - inputs.advantages * inputs.logprobs, log_ratio.isnan()
+
+
+def geometric(inputs, algorithm):
+    """GMPO (arXiv 2507.20673), equation 4: the geometric mean of an answer's clipped ratios."""
+    sign = inputs.advantages.sign()
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    low = math.log(1 - algorithm.clip_low)
+    high = math.log(1 + algorithm.clip_high)
+    clipped = log_ratio.clamp(low, high)
+    least = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    ratio = inputs.mean_of_sequence(least).exp()
+    return -ratio * inputs.advantages, least != log_ratio
+
+
+@pytest.fixture
+def rows_of_ones_own(monkeypatch):
+    kimi = Algorithm(shorter, squared, own={"tau": 0.2, "weight": 1.0})
+    monkeypatch.setitem(ALGORITHMS, "kimi", kimi)
+    monkeypatch.setitem(ALGORITHMS, "gmpo", Algorithm(algorithms.group_norm, geometric))
+
+
+def test_a_row_of_ones_own_brings_settings_that_no_other_has(rows_of_ones_own):
+    """On the command line beside the shared ones, each as the type of its default."""
+    found = algorithm_of(Config(algorithm=("kimi", "tau=1", "clip_low=0.1")))
+    assert (found.own, found.clip_low) == ({"tau": 1.0, "weight": 1.0}, 0.1)
+    assert ALGORITHMS["kimi"].own["tau"] == 0.2
+    for words, message in (("grpo tau=1", "tau=1 is none of"), ("kimi tau=x", "tau=0.2, weight=1")):
+        with pytest.raises(ValueError, match=message):
+            algorithm_of(Config(algorithm=tuple(words.split())))
+    with pytest.raises(ValueError, match="kimi tau=nan needs tau, a finite number"):
+        algorithm_of(Config(algorithm=("kimi", "tau=nan")))
+
+
+def test_losses_of_ones_own_by_hand(rows_of_ones_own):
+    """Two answers of two tokens and one; ratios 2, 1/2 and 3."""
+    logprobs = torch.tensor([2.0, 0.5, 3.0]).log().requires_grad_()
+    rows = (torch.tensor([0, 0, 1]), torch.tensor([2, 1]))
+    inputs = LossInputs(logprobs, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), *rows)
+    kimi = algorithm_of(Config(algorithm=("kimi", "tau=0.5")))
+    loss, _ = kimi.loss(inputs, kimi)
+    slopes = torch.autograd.grad(loss.sum(), logprobs)[0]
+    assert slopes.tolist() == pytest.approx(
+        [0.5 * math.log(2) - 1, -0.5 * math.log(2) - 1, 0.5 * math.log(3) + 1]
+    )
+    gmpo = algorithm_of(Config(algorithm=("gmpo", "clip_high=0.5")))
+    loss, clipped = gmpo.loss(inputs, gmpo)
+    assert loss.tolist() == pytest.approx([-math.sqrt(1.5 * 0.5)] * 2 + [3.0])
+    assert clipped.tolist() == [True, False, False]
+
+
+def test_a_score_sees_lengths_and_so_does_the_filter(rows_of_ones_own):
+    """All right: grpo replaces the group, and Kimi learns to be short."""
+    group = [
+        Sample(0, n, [], response=[7] * length, reward=1.0) for n, length in enumerate((2, 4, 6))
+    ]
+    with_outcomes(group)
+    kimi, grpo = (algorithm_of(Config(algorithm=(name,))) for name in ("kimi", "grpo"))
+    assert algorithms.scores_of(group[0].outcomes, "reward", kimi) == {0: 0.5, 1: 0.0, 2: -0.5}
+    assert algorithms.teaches(group[0].outcomes, kimi)
+    assert not algorithms.teaches(group[0].outcomes, grpo)
+    set_advantages(group, kimi)
+    assert [sample.advantages[0] for sample in group] == [0.5, 0.0, -0.5]
+
+
+JUDGED = [  # rewards; whether grpo, reinforce++ and remax, whose last answer is greedy, learn
+    ([0.0, 1.0, None], True, True, False),
+    ([1.0, None], False, True, False),
+    ([None, None], False, False, False),
+    ([1.0, 1.0, 0.0], True, True, True),  # they differ from their baseline
+    ([0.1, 0.1, 0.1], False, True, False),
+]
+
+
+@pytest.mark.parametrize("rewards,grpo,alone,remax", JUDGED)
+def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, remax):
+    """Failed judgements (None) don't make a group informative; where none is compared one is enough."""
+    found = []
+    for name in ("grpo", "reinforce++", "remax"):
+        group = [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
+        group[-1].greedy = name == "remax"
+        found.append(algorithms.teaches(outcomes_of(group), ALGORITHMS[name]))
+    assert found == [grpo, alone, remax]
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def check_history(config, rows):
     """
     assert [row["step"] for row in rows] == list(range(config.steps))
     if config.over_dispatch == 1:
-        sizes = ("prompts_per_step", "max_refill_waves", "algorithm")
+        sizes = ("prompts_per_step", "algorithm")
         expected = unbroken(**{name: vars(config)[name] for name in sizes})
         assert [kept_of(row["kept"]) for row in rows] == expected[: config.steps]
     used, begun = Counter(), {}
@@ -244,11 +244,12 @@ class Trial:
             steps=rng.choice([2, 3]),
             prompts_per_step=rng.choice([2, 3]),
             over_dispatch=rng.choice([1.0, 1.0, 1.5]),
-            max_refill_waves=rng.choice([1, 3]),
             save_every=1 if layout else rng.choice([1, 1, 2, 3]),
             keep=rng.choice([1, 2]),
             tail=rng.random(),
-            algorithm=rng.choice([("grpo",), ("grpo",), ("ppo", "kl_coef=0.1")]),
+            algorithm=rng.choice(
+                [("grpo",), ("grpo", "max_refill_waves=1"), ("ppo", "kl_coef=0.1")]
+            ),
         )
         self.moves = rng.random() < 0.3  # the split
         self.interval_s = rng.choice([0.1, 0.5])  # between meetings

@@ -261,22 +261,20 @@ def rows_of(path: Path, *answers) -> Path:
 
 
 def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
-    """All of them, but for those that --skip-long leaves out, and then all of --data are trained on.
+    """All of them, but for those that are too long, and then all of --data are trained on.
     Without one a tenth of --data measures, if it has keys."""
     rows = rows_of(tmp_path / "rows.jsonl", *range(15), *[None] * 15)
     own = rows_of(tmp_path / "own.jsonl", *range(5))
     own.write_text(json.dumps({"prompt": "x" * 900, "answer": 1}) + "\n" + own.read_text())
-    with pytest.raises(config.UserError, match=rf"{own}:1: the prompt has \d+ tokens, but"):
-        read(actor, rows, "--eval-data", own)
-    source = read(actor, rows, "--eval-data", own, "--skip-long").prompts.source
-    assert f"--skip-long: 1 of 6 prompts in {own} have over" in capsys.readouterr().out
+    source = read(actor, rows, "--eval-data", own).prompts.source
+    assert f"1 of 6 prompts in {own} are left out: over --max-model-len" in capsys.readouterr().out
     found = [(prompt.question, prompt.answer_key) for prompt in source.held_out]
     assert found == [(f"own {n}?", str(n)) for n in range(5)]
     epoch = {source.training(number).question for number in range(30)}
     assert epoch == {f"rows {n}?" for n in range(30)}
     own.write_text(own.read_text().partition("\n")[0])
     with pytest.raises(config.UserError, match=f"^{own}: no prompt has at most 500 tok"):
-        read(actor, rows, "--eval-data", own, "--skip-long")
+        read(actor, rows, "--eval-data", own)
     source = read(actor, rows, "--eval-samples", 2).prompts.source
     others = {source.training(number).question for number in range(27)}
     assert {prompt.question for prompt in source.held_out} < epoch - others

@@ -249,7 +249,6 @@ BAD_ROWS = [  # behind a good one and an empty line: what is said about a row
     ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
     ({"messages": ANSWERED}, "assistant's turn: that is an example for run.py sft; a"),
     ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` say different things"),
-    ({"prompt": "x" * 21}, "21 tokens, but --max-model-len less --max-new-tokens"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": "all is said\x03"}, "the prompt ends with what ends an answer"),
     ({"messages": json.dumps(CHAT)}, f"`messages` {NO_TURNS}"),
@@ -289,25 +288,26 @@ def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
     assert all(prompt.images() == () for prompt in drawn)
 
 
-def test_long_prompts_are_left_out_if_asked_for(tmp_path):
+def test_long_prompts_are_left_out(tmp_path):
     """In one line; the others keep their order, and their lines in errors."""
     texts, said = ["four", "x" * 21, "y" * 20, "z" * 6], []
     rows = [{"prompt": text} for text in texts]
-    prompts = read(tmp_path, rows, 20, skip_long=True, say=said.append)
+    prompts = read(tmp_path, rows, 20, say=said.append)
     assert [text_of(prompt) for prompt in prompts] == ["four", "y" * 20, "z" * 6]
     where = tmp_path / "rows.jsonl"
-    assert said == [f"--skip-long: 1 of 4 prompts in {where} have over 20 tokens"]
+    room = "--max-model-len less --max-new-tokens"
+    assert said == [f"1 of 4 prompts in {where} are left out: over {room}, 20 tokens"]
     with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
-        read(tmp_path, rows, 3, skip_long=True)
+        read(tmp_path, rows, 3)
 
 
 def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path, monkeypatch):
     """One whose tokens are more than its bytes and those of its roles: file and line, then."""
     encode = lambda _, reader, text, *more: characters(text * (10 if "often" in text else 1))  # noqa: E731
     monkeypatch.setattr(data, "encode_prompt", encode)
-    prompts = read(tmp_path, [GOOD, {"prompt": "often"}], 20, skip_long=True)
+    prompts = read(tmp_path, [GOOD, {"prompt": "often"}], 20)
     assert text_of(prompts[0]) == "good"
-    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the prompt has 50 tokens, but .*-long"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the prompt has 50 tokens, but "):
         prompts[1]
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from data import Prompts
 from fakes import FakeSource as Numbers
 from sample import Sample
-from scheduling import dynamic_sampling
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
 
 SEEDS = st.integers(0, 2**32)
@@ -145,24 +144,6 @@ def test_in_order_a_step_is_as_wave_by_wave(seed, target, keep, groups_per_kept,
         assert groups_per_kept == pytest.approx(expected)
         prompts.requeue(sampler.requeued(), [])
         begin += used
-
-
-JUDGED = [  # rewards, whether the last answer is greedy; whether informative, whether judged
-    ([0.0, 1.0, None], False, True, True),
-    ([1.0, None], False, False, True),
-    ([None, None], False, False, False),
-    ([1.0, 1.0, 0.0], True, True, True),  # they differ from their baseline
-    ([1.0, 0.0, None], True, False, False),  # they have none
-]
-
-
-@pytest.mark.parametrize("rewards,greedy,informative,judged", JUDGED)
-def test_a_group_is_informative_if_its_judged_answers_differ(rewards, greedy, informative, judged):
-    """Failed judgements (None) don't make a group informative; one that is there makes it judged."""
-    group = [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
-    group[-1].greedy = greedy
-    assert dynamic_sampling.is_informative(group) == informative
-    assert dynamic_sampling.is_judged(group) == judged
 
 
 def group_of(prompt_id, *finishes):

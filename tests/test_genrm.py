@@ -1,6 +1,7 @@
 """The judge: what it is asked, how its text is read, what becomes of a sample, over a small fake pool."""
 
 import asyncio
+import dataclasses
 import math
 import re
 from decimal import Decimal
@@ -179,6 +180,14 @@ class Pool:
             yield answer
 
 
+@pytest.fixture
+def several(monkeypatch):
+    """Formats whose judges judge each answer so many times."""
+    for count in (3, 4):
+        several = dataclasses.replace(genrm.FORMATS["addition"], judgements=count)
+        monkeypatch.setitem(genrm.FORMATS, f"{count} times", several)
+
+
 def make_rewards(*formats, costs=0, max_prompt_tokens=1000, **changes):
     """The list of rewards of a judge for each format, the last `costs` of the cost. Tokens are characters."""
     judges = tuple(f"JUDGE{number}" for number in range(len(formats or [""])))
@@ -326,10 +335,10 @@ def test_what_has_no_verdict(response, finish, text, how, expected):
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards):
+def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, several, backwards):
     """Two of four can't be read, then one of two: the three count. The text has all in their order."""
     monkeypatch.setattr(genrm, "JUDGE_RETRIES", 1)
-    listed, judged = make_rewards(judgements=4), sample(">125")
+    listed, judged = make_rewards("4 times"), sample(">125")
     engine = Engine(numbered("Y", "?", "N", "?", "N", "?"))
     score_all(listed, Pool(engine, backwards=backwards), [judged])
     assert judged.reward == pytest.approx(1 / 3) and judged.verdict is False
@@ -337,11 +346,11 @@ def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, backwards)
     assert judged.critique == "Y\n?\nN\n?\nN\n?"
 
 
-def test_a_judgement_has_a_seed_of_its_own():
+def test_a_judgement_has_a_seed_of_its_own(several):
     """Each of three, of each judge, and what is asked for again; the same for whoever asks in a run."""
 
     def asked(reply, judges=1, **changes):
-        listed = make_rewards(*["addition"] * judges, judgements=3, **changes)
+        listed = make_rewards(*["3 times"] * judges, **changes)
         engines = [Engine(reply) for _ in range(judges)]
         score_all(listed, Pool(*engines), [sample(">125")])
         return [engine.seeds for engine in engines]
@@ -396,8 +405,8 @@ def test_a_cost_judge_says_what_an_answer_costs(text, finish, reward):
 
 
 def test_a_scalar_reward_model_scores_the_whole_response():
-    """Once, whatever --judgements says; one that was cut off, too. Accuracy reads its final answer."""
-    listed = make_rewards("addition_score", judgements=4)
+    """One that was cut off, too. Accuracy reads its final answer."""
+    listed = make_rewards("addition_score")
     judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
     engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
     score_all(listed, Pool(engine), [judged, cut, sample("7+8")])  # the last is shown with its end

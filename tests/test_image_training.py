@@ -12,7 +12,7 @@ from actor import Actor
 from critic import Critic
 from examples.make_demo.closing import close
 from images.reader import ImageReader
-from parallel_worker import actor_config, gathered, save, set_constants, weights_of
+from parallel_worker import actor_config, gathered, set_constants, weights_of
 from sample import Sample
 from test_actor import plain_steps
 from training.trainer import as_sequences
@@ -141,40 +141,6 @@ def make_trainer(build):
     """Builds a trainer of a single rank, after taking the one before it down."""
     set_constants()
     return lambda kind, model_dir, **changes: build((kind, image_config(**changes), model_dir))[0]
-
-
-def tower_and_text(actor) -> tuple[dict, dict]:
-    weights = weights_of(actor)
-    tower = {name: weights.pop(name) for name in list(weights) if "visual." in name}
-    return tower, weights
-
-
-def test_a_frozen_tower_sleeps_and_is_saved(references, make_trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    reference, results = references["qwen3_vl"], []
-    for naps in (False, True):
-        actor = make_trainer(Actor, reference["model_dir"], freeze_vision=True)
-        before = tower_and_text(actor)
-        if naps:
-            monkeypatch.setattr(actor, "device", torch.device("cuda"))
-            actor.sleep()
-            assert all(p.untyped_storage().size() == 0 for p in actor.gpt.parameters())
-            actor.wake()
-            monkeypatch.setattr(actor, "device", torch.device("cpu"))
-        loss, norm = step(actor, reference["samples"])
-        assert loss == pytest.approx(reference["steps"][0][0], abs=1e-5)
-        assert norm < reference["steps"][0][1] - 0.05  # without the tower's part
-        results.append(tower_and_text(actor))
-        assert all(torch.equal(results[-1][0][name], weight) for name, weight in before[0].items())
-        text = results[-1][1]
-        assert not any(torch.equal(text[name], weight) for name, weight in before[1].items())
-    assert all(torch.equal(results[0][1][name], weight) for name, weight in results[1][1].items())
-    save(actor, tmp_path / "saved")
-    other = make_trainer(Actor, reference["model_dir"], freeze_vision=True)
-    other.restore(tmp_path / "saved")
-    restored = tower_and_text(other)[1]
-    assert all(torch.equal(weight, results[1][1][name]) for name, weight in restored.items())
 
 
 def test_a_critic_sees(references, make_trainer):

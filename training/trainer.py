@@ -126,9 +126,6 @@ class Trainer:
 
     def _wrapped(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap the stage in DDP, which sums its gradients over the data-parallel ranks."""
-        for name, parameter in self.gpt.named_parameters():
-            is_frozen = self.config.freeze_vision and name.startswith(hf_weights.TOWER)
-            parameter.requires_grad_(not is_frozen)
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
