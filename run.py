@@ -232,29 +232,14 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     model.check_models(config, plans[0].holders, formats_of(config))
     algorithm = algorithm_of(config)
     longest = server.context_length(config.model, config)
-    held_out = config.data  # of an evaluation, which trains on nothing
-    setting = "--data"
     if config.command == "rl":
         longest = min(longest, config.token_budget)
-        held_out = config.eval_data
-        setting = "--eval-data"
     tokenizer, *judges = data.load_tokenizers(config, say)
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
-    source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     room = longest - config.max_new_tokens
     how = (tokenizer, room, say, reader, formats_of(config)[0].read_key)
-    if config.data and config.command == "rl":
-        read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
-        rules = read_key.keys() & {*config.rule, *config.cost_rule}
-        needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
-        formats = zip(judges, formats_of(config), strict=False)
-        scorers = [tokenizer for tokenizer, row in formats if row.scores]
-        rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
-        source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
-    source.held_out = [prompt for prompt in source.held_out if prompt.answer_key is not None]
-    if held_out:
-        source.held_out = data.PromptFile(Path(held_out), *how, {setting: str}, setting)
+    source = source_of(config, how, judges)
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
@@ -271,6 +256,29 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     if algorithm.ptx_data:
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
     return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
+
+
+def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.Source:
+    """The prompts to train on, and those held out, of an evaluation all. how: as PromptFile reads a file."""
+    tokenizer, _, _, reader, _ = how
+    source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
+    if config.command == "eval":
+        if config.data:
+            source.held_out = data.PromptFile(Path(config.data), *how, {"--data": str})
+        return source
+    if config.data:
+        read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
+        rules = read_key.keys() & {*config.rule, *config.cost_rule}
+        needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
+        formats = zip(judges, formats_of(config), strict=False)
+        scorers = [tokenizer for tokenizer, row in formats if row.scores]
+        rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
+        source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
+    source.held_out = [prompt for prompt in source.held_out if prompt.answer_key is not None]
+    if config.eval_data:
+        needs = {"--eval-data": str}
+        source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")
+    return source
 
 
 def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]:

@@ -376,18 +376,29 @@ def format_metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def start(arguments: list[str], stop: Stop) -> str:
-    """Do what the command line asks for, as run.start."""
+def parse_command(arguments: list[str]) -> FinetuneConfig:
+    """Read the command line: a row of TASKS, then its settings. UserError names the setting."""
     name = arguments[0] if arguments else ""
     if name not in TASKS:
         raise UserError("the first word is sft, rm or dpo; finetune.py sft --help tells the rest")
     defaults = dict(command=name, lr=TASKS[name].lr, lr_decay_to=0.1)
-    config = parse_settings(FinetuneConfig, arguments[1:], __doc__, GROUPS, defaults)
+    return parse_settings(FinetuneConfig, arguments[1:], __doc__, GROUPS, defaults)
+
+
+def plan_of(config: FinetuneConfig, ranks: int) -> Plan:
+    """All ranks hold the model, and none has an engine. UserError for what doesn't fit them."""
     schedule_of(config)
+    return Plan("partial", rollout=(), genrm=(), holders=make_holders(config, ranks))
+
+
+def start(arguments: list[str], stop: Stop) -> str:
+    """Do what the command line asks for, as run.start."""
+    config = parse_command(arguments)
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    plan = plan_of(config, ranks or 2)
     if not ranks:
-        raise UserError(f"start with: torchrun --nproc-per-node 2 examples/finetune.py {name} ...")
-    plan = Plan("partial", rollout=(), genrm=(), holders=make_holders(config, ranks))
+        command = f"torchrun --nproc-per-node 2 examples/finetune.py {config.command} ..."
+        raise UserError(f"start with: {command}")
     choose_device(config)
     return shutdown.run(learn(config, plan), stop)
 

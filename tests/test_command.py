@@ -18,7 +18,7 @@ import config
 import data
 import models
 import run
-from commands import dry_run, finetune
+from commands import dry_run
 from engines import fleet
 from engines.engine import Engine
 from fakes import FakeWorld
@@ -326,7 +326,7 @@ def test_a_quantized_judge_needs_cuda(actor, tmp_path):
         check_models(on_cuda, formats=formats)
 
 
-@pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl", "check"])
+@pytest.mark.parametrize("command", ["eval", "rl", "check"])
 def test_every_command_looks_at_its_model(tmp_path, command):
     home = damaged(models.save_model(tmp_path / "model"), "tokenizer.json", two_more)
     given = [command] * (command != "check") + ["--model", str(home), "--out", f"{tmp_path}/out"]
@@ -337,10 +337,8 @@ def test_every_command_looks_at_its_model(tmp_path, command):
             dry_run.check(settings)
         elif command == "rl":
             dry_run.dry_run(settings, run.check_settings(settings, 2), 2)
-        elif command == "eval":
-            run.load_inputs(settings, run.check_settings(settings, 2), print)
         else:
-            asyncio.run(finetune.prepare(settings, 0, print))
+            run.load_inputs(settings, run.check_settings(settings, 2), print)
     assert not (tmp_path / "out").exists()
 
 
@@ -381,6 +379,9 @@ def test_what_a_start_refuses(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(config.UserError, match="start with: torchrun --nproc-per-node 2"):
         run.start(["--mode", "full"], None)
+    for word in ("sft", "rm", "dpo"):
+        with pytest.raises(config.UserError, match=f"torchrun .* examples/finetune.py {word}"):
+            run.start([word, "--model", "m"], None)
 
 
 # ---------------------------------------------------------------- who serves what
