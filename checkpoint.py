@@ -32,6 +32,7 @@ import psutil
 import rollout
 from config import Config, UserError, as_text, dashed
 from reporting import timeline
+from reporting.answers import keep_answers
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
@@ -340,6 +341,8 @@ class ResumePoint(NamedTuple):
 async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
+        if config.command == "eval":
+            return await on_rank_0(world, keep_answers, config, contents, say)
         if any(await world.gather(was_obeyed(config))):
             config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)

@@ -77,7 +77,6 @@ class Config:
     )
     rebalance: bool = setting(False, "move ranks between roles (fused: the tail) by load", "loop")
     eval_data: str = setting("", "prompts with an `answer`; default: some rows of --data", "loop")
-    eval_samples: int = setting(0, "answers beside a greedy one, for pass@k", "loop", low=0)
     rollout_only: bool = setting(False, "generate and judge alone, to OUT/replay.jsonl", "halves")
     train_only: bool = setting(False, "train on the samples of --replay, without engines", "halves")
     replay: str = setting("", "what a --rollout-only run wrote", "halves")
@@ -95,8 +94,11 @@ class Config:
     judge_format: tuple[str, ...] = setting(
         (), "rows of FORMATS, for all judges or each", "evaluation"
     )
-    eval_every: int = setting(10, "steps between evaluations on held-out rows", "evaluation", low=1)
+    eval_samples: int = setting(
+        0, "answers beside a greedy one, for pass@k; eval: 8", "evaluation", 0
+    )
     steps: int = setting(40, "batches to train on", "training", low=1)
+    eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
     lr: float = setting(1e-6, "AdamW", "training", low=TINY)
     lr_warmup_steps: int = setting(5, "linear; the first update has a fifth", "training", low=0)
     lr_decay_to: float = setting(1.0, "of --lr, at the end, linear; demo: 0.1", "training", 0, 1)
@@ -120,10 +122,7 @@ class Config:
     )
     keep: int = setting(2, "newest checkpoints that are kept", "checkpoints", low=1)
     save_hf_every: int = setting(0, "the same of Hugging Face directories", "checkpoints", low=0)
-    batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
-    weight_decay: float = setting(0.0, "AdamW", "examples", low=0)
-    dpo_beta: float = setting(0.1, "dpo: strength of the KL to the start", "examples", low=TINY)
-    samples: int = setting(8, "answers beside a greedy one; k is 1, 2, 4 ... 8", "pass@k", low=1)
+    weight_decay: float = 0.0  # AdamW; examples/finetune.py makes a flag of it
 
     @property
     def judge_models(self) -> tuple[str, ...]:
@@ -239,14 +238,11 @@ class Command(NamedTuple):
 
 ALWAYS = ("run", "data", "evaluation")
 LOOP = ("loop", "halves", "rewards", "engines", "checkpoints")
-EXAMPLES = (*ALWAYS, "training", "examples")
-DECAYS = {"lr_decay_to": 0.1}
 COMMANDS = {
     "rl": Command("the loop of controller.py (default)", (*ALWAYS, "training", *LOOP), {}),
-    "sft": Command("supervised fine-tuning", EXAMPLES, DECAYS | {"lr": 1e-5}),
-    "rm": Command("a scalar reward model from pairs of answers", EXAMPLES, DECAYS | {"lr": 1e-5}),
-    "dpo": Command("direct preference optimisation, from such pairs", EXAMPLES, DECAYS),
-    "eval": Command("greedy accuracy and pass@k of a model", (*ALWAYS, "engines", "pass@k"), {}),
+    "eval": Command(
+        "greedy accuracy and pass@k of a model", (*ALWAYS, "engines"), {"eval_samples": 8}
+    ),
 }
 
 
@@ -357,8 +353,6 @@ def demo_models(given: dict, command: str) -> dict:
     for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
             raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
-    if command == "eval":
-        raise UserError("run.py eval needs --model DIR")
     folder = DEMO_MODELS / ("drawn" if given["preset"] == "images" else "written")
     # from the working directory: a run may be resumed where the project lies in another place
     models = {"model": os.path.relpath(folder / "actor")}

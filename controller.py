@@ -92,6 +92,17 @@ async def train(c: Controller) -> bool:
     return was_stopped
 
 
+async def evaluate_once(c: Controller) -> bool:
+    """Answer the held-out prompts, with no step and no trainer (collective). Returns as `train`."""
+    await c.devices.rollout.wake()
+    c.timeline.start()
+    try:
+        await evaluate(c, 0)
+    except Stopped:
+        return True
+    return False
+
+
 async def loop(c: Controller) -> None:
     """The loop: serve, then train (collective). Raises Stopped on all ranks if one was asked to stop."""
     await c.devices.to_serving()  # engines come up asleep, as trainers do
@@ -302,7 +313,7 @@ async def evaluate(c: Controller, step: int) -> None:
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     if not (held_out and is_due and c.devices.rollout.engines and c.devices.serves):
         return
-    mine = list(range(c.team.place, len(held_out), c.team.size))
+    mine = c.report.unanswered(range(c.team.place, len(held_out), c.team.size))
     right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
 
     async def answer(tasks: rollout.Tasks) -> None:
@@ -315,8 +326,9 @@ async def evaluate(c: Controller, step: int) -> None:
             async for sample, part in rollout.ask(c, samples, tasks):
                 sample.response = sample.response + part.tokens
                 sample.finish = part.finish
-            first, *others = [c.rewards.final_answer(s) == s.answer_key for s in samples]
-            right.append((first, sum(others)))
+            flags = [c.rewards.final_answer(s) == s.answer_key for s in samples]
+            right.append((flags[0], sum(flags[1:])))
+            c.report.answers(number, samples, flags)
 
     with c.timeline.span("evaluate"):
         async with rollout.Tasks() as tasks:

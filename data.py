@@ -359,7 +359,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a pro
 def encode_exchange(
     tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False, where="a prompt"
 ) -> list[int]:
-    """Encode a prompt and an answer as `run.py rm` and its model read them. is_cut: without the end."""
+    """Encode a prompt and an answer as a scalar reward model reads them. is_cut: without the end."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
     needs_template = "tools" in turns[0] or "tool_calls" in turns[-1]
     if tokenizer.chat_template is not None or needs_template:

@@ -34,7 +34,7 @@ class JudgeFormat:
     """The prompt for one kind of judge, and the reading of what it writes."""
 
     final_answer: Callable[[str], str | None]  # in a response; None: reward 0 without asking
-    # of question (or transcript) and answer: text, or chat turns; None: all, as `run.py rm` learns
+    # of question (or transcript) and answer: text, or chat turns; None: all, as examples/finetune.py learns
     prompt: Callable[[str, str], str | list[dict]] | None
     # a critique -> True, False, or a grade from 0 to 1, which accepts above 0.5; None: it can't be read
     parse: Callable[[str], float | None] = lambda text: None

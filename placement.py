@@ -144,7 +144,7 @@ class Devices:
             len(s.ranks) == world.size for s in placement.shapes.values()
         )  # by all
         self.serves = world.rank in placement.servers
-        self.actor, *self.critics = models.trainers
+        self.actor, *self.critics = models.trainers or [None]  # of an evaluation
         self.references = models.references
         self.rollout = pools["rollout"]
         self.genrm = pools["genrm"]

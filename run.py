@@ -5,7 +5,6 @@ A rank is a process, with a GPU or a part of the CPU:
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-    torchrun --nproc-per-node 2 run.py sft|rm|dpo --model DIR --data FILE     learns from examples instead
     python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
 """
@@ -29,11 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import controller
 import data
+import modes
 import rewards
 import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, contents_of, prepare_out, restore
-from commands import dry_run, evaluate, memory, replay
+from commands import dry_run, memory, replay
 from config import HELD_OUT, Config, UserError, parse_config
 from controller import Controller
 from demo.task import Addition
@@ -42,7 +42,8 @@ from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of, number_key
 from images.reader import reader_of
-from placement import Models, Placement, Plan, make_plans
+from placement import Devices, Models
+from reporting.answers import AnswersReport
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
@@ -53,15 +54,46 @@ from runtime.errors import RunLost, printable
 from runtime.out_folder import held
 from runtime.shutdown import Stop
 from runtime.world import World, on_rank_0, raise_on_all
-from scheduling.layout import Shape
+from scheduling.layout import Placement, Shape
+from scheduling.measured import Split
 from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
     from training.trainer import Trainer
 
 
-def main(arguments: list[str]) -> None:
-    """Run a rank, and end this process.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # no torchrun
+REPORTS = {"rl": Report, "eval": AnswersReport}
+
+
+def start(arguments: list[str], stop: Stop) -> str:
+    """Do what the command line asks for. Returns what a run that was stopped says at its end."""
+    word = arguments[0] if arguments else ""
+    if word in ("sft", "rm", "dpo"):
+        command = f"torchrun --nproc-per-node 2 examples/finetune.py {word} ..."
+        raise UserError(f"{word} is an example now: {command}")
+    if word == "check":
+        sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
+    config = parse_config(arguments, __doc__)
+    if config.command == "eval" and "RANK" not in os.environ:
+        os.environ |= ALONE
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    placement, splits = check_settings(config, ranks or 2, on_machine)
+    if config.dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            config = resolved(config, placement)
+            load_inputs(config, print)
+            dry_run.dry_run(config, placement, splits)
+        return ""
+    choose_device(config)
+    if not ranks:
+        raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
+    return shutdown.run(run(config, placement, splits, stop), stop)
+
+
+def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) -> None:
+    """Run a rank, and end this process. start: does what the command line asks for.
 
     Status 0: done or stopped; 1: an engine or the disk failed; 2: a user's error; 128 and more: by a signal.
     """
@@ -80,98 +112,43 @@ def main(arguments: list[str]) -> None:
     shutdown.leave(0)
 
 
-def start(arguments: list[str], stop: Stop) -> str:
-    """Do what the command line asks for. Returns what a run that was stopped says at its end."""
-    if arguments[:1] == ["check"]:
-        sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
-    config = parse_config(arguments, __doc__)
-    ranks = int(os.environ.get("WORLD_SIZE", "0"))
-    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    plans = check_settings(config, ranks or 2, on_machine)
-    if config.dry_run:
-        if os.environ.get("RANK", "0") == "0":
-            config = resolved(config, plans)
-            load_inputs(config, plans, print)
-            dry_run.dry_run(config, plans, ranks or 2)
-        return ""
-    choose_device(config)
-    if config.command == "eval" and ranks > 1:
-        raise UserError(f"run.py eval needs one engine, not {ranks} ranks: python run.py eval ...")
-    if config.command != "eval" and not ranks:
-        raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
-    if config.command == "eval":
-        work = evaluate_model(config, stop)
-    elif config.command == "rl":
-        work = run(config, plans, stop)
-    else:
-        work = learn_from_examples(config)
-    return shutdown.run(work, stop)
-
-
-def check_settings(config: Config, ranks: int, on_machine: int = 0) -> list[Plan]:
-    """Check what needs the tables or the number of ranks. Returns the loop's plans, as make_plans does."""
-    model_parallel = config.tp * config.pp * config.cp
-    if config.command != "rl" and ranks % model_parallel:
-        sizes = f"--tp {config.tp} x --pp {config.pp} x --cp {config.cp} = {model_parallel}"
-        raise UserError(f"{sizes} doesn't divide {ranks} ranks")
+def check_settings(
+    config: Config, ranks: int, on_machine: int = 0
+) -> tuple[Placement, list[Split]]:
+    """Check what needs the tables or the number of ranks. Returns what modes.place does."""
     algorithm_of(config)
     formats_of(config)
     schedule_of(config)
-    return make_plans(config, ranks, on_machine) if config.command == "rl" else []
+    return modes.place(config, ranks, on_machine)
 
 
-async def run(config: Config, plans: list[Plan], stop: Stop) -> str:
-    """Build the parts, train, tear down: reinforcement learning (collective: every rank)."""
+async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
+    """Build the parts, train or evaluate, tear down (collective: every rank)."""
+    work = controller.evaluate_once if config.command == "eval" else controller.train
     if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
         config = dataclasses.replace(config, save_every=0, save_hf_every=0)
-    async with joined(config) as (world, progress):
-        config = await world.run(resolved, config, plans)
-        memory.check_fits(config, plans, world.size)
-        async with Fleet(config, world) as fleet:
-            return await train(config, plans, world, progress, fleet, stop)
-
-
-async def train(
-    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
-) -> str:
-    """Build this rank's parts and train (collective). Returns what a run that was stopped says at its end."""
-    c = await build(config, plans, world, progress, fleet, stop)
-    stopped = await fleet.while_up(controller.train(c))
-    await world.barrier()
-    stop.neighbours = {}  # who is through may leave
-    if stopped:
-        saved = "nothing was saved"
-        if c.checkpoints.newest == c.state.step:
-            saved = "the same command, without --resume, goes on"
-        return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
-    c.report.close()
-    progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
-    if config.rollout_only:
-        again = f"--train-only --replay {config.out}/replay.jsonl"
-        progress.line(f"to train on what was served: {again}")
-    return ""
-
-
-async def learn_from_examples(config: Config) -> str:
-    """Train without engines: sft, rm, dpo (collective: every rank)."""
-    from commands import finetune
-
-    async with joined(config) as (world, progress):
-        await raise_on_all(world, finetune.prepare(config, world.rank, progress.line))
-        await world.run(finetune.train, config, Path(config.out), progress, world.rank)
+    async with contextlib.AsyncExitStack() as opened:
+        world, progress = await opened.enter_async_context(joined(config))
+        config = await world.run(resolved, config, placement)
+        memory.check_fits(config, placement, splits)
+        fleet = await opened.enter_async_context(Fleet(config, world))
+        c = await build(config, placement, splits, world, progress, fleet, stop)
+        stopped = await fleet.while_up(work(c))
         await world.barrier()
-    return ""
-
-
-async def evaluate_model(config: Config, stop: Stop) -> str:
-    """Evaluate on one rank with one engine, without torchrun."""
-    config = resolved(config, [])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    memory.check_fits(config, [], ranks=1)
-    async with joined(config) as (world, progress), Fleet(config, world) as fleet:
-        progress.resume_at(0, 0)  # it counts prompts, once they are known
-        stopped = await evaluate.evaluate(config, fleet, progress, stop)
-    return stopped and f"{stopped}; the same command goes on"
+        stop.neighbours = {}  # who is through may leave
+        if stopped and config.command == "eval":
+            return "stopped; the same command goes on"
+        if stopped:
+            saved = "nothing was saved"
+            if c.checkpoints.newest == c.state.step:
+                saved = "the same command, without --resume, goes on"
+            return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
+        c.report.close()
+        progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
+        if config.rollout_only:
+            again = f"--train-only --replay {config.out}/replay.jsonl"
+            progress.line(f"to train on what was served: {again}")
+        return ""
 
 
 @contextlib.asynccontextmanager
@@ -201,35 +178,41 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
 
 
 async def build(
-    config: Config, plans: list[Plan], world: World, progress: Progress, fleet: Fleet, stop: Stop
+    config: Config,
+    placement: Placement,
+    splits: list[Split],
+    world: World,
+    progress: Progress,
+    fleet: Fleet,
+    stop: Stop,
 ) -> Controller:
     """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
-    inputs = await world.run(load_inputs, config, plans, progress.line)
+    inputs = await world.run(load_inputs, config, progress.line)
     contents = await on_rank_0(world, contents_of, config)
     point = await prepare_out(config, contents, world, progress.line)
-    progress.line(describe(config, plans, world.size))
+    progress.line(describe(config, placement, splits[0]))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
     timeline = Timeline(world.rank, clock, out / "spans", progress.phase)
-    await fleet.launch(servers_of(world.rank, config, plans))
+    await fleet.launch(servers_of(world.rank, config, placement, splits))
     if world.rank == 0:
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
-    models = await world.run(build_models, config, inputs, plans)  # while servers load
+    models = await world.run(build_models, config, inputs, placement, splits)  # while servers load
     await fleet.ready()
-    team = world.part(plans[0].holders.servers)
+    team = world.part(placement.servers)
     pools = await fleet.connect(timeline, team)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        placement=Placement(plans, models, pools, world, timeline),
+        devices=Devices(placement, splits, models, pools, world, timeline),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
-        report=Report(config, world, out, progress, inputs.decode, point),
+        report=REPORTS[config.command](config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, contents, point and point.step),
         team=team,
         collect=inputs.collect,
@@ -243,12 +226,13 @@ async def build(
     return c
 
 
-def resolved(config: Config, plans: list[Plan]) -> Config:
+def resolved(config: Config, placement: Placement) -> Config:
     """Check the models' directories; return the settings that follow from them. UserError."""
-    from training import memory, model
+    from training import model
+    from training.memory import with_micro_batch
 
-    model.check_models(config, plans[0].holders if plans else None, formats_of(config))
-    return memory.with_micro_batch(config)
+    model.check_models(config, placement, formats_of(config))
+    return with_micro_batch(config)
 
 
 class Inputs(NamedTuple):
@@ -263,18 +247,46 @@ class Inputs(NamedTuple):
     texts: list[list[int]]  # of the pretraining term
 
 
-def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -> Inputs:
+def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     """Read tokenizers, data and rewards. UserError for what can't be used."""
     from training import ptx
 
     algorithm = algorithm_of(config)
-    longest = min(server.context_length(config.model, config), config.token_budget)
+    longest = server.context_length(config.model, config)
+    if config.command == "rl":
+        longest = min(longest, config.token_budget)
     tokenizer, *judges = data.load_tokenizers(config, say)
     reader, *readers = map(reader_of, (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
-    source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
     room = longest - config.max_new_tokens
     how = (tokenizer, room, say, reader, formats_of(config)[0].read_key)
+    source = source_of(config, how, judges)
+    if config.eval_samples and not source.held_out:
+        raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
+    keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
+    sees = reader is not None
+    prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)
+    stop = data.stop_tokens(config.model, tokenizer, reader, say)
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop)
+    scores = rewards.build(config, judges, decode, readers)
+    collect = modes.collect
+    if config.train_only:
+        steps = replay.read_replay(Path(config.replay), config.algorithm[0])
+        collect = partial(replay.collect, steps)
+    texts = []
+    if algorithm.ptx_data:
+        texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
+    return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
+
+
+def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.Source:
+    """The prompts to train on, and those held out, of an evaluation all. how: as PromptFile reads a file."""
+    tokenizer, _, _, reader, _ = how
+    source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
+    if config.command == "eval":
+        if config.data:
+            source.held_out = data.PromptFile(Path(config.data), *how, {"--data": str})
+        return source
     if config.data:
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
         rules = read_key.keys() & {*config.rule, *config.cost_rule}
@@ -287,48 +299,38 @@ def load_inputs(config: Config, plans: list[Plan], say: Callable[[str], None]) -
     if config.eval_data:
         needs = {"--eval-data": str}
         source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")
-    if config.eval_samples and not source.held_out:
-        raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
-    keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
-    sees = reader is not None
-    prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)
-    stop = data.stop_tokens(config.model, tokenizer, reader, say)
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop)
-    scores = rewards.build(config, judges, decode, readers)
-    collect = rollout.collect
-    if config.train_only:
-        steps = replay.read_replay(Path(config.replay), config.algorithm[0])
-        collect = partial(replay.collect, steps)
-    texts = []
-    if algorithm.ptx_data:
-        texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
-    return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
+    return source
 
 
-def servers_of(rank: int, config: Config, plans: list[Plan]) -> list[ServerSpec]:
-    """The servers that any of the plans has on a rank."""
+def servers_of(
+    rank: int, config: Config, placement: Placement, splits: list[Split]
+) -> list[ServerSpec]:
+    """The servers that any of the splits has on a rank."""
     port = config.port + 2 * rank
     specs = []
-    if any(rank in plan.leads("rollout") for plan in plans):
+    if any(rank in placement.leads("rollout", split) for split in splits):
         specs.append(ServerSpec("rollout", port, config.model))
-    if any(rank in plan.leads("genrm") for plan in plans):
-        model = plans[0].judge_of(rank, len(config.judge_models))
+    if any(rank in placement.leads("genrm", split) for split in splits):
+        model = placement.judge_of(rank, len(config.judge_models))
         scores = formats_of(config)[model].scores
         specs.append(ServerSpec("genrm", port + 1, config.judge_models[model], model, scores))
     return specs
 
 
-def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
-    """Build this rank's models, asleep (collective)."""
+def build_models(
+    config: Config, inputs: Inputs, placement: Placement, splits: list[Split]
+) -> Models:
+    """Build this rank's models, asleep; none for an evaluation (collective)."""
+    if config.command == "eval":
+        return Models([], [])
     from actor import Actor
     from critic import Critic
     from training import push
     from training.elsewhere import Elsewhere
     from training.groups import make_groups
 
-    holders = plans[0].holders
     groups = {}
-    for shape in dict.fromkeys(holders[1:]):
+    for shape in dict.fromkeys(placement.models):
         groups[shape] = make_groups(shape, config.timeout_s)
 
     def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer | Elsewhere:
@@ -337,22 +339,22 @@ def build_models(config: Config, inputs: Inputs, plans: list[Plan]) -> Models:
             return Elsewhere(own, model, shape, **how)
         return kind(own, model, groups=groups[shape], **how)
 
-    actor = build(Actor, holders.actor, config.model)
+    actor = build(Actor, placement.actor, config.model)
     actor.texts = inputs.texts
     actor.stop_tokens = inputs.sampling.stop_token_ids
     actor.sleep()
     references = []
     if inputs.algorithm.kl_coef and not config.rollout_only:
-        references.append(build(Actor, holders.reference, config.model, learns=False))
+        references.append(build(Actor, placement.reference, config.model, learns=False))
         references[0].sleep()
     critics = []
     for name in () if config.rollout_only else inputs.algorithm.critics:
         model = config.critic or config.model
-        critics.append(build(Critic, holders.critic, model, name=name))
+        critics.append(build(Critic, placement.critic, model, name=name))
         critics[-1].sleep()
-    leads = {rank for plan in plans for rank in plan.leads("rollout")}
-    heads = [copy[0] for copy in holders.actor.copies]
-    receivers = sorted(leads - {*holders.actor.ranks})
+    leads = {rank for split in splits for rank in placement.leads("rollout", split)}
+    heads = [copy[0] for copy in placement.actor.copies]
+    receivers = sorted(leads - {*placement.actor.ranks})
     return Models([actor, *critics], references, push.connect(heads, receivers, config.timeout_s))
 
 

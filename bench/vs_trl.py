@@ -74,7 +74,14 @@ def make_model(settings: Namespace) -> Path:
     if not (LARGER / "hf").is_dir():
         models.SHAPE.update(LARGER_SHAPE)
         models.new_model(RUNS / "vs_trl-larger-new", seed=0)
-        command = [TORCHRUN, *LAUNCH, "run.py", "sft", "--model", RUNS / "vs_trl-larger-new"]
+        command = [
+            TORCHRUN,
+            *LAUNCH,
+            "examples/finetune.py",
+            "sft",
+            "--model",
+            RUNS / "vs_trl-larger-new",
+        ]
         command += ["--steps", LARGER_STEPS, "--lr", 1e-3, "--out", LARGER]
         run_to_its_end(command, limit_s=RUN_LIMIT_S)
     return LARGER / "hf"

@@ -15,38 +15,38 @@ from commands import memory
 from config import Config, as_text
 from cpu import compiler
 from genrm import formats_of
-from placement import Plan, make_plans
+from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
-from scheduling.layout import Shape
+from scheduling.layout import Placement, Shape
+from scheduling.measured import ROLES, Split
 
 DISK = 1e9  # bytes of what a run leaves, about
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run(config: Config, plans: list[Plan], ranks: int) -> None:
+def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
     """Print the resolved run. UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
-    lines = device_map(config, plans, ranks) + memory.table(config, plans, ranks)
-    print(describe(config, plans, ranks), *lines, "nothing was started", sep="\n", flush=True)
+    lines = device_map(config, placement, splits) + memory.table(config, placement, splits)
+    print(
+        describe(config, placement, splits[0]), *lines, "nothing was started", sep="\n", flush=True
+    )
 
 
-def device_map(config: Config, plans: list[Plan], ranks: int) -> list[str]:
-    """A line a rank: its part of each model, and the servers that it owns in any of the plans."""
-    from training.memory import holders_of
-
-    holders = holders_of(config, plans, ranks)
-    lines = [f'  --placement "{holders}"']
-    if others := [str(plan.split) for plan in plans[1:]]:
+def device_map(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
+    """A line a rank: its part of each model, and the servers that it owns in any of the splits."""
+    lines = [f'  --placement "{placement}"']
+    if others := list(map(str, splits[1:])):
         lines.append(f"  may move to {', '.join(others)}")
-    for rank in range(ranks):
+    for rank in placement.everyone:
         parts = []
-        for name, shape in holders.shapes.items():
+        for name, shape in placement.shapes.items():
             if rank in shape.ranks:
                 place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
                 parts.append(f"{name} {', '.join(place)}")
-        for offset, role in enumerate(("rollout", "genrm")):
-            if any(rank in plan.leads(role) for plan in plans):
+        for offset, role in enumerate(ROLES):
+            if any(rank in placement.leads(role, split) for split in splits):
                 parts.append(f"{role} on port {config.port + 2 * rank + offset}")
         lines.append(f"  rank {rank}: {'; '.join(parts)}")
     return lines
@@ -81,10 +81,10 @@ def check(config: Config) -> int:
         from training import model
         from training.memory import with_micro_batch
 
-        plans = make_plans(config, ranks)
-        model.check_models(config, plans[0].holders, formats_of(config))
+        placement, splits = place(config, ranks)
+        model.check_models(config, placement, formats_of(config))
         config = with_micro_batch(config)
-        needs = memory.needs_of(config, plans, ranks)
+        needs = memory.needs_of(config, placement, splits)
     rows += graphics(config)
     if config.device == "cpu":
         rows.append(Row("rollout runs", compiler.program_for(config.model, config.dtype)))

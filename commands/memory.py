@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from config import Config, UserError
 from engines import server
-from placement import Plan
 from runtime.free_memory import free_memory
+from scheduling.layout import Placement
+from scheduling.measured import Split
 from scheduling.pipeline import schedule_of
 
 # of the host, for libraries: what runs once, a rank, an engine. On a CPU engines are forks of one process, so
@@ -42,15 +43,15 @@ class Need(NamedTuple):
         return f"{self.place}: {self.needed / 1e9:.1f} ({each}); {room}"
 
 
-def host_parts(config: Config, plans: list[Plan], ranks: int) -> dict[str, float]:
+def host_parts(config: Config, placement: Placement, splits: list[Split]) -> dict[str, float]:
     """The bytes that all ranks and engines take of a host, if they are on one machine."""
-    from training.memory import engines_of, holders_of, trainers_of
+    from training.memory import engines_of, trainers_of
 
-    engines = engines_of(config, plans)
+    engines = engines_of(config, placement, splits)
     once, rank, engine = LIBRARIES[config.device]
     servers = sum(len(model.ranks) for model in engines.values())
-    parts = Counter({"libraries": once + rank * ranks + engine * servers})
-    for name, model in (trainers_of(config, holders_of(config, plans, ranks)) | engines).items():
+    parts = Counter({"libraries": once + rank * len(placement.everyone) + engine * servers})
+    for name, model in (trainers_of(config, placement) | engines).items():
         role = name.split()[0]
         waits = role != "rollout" or server.backs_up(role, config)
         for part, size in model.parts.items():
@@ -63,7 +64,7 @@ def host_parts(config: Config, plans: list[Plan], ranks: int) -> dict[str, float
     return dict(parts)
 
 
-def needs_of(config: Config, plans: list[Plan], ranks: int) -> list[Need]:
+def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[Need]:
     """What a run needs of this machine, place by place; without CUDA's devices here they are of another."""
     from torch import cuda
 
@@ -72,10 +73,10 @@ def needs_of(config: Config, plans: list[Plan], ranks: int) -> list[Need]:
     is_elsewhere = config.device == "cuda" and not cuda.is_available()
     world = os.environ.get("WORLD_SIZE", "1")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) / int(world)  # part of the ranks
-    parts = {name: size * here for name, size in host_parts(config, plans, ranks).items()}
-    shared = {"NCCL": NCCL * ranks * here}
+    parts = {name: size * here for name, size in host_parts(config, placement, splits).items()}
+    shared = {"NCCL": NCCL * len(placement.everyone) * here}
     if config.device == "cpu":
-        engines = max((len(plan.leads("rollout")) for plan in plans), default=0)
+        engines = max((len(placement.leads("rollout", split)) for split in splits), default=0)
         shared = {"weights on their way": bucket_bytes(config) * engines * here}
     free = (free_memory(), shutil.disk_usage("/dev/shm").free)
     memory, shm = (math.inf, math.inf) if is_elsewhere else free
@@ -86,28 +87,28 @@ def needs_of(config: Config, plans: list[Plan], ranks: int) -> list[Need]:
         sizes = SIZES if is_elsewhere else [cuda.get_device_properties(number).total_memory]
         tried = []
         for size in sizes:
-            peaks = peaks_of(config, plans, ranks, size)
+            peaks = peaks_of(config, placement, splits, size)
             tried.append(Need("a device", max(peaks.values()), size, peaks))
         needs.append(next((need for need in tried if need.needed <= need.free), tried[-1]))
     return needs
 
 
-def table(config: Config, plans: list[Plan], ranks: int) -> list[str]:
+def table(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
     """The lines of --dry-run: a rank's part of each model, then what each place needs."""
-    from training.memory import engines_of, holders_of, trainers_of
+    from training.memory import engines_of, trainers_of
 
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
-    trainers = trainers_of(config, holders_of(config, plans, ranks))
-    for name, model in (trainers | engines_of(config, plans)).items():
+    trainers = trainers_of(config, placement)
+    for name, model in (trainers | engines_of(config, placement, splits)).items():
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in model.parts.items())
         lines.append(f"    {name}: {each}; together {model.total / 1e6:.1f}")
     lines.append("  about GB that are needed, what for, and whether those that are free will do:")
-    return lines + [f"    {need}" for need in needs_of(config, plans, ranks)]
+    return lines + [f"    {need}" for need in needs_of(config, placement, splits)]
 
 
-def check_fits(config: Config, plans: list[Plan], ranks: int) -> None:
+def check_fits(config: Config, placement: Placement, splits: list[Split]) -> None:
     """Raise UserError, which names the place, if the run won't fit."""
-    for need in needs_of(config, plans, ranks) if config.memory_check else ():
+    for need in needs_of(config, placement, splits) if config.memory_check else ():
         if need.needed > need.free:
             name = max(need.parts, key=need.parts.get)
             most = f"{need.needed / 1e9:.1f} GB, {need.parts[name] / 1e9:.1f} for {name}"

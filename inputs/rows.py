@@ -155,7 +155,7 @@ def prompt_of(row: dict, where: str) -> Text:
         raise UserError(f"{where}: needs `messages` ({TURNS}) or `prompt` (text, or such a list)")
     roles = [turn["role"] for turn in as_turns(prompt, "user")]
     if roles[-1] not in ("user", "tool") or "user" not in roles:
-        example = ": that is an example for run.py sft" * (roles[-1] == "assistant")
+        example = ": that is an example for examples/finetune.py sft" * (roles[-1] == "assistant")
         end = f"it ends with the {roles[-1]}'s turn{example}"
         raise UserError(f"{where}: {end}; a prompt ends with the user's")
     return with_tools(prompt, row, where)

@@ -15,8 +15,9 @@ from scheduling.measured import Split
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 
 
-def describe(config: Config, placement: Placement, split: Split, ranks: int) -> str:
+def describe(config: Config, placement: Placement, split: Split) -> str:
     """Say who runs where, what a step is, and which settings were chosen."""
+    ranks = len(placement.everyone)
     prompts = config.prompts_per_step
     answers = config.answers_per_prompt
     changed = ""
@@ -26,7 +27,10 @@ def describe(config: Config, placement: Placement, split: Split, ranks: int) -> 
             changed += f" --{dashed(field.name)} {as_text(value)}"
     step = f"{prompts * answers} samples: {answers} answers to each of {prompts} prompts"
     text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {placement.in_words(split)}\n"
-    text += f"  {config.steps} steps of {step}\n  settings other than the defaults:{changed}"
+    text += f"  {config.steps} steps of {step}\n"
+    if config.command == "eval":
+        text = f"nanoYATT eval: {config.model} on {ranks} ranks\n"
+    text += f"  settings other than the defaults:{changed}"
     if config.device == "cpu":
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:

@@ -7,7 +7,7 @@ metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import comb
@@ -95,6 +95,13 @@ class Report:
             self._writer = MetricsWriter(self.out, self.found and self.found.step)
         if self.found:
             self.progress.resume_at(self.found.step)
+
+    def unanswered(self, numbers: Iterable[int]) -> list[int]:
+        """Return those held-out prompts that are still to be asked."""
+        return list(numbers)
+
+    def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
+        """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
 
     def evaluation(self, step: int, right: list[tuple[bool, int]], now: float) -> None:
         """Take which answers, greedy and sampled, are right after `step` updates. The step begins now."""

@@ -116,6 +116,11 @@ class Placement(NamedTuple):
     genrm_tp: int = 1
 
     @property
+    def everyone(self) -> tuple[int, ...]:
+        """All ranks of the run: each holds something."""
+        return tuple(sorted({*self.engines} | self.learners))
+
+    @property
     def models(self) -> tuple[Shape, Shape, Shape]:
         return self.actor, self.critic, self.reference
 
@@ -180,7 +185,7 @@ class Placement(NamedTuple):
     @property
     def servers(self) -> tuple[int, ...]:
         """The ranks whose controllers serve: those of the engines if these are apart, else all."""
-        return self.engines if self.is_apart else tuple(sorted({*self.engines} | self.learners))
+        return self.engines if self.is_apart else self.everyone
 
     def in_words(self, split: Split) -> str:
         """Say who serves and who trains: rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2."""

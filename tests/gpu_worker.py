@@ -334,7 +334,7 @@ async def full() -> None:
         note("asleep", actor=used_bytes() - before)
         actor.wake()
         update(actor, written)
-        peaks = peaks_of(config, *place(config, 1), 1, device=0.0)
+        peaks = peaks_of(config, *place(config, 1), device=0.0)
         with most_used() as most:
             await push(engines["rollout"], actor)
         note("push", peak=max(most), predicted=peaks["the push"])

@@ -18,7 +18,7 @@ import config
 import data
 import models
 import run
-from commands import dry_run, finetune
+from commands import dry_run
 from engines import fleet
 from engines.engine import Engine
 from fakes import FakeWorld
@@ -27,6 +27,7 @@ from inputs import hf_directory
 from launched import ROOT, Run
 from modes import place
 from runtime import atomic_files
+from scheduling.measured import Split
 from support.rows import jsonl
 from support.templates import GEMMA
 from training import model
@@ -83,8 +84,7 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    placement, splits = place(settings, 2)
-    settings = run.resolved(settings, placement, splits)
+    settings = run.resolved(settings, place(settings, 2)[0])
     return run.load_inputs(settings, print)
 
 
@@ -285,6 +285,20 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
         read(actor, rows_of(rows, *range(9)), "--eval-samples", 2)
 
 
+def test_an_evaluation_has_all_rows_of_its_data(actor, tmp_path):
+    """Up to the context's length, whatever a trainer could take."""
+    settings = ["eval", "--model", str(actor), "--max-model-len", "9999", "--max-new-tokens", "12"]
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "7" * 9000, "answer": 1}] * 30)
+    settings = config.parse_config([*settings, "--data", str(path)])
+    _, splits = run.check_settings(settings, 2)
+    assert splits == [Split("partial", 2, 0)]
+    held_out = run.load_inputs(settings, print).prompts.source.held_out
+    assert [prompt.answer_key for prompt in held_out] == ["1"] * 30
+    jsonl(path, [{"prompt": "3+4=", "answr": 7}])
+    with pytest.raises(config.UserError, match=r"rows\.jsonl:1: `answer` is missing, for --data"):
+        run.load_inputs(settings, print)
+
+
 def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows):
     for answers, more, message in (
         ((1, None), (), "^{}:2: `answer` is missing, for --eval-data; the row has "),
@@ -314,7 +328,7 @@ def test_a_quantized_judge_needs_cuda(actor, tmp_path):
         check_models(on_cuda, formats=formats)
 
 
-@pytest.mark.parametrize("command", ["eval", "sft", "rm", "dpo", "rl", "check"])
+@pytest.mark.parametrize("command", ["eval", "rl", "check"])
 def test_every_command_looks_at_its_model(tmp_path, command):
     home = damaged(models.save_model(tmp_path / "model"), "tokenizer.json", two_more)
     given = [command] * (command != "check") + ["--model", str(home), "--out", f"{tmp_path}/out"]
@@ -323,12 +337,8 @@ def test_every_command_looks_at_its_model(tmp_path, command):
     with pytest.raises(config.UserError, match=f"--model .*: its tokenizer .* {TOO_MANY}"):
         if command == "check":
             dry_run.check(settings)
-        elif command == "rl":
-            run.resolved(settings, *run.check_settings(settings, 2))
-        elif command == "eval":
-            asyncio.run(run.evaluate_model(settings, None))
         else:
-            asyncio.run(finetune.prepare(settings, 0, print))
+            run.resolved(settings, run.check_settings(settings, 2)[0])
     assert not (tmp_path / "out").exists()
 
 
@@ -370,9 +380,9 @@ def test_what_a_start_refuses(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(config.UserError, match="start with: torchrun --nproc-per-node 2"):
         run.start(["--mode", "full"], None)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(config.UserError, match="needs one engine, not 2 ranks"):
-        run.start(["eval", "--model", "m"], None)
+    for word in ("sft", "rm", "dpo"):
+        with pytest.raises(config.UserError, match=f"torchrun .* examples/finetune.py {word}"):
+            run.start([word, "--model", "m"], None)
 
 
 # ---------------------------------------------------------------- who serves what

@@ -34,7 +34,7 @@ save_every keep save_hf_every deterministic dry_run rollout_only train_only repl
 # what isn't given follows from the rest
 RESOLVED = ("preset", "out", "judge_format", "model", "judge")
 PATHS = ["--model", "m", "--judge", "j"]
-DEMOS = {"": "written", "sft": "written", "--preset images": "drawn"}  # whose models they are
+DEMOS = {"": "written", "eval": "written", "--preset images": "drawn"}  # whose models they are
 DEMO_JUDGE = os.path.relpath(DEMO_MODELS / "written" / "judge")
 
 
@@ -56,9 +56,6 @@ def test_with_a_model_the_fields_defaults():
     assert (config.lr, config.lr_decay_to) == (1e-6, 1.0)
     assert (config.max_new_tokens, config.max_model_len) == (1024, 0)
     assert parse_config([*PATHS, "--preset", "tiny"]).lr == 5e-4
-    for name, lr in (("sft", 1e-5), ("rm", 1e-5), ("dpo", 1e-6)):
-        own = parse_config([name, "--model", "m"])
-        assert (own.lr, own.lr_decay_to, parse_config([name]).lr) == (lr, 0.1, 5e-4)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,8 @@ def test_with_a_model_the_fields_defaults():
     [
         ("--rollout-only --mode full", "out", "runs/tiny-full-rollout-only"),
         ("--train-only --replay r", "out", "runs/tiny-partial-train-only"),
-        ("sft", "out", "runs/sft"),
+        ("eval", "out", "runs/eval"),
+        ("eval", "eval_samples", 8),
         ("--train-only --replay r", "continues_answers", True),
         ("--over-dispatch 1.5", "continues_answers", True),
         ("", "continues_answers", False),
@@ -109,7 +107,6 @@ def test_the_command_line_beats_the_preset_which_beats_the_defaults(name):
             assert vars(config)[field.name] == changes.get(field.name, field.default), field.name
     given = parse_config(["--lr", "0.5", "--preset", name, "--dtype", "float32"])
     assert (given.lr, given.dtype) == (0.5, "float32")
-    assert parse_config(["sft", "--preset", name, "--lr", "0.5"]).lr == 0.5
 
 
 FLAGS = [each for each in settings_of(Config) if each.metadata["group"] in COMMANDS["rl"].groups]
@@ -140,9 +137,8 @@ BAD = [
     ("--data d --rule right", f"--data {ONLY_ADDITION}"),
     ("--eval-data d", f"--eval-data {ONLY_ADDITION}"),
     ("--eval-samples -1", "--eval-samples -1: at least 0 is needed"),
-    ("dpo --model m --eval-data d", "unrecognized arguments: --eval-data d"),
-    ("sft --data d", "--data needs --model"),
-    ("eval", "run.py eval needs --model DIR"),
+    ("eval --model m --eval-data d", "unrecognized arguments: --eval-data d"),
+    ("eval --data d", "--data needs --model"),
     ("--model m --judge j k --reward-weights 1", ONE_EACH),
     ("--model m --judge j k --reward-weights 0 0", "weights 0.0 0.0: finite"),
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
@@ -161,7 +157,6 @@ BAD = [
 ]
 ON_RANKS = [  # what only the number of ranks tells; test_placement.py has more of the split
     ("--tp 2", "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks of actor", 3),
-    ("sft --model m --data f --tp 2", "--tp 2 x --pp 1 x --cp 1 = 2 doesn't divide 3 ranks", 3),
     ("--model m --judge j k l --rollout-ranks 6", "this run takes 1, 2, 3, 4, 5", 8),
 ]
 
@@ -200,7 +195,7 @@ def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
     split = Split(mode, *map(len, plan))
     assert check_settings(config, ranks) == (placed, [split])
     assert (placed.ranks("rollout", split), placed.ranks("genrm", split)) == tuple(plan)
-    described = describe(config, placed, split, ranks)
+    described = describe(config, placed, split)
     assert (
         placed.in_words(split) in described
         and f"{config.prompts_per_step * 8} samples" in described
@@ -213,14 +208,11 @@ def test_a_judge_that_writes_nothing_needs_no_room_for_it():
 
 
 def test_a_command_has_few_settings_and_its_own():
-    """The loop has all that are promised (test_size.py bounds them); examples need no judge."""
+    """The loop has all that are promised (test_size.py bounds them); an evaluation needs no judge."""
     assert set(PROMISED.split()) <= OF_RL
-    for name in ("sft", "rm", "dpo", "eval"):
-        for refused in ("--judge j", "--mode full", "--dry-run", "--updates-per-step 2"):
-            with pytest.raises(ValueError, match=f"unrecognized arguments: {refused}"):
-                parse_config([name, "--model", "m", *refused.split()])
-    with pytest.raises(ValueError, match="unrecognized arguments: --dpo-beta"):
-        parse_config(["--dpo-beta", "0.2"])
+    for refused in ("--judge j", "--mode full", "--dry-run", "--steps 2", "--eval-every 2"):
+        with pytest.raises(ValueError, match=f"unrecognized arguments: {refused}"):
+            parse_config(["eval", "--model", "m", *refused.split()])
 
 
 def test_a_command_elsewhere_has_settings_of_its_own():

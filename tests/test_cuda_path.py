@@ -121,7 +121,7 @@ def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():
 @pytest.mark.parametrize("is_so", [False, True])
 def test_what_cuda_leaves_out_by_default_is_said(is_so):
     config = settings("m", *["--deterministic"] * is_so)
-    lines = describe(config, place(config, 2)[0], place(config, 2)[1][0], 2)
+    lines = describe(config, place(config, 2)[0], place(config, 2)[1][0])
     assert config.deterministic == is_so
     assert ("tokens differ from run to run" in lines) == (not is_so)
 
@@ -137,7 +137,7 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     config = settings(models[name], *more, "--mode", mode, "--algorithm", *algorithm)
     holders = colocate(tuple(range(ranks)), config)
     trainers = {who: model.parts for who, model in trainers_of(config, holders).items()}
-    engines = engines_of(config, make_plans(config, ranks))
+    engines = engines_of(config, *place(config, ranks))
     _, log = simulate(mode, 4, algorithm=algorithm)
     learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
     states = {who: p["weights"] + p["optimizer"] for who, p in learners.items()}
@@ -156,13 +156,13 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
     placed = place(config, ranks)
-    predicted = peaks_of(config, *placed, ranks, H200)
+    predicted = peaks_of(config, *placed, H200)
     most = max(size for who, size in predicted.items() if "reference" not in who)
     processes = 2 if mode == "partial" else 3
     more = CONTEXT * (config.rollout_tp - 1)
     assert peak + processes * RESIDENT + more == pytest.approx(most)
     assert max(predicted.values()) <= 0.9 * H200, predicted
-    table = "\n".join(memory.table(config, *placed, ranks))
+    table = "\n".join(memory.table(config, *placed))
     assert re.search(r"a device: .*; (80|141)\.0 is enough", table)
 
 
@@ -362,17 +362,17 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     placed = place(config, 1)
     device_of(85e9)
     with pytest.raises(UserError) as raised:
-        memory.check_fits(config, *placed, 1)
-    needed = peaks_of(config, *placed, 1, 85e9)["training the actor"]
+        memory.check_fits(config, *placed)
+    needed = peaks_of(config, *placed, 85e9)["training the actor"]
     assert needed > 7_615_616_512 * 18 + 3 * RESIDENT  # weights, gradients, optimizer; then a pass
     most = f"{needed / 1e9:.1f} GB, {needed / 1e9:.1f} for training the actor"
     assert str(raised.value).startswith(f"a device: the run needs about {most}, and 85.0 are free")
-    memory.check_fits(replace(config, memory_check=False), *placed, 1)
+    memory.check_fits(replace(config, memory_check=False), *placed)
     device_of(170e9)
-    memory.check_fits(config, *placed, 1)
+    memory.check_fits(config, *placed)
     device_of(70e9)
     trains_nothing = replace(config, rollout_only=True, mem_fraction=0.5)
-    memory.check_fits(trains_nothing, *place(config, 8), 8)
+    memory.check_fits(trains_nothing, *place(config, 8))
 
 
 @pytest.mark.parametrize("recompute,measured", [(False, 25.78e9), (True, 12.07e9)])
@@ -391,8 +391,8 @@ def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
 def test_a_host_has_what_sleeps(models, mode, rollout, judges):
     """Of a 7B on 8: 2 bytes a parameter of trainers and of engines that no push fills, 12 / 8 of AdamW."""
     config = settings(models["7B"], "--mode", mode)
-    plans, parameters = make_plans(config, 8), 7_615_616_512
-    parts = memory.host_parts(config, plans, 8)
+    placed, parameters = place(config, 8), 7_615_616_512
+    parts = memory.host_parts(config, *placed)
     assert parts.pop("libraries") == 0.2e9 + 8 * 0.9e9 + 2 * judges * 4e9
     assert parts == {
         "weights": 2 * parameters * (8 + rollout + judges),
@@ -405,7 +405,7 @@ def test_a_model_is_looked_at_before_it_is_measured(device_of):
     arguments = ["--device", "cuda", "--preset", "cuda", "--model", "/nowhere", "--rule", "right"]
     config = parse_config(arguments)
     with pytest.raises(UserError, match=r"^--model /nowhere"):
-        run.resolved(config, *place(config, 1))
+        run.resolved(config, place(config, 1)[0])
 
 
 def test_the_push_needs_no_gradients_but_a_bucket(models):
@@ -413,9 +413,9 @@ def test_the_push_needs_no_gradients_but_a_bucket(models):
     config = settings(models["7B"], "--mode", "full")
     placed, parameters, largest = place(config, 8), 7_615_616_512, 2 * 152064 * 3584
     expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
-    assert peaks_of(config, *placed, 8, H200)["the push"] == pytest.approx(expected, rel=1e-6)
+    assert peaks_of(config, *placed, H200)["the push"] == pytest.approx(expected, rel=1e-6)
     with_tp = settings(models["7B"], "--mode", "full", "--tp", "2")
-    sharded = peaks_of(with_tp, *place(with_tp, 8), 8, H200)["the push"]
-    copies = sharded - peaks_of(config, *placed, 8, H200)["the push"]
+    sharded = peaks_of(with_tp, *place(with_tp, 8), H200)["the push"]
+    copies = sharded - peaks_of(config, *placed, H200)["the push"]
     # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
     assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)

@@ -247,7 +247,10 @@ BAD_ROWS = [  # behind a good one and an empty line: what is said about a row
     ({"messages": [{"role": "user", "content": None}]}, "needs `messages`"),
     ({"messages": [{"role": "human", "content": "?"}]}, "of the roles system, .*, user,"),
     ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
-    ({"messages": ANSWERED}, "assistant's turn: that is an example for run.py sft; a"),
+    (
+        {"messages": ANSWERED},
+        "assistant's turn: that is an example for examples/finetune.py sft; a",
+    ),
     ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` say different things"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": "all is said\x03"}, "the prompt ends with what ends an answer"),

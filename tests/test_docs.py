@@ -16,7 +16,9 @@ from torch.distributed.run import get_args_parser
 
 import run
 from algorithms import ALGORITHMS, Settings
-from config import Config, dashed, parse_config
+from config import dashed, parse_config
+from examples import finetune
+from examples.finetune import FinetuneConfig
 from training import model
 
 ROOT = Path(__file__).parent.parent
@@ -26,6 +28,7 @@ SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
 ROOMS = ("bench", "papers", "reporting", "tests")
 PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
+FINETUNE = "examples/finetune.py"
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 # of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
@@ -100,10 +103,14 @@ def commands_in(page: Path) -> list[list[str]]:
 
 
 def check_run(words: list[str]) -> None:
-    """The arguments of run.py are understood, and fit the number of ranks."""
-    arguments = words[words.index("run.py") + 1 :]
+    """The arguments of run.py or finetune.py are understood, and fit the number of ranks."""
     given = dict(pairwise(words))
     ranks = int(given.get("--nnodes", 1)) * int(given.get("--nproc-per-node", 1))
+    if FINETUNE in words:
+        arguments = words[words.index(FINETUNE) + 1 :]
+        finetune.plan_of(finetune.parse_command(arguments), ranks)
+        return
+    arguments = words[words.index("run.py") + 1 :]
     config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)
     if words[0].endswith("torchrun"):
         run.check_settings(config, ranks)
@@ -129,7 +136,7 @@ def check_program(words: list[str]) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_is_understood(page):
     for words in commands_in(page):
-        check_run(words) if "run.py" in words else check_program(words)
+        check_run(words) if {"run.py", FINETUNE} & {*words} else check_program(words)
 
 
 def test_every_command_of_readme_has_its_script():
@@ -179,7 +186,7 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
 
 
 def test_every_flag_that_is_named_exists():
-    known = {f"--{dashed(field.name)}" for field in fields(Config)} | OF_OTHERS
+    known = {f"--{dashed(field.name)}" for field in fields(FinetuneConfig)} | OF_OTHERS
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     for program in PROGRAMS:
         known |= set(re.findall(FLAG, program.read_text()))
@@ -230,8 +237,6 @@ def metrics_of_the_loop() -> set[str]:
 
 
 def metrics_of_examples(command: str) -> set[str]:
-    from commands import finetune
-
     means = ("loss", *finetune.TASKS[command].stats)
     held_out = [f"held_out_{name}" for name in means]
     return {f"{command}/{name}" for name in (*means, *held_out, "grad_norm", "lr", "skipped")}
@@ -243,7 +248,7 @@ def metrics_named_in(page: Path) -> set[str]:
 
 def test_every_metric_has_its_row_and_is_one():
     """docs/metrics.md has all names that the code writes, and no page has another."""
-    loop = metrics_of_the_loop() | strings_in("commands/evaluate.py")
+    loop = metrics_of_the_loop() | strings_in("reporting/answers.py")
     pairs = metrics_of_examples("dpo")
     # one row says so
     likewise = {f"dpo/held_out_{name}" for name in ("margin", "chosen", "rejected")}

@@ -77,7 +77,7 @@ def test_memory_counts_critics_and_the_reference():
 
     def names(**more):
         config = settings(**more)
-        lines = memory.table(config, run.check_settings(config, 2), 2)
+        lines = memory.table(config, *run.check_settings(config, 2))
         # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         assert ("loss 0.0" if config.rollout_only else "loss 4.2") in lines[1]
         listed = [line.split(":")[0].strip() for line in lines[1:-3]]
@@ -115,10 +115,10 @@ def test_the_grid_is_megatrons(tp, pp, cp, ranks):
 
 
 def test_the_device_map_names_who_owns_which_server():
-    """Ports are the ranks'; a rank names what it has in any of the plans."""
+    """Ports are the ranks'; a rank names what it has in any of the splits."""
 
     def lines(config, ranks):
-        words, *lines = device_map(config, run.check_settings(config, ranks), ranks)
+        words, *lines = device_map(config, *run.check_settings(config, ranks))
         assert words.startswith('  --placement "engines=')
         return lines
 
@@ -233,15 +233,15 @@ def test_shared_memory_has_room_for_pushes(monkeypatch, capsys, mode, tensor, ne
     monkeypatch.setattr(memory, "host_parts", lambda *_: {"libraries": 1.0})
     usage = SimpleNamespace(free=(15 + needed) * 10**6)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage)
-    plans = run.check_settings(config, 2)
-    assert memory.needs_of(config, plans, 2)[1].needed == pytest.approx(
+    placed = run.check_settings(config, 2)
+    assert memory.needs_of(config, *placed)[1].needed == pytest.approx(
         (16 + needed) * 1e6, rel=1e-3
     )
     with pytest.raises(ValueError, match=r"^/dev/shm: .* are free: try docker run --shm-size; "):
-        memory.check_fits(config, plans, 2)
+        memory.check_fits(config, *placed)
     assert dry_run.check(config) == 1 and "! /dev/shm" in capsys.readouterr().out
     usage.free += 2 * 10**6
-    memory.check_fits(config, plans, 2)
+    memory.check_fits(config, *placed)
 
 
 MEASURED = {  # bytes: the most that all processes of `torchrun --nproc-per-node 2 run.py ...` took (PSS)
@@ -255,17 +255,17 @@ MEASURED = {  # bytes: the most that all processes of `torchrun --nproc-per-node
 def test_the_demo_takes_what_is_counted(given):
     """Within 15 %, on 2 cores; DESIGN.md promises 25 %."""
     config = parse_config(given.split())
-    needed = memory.needs_of(config, run.check_settings(config, 2), 2)[0].needed
+    needed = memory.needs_of(config, *run.check_settings(config, 2))[0].needed
     assert needed == pytest.approx(MEASURED[given], rel=0.15)
 
 
 def test_a_machine_of_several_takes_its_part(monkeypatch):
     config = parse_config([])
-    plans = run.check_settings(config, 4, 2)
-    whole = memory.needs_of(config, plans, 4)
+    placed = run.check_settings(config, 4, 2)
+    whole = memory.needs_of(config, *placed)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory.needs_of(config, plans, 4)[0].needed == whole[0].needed / 2
+    assert memory.needs_of(config, *placed)[0].needed == whole[0].needed / 2
 
 
 V1 = ("5:memory:/a/b", "memory/a/b", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")

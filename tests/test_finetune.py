@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import data
 import rewards
-from commands import finetune
-from commands.finetune import parse_pair, parse_rm, parse_sft, read_examples
-from config import Config, UserError, parse_config
+from config import Config, UserError
 from engines.engine import Answer
+from examples import finetune
+from examples.finetune import FinetuneConfig, parse_pair, parse_rm, parse_sft, read_examples
 from examples.make_demo import models
 from examples.make_demo.closing import close
 from models import end_turns_with, save_model, save_tokenizer
@@ -34,12 +34,12 @@ from training.model import check_models
 COMMANDS = ("sft", "rm", "dpo")
 
 
-def config_of(command: str, model_dir: str) -> Config:
+def config_of(command: str, model_dir: str) -> FinetuneConfig:
     room = dict(max_model_len=48, max_tokens_per_micro_batch=48)
     room |= dict(max_new_tokens=8, judge_max_new_tokens=8)
     rates = dict(steps=4, lr=1e-3, lr_warmup_steps=2, lr_decay_to=0.5)
     rates |= dict(weight_decay=0.1, temperature=0.7)
-    return Config(command=command, model=model_dir, **room | rates)
+    return FinetuneConfig(command=command, model=model_dir, **room | rates)
 
 
 # ---------------------------------------------------------------- the plain reference
@@ -313,9 +313,9 @@ def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
     if command == "sft":
         good = {"messages": LEARNED} if tokenizer == "chat" else AS_TEXT
     path = jsonl(tmp_path / "rows.jsonl", [good, row])
-    parse, config = finetune.TASKS[command].parse, config_of(command, "m")
+    read_row, config = finetune.TASKS[command].parse, config_of(command, "m")
     with pytest.raises(UserError) as caught:
-        read_examples(path, parse, tokenizers[tokenizer], config)
+        read_examples(path, read_row, tokenizers[tokenizer], config)
     said = str(caught.value)
     assert message in said and f"{path}:2: " in said and "\n" not in said
 
@@ -330,10 +330,10 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     out, progress = tmp_path / "out", mock.MagicMock()
     given = f"{command} --model {tmp_path}/model --out {out} --max-tokens-per-micro-batch 1024"
     how = "--steps 8 --eval-every 5 --lr 3e-3 --batch-size 16"
-    config = parse_config(f"{given} {how}".split())
+    config = finetune.parse_command(f"{given} {how}".split())
     out.mkdir()
     asyncio.run(finetune.prepare(config, 0, progress.line))
-    finetune.train(config, out, progress, rank=0)
+    finetune.train(config, finetune.plan_of(config, 1), out, progress, rank=0)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(9))
     name = f"{command}/held_out_loss"
@@ -373,18 +373,18 @@ def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone,
     rows = [{"prompt": "1" * n, "chosen": "2" * n, "rejected": "3"} for n in range(1, 5)] * 8
     path = jsonl(tmp_path / "rows.jsonl", rows)
     given = f"rm --model {home} --data {path} --out {tmp_path}/out --steps 3"
-    config = parse_config(f"{given} --lr 1e-3 --batch-size 8".split())
+    config = finetune.parse_command(f"{given} --lr 1e-3 --batch-size 8".split())
     (tmp_path / "out").mkdir()
     progress = mock.MagicMock()
-    finetune.train(config, tmp_path / "out", progress, rank=0)
+    finetune.train(config, finetune.plan_of(config, 1), tmp_path / "out", progress, rank=0)
     said = [call.args[0] for call in progress.line.call_args_list]
     exported = str(tmp_path / "out" / "hf")
     what = f"pads with {padded_with}, which ends no example"
     if padded_with is None:
         what = "has no token to pad with: transformers reads it right a text at a time"
     assert f"{exported} {what}" in said
-    again = parse_config(f"rm --model {exported}".split())
-    check_models(again)  # it may learn on
+    again = finetune.parse_command(f"rm --model {exported}".split())
+    check_models(again, becomes_scalar=True)  # it may learn on
     reader = finetune.Learner(again).trainer
     tokenizer = data.load_tokenizer(exported)
     texts = [parse_rm(row, tokenizer, "f:1")[n % 2] for n, row in enumerate(rows[:4])]

@@ -66,7 +66,16 @@ def learn(command: str, data, folder, steps: int):
     """Run sft, rm or dpo on 2 ranks; returns what it leaves."""
     launch = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2]
     how = ["--model", MODEL, "--data", data, "--steps", steps, "--eval-every", steps]
-    command = [*launch, "run.py", command, *how, "--lr", "1e-5", "--out", folder / "out"]
+    command = [
+        *launch,
+        "examples/finetune.py",
+        command,
+        *how,
+        "--lr",
+        "1e-5",
+        "--out",
+        folder / "out",
+    ]
     settings = {"OMP_NUM_THREADS": "1"}
     subprocess.run([*map(str, command)], cwd=ROOT, env=os.environ | settings, check=True)
     return folder / "out"
@@ -84,7 +93,7 @@ def evaluate(model, out, *more) -> dict:
     data.write_text("".join(SUMS.read_text().splitlines(keepends=True)[:32]))
     command = [sys.executable, "run.py", "eval", "--model", model, "--data", data, "--out", out]
     command += ["--judge-format", "number", "--max-new-tokens", "32", "--max-model-len", "128"]
-    command += ["--samples", "2", "--port", free_ports(), *more]
+    command += ["--eval-samples", "2", "--port", free_ports(), *more]
     subprocess.run([*map(str, command)], cwd=ROOT, check=True)
     return json.loads((out / "eval.json").read_text())
 

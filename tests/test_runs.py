@@ -12,7 +12,7 @@ import time
 import pytest
 
 from config import DEMO_MODELS
-from launched import ROOT, Run, rows_done, saved
+from launched import LONGEST_S, ROOT, Run, free_ports, rows_done, saved
 from models import save_model
 from vision_models import encoded_picture, make_vision_model
 
@@ -245,8 +245,11 @@ def test_an_evaluation_on_an_engine(tmp_path):
     """The demo's actor shows no work yet: it is right about small sums alone."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}')
     given = ["--model", DEMO / "actor", "--data", tmp_path / "rows.jsonl", "--max-new-tokens", "72"]
-    run = Run(tmp_path, "eval", *given, "--judge-format", "addition", ranks=1).ended()
-    assert json.loads((run.out / "eval.json").read_text())["eval/accuracy"] == 1.0
+    given += ["--judge-format", "addition", "--out", tmp_path / "out", "--port", free_ports()]
+    command = [sys.executable, ROOT / "run.py", "eval", *given]
+    subprocess.run([*map(str, command)], check=True, timeout=LONGEST_S)
+    found = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert (found["eval/accuracy"], found["eval/pass@8"]) == (1.0, 1.0)
 
 
 @pytest.mark.slow

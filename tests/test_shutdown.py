@@ -112,9 +112,8 @@ def leave(code, error_file="", program=LEAVE):
 MAIN = """
 import os, run, sys
 from runtime.errors import RunLost, UserError
-run.start = lambda *_: exec("raise {}")
 run.shutdown.leave = lambda status: os._exit(10 * ("torch" in sys.modules) + status)
-run.main([])
+run.main([], lambda *_: exec("raise {}"))
 """
 
 
@@ -155,8 +154,7 @@ JOINED = """(lambda *_: dist.init_process_group(
 def test_a_rank_never_comes_to_pythons_own_end(start, status):
     """With a group of NCCL that took minutes on an H100: its thread looked for a file that was removed."""
     program = "import atexit, run; import torch.distributed as dist; atexit.register(print, 'late')"
-    program += f"; run.start = {start}"
-    command = [sys.executable, "-c", f"{program}; print('done'); run.main([])"]
+    command = [sys.executable, "-c", f"{program}; print('done'); run.main([], {start})"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (status, "done\n")
     assert ("ZeroDivisionError" in ran.stderr) == bool(status)
@@ -252,8 +250,7 @@ async def work(stop):
             await asyncio.sleep(0.1)
             print("cleaned up", flush=True)
 
-run.start = lambda arguments, stop: asyncio.run(shutdown.run_until_signal(work(stop), stop))
-run.main([])
+run.main([], lambda _, stop: asyncio.run(shutdown.run_until_signal(work(stop), stop)))
 """
 
 

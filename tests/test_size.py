@@ -14,6 +14,7 @@ ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands"
 ROOMS += ("images",)
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+FINETUNE = ROOT / "examples" / "finetune.py"
 OUTSIDE = sorted(path for room in ("simulation", "papers") for path in (ROOT / room).rglob("*.py"))
 BENCH = sorted(ROOT.glob("bench/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -147,7 +148,7 @@ def test_nothing_is_dynamic_and_no_error_is_swallowed(path):
 
 def test_budget_of_the_whole():
     """A total that no test bounds grows."""
-    product = lines_of(PRODUCT)
+    product = lines_of([*PRODUCT, FINETUNE])
     assert len(ROOT_FILES) <= MOST_ROOT_FILES
     assert product <= MOST_LINES
     assert lines_of(ROOT_FILES) <= MOST_ROOT_LINES

@@ -10,8 +10,8 @@ from config import Config
 from engines.server import context_length, kv_tokens
 from engines.wire import BUCKET_BYTES
 from inputs.hf_directory import checkpoint_shapes
-from placement import Plan, colocate
-from scheduling.layout import Holders, Shape
+from scheduling.layout import Placement, Shape
+from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -42,36 +42,33 @@ class Model(NamedTuple):
         return sum(self.parts.values())
 
 
-def holders_of(config: Config, plans: list[Plan], ranks: int) -> Holders:
-    """The ranks of each model; of a command without plans all."""
-    return plans[0].holders if plans else colocate(tuple(range(ranks)), config)
-
-
-def trainers_of(config: Config, holders: Holders) -> dict[str, Model]:
+def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
     """Each trainer while it learns, and the reference, which has weights alone."""
     if config.command == "eval":
         return {}
     algorithm = algorithm_of(config)
     policy = checkpoint_shapes(config.model)
-    parts = trainer_parts(policy, config, holders.actor)
+    parts = trainer_parts(policy, config, placement.actor)
     if config.rollout_only:
-        return {"actor": Model(holders.actor.ranks, parts | {"activations": 0, "loss": 0})}
-    models = {"actor": Model(holders.actor.ranks, parts)}
+        return {"actor": Model(placement.actor.ranks, parts | {"activations": 0, "loss": 0})}
+    models = {"actor": Model(placement.actor.ranks, parts)}
     for name in algorithm.critics:
         shapes = checkpoint_shapes(config.critic or config.model)
-        parts = trainer_parts(shapes, config, holders.critic) | {"loss": 0}
-        models[f"{name} critic"] = Model(holders.critic.ranks, parts)
+        parts = trainer_parts(shapes, config, placement.critic) | {"loss": 0}
+        models[f"{name} critic"] = Model(placement.critic.ranks, parts)
     if algorithm.kl_coef:
-        parts = trainer_parts(policy, config, holders.reference)
-        models["reference"] = Model(holders.reference.ranks, {"weights": parts["weights"]})
+        parts = trainer_parts(policy, config, placement.reference)
+        models["reference"] = Model(placement.reference.ranks, {"weights": parts["weights"]})
     return models
 
 
-def engines_of(config: Config, plans: list[Plan]) -> dict[str, Model]:
+def engines_of(config: Config, placement: Placement, splits: list[Split]) -> dict[str, Model]:
     """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
     models = {}
     for role, paths in (("rollout", [config.model]), ("genrm", config.judge_models)):
-        leads = sorted({rank for plan in plans for rank in plan.leads(role)}) or [0]  # eval's
+        leads = sorted({rank for split in splits for rank in placement.leads(role, split)}) or [
+            0
+        ]  # eval's
         for number, path in enumerate(paths if config.asks_engines else ()):
             parts = engine_parts(path, config, vars(config)[f"{role}_tp"])
             models[f"{role} {path}"] = Model(tuple(leads[number :: len(paths)]), parts)
@@ -142,11 +139,12 @@ def with_micro_batch(config: Config) -> Config:
     return replace(config, max_tokens_per_micro_batch=tokens)
 
 
-def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> dict[str, float]:
+def peaks_of(
+    config: Config, placement: Placement, splits: list[Split], device: float
+) -> dict[str, float]:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
-    holders = holders_of(config, plans, ranks)
-    trainers = trainers_of(config, holders)
-    engines = engines_of(config, plans)
+    trainers = trainers_of(config, placement)
+    engines = engines_of(config, placement, splits)
     peaks = {}
     share = config.mem_fraction * device
     for name, model in engines.items():  # one that needs more than its share doesn't start
@@ -155,7 +153,7 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
     if trainers:
         actor = trainers["actor"].parts
         states = actor["weights"] + actor["optimizer"]
-        if "reference" in trainers and {*holders.reference.ranks} & {*holders.actor.ranks}:
+        if "reference" in trainers and {*placement.reference.ranks} & {*placement.actor.ranks}:
             held = states + actor["gradients"] + actor["loss"]
             peaks["the reference's pass"] = held + trainers["reference"].total
         learners = {name: model for name, model in trainers.items() if "loss" in model.parts}
@@ -164,13 +162,13 @@ def peaks_of(config: Config, plans: list[Plan], ranks: int, device: float) -> di
         peaks |= {"training all models": sum(needs.values())} if fuses else needs
         if engines:
             # flat, and gathered whole before
-            copies = 2 if holders.actor.tp * holders.actor.pp > 1 else 1
+            copies = 2 if placement.actor.tp * placement.actor.pp > 1 else 1
             rollout = next(iter(engines.values())).parts["weights"]
-            weights = 0 if holders.is_apart else rollout
+            weights = 0 if placement.is_apart else rollout
             peaks["the push"] = states + weights + copies * bucket_bytes(config)
     processes = Counter()  # of engines, on each rank's device; they take turns there
-    for plan in plans:
-        processes |= Counter(plan.rollout) + Counter(plan.genrm)
+    for role in ROLES:
+        processes.update({rank for split in splits for rank in placement.ranks(role, split)})
     asleep = RESIDENT * (1 + max(processes.values(), default=0)) + CONTEXT * (config.rollout_tp - 1)
     return {name: needed + asleep for name, needed in peaks.items()}
 

@@ -303,13 +303,18 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
             raise UserError(f"{where}: {OUTPUT} isn't {embedding}, to which config.json ties it")
 
 
-def check_models(config: Config, placement: Placement | None = None, formats=()) -> dict:
-    """Check all directories before a start, and return `read_hf_config` of --model. formats: of judges."""
+def check_models(
+    config: Config, placement: Placement | None = None, formats=(), becomes_scalar=False
+) -> dict:
+    """Check all directories before a start, and return `read_hf_config` of --model.
+
+    formats: of judges. becomes_scalar: --model learns to be a scalar reward model, or is one.
+    """
     hf = read_hf_config(config.model)
     shape = Shape.of(config, ())
     for each in placement.shapes.values() if placement else [shape]:
         check_sizes(hf, each.sized(config))
-    scores = config.command == "rm" and HEAD in tensor_files(config.model, "--model")
+    scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
     check_directory(config.model, "--model", hf, scores)
     if config.critic:
         check_critic((placement.critic if placement else shape).sized(config), hf)

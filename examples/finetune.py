@@ -1,5 +1,7 @@
 """Learning from examples instead of a model's own answers: SFT, reward models, DPO.
 
+    torchrun --nproc-per-node 2 examples/finetune.py sft --model DIR --data FILE      or rm, or dpo
+
 No engine, no controller. Every rank reads the file and makes the same plan. An example is one Sample, or for
 a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs both.
 """
@@ -7,6 +9,9 @@ a pair of answers two, the chosen one first, which stay in one micro-batch: the 
 from __future__ import annotations
 
 import json
+import os
+import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,21 +24,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import data
+import run
 from actor import Actor, learning_rate
 from commands import memory
-from config import HELD_OUT, Config, UserError
+from config import HELD_OUT, TINY, Config, UserError, parse_settings, setting
 from controller import MAX_SKIPS
 from critic import Critic
-from demo.pairs import example_rows
+from demo.task import shown_work, training_problem
 from images.reader import sees
 from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
+from placement import make_placement
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
+from runtime import shutdown
+from runtime.devices import choose_device
 from runtime.out_folder import archive
+from runtime.shutdown import Stop
+from runtime.world import raise_on_all
 from sample import Sample, flat
 from scheduling.balance import packed_length, plan_batch
+from scheduling.layout import Placement
+from scheduling.pipeline import schedule_of
 from training.lm_head import over_context_parallel
 from training.memory import with_micro_batch
 from training.model import check_models
@@ -41,6 +56,16 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
+GROUPS = ("run", "data", "training", "examples")  # of settings that are flags
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(Config):
+    """The settings of a run of run.py that these commands have, and their own."""
+
+    batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
+    weight_decay: float = setting(0.0, "AdamW", "examples", low=0)
+    dpo_beta: float = setting(0.1, "dpo: strength of the KL to the start", "examples", low=TINY)
 
 
 def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -> tuple:
@@ -122,14 +147,14 @@ def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
 
 
 def read_examples(
-    path: Path, parse: Callable, tokenizer: data.Tokenizer, config: Config
+    path: Path, parse: Callable, tokenizer: data.Tokenizer, config: FinetuneConfig
 ) -> list[Example]:
     """Read all rows. UserError with file and line for one that can't be used, or is too long."""
     rows = []
     budget = config.max_tokens_per_micro_batch
     for line, row in read_rows(path):
         if row.get("images"):
-            limit = f"run.py {config.command} learns from texts"
+            limit = f"{config.command} learns from texts"
             raise UserError(f"{path}:{line}: it has images, and {limit}")
         rows.append(parse(row, tokenizer, f"{path}:{line}"))
         if (tokens := room(rows[-1], config.cp)) > budget:
@@ -182,28 +207,29 @@ class PairLoss:
 
 @dataclass(frozen=True)
 class Task:
-    """A command: how a row is parsed, and which model learns."""
+    """A command: how a row is parsed, which model learns, and how fast by default."""
 
     parse: Callable[[dict, data.Tokenizer, str], Example]
     model: type[Trainer]
+    lr: float
     stats: tuple[str, ...] = ()  # of PairLoss; a task without any has the cross-entropy
     has_reference: bool = False
 
 
 PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
 TASKS = {
-    "sft": Task(parse_sft, Actor),
+    "sft": Task(parse_sft, Actor, 1e-5),
     # InstructGPT (arXiv 2203.02155), section 3.5, equation 1; r: the scalar head at the last token
-    "rm": Task(parse_rm, Critic, PAIR_STATS),
+    "rm": Task(parse_rm, Critic, 1e-5, PAIR_STATS),
     # DPO (arXiv 2305.18290), section 4, equation 7; r: the log-probability of the answer, scale: beta
-    "dpo": Task(parse_pair, Actor, PAIR_STATS, has_reference=True),
+    "dpo": Task(parse_pair, Actor, 1e-6, PAIR_STATS, has_reference=True),
 }
 
 
 class Learner:
     """A task, the model that learns it, and the start weights where the task asks for them."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: FinetuneConfig):
         """Load --model, at temperature 1: log-probabilities are the model's own (collective)."""
         self.config = replace(config, temperature=1.0)
         self.task = TASKS[config.command]
@@ -251,12 +277,29 @@ class Learner:
         return as_sequences(micro_batches), loss
 
 
-async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None:
+def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
+    """Make rows of shown work; in pairs (rm, dpo) with a wrong sum, blurted out or after the same work."""
+    rng = random.Random(f"{command} {seed}")
+    rows = []
+    for _ in range(count):
+        a, b = training_problem(rng)
+        work = shown_work(a, b)
+        row = {"prompt": f"{a}+{b}="}
+        if command == "sft":
+            rows.append(row | {"response": work})
+            continue
+        place = rng.randrange(len(str(a + b)))
+        wrong = a + b + rng.choice([-1, 1]) * 10**place
+        shown = work.rsplit(">", 1)[0] if rng.random() < 0.5 else ""
+        rows.append(row | {"chosen": work, "rejected": f"{shown}>{wrong}"})
+    return rows
+
+
+async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None]) -> None:
     """Clear the folder that `train` writes to, on rank 0; without --data put the demo's examples in it."""
-    check_models(config)
+    check_models(config, becomes_scalar=config.command == "rm")
     if config.command == "rm" and sees(config.model):
-        reads = "a scalar reward model reads text alone"
-        raise UserError(f"run.py rm: {reads}, and --model sees images")
+        raise UserError("rm: a scalar reward model reads text alone, and --model sees images")
     if rank:
         return
     out = Path(config.out)
@@ -267,7 +310,9 @@ async def prepare(config: Config, rank: int, say: Callable[[str], None]) -> None
         (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
+def train(
+    config: FinetuneConfig, placement: Placement, out: Path, progress: Progress, rank: int
+) -> None:
     """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
     name = config.command
     path = Path(config.data or out / "data.jsonl")
@@ -278,7 +323,7 @@ def train(config: Config, out: Path, progress: Progress, rank: int) -> None:
     sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
     source = f"{order.count} examples of {path}"
     config = with_micro_batch(config)
-    memory.check_fits(config, [], torch.distributed.get_world_size())
+    memory.check_fits(config, placement, [])
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}, {sizes}")
     learner = Learner(config)
     writer = MetricsWriter(out) if rank == 0 else None
@@ -333,3 +378,43 @@ def set_padding(folder: Path, tokenizer: data.Tokenizer, examples: list[Example]
 
 def format_metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def parse_command(arguments: list[str]) -> FinetuneConfig:
+    """Read the command line: a row of TASKS, then its settings. UserError names the setting."""
+    name = arguments[0] if arguments else ""
+    if name not in TASKS:
+        raise UserError("the first word is sft, rm or dpo; finetune.py sft --help tells the rest")
+    defaults = dict(command=name, lr=TASKS[name].lr, lr_decay_to=0.1)
+    return parse_settings(FinetuneConfig, arguments[1:], __doc__, GROUPS, defaults)
+
+
+def placement_of(config: FinetuneConfig, ranks: int) -> Placement:
+    """All ranks hold the model, and none has an engine. UserError for what doesn't fit them."""
+    schedule_of(config)
+    return make_placement(config, ranks)
+
+
+def start(arguments: list[str], stop: Stop) -> str:
+    """Do what the command line asks for, as run.start."""
+    config = parse_command(arguments)
+    ranks = int(os.environ.get("WORLD_SIZE", "0"))
+    placement = placement_of(config, ranks or 2)
+    if not ranks:
+        command = f"torchrun --nproc-per-node 2 examples/finetune.py {config.command} ..."
+        raise UserError(f"start with: {command}")
+    choose_device(config)
+    return shutdown.run(learn(config, placement), stop)
+
+
+async def learn(config: FinetuneConfig, placement: Placement) -> str:
+    """Join the other ranks, train, part (collective: every rank)."""
+    async with run.joined(config) as (world, progress):
+        await raise_on_all(world, prepare(config, world.rank, progress.line))
+        await world.run(train, config, placement, Path(config.out), progress, world.rank)
+        await world.barrier()
+    return ""
+
+
+if __name__ == "__main__":
+    run.main(sys.argv[1:], start)
