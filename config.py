@@ -17,6 +17,8 @@ from runtime.errors import UserError
 HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, at most a tenth
 TINY = 1e-12  # the low end of what must be above 0
 DTYPES = ("float32", "bfloat16")
+Texts = tuple[str, ...]
+Numbers = tuple[float, ...]
 
 
 def setting(
@@ -42,84 +44,64 @@ class Config:
 
     command: str = "rl"  # a row of COMMANDS; the first word of the command line
     max_running_requests: int = 128  # answers that one engine decodes at once; no flag
-    preset: str = setting(
-        "", "a row of PRESETS; default: tiny, the demo, or base with --model", "run"
-    )
+    preset: str = setting("", "of PRESETS; default: tiny, the demo, or base with --model", "run")
     out: str = setting("", "folder of the run's files; default: runs/<preset>-<mode>", "run")
     seed: int = setting(0, "of the order of prompts, and of sampling", "run")
-    device: str = setting("cpu", "default: cuda where there is one", "run", choices=("cpu", "cuda"))
+    device: str = setting("cpu", "default: cuda where it is", "run", choices=("cpu", "cuda"))
     host: str = setting("127.0.0.1", "address here that ranks and servers listen on", "run")
     port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
-    timeout_s: float = setting(
-        600.0, "longest wait for a rank; others are parts of it", "run", TINY
-    )
-    memory_check: bool = setting(True, "end before a start if memory is too small", "run")
+    timeout_s: float = setting(600.0, "longest wait for a rank; others follow", "run", low=TINY)
+    memory_check: bool = setting(True, "end before a start without enough memory", "run")
     model: str = setting("", "Hugging Face directory of the policy; default: the demo's", "data")
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
-    template: tuple[str, ...] = setting((), "for chat templates: enable_thinking=false", "data")
+    template: Texts = setting((), "settings of chat templates: enable_thinking=false", "data")
     dtype: str = setting("float32", "bfloat16 by default with CUDA", "data", choices=DTYPES)
     mode: str = setting("partial", "engines share ranks: full | partial | fused | auto", "loop")
     placement: str = setting("colocate", "split | standalone | engines=0-1 actor=2:tp1", "loop")
-    ahead: int = setting(
-        0, "1: serve a batch while one is trained on; needs own ranks", "loop", 0, 1
-    )
-    algorithm: tuple[str, ...] = setting(("grpo",), "of ALGORITHMS, with kl_coef=0.01 ...", "loop")
+    ahead: int = setting(0, "1: serve a batch while another trains, on own ranks", "loop", 0, 1)
+    algorithm: Texts = setting(("grpo",), "of ALGORITHMS, then its settings: kl_coef=0.01", "loop")
     prompts_per_step: int = setting(16, "groups trained on in a step", "loop", low=1)
     answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
     updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
-    critic: str = setting("", "the value model; default: the policy, a new head", "loop")
-    over_dispatch: float = setting(
-        1.0, "above 1: more prompts; the rest goes on later", "loop", 1, 4
-    )
-    rollout_ranks: int = setting(0, "partial mode: the rest serve genrm; 0: half", "loop", low=0)
-    tail: float = setting(
-        0.2, "fused mode: the answers beside which others are judged", "loop", 0, 1
-    )
+    critic: str = setting("", "the value model; default: the policy with a new head", "loop")
+    over_dispatch: float = setting(1.0, "times the prompts; unfinished ones go on", "loop", 1, 4)
+    rollout_ranks: int = setting(0, "partial mode; the rest serve genrm; 0: half", "loop", low=0)
+    tail: float = setting(0.2, "fused mode: answers that others are judged beside", "loop", 0, 1)
     rebalance: bool = setting(False, "move ranks between roles (fused: the tail) by load", "loop")
     eval_data: str = setting("", "prompts with an `answer`; default: some rows of --data", "loop")
     rollout_only: bool = setting(False, "generate and judge alone, to OUT/replay.jsonl", "halves")
     train_only: bool = setting(False, "train on the samples of --replay, without engines", "halves")
     replay: str = setting("", "what a --rollout-only run wrote", "halves")
     dry_run: bool = setting(False, "print who would run where, in how much memory", "halves")
-    judge: tuple[str, ...] = setting((), "directories of generative or scalar models", "rewards")
-    rule: tuple[str, ...] = setting((), "functions: FILE.py[:name], or a row of RULES", "rewards")
-    reward_weights: tuple[float, ...] = setting(
-        (), "of judges, then rules; default: 1/n", "rewards"
-    )
-    cost_judge: tuple[str, ...] = setting((), "as --judge, of the cost, a constraint", "rewards")
-    cost_rule: tuple[str, ...] = setting(
-        (), "as --rule, of the cost (`cost` of FILE.py)", "rewards"
-    )
+    judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
+    rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
+    reward_weights: Numbers = setting((), "of judges, then rules; default: equal", "rewards")
+    cost_judge: Texts = setting((), "like --judge, for the cost (a constraint)", "rewards")
+    cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
     judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
-    judge_format: tuple[str, ...] = setting(
-        (), "rows of FORMATS, for all judges or each", "evaluation"
-    )
-    eval_samples: int = setting(
-        0, "answers beside a greedy one, for pass@k; eval: 8", "evaluation", 0
-    )
+    judge_format: Texts = setting((), "rows of FORMATS, for all judges or each", "evaluation")
+    eval_samples: int = setting(0, "answers to each, for pass@k; eval: 8", "evaluation", low=0)
     steps: int = setting(40, "batches to train on", "training", low=1)
     eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
     lr: float = setting(1e-6, "AdamW", "training", low=TINY)
     lr_warmup_steps: int = setting(5, "linear; the first update has a fifth", "training", low=0)
-    lr_decay_to: float = setting(1.0, "of --lr, at the end, linear; demo: 0.1", "training", 0, 1)
-    max_tokens_per_micro_batch: int = setting(8192, "on CPUs fewer of large models", "training", 1)
+    lr_decay_to: float = setting(1.0, "part of --lr at the end; demo: 0.1", "training", 0, 1)
+    max_tokens_per_micro_batch: int = setting(8192, "of a pass; CPUs: fewer", "training", low=1)
     tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
     pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
     cp: int = setting(1, "context-parallel ranks", "training", low=1)
     sp: bool = setting(False, "sequence parallelism beside tp", "training")
     schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
-    recompute: bool = setting(False, "keep layers' inputs alone, compute again", "training")
+    recompute: bool = setting(False, "keep layers' inputs, compute the rest again", "training")
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
-    max_model_len: int = setting(0, "of prompt and answer; 0: as the model says", "engines", low=0)
+    max_model_len: int = setting(0, "of prompt and answer; 0: the model's own", "engines", low=0)
     rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
     genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)
-    mem_fraction: float = setting(0.7, "CUDA: for weights and cache", "engines", 0.05, 0.95)
-    deterministic: bool = setting(True, "same seed, same tokens; off with CUDA", "engines")
+    mem_fraction: float = setting(0.7, "of a GPU, for awake engines", "engines", 0.05, 0.95)
+    deterministic: bool = setting(True, "same seed, same tokens; with CUDA off", "engines")
     resume: str = setting("auto", "auto: the newest in OUT; never; or a folder", "checkpoints")
-    save_every: int = setting(
-        10, "steps between, and one at the end; 0: none", "checkpoints", low=0
-    )
+    save_every: int = setting(10, "steps between saves; one at the end; 0: none", "checkpoints", 0)
     keep: int = setting(2, "newest checkpoints that are kept", "checkpoints", low=1)
     save_hf_every: int = setting(0, "the same of Hugging Face directories", "checkpoints", low=0)
     weight_decay: float = 0.0  # AdamW; examples/finetune.py makes a flag of it
@@ -179,11 +161,11 @@ class Config:
         """Refuse a value that its field doesn't allow."""
         value = vars(self)[field.name]
         flag = f"--{dashed(field.name)} {value}"
-        choices = field.metadata["choices"]
-        if choices and value not in choices:
-            raise UserError(f"{flag} is unknown; choose {' or '.join(choices)}")
-        low = field.metadata["low"]
-        high = field.metadata["high"]
+        limits = field.metadata
+        if limits["choices"] and value not in limits["choices"]:
+            raise UserError(f"{flag} is unknown; choose {' or '.join(limits['choices'])}")
+        low = limits["low"]
+        high = limits["high"]
         if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
             needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
             raise UserError(f"{flag}: {needed} is needed")
@@ -220,8 +202,8 @@ class Config:
 
 # the demos: sums of numbers that are written or drawn, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
-DEMO = dict(lr=5e-4, lr_decay_to=0.1, max_model_len=256)
-DEMO |= dict(max_new_tokens=72, judge_max_new_tokens=100)
+DEMO = dict(lr=5e-4, lr_decay_to=0.1)
+DEMO |= dict(max_model_len=256, max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)
 ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64)
 # a preset is what differs from Config's defaults
@@ -261,9 +243,8 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     if arguments and arguments[0] in COMMANDS:
         name, *arguments = arguments
     row = COMMANDS[name]
-    usage += "\n\ncommands:\n" + "\n".join(
-        f"  {each:5} {row.help}" for each, row in COMMANDS.items()
-    )
+    commands = "\n".join(f"  {each:5} {row.help}" for each, row in COMMANDS.items())
+    usage += f"\n\ncommands:\n{commands}"
     return parse_settings(Config, arguments, usage, row.groups, row.defaults | {"command": name})
 
 

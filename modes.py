@@ -23,7 +23,6 @@ from rollout import (
     wait_for_enough,
 )
 from runtime.shutdown import Stopped
-from scheduling import dynamic_sampling
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
 from scheduling.fusion import TAILS, histogram, kept_engines
 from scheduling.layout import Placement
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 async def collect(c: Controller) -> RolloutBatch:
     """Draw prompts, serve them, drop groups that teach nothing and draw again (those that serve).
 
-    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` more waves
-    replace what was filtered. The first informative groups in the order of drawing are kept, with
+    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` of the
+    algorithm replace what was filtered. The first informative groups in the order of drawing are kept, with
     `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. A stop
     gives the step up: all of its prompts come again.
     """
@@ -47,11 +46,9 @@ async def collect(c: Controller) -> RolloutBatch:
     config = c.config
     start = c.timeline.now()
     kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
-    waves = dict(over_dispatch=config.over_dispatch, max_refills=config.max_refill_waves)
+    waves = dict(over_dispatch=config.over_dispatch, max_refills=c.algorithm.max_refill_waves)
     sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
-    filters = c.algorithm.filters
-    keeps = dynamic_sampling.is_informative if filters else dynamic_sampling.is_judged
-    step = RolloutStep(c, sampler, keeps)
+    step = RolloutStep(c, sampler)
     c.rewards.reset()
     try:
         with c.timeline.span("serve"):
@@ -173,12 +170,12 @@ def make_splits(config: Config, placement: Placement) -> list[Split]:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {known}")
     ranks = len(placement.engines)
     judges = len(config.judge_models)
-    if not judges or config.train_only:
-        return [Split("partial", ranks, 0)]  # rollout shares its ranks with nobody
     splits = []
     for name, mode in MODES.items():
         if name in modes:
             splits += mode.splits(placement, config)
+    if not judges or config.train_only:
+        splits = [Split("partial", ranks, 0)]  # rollout shares its ranks with nobody
     splits = [split for split in splits if placement.serves_all(split, judges)]
     if not splits:
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"

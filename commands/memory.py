@@ -51,16 +51,21 @@ def host_parts(config: Config, placement: Placement, splits: list[Split]) -> dic
     once, rank, engine = LIBRARIES[config.device]
     servers = sum(len(model.ranks) for model in engines.values())
     parts = Counter({"libraries": once + rank * len(placement.everyone) + engine * servers})
+    saves = config.command == "rl" and config.save_every > 0
     for name, model in (trainers_of(config, placement) | engines).items():
         role = name.split()[0]
         waits = role != "rollout" or server.backs_up(role, config)
         for part, size in model.parts.items():
+            size *= len(model.ranks)
+            is_state = part in ("weights", "optimizer")
+            # one model learns after the other, where the last one's passes were
+            takes_turns = part in ("activations", "loss") and not schedule_of(config).fuses
             # with CUDA the host has what sleeps, in pinned memory
-            if config.device == "cpu" or (waits and part in ("weights", "optimizer")):
-                size *= len(model.ranks)
-                # one model learns after the other, where the last one's passes were
-                takes_turns = part in ("activations", "loss") and not schedule_of(config).fuses
+            if config.device == "cpu" or (waits and is_state):
                 parts[part] = max(parts[part], size) if takes_turns else parts[part] + size
+            # a process writes them as they were, while the rank changes them
+            if saves and is_state and "optimizer" in model.parts:
+                parts["checkpoints"] += size
     return dict(parts)
 
 

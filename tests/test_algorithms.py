@@ -421,10 +421,9 @@ def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
 def shorter(rewards, lengths, algorithm):
     """Kimi k1.5 (arXiv 2501.12599), section 2.3.3: a right answer gains by being short."""
     spread = max(max(lengths) - min(lengths), 1)
-    gains = [0.5 - (length - min(lengths)) / spread for length in lengths]
-    gains = [gain if reward else min(gain, 0) for gain, reward in zip(gains, rewards, strict=True)]
+    gains = [algorithm.own["weight"] * (0.5 - (n - min(lengths)) / spread) for n in lengths]
     pairs = zip(rewards, gains, strict=True)
-    return algorithms.mean_baseline([r + algorithm.own["weight"] * gain for r, gain in pairs])
+    return algorithms.mean_baseline([r + (gain if r else min(gain, 0)) for r, gain in pairs])
 
 
 def squared(inputs, algorithm):
@@ -434,66 +433,32 @@ def squared(inputs, algorithm):
     return penalty - inputs.advantages * inputs.logprobs, log_ratio.isnan()
 
 
-def geometric(inputs, algorithm):
-    """GMPO (arXiv 2507.20673), equation 4: the geometric mean of an answer's clipped ratios."""
-    sign = inputs.advantages.sign()
-    log_ratio = inputs.logprobs - inputs.old_logprobs
-    low = math.log(1 - algorithm.clip_low)
-    high = math.log(1 + algorithm.clip_high)
-    clipped = log_ratio.clamp(low, high)
-    least = sign * torch.minimum(sign * log_ratio, sign * clipped)
-    ratio = inputs.mean_of_sequence(least).exp()
-    return -ratio * inputs.advantages, least != log_ratio
-
-
-@pytest.fixture
-def rows_of_ones_own(monkeypatch):
-    kimi = Algorithm(shorter, squared, own={"tau": 0.2, "weight": 1.0})
-    monkeypatch.setitem(ALGORITHMS, "kimi", kimi)
-    monkeypatch.setitem(ALGORITHMS, "gmpo", Algorithm(algorithms.group_norm, geometric))
-
-
-def test_a_row_of_ones_own_brings_settings_that_no_other_has(rows_of_ones_own):
-    """On the command line beside the shared ones, each as the type of its default."""
-    found = algorithm_of(Config(algorithm=("kimi", "tau=1", "clip_low=0.1")))
-    assert (found.own, found.clip_low) == ({"tau": 1.0, "weight": 1.0}, 0.1)
-    assert ALGORITHMS["kimi"].own["tau"] == 0.2
-    for words, message in (("grpo tau=1", "tau=1 is none of"), ("kimi tau=x", "tau=0.2, weight=1")):
+def test_a_row_of_ones_own_has_settings_of_its_own_and_sees_lengths(monkeypatch):
+    """Where all are right grpo replaces the group; this row learns to be short."""
+    row = Algorithm(shorter, squared, own={"tau": 0.2, "weight": 1.0})
+    monkeypatch.setitem(ALGORITHMS, "kimi", row)
+    kimi = algorithm_of(Config(algorithm=("kimi", "tau=1", "clip_low=0.1")))
+    assert (kimi.own, kimi.clip_low) == ({"tau": 1.0, "weight": 1.0}, 0.1) and row.own["tau"] == 0.2
+    refused = {
+        "grpo tau=1": "none of",
+        "kimi tau=x": "tau=0.2, weight=1",
+        "kimi tau=nan": "needs tau",
+    }
+    for words, message in refused.items():
         with pytest.raises(ValueError, match=message):
             algorithm_of(Config(algorithm=tuple(words.split())))
-    with pytest.raises(ValueError, match="kimi tau=nan needs tau, a finite number"):
-        algorithm_of(Config(algorithm=("kimi", "tau=nan")))
-
-
-def test_losses_of_ones_own_by_hand(rows_of_ones_own):
-    """Two answers of two tokens and one; ratios 2, 1/2 and 3."""
-    logprobs = torch.tensor([2.0, 0.5, 3.0]).log().requires_grad_()
-    rows = (torch.tensor([0, 0, 1]), torch.tensor([2, 1]))
-    inputs = LossInputs(logprobs, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), *rows)
-    kimi = algorithm_of(Config(algorithm=("kimi", "tau=0.5")))
-    loss, _ = kimi.loss(inputs, kimi)
-    slopes = torch.autograd.grad(loss.sum(), logprobs)[0]
-    assert slopes.tolist() == pytest.approx(
-        [0.5 * math.log(2) - 1, -0.5 * math.log(2) - 1, 0.5 * math.log(3) + 1]
-    )
-    gmpo = algorithm_of(Config(algorithm=("gmpo", "clip_high=0.5")))
-    loss, clipped = gmpo.loss(inputs, gmpo)
-    assert loss.tolist() == pytest.approx([-math.sqrt(1.5 * 0.5)] * 2 + [3.0])
-    assert clipped.tolist() == [True, False, False]
-
-
-def test_a_score_sees_lengths_and_so_does_the_filter(rows_of_ones_own):
-    """All right: grpo replaces the group, and Kimi learns to be short."""
-    group = [
-        Sample(0, n, [], response=[7] * length, reward=1.0) for n, length in enumerate((2, 4, 6))
-    ]
-    with_outcomes(group)
-    kimi, grpo = (algorithm_of(Config(algorithm=(name,))) for name in ("kimi", "grpo"))
-    assert algorithms.scores_of(group[0].outcomes, "reward", kimi) == {0: 0.5, 1: 0.0, 2: -0.5}
-    assert algorithms.teaches(group[0].outcomes, kimi)
-    assert not algorithms.teaches(group[0].outcomes, grpo)
-    set_advantages(group, kimi)
+    group = [Sample(0, n, [], response=[7] * (2 * n + 2), reward=1.0) for n in range(3)]
+    set_advantages(with_outcomes(group), kimi)
     assert [sample.advantages[0] for sample in group] == [0.5, 0.0, -0.5]
+    outcomes = group[0].outcomes
+    assert algorithms.teaches(outcomes, kimi) and not algorithms.teaches(
+        outcomes, ALGORITHMS["grpo"]
+    )
+    logprobs = torch.tensor([2.0, 3.0]).log().requires_grad_()
+    rows = (torch.tensor([0, 1]), torch.tensor([1, 1]))
+    inputs = LossInputs(logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), *rows)
+    slopes = torch.autograd.grad(kimi.loss(inputs, kimi)[0].sum(), logprobs)[0]
+    assert slopes.tolist() == pytest.approx([math.log(2) - 1, math.log(3) + 1])
 
 
 JUDGED = [  # rewards; whether grpo, reinforce++ and remax, whose last answer is greedy, learn

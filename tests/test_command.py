@@ -465,5 +465,6 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext(fleet))
     monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
     monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=True))
-    line = asyncio.run(run.run(config.parse_config([]), None, [], run.shutdown.Stop()))
+    given = config.parse_config(["--mode", "full"])
+    line = asyncio.run(run.run(given, *place(given, 1), run.shutdown.Stop()))
     assert line.startswith(f"stopped after 3 of 40 steps; {end}")

@@ -225,7 +225,7 @@ PUSHED = [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]
 
 
 @pytest.mark.parametrize("mode,tensor,needed", PUSHED)
-def test_shared_memory_has_room_for_pushes(monkeypatch, capsys, mode, tensor, needed):
+def test_shared_memory_has_room_for_pushes(monkeypatch, mode, tensor, needed):
     """MB of two tensors of so many numbers: all of them, or of each engine a bucket with the last."""
     shapes = {"one": [tensor], "other": [tensor]}
     config = settings(port=23124, mode=mode)
@@ -239,7 +239,6 @@ def test_shared_memory_has_room_for_pushes(monkeypatch, capsys, mode, tensor, ne
     )
     with pytest.raises(ValueError, match=r"^/dev/shm: .* are free: try docker run --shm-size; "):
         memory.check_fits(config, *placed)
-    assert dry_run.check(config) == 1 and "! /dev/shm" in capsys.readouterr().out
     usage.free += 2 * 10**6
     memory.check_fits(config, *placed)
 
@@ -252,48 +251,39 @@ MEASURED = {  # bytes: the most that all processes of `torchrun --nproc-per-node
 
 
 @pytest.mark.parametrize("given", MEASURED)
-def test_the_demo_takes_what_is_counted(given):
-    """Within 15 %, on 2 cores; DESIGN.md promises 25 %."""
+def test_the_demo_takes_what_is_counted(monkeypatch, given):
+    """Within 15 %, on 2 cores, where 25 % are promised. Of two machines each takes half."""
     config = parse_config(given.split())
-    needed = memory.needs_of(config, *run.check_settings(config, 2))[0].needed
+    placed = run.check_settings(config, 2)
+    needed = memory.needs_of(config, *placed)[0].needed
     assert needed == pytest.approx(MEASURED[given], rel=0.15)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert memory.needs_of(config, *placed)[0].needed == needed / 2
 
 
-def test_a_machine_of_several_takes_its_part(monkeypatch):
-    config = parse_config([])
-    placed = run.check_settings(config, 4, 2)
-    whole = memory.needs_of(config, *placed)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert memory.needs_of(config, *placed)[0].needed == whole[0].needed / 2
+V1 = ("5:memory:/a/b", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("0::/a/b", "", "memory.max", "memory.current", "")
 
 
-V1 = ("5:memory:/a/b", "memory/a/b", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-V2 = ("0::/a/b", "a/b", "memory.max", "memory.current", "")
-
-
-@pytest.mark.parametrize("line,folder,limit,taken,prefix", [V1, V2])
-def test_a_containers_limit_is_the_machines_memory(
-    tmp_path, monkeypatch, line, folder, limit, taken, prefix
-):
+@pytest.mark.parametrize("line,home,limit,taken,prefix", [V1, V2])
+def test_a_containers_limit_counts(tmp_path, monkeypatch, line, home, limit, taken, prefix):
     """The nearest of its group and those around it, less what is taken and can't be dropped."""
     (tmp_path / "cgroup").write_text(f"7:pids:/\n{line}\n")
     monkeypatch.setattr(free_memory, "GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(free_memory, "LIMITS", tmp_path)
-    everything = free_memory.free_memory()
-
-    def group(path, most, uses):
-        path.mkdir(parents=True, exist_ok=True)
-        (path / limit).write_text(f"{most}\n")
-        (path / taken).write_text(f"{uses}\n")
-        (path / "memory.stat").write_text(f"cache 9\n{prefix}inactive_file 100\n")
-
-    group(tmp_path / folder, "max" if limit == "memory.max" else 2**63 - 4096, 500)
-    assert free_memory.free_memory() == pytest.approx(everything, rel=0.2)
-    group((tmp_path / folder).parent, 10_000, 3000)
-    assert free_memory.free_memory() == 10_000 - 3000 + 100
-    group(tmp_path / folder, 1000, 500)
-    assert free_memory.free_memory() == 600
+    whole = free_memory.free_memory()
+    (tmp_path / home / "a" / "b").mkdir(parents=True)
+    none = "max" if prefix == "" else 2**63 - 4096
+    # of the group, and of the one around it
+    for limits, left in (((none, none), whole), ((none, 10_000), 9600), ((1000, 10_000), 600)):
+        for folder, most in zip(("a/b", "a"), limits, strict=True):
+            (tmp_path / home / folder / limit).write_text(f"{most}\n")
+            (tmp_path / home / folder / taken).write_text("500\n")
+            (tmp_path / home / folder / "memory.stat").write_text(
+                f"x 9\n{prefix}inactive_file 100\n"
+            )
+        assert free_memory.free_memory() == pytest.approx(left, rel=0.2)
 
 
 def test_check_names_what_is_not_there(capsys, monkeypatch):

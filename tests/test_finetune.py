@@ -333,7 +333,7 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     config = finetune.parse_command(f"{given} {how}".split())
     out.mkdir()
     asyncio.run(finetune.prepare(config, 0, progress.line))
-    finetune.train(config, finetune.plan_of(config, 1), out, progress, rank=0)
+    finetune.train(config, finetune.placement_of(config, 1), out, progress, rank=0)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(9))
     name = f"{command}/held_out_loss"
@@ -376,7 +376,7 @@ def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone,
     config = finetune.parse_command(f"{given} --lr 1e-3 --batch-size 8".split())
     (tmp_path / "out").mkdir()
     progress = mock.MagicMock()
-    finetune.train(config, finetune.plan_of(config, 1), tmp_path / "out", progress, rank=0)
+    finetune.train(config, finetune.placement_of(config, 1), tmp_path / "out", progress, rank=0)
     said = [call.args[0] for call in progress.line.call_args_list]
     exported = str(tmp_path / "out" / "hf")
     what = f"pads with {padded_with}, which ends no example"
