@@ -287,8 +287,7 @@ class Placement:
         self._world = world
         self._timeline = timeline
         self._route = models.route
-        self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
-        self.swap_s = 0.0  # moves between the roles since
+        self.swap_s = 0.0  # moves between the roles in this step, on this rank
         self._idle = Silence()  # of all engines
 
     @property
@@ -377,7 +376,6 @@ class Placement:
 
     async def to_serving(self) -> None:
         """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
-        start = self._timeline.now()
         if self.is_apart:
             await self._rest()
         self.plan = self.next
@@ -397,7 +395,6 @@ class Placement:
             await self.give_device_to()
             await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()
-        self.hand_over_s = self._timeline.now() - start
         self.swap_s = 0.0
 
     async def _meet_for_wide_engines(self) -> None:

@@ -31,9 +31,8 @@ from runtime.shutdown import Stopped
 from sample import Outcome, Sample, flat, sample_from_json
 from scheduling import dynamic_sampling
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
-from scheduling.fusion import Left, histogram, kept_engines
+from scheduling.fusion import Left, histogram, kept_engines, token_latency
 from scheduling.measured import StepStats
-from scheduling.rebalance import token_latency
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -193,7 +192,6 @@ async def collect(c: Controller) -> RolloutBatch:
         waves=sampler.waves,
         serve_s=c.timeline.now() - start,
         swap_s=placement.swap_s,
-        hand_over_s=placement.hand_over_s,
         lengths=histogram(len(sample.response) for sample in samples if sample.is_finished),
     )
     return step.batch
@@ -229,8 +227,7 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
     """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left."""
     c = step.c
     rollout = c.placement.rollout
-    mode = c.placement.plan.mode
-    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp, mode)
+    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)
     capacity = rollout.capacity
     while not step.is_over:
         step.start(step.begin_wave(), generate_and_judge)
