@@ -105,13 +105,15 @@ def test_a_latency_is_found():
 
 
 def test_the_best_tail():
-    """A tail pays where few answers are long, and not where all end together; a small gain is no gain."""
+    """A tail pays where few answers are long and judging takes long; what gains nothing doesn't move."""
     splits = [Split("fused", 4, 4, tail) for tail in (0.0, 0.1, 0.9)]
-    writes = RequestStats(4000, 200, request_s=160.0, in_flight=80.0, requests=128)
-    step = StepStats(splits[0], writes, writes, 1, 1.0, 0.1, histogram([20] * 120 + [200] * 8))
+    answers = RequestStats(4000, 200, request_s=160.0, in_flight=80.0, requests=128)
+    critiques = RequestStats(16384, 32, request_s=655.36, in_flight=80.0, requests=512)
+    lengths = histogram([20] * 120 + [200] * 8)
+    step = StepStats(splits[0], answers, critiques, 1, 1.0, 0.1, lengths)
     assert best_tail([step], [step], splits, 128, dict(rollout=1, genrm=1)) == splits[1]
-    alike = replace(step, lengths=histogram([20] * 128))
-    assert best_tail([alike], [alike], splits, 128, dict(rollout=1, genrm=1)) == splits[0]
+    alike = replace(step, split=splits[2], lengths=histogram([20] * 128))
+    assert best_tail([alike], [alike], splits, 128, dict(rollout=1, genrm=1)) == splits[2]
 
 
 def tail_marks(controllers):

@@ -59,9 +59,11 @@ def test_from_the_worst_split_to_the_best(splits, judge_scale):
             history.append(engines.serve(split, scale, rng.uniform(-0.03, 0.03)))
             split = choose_split(history, splits, 64, TP, 99 - step).split
         taken = [step.split for step in history]
-        for a, b in pairwise(taken[:50]):
-            assert a.mode != b.mode or abs(a.rollout - b.rollout) <= 1
-        assert len({*taken[40:50]}) == len({*taken[90:]}) == 1  # no more moves
+        for number, (a, b) in enumerate(pairwise(taken[:50])):
+            is_new = b not in taken[: number + 1]
+            assert not (is_new and a.mode == b.mode) or abs(a.rollout - b.rollout) == 1
+        moves = [a != b for a, b in pairwise(taken)]
+        assert sum(moves[35:50]) <= 1 and sum(moves[85:]) <= 1
         best = min(engines.serve(split, judge_scale).serve_s for split in splits)
         assert engines.serve(taken[-1], judge_scale).serve_s < 1.12 * best
 
