@@ -92,6 +92,12 @@ class StepStats:
         fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
         return StepStats(**row | fields)
 
+    @property
+    def answer_tokens(self) -> float:
+        """Tokens of an answer, in the mean, as exact as the bins are."""
+        tokens = sum(number * 2 ** (place / 4) for place, number in enumerate(self.lengths))
+        return tokens / max(1, sum(self.lengths))
+
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
         if role == "rollout":
             return self.split.rollout, self.rollout

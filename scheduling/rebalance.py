@@ -7,10 +7,11 @@ steps. Then the first that fits:
    Side by side (partial), one engine goes to the busier role, as WeChat-YATT's utilisation asks. In fused
    mode the fluid model chooses the tail, as in RLHFuse.
 2. A mode wasn't measured (auto): it is tried.
-3. A split was measured faster, in tokens a second: the run goes there. Else it stays.
+3. A split was measured faster: the run goes there. Else it stays.
 
-What was measured holds for one load: when judges write more or less for each answer, and after HISTORY steps,
-all is measured again. In fused mode ranks change hands within a step, too: fusion.ranks_of_tail.
+What was measured holds for one load: when critiques get longer or shorter beside the answers, and after
+HISTORY steps, all is measured again. In fused mode ranks change hands within a step, too:
+fusion.ranks_of_tail.
 """
 
 from itertools import takewhile
@@ -23,7 +24,7 @@ from scheduling.measured import Split, StepStats
 HISTORY = 200  # steps that are remembered
 COOL_DOWN = 3  # steps to measure a split before the next move
 RECENT = 10  # steps of a split that say how fast it is
-SIMILAR_LOAD = 1.3  # a step whose judges write so many times more or fewer says nothing of now
+SIMILAR_LOAD = 1.3  # a step whose critiques are so many times longer or shorter says nothing of now
 LEAST_BUSY = 0.3  # a role whose engines have a smaller part of the other's in flight gets no more
 
 
@@ -46,7 +47,7 @@ def choose_split(
     newest = [*takewhile(lambda step: step.split == now, reversed(history))][:COOL_DOWN]
     if len(newest) < COOL_DOWN:
         return Decision(now, f"{now} stays: measured for {len(newest)} of {COOL_DOWN} steps")
-    speeds = tokens_per_second(history)
+    speeds = measured_speeds(history)
     enough = (1 + LEAST_GAIN) * speeds[now]
     of_mode = [split for split in splits if split.mode == now.mode]
     trials = []
@@ -62,13 +63,16 @@ def choose_split(
         return Decision(trials[0], f"{now} -> {trials[0]}: to measure it")
     best = max(speeds, key=speeds.__getitem__)
     if speeds[best] > enough:
-        gain = f"it served {speeds[best]:.0f} tokens a second instead of {speeds[now]:.0f}"
-        return Decision(best, f"{now} -> {best}: {gain}")
+        ratio = speeds[best] / speeds[now]
+        return Decision(best, f"{now} -> {best}: it was {ratio:.2f} times as fast")
     return Decision(now, f"{now} stays: nothing was measured faster")
 
 
-def tokens_per_second(history: list[StepStats]) -> dict[Split, float]:
-    """Tell how fast each split served that had a load like that of the newest steps."""
+def measured_speeds(history: list[StepStats]) -> dict[Split, float]:
+    """Steps a second with answers of one token, of each split that had a load like that of now.
+
+    A step trains on as many answers in every split, however many more one writes in vain.
+    """
     load = median(judges_load(step) for step in history[-COOL_DOWN:])
     steps_of: dict[Split, list[StepStats]] = {}
     for step in history:
@@ -76,14 +80,14 @@ def tokens_per_second(history: list[StepStats]) -> dict[Split, float]:
             steps_of[step.split] = [*steps_of.get(step.split, []), step][-RECENT:]
     speeds = {}
     for split, steps in steps_of.items():
-        tokens = sum(step.rollout.tokens + step.genrm.tokens for step in steps)
-        speeds[split] = tokens / max(1e-9, sum(step.serve_s for step in steps))
+        seconds = sum(step.serve_s for step in steps)
+        speeds[split] = sum(step.answer_tokens for step in steps) / max(1e-9, seconds)
     return speeds
 
 
 def judges_load(step: StepStats) -> float:
-    """Tokens of critiques for each token of answers."""
-    return step.genrm.tokens / max(1, step.rollout.tokens)
+    """Tokens of a critique for each token of an answer."""
+    return step.genrm.tokens / max(1, step.genrm.requests) / max(1.0, step.answer_tokens)
 
 
 def with_an_engine_moved(newest: list[StepStats], splits: list[Split], tp: dict) -> list[Split]:
@@ -92,7 +96,9 @@ def with_an_engine_moved(newest: list[StepStats], splits: list[Split], tp: dict)
     newest: steps of one split. The busier role is that whose engines have more in flight.
     """
     now = newest[0].split
-    load = {role: fmean(step.engine_load(role, tp[role]) for step in newest) for role in tp}
+    load = {}
+    for role, ranks in tp.items():
+        load[role] = fmean(step.engine_load(role, ranks) for step in newest)
     found = []
     for role in sorted(load, key=load.__getitem__, reverse=True):
         more = [s for s in splits if s != now and (s.rollout > now.rollout) == (role == "rollout")]

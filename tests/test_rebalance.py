@@ -43,8 +43,9 @@ class Engines:
         if split.mode == "full":
             seconds = rollout_s + genrm_s + self.swap_s
         took = {"rollout": self.requests * rollout_s / 2, "genrm": self.requests * waits_s}
-        stats = [RequestStats(tokens[role], request_s=took[role]) for role in TP]
-        return StepStats(split, *stats, 1, (1 + noise) * seconds, 0.0)
+        how = dict(requests=self.requests)
+        stats = [RequestStats(tokens[role], request_s=took[role], **how) for role in TP]
+        return StepStats(split, *stats, 1, (1 + noise) * seconds, 0.0, lengths=(self.requests,))
 
 
 @pytest.mark.parametrize("judge_scale", [1, 4, 0.25])
@@ -77,6 +78,30 @@ def test_a_trial_takes_steps():
     assert reason == f"{worst} stays: measured for 2 of 3 steps"
     assert choose_split(history, splits, 64, TP, COOL_DOWN + 1).split == Split("partial", 2, 2)
     assert choose_split(history, splits, 64, TP, COOL_DOWN).split == worst
+
+
+@pytest.mark.parametrize("genrm,first,then", [(2, 0, 2), (0.5, 2, 0), (4, 0, 1)])
+def test_the_busier_role_gets_an_engine(genrm, first, then):
+    """If that was slower, the other one does, if it has anything to do."""
+    splits = side_by_side(4)
+    work = [RequestStats(100, request_s=load, requests=10) for load in (1, genrm)]
+    step = StepStats(splits[1], *work, 1, 1.0, 0.0, lengths=(10,))
+    history = [step] * COOL_DOWN
+    assert choose_split(history, splits, 64, TP, 20).split == splits[first]
+    slower = [replace(step, split=splits[first], serve_s=2.0)] * COOL_DOWN
+    assert choose_split(slower + history, splits, 64, TP, 20).split == splits[then]
+
+
+def test_answers_in_vain_are_no_speed():
+    """A split that writes twice the tokens in 1.5 times the seconds isn't the faster one."""
+    splits = side_by_side(3)
+    work = RequestStats(100, request_s=1.0, requests=10)
+    step = StepStats(splits[0], work, work, 1, 1.0, 0.0, lengths=(10,))
+    more = replace(work, tokens=200, requests=20)
+    vain = StepStats(splits[1], more, more, 1, 1.5, 0.0, lengths=(20,))
+    history = [step] * COOL_DOWN + [vain] * COOL_DOWN
+    decision = choose_split(history, splits, 64, TP, 20)
+    assert decision == (splits[0], "2|1 -> 1|2: it was 1.50 times as fast")
 
 
 def test_what_was_slower_is_measured_again_for_another_load():
