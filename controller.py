@@ -249,8 +249,7 @@ def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
     plans = {plan.split: plan for plan in placement.plans}
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
-    left = c.config.steps - c.state.step - 1
-    decision = choose_split(c.state.history, list(plans), placement.rollout.capacity, tp, left)
+    decision = choose_split(c.state.history, list(plans), placement.rollout.capacity, tp)
     if step_stats.split == placement.plan.split != decision.split:  # not by older figures
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))

@@ -38,7 +38,6 @@ def choose_split(
     splits: list[Split],
     capacity: int,
     tp: dict[str, int],
-    steps_left: int,
 ) -> Decision:
     """The next step's split. history: newest last; capacity, tp: requests and ranks of an engine."""
     now = history[-1].split
@@ -59,7 +58,7 @@ def choose_split(
     modes = {split.mode for split in speeds}
     trials = [split for split in trials if split not in speeds]
     trials += [split for split in splits if split.mode not in modes]
-    if trials and steps_left > COOL_DOWN:
+    if trials:
         return Decision(trials[0], f"{now} -> {trials[0]}: to measure it")
     best = max(speeds, key=speeds.__getitem__)
     if speeds[best] > enough:

@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 
 import rollout
 from fakes import simulate
-from scheduling.fusion import (
-    FluidModel,
-    Left,
-    TokenLatency,
-    best_tail,
-    histogram,
-    kept_engines,
-    ranks_of_tail,
-    token_latency,
-)
+from scheduling import fusion
+from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
 from scheduling.measured import RequestStats, Split, StepStats
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
@@ -95,13 +87,13 @@ def test_a_latency_is_found():
     """From several numbers of requests nearly exactly; from one alone half of the time is fixed."""
     fused, partial = Split("fused", 2, 2), Split("partial", 2, 2)
     points = [(k, 0.01 + 0.001 * k) for k in (8.0, 32.0, 16.0, 64.0)]  # on two engines
-    latency = token_latency([*measured(fused, *points)], "rollout", 1)
+    latency = fusion.token_latency([*measured(fused, *points)], "rollout", 1)
     assert latency == (pytest.approx(0.01, rel=0.2), pytest.approx(0.002, rel=0.05))
     one = [*measured(fused, (20.0, 0.04))]
-    assert token_latency(one, "genrm", 1) == (pytest.approx(0.02), pytest.approx(0.002))
+    assert fusion.token_latency(one, "genrm", 1) == (pytest.approx(0.02), pytest.approx(0.002))
     others = [*measured(partial, (20.0, 0.4))] * 5
-    assert token_latency(one + others, "genrm", 1) == token_latency(one, "genrm", 1)
-    assert token_latency(others, "genrm", 1).fixed == pytest.approx(0.2)
+    assert fusion.token_latency(one + others, "genrm", 1) == fusion.token_latency(one, "genrm", 1)
+    assert fusion.token_latency(others, "genrm", 1).fixed == pytest.approx(0.2)
 
 
 def test_the_best_tail():
@@ -111,9 +103,9 @@ def test_the_best_tail():
     critiques = RequestStats(16384, 32, request_s=655.36, in_flight=80.0, requests=512)
     lengths = histogram([20] * 120 + [200] * 8)
     step = StepStats(splits[0], answers, critiques, 1, 1.0, 0.1, lengths)
-    assert best_tail([step], [step], splits, 128, dict(rollout=1, genrm=1)) == splits[1]
+    assert fusion.best_tail([step], [step], splits, 128, dict(rollout=1, genrm=1)) == splits[1]
     alike = replace(step, split=splits[2], lengths=histogram([20] * 128))
-    assert best_tail([alike], [alike], splits, 128, dict(rollout=1, genrm=1)) == splits[2]
+    assert fusion.best_tail([alike], [alike], splits, 128, dict(rollout=1, genrm=1)) == splits[2]
 
 
 def tail_marks(controllers):

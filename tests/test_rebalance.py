@@ -58,7 +58,7 @@ def test_from_the_worst_split_to_the_best(splits, judge_scale):
         for step in range(100):
             scale = judge_scale if step >= 50 else 1
             history.append(engines.serve(split, scale, rng.uniform(-0.03, 0.03)))
-            split = choose_split(history, splits, 64, TP, 99 - step).split
+            split = choose_split(history, splits, 64, TP).split
         taken = [step.split for step in history]
         for number, (a, b) in enumerate(pairwise(taken[:50])):
             is_new = b not in taken[: number + 1]
@@ -69,17 +69,6 @@ def test_from_the_worst_split_to_the_best(splits, judge_scale):
         assert engines.serve(taken[-1], judge_scale).serve_s < 1.12 * best
 
 
-def test_a_trial_takes_steps():
-    """A split is measured for three steps, and near the run's end nothing new is."""
-    engines, splits = Engines(3), auto(4)
-    worst = max(side_by_side(4), key=lambda split: engines.serve(split).serve_s)
-    history = [engines.serve(worst)] * COOL_DOWN
-    reason = choose_split(history[1:], splits, 64, TP, 20).reason
-    assert reason == f"{worst} stays: measured for 2 of 3 steps"
-    assert choose_split(history, splits, 64, TP, COOL_DOWN + 1).split == Split("partial", 2, 2)
-    assert choose_split(history, splits, 64, TP, COOL_DOWN).split == worst
-
-
 @pytest.mark.parametrize("genrm,first,then", [(2, 0, 2), (0.5, 2, 0), (4, 0, 1)])
 def test_the_busier_role_gets_an_engine(genrm, first, then):
     """If that was slower, the other one does, if it has anything to do."""
@@ -87,9 +76,9 @@ def test_the_busier_role_gets_an_engine(genrm, first, then):
     work = [RequestStats(100, request_s=load, requests=10) for load in (1, genrm)]
     step = StepStats(splits[1], *work, 1, 1.0, 0.0, lengths=(10,))
     history = [step] * COOL_DOWN
-    assert choose_split(history, splits, 64, TP, 20).split == splits[first]
+    assert choose_split(history, splits, 64, TP).split == splits[first]
     slower = [replace(step, split=splits[first], serve_s=2.0)] * COOL_DOWN
-    assert choose_split(slower + history, splits, 64, TP, 20).split == splits[then]
+    assert choose_split(slower + history, splits, 64, TP).split == splits[then]
 
 
 def test_answers_in_vain_are_no_speed():
@@ -100,37 +89,25 @@ def test_answers_in_vain_are_no_speed():
     more = replace(work, tokens=200, requests=20)
     vain = StepStats(splits[1], more, more, 1, 1.5, 0.0, lengths=(20,))
     history = [step] * COOL_DOWN + [vain] * COOL_DOWN
-    decision = choose_split(history, splits, 64, TP, 20)
+    decision = choose_split(history, splits, 64, TP)
     assert decision == (splits[0], "2|1 -> 1|2: it was 1.50 times as fast")
 
 
 def test_what_was_slower_is_measured_again_for_another_load():
-    """The run goes back, once; a third more for judges is a new load, and a sixth more isn't."""
+    """Critiques that are a third longer are a new load, a sixth isn't."""
     engines, splits = Engines(0), side_by_side(4)
     step = engines.serve(splits[1])
     slower = [replace(step, split=split, serve_s=2 * step.serve_s) for split in splits]
     history = [slower[0]] * COOL_DOWN + [slower[2]] * COOL_DOWN + [step] * COOL_DOWN
     assert (
-        choose_split(history, splits, 64, TP, 20).reason == "2|2 stays: nothing was measured faster"
+        choose_split(history[:-1], splits, 64, TP).reason == "2|2 stays: measured for 2 of 3 steps"
     )
-    back = choose_split([step] * COOL_DOWN + [slower[2]] * COOL_DOWN, splits, 64, TP, 20)
-    assert back.split == splits[1]
+    assert choose_split(history, splits, 64, TP).reason == "2|2 stays: nothing was measured faster"
     for judge_scale, stays in ((7 / 6, True), (4 / 3, False)):
         tokens = round(judge_scale * step.genrm.tokens)
         changed = replace(step, genrm=replace(step.genrm, tokens=tokens))
-        decision = choose_split([*history, *[changed] * COOL_DOWN], splits, 64, TP, 20)
+        decision = choose_split([*history, *[changed] * COOL_DOWN], splits, 64, TP)
         assert (decision.split == splits[1]) == stays
-
-
-def test_engines_of_two_ranks_move_as_engines_of_one():
-    """What counts is how many engines a split has: twice the ranks an engine, and all comes out alike."""
-    engines, splits, two = Engines(3), auto(4), dict.fromkeys(TP, 2)
-    doubled = {split: Split(split.mode, 2 * split.rollout, 2 * split.genrm) for split in splits}
-    for start in splits:
-        history = [engines.serve(start)] * COOL_DOWN
-        wide = [replace(step, split=doubled[step.split]) for step in history]
-        split = choose_split(history, splits, 64, TP, 20).split
-        assert choose_split(wide, list(doubled.values()), 64, two, 20).split == doubled[split]
 
 
 def test_request_stats_by_hand():
