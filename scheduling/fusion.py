@@ -10,7 +10,7 @@ from scheduling.measured import Split, StepStats
 
 Ranks = tuple[int, ...]
 TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance and auto choose from these
-FITTED = 10  # steps that token latencies are fitted to
+FITTED = 3  # newest steps that token latencies are fitted to: what a start took is soon forgotten
 LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
 
 
