@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 4  # of what a checkpoint holds: it grows when that changes
+LAYOUT = 5  # of what a checkpoint holds: it grows when that changes
 POLL_S = 0.05
 # settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")

@@ -260,22 +260,19 @@ async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple
     return stats, stopping
 
 
-def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, float | str]:
-    """Note what the step measured, if it was served, and take the split that should serve fastest."""
+def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
+    """Note what the step measured, if it was served, and take the split that `choose_split` says."""
     if step_stats is None:
         return {}
     devices = c.devices
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
-    left = c.config.steps - c.state.step - 1
-    decision = choose_split(c.state.history, devices.splits, devices.rollout.capacity, tp, left)
-    moves = step_stats.split == devices.split != decision.split  # not by older figures
-    if moves:
+    decision = choose_split(c.state.history, devices.splits, devices.rollout.capacity, tp)
+    if step_stats.split == devices.split != decision.split:  # not by older figures
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))
         devices.next = decision.split
-    metrics = {"split/predicted_s": decision.predicted_s, "split/moved": float(moves)}
-    return metrics | {"split/reason": decision.reason}
+    return {"split/reason": decision.reason}
 
 
 def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatches) -> None:

@@ -24,10 +24,9 @@ from rollout import (
 )
 from runtime.shutdown import Stopped
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
-from scheduling.fusion import TAILS, histogram, kept_engines
+from scheduling.fusion import TAILS, histogram, kept_engines, token_latency
 from scheduling.layout import Placement
 from scheduling.measured import Split, StepStats
-from scheduling.rebalance import token_latency
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -72,7 +71,6 @@ async def collect(c: Controller) -> RolloutBatch:
         waves=sampler.waves,
         serve_s=c.timeline.now() - start,
         swap_s=devices.swap_s,
-        hand_over_s=devices.hand_over_s,
         lengths=histogram(len(sample.response) for sample in samples if sample.is_finished),
     )
     return step.batch
@@ -108,9 +106,7 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
     """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left."""
     c = step.c
     rollout = c.devices.rollout
-    latency = token_latency(
-        c.state.history, rollout.role, c.config.rollout_tp, c.devices.split.mode
-    )
+    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)
     capacity = rollout.capacity
     while not step.is_over:
         step.start(step.begin_wave(), generate_and_judge)

@@ -151,8 +151,7 @@ class Devices:
         self._world = world
         self._timeline = timeline
         self._route = models.route
-        self.hand_over_s = 0.0  # of the last hand-over to serving, on this rank
-        self.swap_s = 0.0  # moves between the roles since
+        self.swap_s = 0.0  # moves between the roles in this step, on this rank
         self._idle = Silence()  # of all engines
 
     @property
@@ -241,7 +240,6 @@ class Devices:
 
     async def to_serving(self) -> None:
         """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
-        start = self._timeline.now()
         if self.is_apart:
             await self._rest()
         self.split = self.next
@@ -261,7 +259,6 @@ class Devices:
             await self.give_device_to()
             await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()
-        self.hand_over_s = self._timeline.now() - start
         self.swap_s = 0.0
 
     async def _meet_for_wide_engines(self) -> None:

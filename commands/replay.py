@@ -52,7 +52,7 @@ async def collect(steps: list[list[Sample]], c: Controller) -> RolloutBatch:
     by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
     groups = [list(group) for _, group in by_prompt]
     mine = groups[c.team.place :: c.team.size]
-    unserved = dict(waves=0, serve_s=0.0, swap_s=0.0, hand_over_s=0.0)
+    unserved = dict(waves=0, serve_s=0.0, swap_s=0.0)
     stats = StepStats(c.devices.split, RequestStats(), RequestStats(), **unserved)
     return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)
 

@@ -283,8 +283,7 @@ def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:
         "genrm/response_len_max": float(stats.genrm.longest),
     }
     for role, tp in (("rollout", config.rollout_tp), ("genrm", config.genrm_tp)):
-        ranks, requests = stats.ranks_and_stats(role)
-        capacity = ranks // tp * config.max_running_requests
+        _, requests = stats.ranks_and_stats(role)
         metrics[f"{role}/cache_hit_frac"] = requests.cached_tokens / max(1, requests.prompt_tokens)
-        metrics[f"occupancy/{role}"] = requests.request_s / max(1e-9, capacity * stats.serve_s)
+        metrics[f"occupancy/{role}"] = stats.engine_load(role, tp) / config.max_running_requests
     return metrics

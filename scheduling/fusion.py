@@ -3,10 +3,15 @@
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
+from statistics import fmean
 from typing import NamedTuple
+
+from scheduling.measured import Split, StepStats
 
 Ranks = tuple[int, ...]
 TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance and auto choose from these
+FITTED = 3  # newest steps that token latencies are fitted to: what a start took is soon forgotten
+LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
 
 
 class TokenLatency(NamedTuple):
@@ -18,6 +23,31 @@ class TokenLatency(NamedTuple):
     def seconds(self, in_flight: float, capacity: int) -> float:
         """Seconds a token, while an engine has so many requests and decodes `capacity` of them at once."""
         return self.fixed * max(1.0, in_flight / capacity) + self.per_request * in_flight
+
+
+def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
+    """Fit seconds a token to requests in an engine, in the newest steps of fused mode, else of all.
+
+    Where requests come one by one, each prompt holds up those that are written: so modes aren't mixed. No
+    time, if the role was never asked.
+    """
+    fused = [step for step in history if step.split.mode == "fused"] or history
+    points = []
+    for step in fused[-FITTED:]:
+        ranks, stats = step.ranks_and_stats(role)
+        if stats.tokens:
+            points.append((stats.in_flight / (ranks // tp), stats.request_s / stats.tokens))
+    if not points:
+        return TokenLatency(0.0, 0.0)
+    k_mean = max(1e-9, fmean(k for k, _ in points))
+    t_mean = fmean(t for _, t in points)
+    # where all have nearly the same k, half of the time is fixed: as if points on the line that says
+    # so also spread by 0.2 k
+    trust = (0.2 * k_mean) ** 2
+    variance = fmean((k - k_mean) ** 2 for k, _ in points) + trust
+    covariance = fmean((k - k_mean) * (t - t_mean) for k, t in points) + trust * t_mean / k_mean / 2
+    per_request = min(max(covariance / variance, 0.0), t_mean / k_mean)
+    return TokenLatency(t_mean - per_request * k_mean, per_request)
 
 
 def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
@@ -148,3 +178,25 @@ class FluidModel(NamedTuple):
                 in_flight += critiques
                 queue.append((depth + tokens, critiques))
         return now
+
+
+def best_tail(
+    history: list[StepStats],
+    newest: list[StepStats],
+    splits: list[Split],
+    capacity: int,
+    tp: dict[str, int],
+) -> Split:
+    """Return the split whose tail would serve the newest steps fastest: theirs, if the gain is small."""
+    now = newest[0].split
+    swap_s = fmean(step.swap_s / max(1, step.waves) for step in newest)
+    latency = {role: token_latency(history, role, tp[role]) for role in tp}
+    engines = (now.rollout // tp["rollout"], now.genrm // tp["genrm"])
+    model = FluidModel(engines, **latency, capacity=capacity, swap_s=swap_s)
+    seconds = dict.fromkeys(splits, 0.0)
+    for step in newest:
+        critique = step.genrm.tokens / max(1, step.genrm.requests)
+        for split in splits:
+            seconds[split] += model.seconds(split.tail, step.lengths, step.genrm.requests, critique)
+    best = min(splits, key=seconds.__getitem__)
+    return best if seconds[best] < (1 - LEAST_GAIN) * seconds[now] else now

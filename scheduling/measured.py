@@ -74,7 +74,6 @@ class StepStats:
     waves: int
     serve_s: float
     swap_s: float  # of these, sleeping and waking between roles
-    hand_over_s: float  # waking and pushing weights: what a move may cost
     lengths: tuple[float, ...] = ()  # of the answers: see fusion.histogram
 
     @staticmethod
@@ -82,10 +81,10 @@ class StepStats:
         """Join what all controllers measured. Times are the slowest one's."""
         rollout = RequestStats.total([part.rollout for part in parts])
         genrm = RequestStats.total([part.genrm for part in parts])
-        times = [(part.serve_s, part.swap_s, part.hand_over_s) for part in parts]
-        slowest = map(max, zip(*times, strict=True))
+        serve_s = max(part.serve_s for part in parts)
+        swap_s = max(part.swap_s for part in parts)
         lengths = tuple(map(sum, zip_longest(*(part.lengths for part in parts), fillvalue=0)))
-        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, *slowest, lengths)
+        return StepStats(parts[0].split, rollout, genrm, parts[0].waves, serve_s, swap_s, lengths)
 
     @staticmethod
     def of_json(row: dict) -> StepStats:
@@ -94,7 +93,18 @@ class StepStats:
         fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
         return StepStats(**row | fields)
 
+    @property
+    def answer_tokens(self) -> float:
+        """Tokens of an answer, in the mean, as exact as the bins are."""
+        tokens = sum(number * 2 ** (place / 4) for place, number in enumerate(self.lengths))
+        return tokens / max(1, sum(self.lengths))
+
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
         if role == "rollout":
             return self.split.rollout, self.rollout
         return self.split.genrm, self.genrm
+
+    def engine_load(self, role: str, tp: int) -> float:
+        """Requests in flight in each engine of a role, in the mean over the phase. tp: its ranks."""
+        ranks, stats = self.ranks_and_stats(role)
+        return stats.request_s / max(1e-9, ranks // tp * self.serve_s)

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 import rollout
 from fakes import simulate
+from scheduling import fusion
 from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
+from scheduling.measured import RequestStats, Split, StepStats
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
 from simulation.engine import Moves
@@ -72,6 +74,38 @@ def test_kept_engines():
     latency = TokenLatency(0.02, 0.001)
     assert [kept_engines(unwritten, latency, 128) for unwritten in (0, 20, 25)] == [1, 1, 2]
     assert kept_engines(25, TokenLatency(0.0, 0.0), 10) == 3
+
+
+def measured(split, *points):
+    """A step for each (requests in flight in all engines, seconds a token), alike for both roles."""
+    for in_flight, token_s in points:
+        work = RequestStats(100, 10, request_s=100 * token_s, in_flight=in_flight, requests=10)
+        yield StepStats(split, work, work, 1, 1.0, 0.0)
+
+
+def test_a_latency_is_found():
+    """From several numbers of requests nearly exactly; from one alone half of the time is fixed."""
+    fused, partial = Split("fused", 2, 2), Split("partial", 2, 2)
+    points = [(k, 0.01 + 0.001 * k) for k in (8.0, 32.0, 16.0, 64.0)]  # on two engines
+    latency = fusion.token_latency([*measured(fused, *points)], "rollout", 1)
+    assert latency == (pytest.approx(0.01, rel=0.2), pytest.approx(0.002, rel=0.05))
+    one = [*measured(fused, (20.0, 0.04))]
+    assert fusion.token_latency(one, "genrm", 1) == (pytest.approx(0.02), pytest.approx(0.002))
+    others = [*measured(partial, (20.0, 0.4))] * 5
+    assert fusion.token_latency(one + others, "genrm", 1) == fusion.token_latency(one, "genrm", 1)
+    assert fusion.token_latency(others, "genrm", 1).fixed == pytest.approx(0.2)
+
+
+def test_the_best_tail():
+    """A tail pays where few answers are long and judging takes long; what gains nothing doesn't move."""
+    splits = [Split("fused", 4, 4, tail) for tail in (0.0, 0.1, 0.9)]
+    answers = RequestStats(4000, 200, request_s=160.0, in_flight=80.0, requests=128)
+    critiques = RequestStats(16384, 32, request_s=655.36, in_flight=80.0, requests=512)
+    lengths = histogram([20] * 120 + [200] * 8)
+    step = StepStats(splits[0], answers, critiques, 1, 1.0, 0.1, lengths)
+    assert fusion.best_tail([step], [step], splits, 128, dict(rollout=1, genrm=1)) == splits[1]
+    alike = replace(step, split=splits[2], lengths=histogram([20] * 128))
+    assert fusion.best_tail([alike], [alike], splits, 128, dict(rollout=1, genrm=1)) == splits[2]
 
 
 def tail_marks(controllers):

@@ -103,14 +103,14 @@ def test_metrics_of_serving_by_hand():
     rollout = RequestStats(tokens=90, request_s=9.0, prompt_tokens=50, cached_tokens=20, wakes=1)
     genrm = RequestStats(tokens=100, longest=40, request_s=3.0, wakes=2)
     config = Config(rollout_tp=2, max_running_requests=2)
-    seconds = dict(serve_s=2.0, swap_s=0.25, hand_over_s=0.5)
+    seconds = dict(serve_s=2.0, swap_s=0.25)
     stats = StepStats(Split("partial", 6, 1), rollout, genrm, 1, **seconds)
     expected = numbers("""
         time/swap_s=0.25 split/swaps=3 split/rollout_ranks=6 split/tail=0 genrm/tokens=100
         genrm/response_len_max=40 rollout/cache_hit_frac=2/5
         genrm/cache_hit_frac=0 occupancy/rollout=9/12 occupancy/genrm=3/4""")
     assert serving_metrics(stats, config) == expected
-    alone = StepStats(Split("partial", 6, 0), rollout, RequestStats(), 1, 0.0, 0.0, 0.0)
+    alone = StepStats(Split("partial", 6, 0), rollout, RequestStats(), 1, 0.0, 0.0)
     assert serving_metrics(alone, config)["occupancy/genrm"] == 0  # there is no engine
 
 
@@ -272,7 +272,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
     loop, lines = VirtualClock(), []
     c = controller_of(tl.Timeline(0, loop.time, tmp_path / "spans"))
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
-    history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25, 0.5)]
+    history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25)]
     c.state = State(groups_per_kept=1.25, history=history)
     c.checkpoints = SimpleNamespace(saving=None)
 

@@ -21,7 +21,7 @@ def test_the_simulation_says_what_was_measured():
     assert apart > 20 and right >= 0.8 * apart
 
 
-BEST = [("tail-judged", "fused 0.2"), ("judge-heavy", "full"), ("resample", "2|2")]
+BEST = [("tail-judged", "fused 0.2"), ("judge-heavy", "full"), ("resample", "fused 0.1")]
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
     """Its split stays, says the rule, of a run that has left it meanwhile."""
 
     def moves_once(history, splits, *_):
-        return Decision(splits[1] if len(history) == 1 else history[-1].split, "", 0.0)
+        return Decision(splits[1] if len(history) == 1 else history[-1].split, "")
 
     monkeypatch.setattr(controller, "choose_split", moves_once)
     controllers, _ = simulate("auto", 5, placement="engines=0-3 actor=4", steps=5, ahead=1)
