@@ -11,16 +11,7 @@ import pytest
 
 import config as settings
 import placement
-from config import (
-    COMMANDS,
-    DEMO_MODELS,
-    PRESETS,
-    Config,
-    parse_config,
-    parse_settings,
-    setting,
-    settings_of,
-)
+from config import COMMANDS, DEMO_MODELS, PRESETS, Config, parse_config, settings_of
 from cpu import compiler
 from run import check_settings, describe
 from scheduling.measured import Split
@@ -220,21 +211,15 @@ def test_a_command_elsewhere_has_settings_of_its_own():
 
     @dataclasses.dataclass(frozen=True)
     class Own(Config):
-        beta: float = setting(0.5, "strength of mine", "mine", low=0.1)
-        names: tuple[str, ...] = setting((), "words", "mine")
+        beta: float = settings.setting(0.5, "strength of mine", "mine", low=0.1)
+        names: tuple[str, ...] = settings.setting((), "words", "mine")
 
-    def parse(*arguments):
-        defaults = {"command": "own", "lr": 2.0}
-        return parse_settings(Own, [*arguments], "own.py: ...", ("run", "data", "mine"), defaults)
-
-    config = parse("--model", "m", "--names", "a", "b")
+    how = ("own.py: ...", ("run", "data", "mine"), {"command": "own", "lr": 2.0})
+    config = settings.parse_settings(Own, ["--model", "m", "--names", "a", "b"], *how)
     assert (config.beta, config.names, config.lr, config.out) == (0.5, ("a", "b"), 2.0, "runs/own")
-    for given, message in (
-        (("--beta", "0"), "--beta 0.0: at least 0.1 is needed"),
-        (("--mode", "full"), "unrecognized arguments: --mode full"),
-    ):
+    for given, message in (("--beta 0", "--beta 0.0: at least 0.1"), ("--mode full", "unrecog")):
         with pytest.raises(settings.UserError, match=f"^{message}"):
-            parse("--model", "m", *given)
+            settings.parse_settings(Own, f"--model m {given}".split(), *how)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

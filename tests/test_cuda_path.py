@@ -395,10 +395,8 @@ def test_a_host_has_what_sleeps(models, mode, rollout, judges):
     parts = memory.host_parts(config, *placed)
     assert parts.pop("checkpoints") == (2 * 8 + 12) * parameters
     assert parts.pop("libraries") == 0.2e9 + 8 * 0.9e9 + 2 * judges * 4e9
-    assert parts == {
-        "weights": 2 * parameters * (8 + rollout + judges),
-        "optimizer": 12 * parameters,
-    }
+    weights = 2 * parameters * (8 + rollout + judges)
+    assert parts == {"weights": weights, "optimizer": 12 * parameters}
 
 
 def test_the_push_needs_no_gradients_but_a_bucket(models):

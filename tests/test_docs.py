@@ -32,14 +32,8 @@ FINETUNE = "examples/finetune.py"
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 # of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
-OF_OTHERS |= {
-    "--rdzv-endpoint",
-    "--rdzv-conf",
-    "--help",
-    "--nodes",
-    "--shm-size",
-    "--signals-to-handle",
-}
+OF_OTHERS |= {"--rdzv-endpoint", "--rdzv-conf", "--help", "--nodes", "--shm-size"}
+OF_OTHERS |= {"--signals-to-handle"}
 PATHS = ("DIR", "DIR2", "FILE", "FILE.py", "prompts.jsonl")  # that stand for the reader's own
 
 
