@@ -399,6 +399,12 @@ def test_a_host_has_what_sleeps(models, mode, rollout, judges):
     assert parts == {"weights": weights, "optimizer": 12 * parameters}
 
 
+def test_an_evaluation_needs_its_engine_alone(models):
+    config = parse_config(["eval", "--model", str(models["7B"]), "--device", "cuda"])
+    [(peak, needed)] = peaks_of(config, make_plans(config, 1), H200).items()
+    assert peak.startswith("serving rollout") and needed == pytest.approx(0.7 * H200 + 2 * RESIDENT)
+
+
 def test_the_push_needs_no_gradients_but_a_bucket(models):
     """Of a 7B on 8, by hand: 2 bytes a parameter, 12 / 8 of the optimizer, the engine's 2, a bucket."""
     config = settings(models["7B"], "--mode", "full")

@@ -320,6 +320,32 @@ def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
     assert message in said and f"{path}:2: " in said and "\n" not in said
 
 
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("command,lr", [("sft", 1e-5), ("rm", 1e-5), ("dpo", 1e-6)])
+def test_a_command_has_its_own_rates_and_few_settings(command, lr, tmp_path):
+    own = finetune.parse_command([command, "--model", "m"])
+    assert (own.lr, own.lr_decay_to, own.out) == (lr, 0.1, f"runs/{command}")
+    assert finetune.parse_command([command]).lr == 5e-4
+    for refused in ("--judge j", "--mode full", "--eval-data d", "--max-new-tokens 2"):
+        with pytest.raises(UserError, match=f"unrecognized arguments: {refused}"):
+            finetune.parse_command([command, *refused.split()])
+    with pytest.raises(UserError, match="tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks"):
+        finetune.plan_of(finetune.parse_command([command, "--tp", "2"]), 3)
+    missing = finetune.parse_command([command, "--model", "nowhere", "--out", f"{tmp_path}/out"])
+    with pytest.raises(UserError, match=r"^--model nowhere"):
+        asyncio.run(finetune.prepare(missing, 0, print))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_start_refuses(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for arguments, message in (([], "the first word is sft, rm or dpo"), (["dpo"], "start with: ")):
+        with pytest.raises(UserError, match=message):
+            finetune.start(arguments, None)
+
+
 # ---------------------------------------------------------------- a whole run
 
 
