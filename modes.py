@@ -165,12 +165,12 @@ def make_splits(config: Config, placement: Placement) -> list[Split]:
         known = ", ".join((*MODES, "auto"))
         raise UserError(f"--mode {config.mode} is unknown; choose one of {known}")
     ranks = len(placement.engines)
-    judges = len(config.judge_models)
+    judges = 0 if config.train_only else len(config.judge_models)
     splits = []
     for name, mode in MODES.items():
         if name in modes:
             splits += mode.splits(placement, config)
-    if not judges or config.train_only:
+    if not judges:
         splits = [Split("partial", ranks, 0)]  # rollout shares its ranks with nobody
     splits = [split for split in splits if placement.serves_all(split, judges)]
     if not splits:

@@ -1,7 +1,7 @@
 """Rebalance: which split serves the next step, from what the last steps measured. Pure.
 
-Without --rebalance or --mode auto there is one split, and nothing to choose. Else a split serves for COOL_DOWN
-steps. Then the first that fits:
+Without --rebalance or --mode auto there is one split, and nothing to choose. Else a split serves for
+COOL_DOWN steps. Then the first that fits:
 
 1. It is the fastest of its mode so far, and a better one may be next to it: what wasn't measured is tried.
    Side by side (partial), one engine goes to the busier role, as WeChat-YATT's utilisation asks. In fused

@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import controller
+import modes
 import placement
-import rollout
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler, Wave
 
 
@@ -93,9 +93,9 @@ def sharing() -> Iterator[None]:
         (controller, "choose_split"): Once(controller.choose_split),
         (controller, "deal"): Once(controller.deal, 1),
         (placement, "ranks_of_tail"): Once(placement.ranks_of_tail),
-        (rollout, "token_latency"): Once(rollout.token_latency),
-        (rollout, "DynamicSampler"): partial(SharedSampler, page=page),
-        (rollout, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
+        (modes, "token_latency"): Once(modes.token_latency),
+        (modes, "DynamicSampler"): partial(SharedSampler, page=page),
+        (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }
     with ExitStack() as stack:
         for (module, name), function in shared.items():

@@ -102,7 +102,7 @@ def check_run(words: list[str]) -> None:
     ranks = int(given.get("--nnodes", 1)) * int(given.get("--nproc-per-node", 1))
     if FINETUNE in words:
         arguments = words[words.index(FINETUNE) + 1 :]
-        finetune.plan_of(finetune.parse_command(arguments), ranks)
+        finetune.placement_of(finetune.parse_command(arguments), ranks)
         return
     arguments = words[words.index("run.py") + 1 :]
     config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)

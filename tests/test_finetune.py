@@ -332,7 +332,7 @@ def test_a_command_has_its_own_rates_and_few_settings(command, lr, tmp_path):
         with pytest.raises(UserError, match=f"unrecognized arguments: {refused}"):
             finetune.parse_command([command, *refused.split()])
     with pytest.raises(UserError, match="tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks"):
-        finetune.plan_of(finetune.parse_command([command, "--tp", "2"]), 3)
+        finetune.placement_of(finetune.parse_command([command, "--tp", "2"]), 3)
     missing = finetune.parse_command([command, "--model", "nowhere", "--out", f"{tmp_path}/out"])
     with pytest.raises(UserError, match=r"^--model nowhere"):
         asyncio.run(finetune.prepare(missing, 0, print))
