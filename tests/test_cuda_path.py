@@ -401,7 +401,7 @@ def test_a_host_has_what_sleeps(models, mode, rollout, judges):
 
 def test_an_evaluation_needs_its_engine_alone(models):
     config = parse_config(["eval", "--model", str(models["7B"]), "--device", "cuda"])
-    [(peak, needed)] = peaks_of(config, make_plans(config, 1), H200).items()
+    [(peak, needed)] = peaks_of(config, *place(config, 1), H200).items()
     assert peak.startswith("serving rollout") and needed == pytest.approx(0.7 * H200 + 2 * RESIDENT)
 
 

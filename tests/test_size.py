@@ -11,7 +11,7 @@ from config import COMMANDS, Config, settings_of
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
-ROOMS += ("images",)
+ROOMS += ("images", "inputs")
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 FINETUNE = ROOT / "examples" / "finetune.py"
