@@ -51,9 +51,7 @@ class Actor(Trainer):
 
     title = "actor"
 
-    def __init__(
-        self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
-    ):
+    def __init__(self, config: Config, model_dir: str, groups: Groups | None = None, learns=True):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         self.lag = config.ahead  # updates that the weights which wrote a token may be behind
@@ -64,11 +62,14 @@ class Actor(Trainer):
         self._check_samples(flat(mini_batches))
         lr = self._learning_rate()
         proximal = self._proximal_logprobs(mini_batches)
+        entropy_learns = self.algorithm.entropy_coef > 0
+        options = {"temperature": self.config.temperature, "entropy_learns": entropy_learns}
+        read = partial(lm_head.read_targets, self.gpt, **options)
         steps = []
         for number, micro_batches in enumerate(mini_batches):
             samples = flat([micro_batches])
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
-            loss = PolicyLoss(self.read_with_entropy, targets, self.algorithm, self.groups.cp)
+            loss = PolicyLoss(read, targets, self.algorithm, self.groups.cp)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
                 self._add_texts(work, number, targets)
@@ -78,7 +79,6 @@ class Actor(Trainer):
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """The metrics of an update, from the statistics of its optimizer steps."""
         return update_metrics(steps, self._learning_rate())
 
     def _learning_rate(self) -> float:
@@ -111,9 +111,8 @@ class Actor(Trainer):
         dtype = self.config.dtype
         most = MAX_LOGPROB_DIFF[dtype]
         if not mean <= most:  # "mean > most" would let NaN pass
-            apart = f"the trainer's log-probabilities differ from the engine's by {mean:.2e}"
-            limit = f"more than the {most:.2e} that --dtype {dtype} may make"
-            raise UserError(f"{apart} in the mean, {limit}")
+            apart = f"by {mean:.2e} in the mean, more than the {most:.2e} that --dtype {dtype} may"
+            raise UserError(f"the trainer's log-probabilities differ from the engine's {apart}")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
@@ -157,12 +156,6 @@ class Actor(Trainer):
     def own_logprobs(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """The same at temperature 1, the model's own."""
         return lm_head.read_targets(self.gpt, batch, hidden, 1.0)[0]
-
-    def read_with_entropy(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities, and entropies, which have a gradient if they are in the loss: [targets]."""
-        entropy_learns = self.algorithm.entropy_coef > 0
-        temperature = self.config.temperature
-        return lm_head.read_targets(self.gpt, batch, hidden, temperature, entropy_learns)
 
     def cross_entropy_loss(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         """The mean of -log p(token) over targets, as TRL's SFTTrainer with completion_only_loss."""
@@ -228,7 +221,7 @@ def pack_targets(
 class PolicyLoss:
     """The loss of a mini-batch: the algorithm's, importance weights, KL and entropy."""
 
-    read: Callable  # see Actor.read_with_entropy
+    read: Callable  # log-probabilities and entropies of a micro-batch's targets
     targets: PackedTargets
     algorithm: Algorithm
     cp: ProcessGroup  # the context-parallel group

@@ -56,9 +56,7 @@ class ValueHead(torch.nn.Linear):
 class Critic(Trainer):
     """One rank's part of a value model. `name`: reward or cost. `version` counts its updates."""
 
-    def __init__(
-        self, config: Config, model_dir: str, name: str = "reward", groups: Groups | None = None
-    ):
+    def __init__(self, config: Config, model_dir: str, name="reward", groups: Groups | None = None):
         """Load a directory, as a Trainer. From a policy's the head begins at zero."""
         self.name = name
         self.title = f"{name} critic"
@@ -90,15 +88,15 @@ class Critic(Trainer):
         steps = []
         for micro_batches in mini_batches * self.algorithm.critic_epochs:
             samples = flat([micro_batches])
-            returns = self._column([sample.returns[self.name] for sample in samples])
-            old_values = self._column([sample.values[self.name] for sample in samples])
-            loss = ValueLoss(self.read_targets, returns, old_values, self.algorithm.value_clip)
+            returns = list(chain(*(sample.returns[self.name] for sample in samples)))
+            values = list(chain(*(sample.values[self.name] for sample in samples)))
+            columns = torch.tensor([returns, values], dtype=torch.float32, device=self.device)
+            loss = ValueLoss(self.read_targets, *columns, self.algorithm.value_clip)
             work = self.work(as_sequences(micro_batches), loss)
             steps.append(OptimizerStep(work, STATS, lr))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """The metrics of an update, from the statistics of its optimizer steps."""
         metrics = value_metrics(steps, self._learning_rate())
         return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
 
@@ -106,9 +104,6 @@ class Critic(Trainer):
         """Grow to `critic_lr` over `lr_warmup_steps`, and stay."""
         warmed_up = min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
         return self.algorithm.critic_lr * warmed_up
-
-    def _column(self, rows: list[list[float]]) -> Tensor:
-        return torch.tensor(list(chain(*rows)), dtype=torch.float32, device=self.device)
 
     def read_targets(self, batch: MicroBatch, values: Tensor) -> Tensor:
         """The value of the state before each target, in float32. values: [1, T, 1] -> [targets]."""

@@ -180,10 +180,7 @@ class PromptFile(Sequence[Prompt]):
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
         rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
-        self._rows: list[PromptRow] = []
-        for row in rows:
-            if self._most_tokens(row) <= self.max_tokens:
-                self._rows.append(row)
+        self._rows = [row for row in rows if self._most_tokens(row) <= self.max_tokens]
         if not self._rows:
             raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
         if longer := len(rows) - len(self._rows):
@@ -225,9 +222,8 @@ class PromptFile(Sequence[Prompt]):
         return key and self.read_key(key)
 
     def _images(self, row: PromptRow) -> tuple[Image, ...]:
-        if self.reader is None:
-            return ()
-        return self.reader.read_row(row.images, self.path.parent, row.where)
+        reader = self.reader
+        return reader.read_row(row.images, self.path.parent, row.where) if reader else ()
 
     def _tokens(self, row: PromptRow) -> list[int]:
         images = self._images(row)
@@ -291,9 +287,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ends = special | named_ends(tokenizer.name_or_path)
-    behind = tokenizer(text.rpartition(turns[1]["content"])[2], add_special_tokens=False)[
-        "input_ids"
-    ]
+    behind = tokenizer(text.rpartition("yes")[2], add_special_tokens=False)["input_ids"]
     return next((token for token in behind if token in ends), None)
 
 
@@ -311,8 +305,8 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
         check_end(tokenizer, prompt, where, "prompt")
     elif end is None and tokenizer.chat_template is not None:
         render(tokenizer, prompt, where)  # UserError, if that is why
-        problem = "its chat template ends an answer with no special token, so none could end"
-        raise UserError(f"{where}: chat turns need another {tokenizer.name_or_path}: {problem}")
+        problem = "ends an answer with no special token, so none could end"
+        raise UserError(f"{where}: the chat template in {tokenizer.name_or_path} {problem}")
 
 
 def encode_prompt(
@@ -351,8 +345,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a pro
     text = render(tokenizer, prompt + response, where, is_complete=True, is_learned=True)
     both = tokenizer(text, add_special_tokens=False)["input_ids"]
     if both[: len(start)] != start or both == start:
-        problem = "the chat template doesn't render the conversation as its prompt and an answer behind it"
-        raise UserError(f"{where}: {problem}")
+        raise UserError(f"{where}: the chat template doesn't put the answer behind its prompt")
     return start, both[len(start) :]
 
 
@@ -383,9 +376,7 @@ def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> st
 def named_ends(model_dir: str) -> set[int]:
     """The end-of-sequence tokens of a directory's generation_config.json, if it has one."""
     path = Path(model_dir, "generation_config.json")
-    if not path.is_file():
-        return set()
-    named = json.loads(path.read_text()).get("eos_token_id")
+    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     ends = named if isinstance(named, list) else [named]
     if not all(isinstance(end, int | None) for end in ends):
         raise UserError(f"{path}: eos_token_id is a number, or several, not {named!r:.60}")

@@ -56,9 +56,9 @@ class JudgeFormat:
         # NaN is refused, too
         if not (isinstance(verdict, Real | numpy.bool_) and 0 <= verdict <= 1):
             name = next(name for name, row in FORMATS.items() if row is self)
-            shown = " ".join(repr(verdict).split())[:60]
+            returned = f"parse returned {' '.join(repr(verdict).split())[:60]}"
             needed = "a bool, a number from 0 to 1, or None is needed"
-            raise UserError(f"--judge-format {name}: parse returned {shown}: {needed}")
+            raise UserError(f"--judge-format {name}: {returned}: {needed}")
         is_sure = min(reply.logprobs, default=0.0) > self.min_logprob
         return float(verdict) if is_sure or verdict <= 0.5 else 0.0
 
@@ -130,8 +130,9 @@ def number_answer(text: str) -> str | None:
     if len(exponent) > 5:  # no page of zeros
         return None
     number = format(Decimal(re.sub(r"[^\d.]", "", digits) + exponent), "f")
-    whole, _, decimals = number.partition(".")
-    number = f"{whole}.{decimals}".rstrip("0").rstrip(".") + divisor
+    if "." in number:
+        number = number.rstrip("0").rstrip(".")
+    number += divisor
     return f"-{number}" if minus and number != "0" else number
 
 
@@ -190,9 +191,8 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     unknown = [name for name in names if name not in FORMATS]
     if not unknown and len(names) in (1, count):
         return tuple(FORMATS[name] for name in names * (count // len(names)))
-    wrong = f"one is needed, or one for each of {count} judges"
-    if unknown:
-        wrong = f"{unknown[0]} is unknown"
+    each = f"one is needed, or one for each of {count} judges"
+    wrong = f"{unknown[0]} is unknown" if unknown else each
     raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
 
 
@@ -230,7 +230,7 @@ class Judge:
         stop = data.stop_tokens(model_dir, tokenizer, reader)
         self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
         self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
-        self.failed = 0  # questions and answers without a verdict, since the run's start
+        self.failed = 0  # answers without a verdict, since the run's start
         self.parsed = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
         # raises UserError for what its chat template can't say of the format
@@ -246,20 +246,24 @@ class Judge:
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
         tokens, images = self._tokens(prompt, answer, images, is_cut)
-        if len(tokens) > self.max_prompt_tokens:
+        if len(tokens) > (most := self.max_prompt_tokens):
             self.failed += 1
-            limit = f"of at most {self.max_prompt_tokens}"
-            return Judgement(f"not asked: {len(tokens)} tokens, {limit}", None)
+            return Judgement(f"not asked: {len(tokens)} tokens, of at most {most}", None)
         pair = (data.transcript(prompt), answer)
         judgements: list[Judgement] = []
         missing = list(range(self.judgements))
         attempts = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES  # greedy repeats
         for attempt in range(attempts):
             seeds = [seed_of(self.seed, *pair, self.number, which, attempt) for which in missing]
+            limit = self.sampling.max_new_tokens
+            # they share the prompt's KV cache
+            requests = [Request(tokens, self.sampling, limit, seed, images) for seed in seeds]
             try:
-                replies = await self._replies(tokens, seeds, pool, images)
+                replies = [reply async for reply in pool.generate(requests, self.number)]
             except UserError as error:
                 raise UserError(f"the judge {self.name} on {pair[0][:60]!r}: {error}") from None
+            self.latencies += [reply.end - reply.sent for reply in replies]
+            replies.sort(key=lambda reply: reply.index)
             found = [self._read(reply) for reply in replies]
             judgements += found
             asked = zip(missing, found, strict=True)
@@ -286,16 +290,6 @@ class Judge:
         answer = answer.replace(IMAGE, "< image>")  # no place that it made up
         shown = self.format.prompt(question, answer)
         return data.encode_prompt(self.tokenizer, self.reader, shown, images), images
-
-    async def _replies(
-        self, prompt: list[int], seeds: list[int], pool: Pool, images: tuple[Image, ...]
-    ) -> list[Answer]:
-        """Ask for a critique with each seed; they share the prompt's KV cache. Returns them in order."""
-        limit = self.sampling.max_new_tokens
-        requests = [Request(prompt, self.sampling, limit, seed, images) for seed in seeds]
-        replies = [reply async for reply in pool.generate(requests, self.number)]
-        self.latencies += [reply.end - reply.sent for reply in replies]
-        return sorted(replies, key=lambda reply: reply.index)
 
     def _read(self, reply: Answer) -> Judgement:
         if self.format.scores:

@@ -245,9 +245,7 @@ class Rewards:
             judge.parsed = sum(parsed[number] for _, parsed in counts)
 
 
-def build(
-    config: Config, tokenizers: list[data.Tokenizer], decode: Decode, readers: Sequence = ()
-) -> Rewards:
+def build(config: Config, tokenizers: list[data.Tokenizer], decode: Decode, readers=()) -> Rewards:
     """Make what the settings name. tokenizers, readers (ImageReader or None): of the judges. UserError."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *model) for number, model in enumerate(models)]

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from inputs.hf_directory import read_model_config
+from inputs.hf_directory import FAMILIES, read_model_config
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
@@ -29,7 +29,8 @@ def program_for(model_dir: str | Path, dtype: str) -> str:
 def library_for(model_dir: str | Path, dtype: str) -> Path | None:
     """Return the library that serves a model. None: plain torch does. UserError: it has no config.json."""
     hf = read_model_config(model_dir)
-    if hf.get("model_type") not in ("qwen2", "qwen3", "llama") or dtype != "float32":
+    family = FAMILIES.get(str(hf.get("model_type")))
+    if dtype != "float32" or not (family and family.has_decoder):
         return None
     heads = hf["num_attention_heads"]
     dim = hf.get("head_dim") or hf["hidden_size"] // heads

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,8 +74,8 @@ def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         with_tools(prompt, row, where)
         if tokenizer.eos_token_id is None:
-            where = f"{where}: the tokenizer in {tokenizer.name_or_path}"
-            raise UserError(f"{where} has no end-of-sequence token")
+            name = tokenizer.name_or_path
+            raise UserError(f"{where}: the tokenizer in {name} has no end-of-sequence token")
         data.check_prompt(tokenizer, prompt, where)
         data.check_end(tokenizer, answer.rstrip(), where, "answer")
         return prompt, answer
@@ -113,10 +113,9 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
     answers = [row[n] for n in ("messages", "response", "completion") if row.get(n) is not None]
     if len(answers) != 1:
-        needed = "`messages`, or `prompt` and one of `response` and `completion`"
-        raise UserError(f"{where}: needs {needed}")
-    asked, answer = read_answer(row, answers[0], tokenizer, where)
-    prompt, response = data.encode_pair(tokenizer, asked, answer, where)
+        raise UserError(f"{where}: needs `messages`, or `prompt` and `response` or `completion`")
+    pair = read_answer(row, answers[0], tokenizer, where)
+    prompt, response = data.encode_pair(tokenizer, *pair, where)
     return [Sample(0, 0, prompt, response=response)]
 
 
@@ -124,8 +123,7 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callab
     """Read {"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
-    answers = (row["chosen"], row["rejected"])
-    pairs = [read_answer(row, each, tokenizer, where) for each in answers]
+    pairs = [read_answer(row, row[name], tokenizer, where) for name in ("chosen", "rejected")]
     if pairs[0][0] != pairs[1][0]:
         raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
     encoded = [encode(tokenizer, *pair) for pair in pairs]
@@ -153,13 +151,13 @@ def read_examples(
     rows = []
     budget = config.max_tokens_per_micro_batch
     for line, row in read_rows(path):
+        where = f"{path}:{line}"
         if row.get("images"):
-            limit = f"{config.command} learns from texts"
-            raise UserError(f"{path}:{line}: it has images, and {limit}")
-        rows.append(parse(row, tokenizer, f"{path}:{line}"))
+            raise UserError(f"{where}: it has images, and {config.command} learns from texts")
+        rows.append(parse(row, tokenizer, where))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
-            raise UserError(f"{path}:{line}: {tokens} tokens don't fit into {flag}")
+            raise UserError(f"{where}: {tokens} tokens don't fit into {flag}")
     return rows
 
 
@@ -205,8 +203,7 @@ class PairLoss:
         return loss_sums(losses.sum(), here.sum(), stats)
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A command: how a row is parsed, which model learns, and how fast by default."""
 
     parse: Callable[[dict, data.Tokenizer, str], Example]
@@ -263,17 +260,17 @@ class Learner:
         (plan,) = plans[trainer.dp_rank]
         micro_batches = []
         for keys in plan:
-            chosen = [examples[number] for number, _ in keys]
-            micro_batches.append(list(chain.from_iterable(chosen)))
+            micro_batches.append([sample for number, _ in keys for sample in examples[number]])
         samples = flat([micro_batches])
         if self.reference and any(sample.reference_logprobs is None for sample in samples):
             self.reference.wake()
             self.reference.compute_ref_logprobs([micro_batches])
             self.reference.sleep()
-        if not self.task.stats:
-            return as_sequences(micro_batches), trainer.cross_entropy_loss
-        scale = self.config.dpo_beta if self.task.has_reference else 1.0
-        loss = PairLoss(trainer, scale, samples)
+        if self.task.stats:
+            scale = self.config.dpo_beta if self.task.has_reference else 1.0
+            loss = PairLoss(trainer, scale, samples)
+        else:
+            loss = trainer.cross_entropy_loss
         return as_sequences(micro_batches), loss
 
 
@@ -320,11 +317,11 @@ def train(
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
     order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
     held_out = [examples[number] for number in sorted(order.held_out)]
-    sizes = f"{len(held_out)} more are held out; {config.steps} steps of {config.batch_size}"
-    source = f"{order.count} examples of {path}"
     config = with_micro_batch(config)
     memory.check_fits(config, placement, [])
-    progress.line(f"nanoYATT {name}: {config.model} learns from {source}, {sizes}")
+    source = f"{order.count} examples of {path}, {len(held_out)} more are held out"
+    steps = f"{config.steps} steps of {config.batch_size}"
+    progress.line(f"nanoYATT {name}: {config.model} learns from {source}; {steps}")
     learner = Learner(config)
     writer = MetricsWriter(out) if rank == 0 else None
     learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)
@@ -336,7 +333,8 @@ def train(
             progress.doing(f"{name}: held-out examples")
             metrics = learner.measure(held_out)
             row |= {f"{name}/held_out_{metric}": value for metric, value in metrics.items()}
-            progress.line(f"after {step:3d} steps: {format_metrics(metrics)} on held-out examples")
+            shown = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
+            progress.line(f"after {step:3d} steps: {shown} on held-out examples")
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
             numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
@@ -344,8 +342,9 @@ def train(
             skips = skips + 1 if metrics["skipped"] else 0
             row |= {f"{name}/{metric}": value for metric, value in metrics.items()}
             row["time/step_s"] = time.perf_counter() - began
-            shown = {metric: metrics[metric] for metric in ("loss", *learner.task.stats)}
-            progress.line(f"step {step + 1:3d}/{config.steps}  {format_metrics(shown)}")
+            names = ("loss", *learner.task.stats)
+            shown = "  ".join(f"{metric} {metrics[metric]:.4f}" for metric in names)
+            progress.line(f"step {step + 1:3d}/{config.steps}  {shown}")
             progress.done()
         if writer:
             writer.write(step, row)
@@ -369,15 +368,11 @@ def set_padding(folder: Path, tokenizer: data.Tokenizer, examples: list[Example]
     Path(folder, "special_tokens_map.json").unlink(missing_ok=True)  # it would have the last word
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
-    named = {"pad_token_id": tokenizer.pad_token_id}
-    path.write_text(json.dumps(json.loads(path.read_text()) | named, indent=2))
+    hf = json.loads(path.read_text()) | {"pad_token_id": tokenizer.pad_token_id}
+    path.write_text(json.dumps(hf, indent=2))
     if tokenizer.pad_token_id is None:
         return f"{folder} has no token to pad with: transformers reads it right a text at a time"
     return f"{folder} pads with {tokenizer.pad_token}, which ends no example"
-
-
-def format_metrics(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def parse_command(arguments: list[str]) -> FinetuneConfig:
@@ -401,8 +396,8 @@ def start(arguments: list[str], stop: Stop) -> str:
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     placement = placement_of(config, ranks or 2)
     if not ranks:
-        command = f"torchrun --nproc-per-node 2 examples/finetune.py {config.command} ..."
-        raise UserError(f"start with: {command}")
+        command = f"examples/finetune.py {config.command} ..."
+        raise UserError(f"start with: torchrun --nproc-per-node 2 {command}")
     choose_device(config)
     return shutdown.run(learn(config, placement), stop)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from config import UserError
 from images.tokens import Image
-from inputs.hf_directory import read_model_config
+from inputs.hf_directory import VISION_FAMILIES, read_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would 
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-VISION_FAMILIES = ("qwen3_vl", "qwen2_5_vl")  # model_type of what sees, in config.json
 
 
 class ImageReader:

@@ -5,10 +5,36 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import UserError
 
+
+class Family(NamedTuple):
+    """The marks of an architecture."""
+
+    architecture: str  # transformers' class of a model that writes
+    layers: dict[str, bool]  # settings of Megatron's
+    text: str = "model."  # the names of the text model's tensors begin so
+    tower: str = ""  # and those of the image tower, if there is one
+    has_decoder: bool = False  # cpu/decoder.cpp can serve it
+
+
+FAMILIES = {  # by config.json's model_type
+    "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}, has_decoder=True),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_layernorm": True}, has_decoder=True),
+    "llama": Family("LlamaForCausalLM", {}, has_decoder=True),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLForConditionalGeneration", {"add_qkv_bias": True}, tower="visual."
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLForConditionalGeneration",
+        {"qk_layernorm": True},
+        text="model.language_model.",
+        tower="model.visual.",
+    ),
+}
+VISION_FAMILIES = [name for name, family in FAMILIES.items() if family.tower]
 # names files with classes, or one that transformers reads in config.json's place
 CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
 FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors; all others need a scale
@@ -72,9 +98,7 @@ def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[s
             raise UserError(f"{where}: {INDEX} has no weight_map")
         named = {*map(str, weight_map.values())}
     elif strays := found - named:
-        raise UserError(
-            f"{where}: without {INDEX} nobody knows whether {min(strays)} belongs to it"
-        )
+        raise UserError(f"{where}: without {INDEX} nobody knows if {min(strays)} belongs to it")
     if missing := named - found:
         raise UserError(f"{where}: no {min(missing)} in it")
     files = {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -23,9 +22,7 @@ class Elsewhere:
     dp_rank = -1
     received_bytes = 0
 
-    def __init__(
-        self, config: Config, model_dir: str, shape: Shape, name: str = "actor", learns: bool = True
-    ):
+    def __init__(self, config: Config, model_dir: str, shape: Shape, name="actor", learns=True):
         """Read a directory, while the model's ranks build it (collective: every rank of the run)."""
         self.config = config
         self.shape = shape
@@ -56,10 +53,5 @@ class Elsewhere:
     def whole_weights(self) -> dict:
         return {}
 
-    def snapshot(self, folder: Path) -> tuple[Callable, Callable]:
-        """Plan to save nothing but the version. Not collective."""
-        return sharded_checkpoint.plan_save(self, folder)
-
-    def restore(self, folder: Path) -> None:
-        """Load the version. Not collective."""
-        sharded_checkpoint.load(self, folder)
+    snapshot = sharded_checkpoint.plan_save
+    restore = sharded_checkpoint.load

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -11,7 +10,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from inputs.hf_directory import tensor_files
+from inputs.hf_directory import Family, tensor_files
 
 TOP_NAMES = {
     "embedding.word_embeddings.weight": "embed_tokens.weight",
@@ -37,15 +36,6 @@ class HFWeights:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.own[name] if name in self.own else self.file_of[name].get_tensor(name)
-
-
-class Family(NamedTuple):
-    """The marks of an architecture."""
-
-    architecture: str  # transformers' class of a model that writes
-    layers: dict[str, bool]  # settings of Megatron's
-    text: str = "model."  # the names of the text model's tensors begin so
-    tower: str = ""  # and those of the image tower, if there is one
 
 
 def hf_names(name: str, family: Family) -> list[str]:
@@ -128,7 +118,6 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
         names = hf_names(own, model.family)
         full = fuse(name, [weights[hf_name] for hf_name in names], model.config)
         shard = tp_shard(name, param, full, model.pg_collection.tp)
-        assert shard.shape == param.shape, (
-            f"{names[0]}: see check_directory"
-        )  # copy_ would spread it
+        # copy_ would spread it
+        assert shard.shape == param.shape, f"{names[0]}: see check_directory"
         param.copy_(shard)

@@ -1,5 +1,6 @@
 """The memory of models, about: bytes of their parts on a rank, what a device holds when, a pass that fits."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from math import prod
@@ -23,12 +24,11 @@ ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
 
 # of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
 RESIDENT = 2_500_000_000
-CONTEXT = (
-    500_000_000  # of an engine's further rank on its lead's device, where it reads what is pushed
-)
+# of an engine's further rank on its lead's device, where it reads what is pushed
+CONTEXT = 500_000_000
 
 Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
-Parts = dict[str, int]  # bytes
+Parts = dict[str, float]  # bytes
 
 
 class Model(NamedTuple):
@@ -66,9 +66,8 @@ def engines_of(config: Config, placement: Placement, splits: list[Split]) -> dic
     """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
     models = {}
     for role, paths in (("rollout", [config.model]), ("genrm", config.judge_models)):
-        leads = sorted({rank for split in splits for rank in placement.leads(role, split)}) or [
-            0
-        ]  # eval's
+        leads = {rank for split in splits for rank in placement.leads(role, split)}
+        leads = sorted(leads) or [0]  # eval's
         for number, path in enumerate(paths if config.asks_engines else ()):
             parts = engine_parts(path, config, vars(config)[f"{role}_tp"])
             models[f"{role} {path}"] = Model(tuple(leads[number :: len(paths)]), parts)
@@ -105,12 +104,10 @@ def trainer_parts(shapes: Shapes, config: Config, shape: Shape) -> Parts:
 
 def activations(shapes: Shapes, config: Config, tokens: int) -> int:
     """Bytes of the micro-batches of so many tokens that a pipeline's first rank keeps, less a tower's."""
-    inside = {name: shape[0] for name, shape in shapes.items() if ".layers." in name}
-    rows = {name: count for name, count in inside.items() if name.endswith("_proj.weight")}
-    layers = sum(name.endswith("k_proj.weight") for name in rows)
-    keys = next(n for name, n in rows.items() if "k_proj" in name)
-    feed_forward = next(n for name, n in rows.items() if "gate_proj" in name)
-    widths = (embedding(shapes)[1], keys, feed_forward)
+    keys = [shape[0] for name, shape in shapes.items() if name.endswith(".k_proj.weight")]
+    feed_forward = [n for name, (n, *_) in shapes.items() if re.search("layers.*gate_proj", name)]
+    layers = len(keys)
+    widths = (embedding(shapes)[1], keys[0], feed_forward[0])
     whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
     cuts = (whole, config.tp, config.tp)
     parts = zip(KEPT[config.device, config.dtype], widths, cuts, strict=True)
@@ -139,9 +136,7 @@ def with_micro_batch(config: Config) -> Config:
     return replace(config, max_tokens_per_micro_batch=tokens)
 
 
-def peaks_of(
-    config: Config, placement: Placement, splits: list[Split], device: float
-) -> dict[str, float]:
+def peaks_of(config: Config, placement: Placement, splits: list[Split], device: float) -> Parts:
     """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
     trainers = trainers_of(config, placement)
     engines = engines_of(config, placement, splits)

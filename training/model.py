@@ -6,7 +6,6 @@ Engine and Apex refuse RMSNorm under sequence parallelism, and attention on pack
 
 import time
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,29 +24,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import data
 from config import Config, UserError
 from images.reader import ImageReader
-from inputs.hf_directory import HEAD, check_tensors, read_model_config, readable, tensor_files
+from inputs.hf_directory import (
+    FAMILIES,
+    HEAD,
+    check_tensors,
+    read_model_config,
+    readable,
+    tensor_files,
+)
 from scheduling.layout import Placement, Shape
 from training import lm_head
-from training.hf_weights import Family, HFWeights
+from training.hf_weights import HFWeights
 from training.packing import MicroBatch
 from training.vision import Packing, VisionModel, deep_features
 
 OUTPUT = "lm_head.weight"
-NESTED = ("model.language_model.", "model.visual.")  # transformers' names of text and tower
-FAMILIES = {  # by config.json's model_type
-    "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_layernorm": True}),
-    "llama": Family("LlamaForCausalLM", {}),
-    "qwen2_5_vl": Family(
-        "Qwen2_5_VLForConditionalGeneration", {"add_qkv_bias": True}, tower="visual."
-    ),
-    "qwen3_vl": Family("Qwen3VLForConditionalGeneration", {"qk_layernorm": True}, *NESTED),
-}
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 # an engine of several ranks says that it sleeps when the first of them does: the others get so long
 RELEASE_S = 10.0
-GIB = 2**30
 # the only factors of llama3 that Megatron has
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
@@ -108,28 +103,21 @@ def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) ->
     return varlen_attn(query, key, value, *batch.starts, *longest, **options)
 
 
-class Run(NamedTuple):
-    """Pieces of equal lengths, side by side in a micro-batch."""
-
-    length: int  # queries of a piece
-    seen: int  # keys up to the last of them
-    count: int  # pieces
-
-
 def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
     """Attend with one call for each run of equal lengths: balance.py puts equal ones side by side."""
-    runs = [Run(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
-    sizes = [run.count * run.seen for run in runs]
-    queries = query.split([run.count * run.length for run in runs])
+    # queries and keys of a piece, and how many such pieces there are
+    runs = [(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
+    sizes = [count * keys for _, keys, count in runs]
+    split = (query.split([n * count for n, _, count in runs]), key.split(sizes), value.split(sizes))
     outputs = []
-    for run, *parts in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
-        q, k, v = (x.unflatten(0, (run.count, -1)).transpose(1, 2) for x in parts)
+    for (length, keys, count), *parts in zip(runs, *split, strict=True):
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
         options = {"scale": scale, "enable_gqa": q.size(1) != k.size(1)}
-        if run.length == run.seen:
+        if length == keys:
             options["is_causal"] = True
         else:  # is_causal would put the first query at the first key
-            ones = torch.ones(run.length, run.seen, dtype=torch.bool, device=q.device)
-            options["attn_mask"] = ones.tril(run.seen - run.length)
+            ones = torch.ones(length, keys, dtype=torch.bool, device=q.device)
+            options["attn_mask"] = ones.tril(keys - length)
         output = F.scaled_dot_product_attention(q, k, v, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
@@ -141,8 +129,8 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     where = f"{setting} {model_dir}"
     model_type = found.get("model_type")
     if str(model_type) not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise UserError(f"{where}: model_type {model_type!r} is not supported, only {supported}")
+        supported = f"is not supported, only {', '.join(FAMILIES)}"
+        raise UserError(f"{where}: model_type {model_type!r} {supported}")
     # SGLang looks for a class that it lacks in the directory's code; without a name it fails
     named = found.get("architectures")
     writes = FAMILIES[model_type].architecture
@@ -151,9 +139,8 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
         raise UserError(f"{where}: architectures {named} are not {writes} or {scores}")
     with readable(f"{where}: config.json"):
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-        whole._attn_implementation = (
-            "sdpa"  # a tower's, too; a file may name kernels that a hub has
-        )
+        # a tower's, too; a file may name kernels that a hub has
+        whole._attn_implementation = "sdpa"
         hf = whole.get_text_config().to_dict()
         rope = hf["rope_parameters"]
         kind = rope["rope_type"]
@@ -251,14 +238,13 @@ def forward_cost(hf: dict, tokens: int) -> int:
 
 def check_sizes(hf: dict, config: Config) -> None:
     """UserError if the tensor-parallel ranks or the stages don't divide the model."""
-    cuts = [(f"--tp {config.tp}", config.tp, name) for name in SPLIT_BY_TP]
-    cuts.append((f"--pp {config.pp}", config.pp, "num_hidden_layers"))
-    for setting, size, name in cuts:
+    cuts = [("tp", name) for name in SPLIT_BY_TP] + [("pp", "num_hidden_layers")]
+    for flag, name in cuts:
+        size = vars(config)[flag]
         if hf[name] % size:
-            raise UserError(f"{setting} does not divide {name} = {hf[name]} of --model")
+            raise UserError(f"--{flag} {size} does not divide {name} = {hf[name]} of --model")
     layers = hf["num_hidden_layers"] // config.pp
-    deep = deep_features(hf.get("vision"))
-    if layers < deep:
+    if layers < (deep := deep_features(hf.get("vision"))):
         needed = f"images enter the first {deep} of --model"
         raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
 
@@ -269,9 +255,11 @@ def tensor_shapes(hf: dict) -> dict[str, list[int]]:
     kind = AutoModelForImageTextToText if family.tower else AutoModelForCausalLM
     with torch.device("meta"):  # no numbers, only shapes
         tensors = kind.from_config(hf["whole"]).state_dict()
-    names = " ".join(tensors).replace(NESTED[0], family.text).replace(NESTED[1], family.tower)
-    shapes = [list(tensor.shape) for tensor in tensors.values()]
-    return dict(zip(names.split(), shapes, strict=True))
+    shapes = {}
+    for name, tensor in tensors.items():  # transformers' names are those of qwen3_vl
+        name = name.replace("model.language_model.", family.text)
+        shapes[name.replace("model.visual.", family.tower)] = list(tensor.shape)
+    return shapes
 
 
 def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device="cpu") -> None:
@@ -280,12 +268,11 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
     hf: its config. scores: it ends in a scalar HEAD. device: of its engine, unless it learns.
     """
     where = f"{setting} {model_dir}"
-    rows = hf["vocab_size"]
     ids = data.load_tokenizer(model_dir).get_vocab().values()
     tokens = 1 + max(*ids, *data.named_ends(model_dir), hf.get("pad_token_id") or 0)
-    if tokens > rows:
-        counts = f"its tokenizer (or an id in its JSON) has {tokens} tokens"
-        raise UserError(f"{where}: {counts}, its embeddings {rows} rows")
+    if tokens > hf["vocab_size"]:
+        counts = f"has {tokens} tokens, its embeddings {hf['vocab_size']} rows"
+        raise UserError(f"{where}: its tokenizer (or an id in its JSON) {counts}")
     if device == "cuda" and "quantization_config" in hf["whole"].to_dict():
         return  # SGLang has kernels for it, whose tensors have names of their own
     with readable(f"{where}: config.json"):
@@ -305,24 +292,23 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
 
 def check_models(
     config: Config, placement: Placement | None = None, formats=(), becomes_scalar=False
-) -> dict:
-    """Check all directories before a start, and return `read_hf_config` of --model.
+) -> None:
+    """Check all directories before a start.
 
     formats: of judges. becomes_scalar: --model learns to be a scalar reward model, or is one.
     """
     hf = read_hf_config(config.model)
-    shape = Shape.of(config, ())
-    for each in placement.shapes.values() if placement else [shape]:
-        check_sizes(hf, each.sized(config))
+    shapes = placement.shapes if placement else {}
+    for shape in shapes.values() or [Shape.of(config, ())]:
+        check_sizes(hf, shape.sized(config))
     scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
     check_directory(config.model, "--model", hf, scores)
     if config.critic:
-        check_critic((placement.critic if placement else shape).sized(config), hf)
+        check_critic(placement.critic.sized(config) if placement else config, hf)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)
         check_directory(path, setting, judge, judge_format.scores, config.device)
-    return hf
 
 
 def check_critic(config: Config, actor: dict) -> None:
@@ -335,8 +321,7 @@ def check_critic(config: Config, actor: dict) -> None:
     if strange := actors.items() - own.items():
         raise UserError(f"{where}: {min(strange)[0]!r} isn't the token it is for --model")
     if hf["vocab_size"] < actor["vocab_size"]:
-        sizes = f"it has {hf['vocab_size']} tokens, and --model has {actor['vocab_size']}"
-        raise UserError(f"{where}: {sizes}")
+        raise UserError(f"{where}: it has fewer tokens than --model, {actor['vocab_size']}")
     if "vision" in actor and "vision" not in hf:
         raise UserError(f"{where}: it sees no images, and --model does")
     check_sizes(hf, config)
@@ -378,17 +363,10 @@ def overlaps(device: torch.device) -> bool:
 
 
 def check_room(needed: int, who: str) -> None:
-    """UserError with who holds what if the GPU lacks `needed` bytes for `who`.."""
+    """Raise UserError if the GPU lacks `needed` bytes for `who`; wait for an engine's other ranks."""
     deadline = time.monotonic() + RELEASE_S
-    free, total = torch.cuda.mem_get_info()
-    while free < needed and time.monotonic() < deadline:
+    while (free := torch.cuda.mem_get_info()[0]) < needed:
+        if time.monotonic() > deadline:
+            most = f"{needed / 2**30:.1f} GiB to wake, and {free / 2**30:.1f} are free"
+            raise UserError(f"{who} needs {most}: lower --mem-fraction, or raise --tp or --pp")
         time.sleep(0.1)
-        free, total = torch.cuda.mem_get_info()
-    own = torch.cuda.memory_reserved()
-    others = total - free - own
-    if needed > free:
-        raise UserError(
-            f"{who} needs {needed / GIB:.1f} GiB to wake, and {free / GIB:.1f} of {total / GIB:.1f} GiB are "
-            f"free: this rank holds {own / GIB:.1f} GiB, engines and others {others / GIB:.1f} GiB; lower "
-            "--mem-fraction, or spread the model over more ranks (--tp, --pp)"
-        )

@@ -22,6 +22,9 @@ class Sequence(NamedTuple):
     images: tuple[Image, ...] = ()
 
 
+Packed = list[list[Sequence]]  # micro-batches of a pass
+
+
 @dataclass
 class MicroBatch:
     """Sequences end to end, as one context-parallel rank sees them: T = the sum of padded lengths / cp.
@@ -49,9 +52,7 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def make_micro_batches(
-    packed: list[list[Sequence]], cp: int, cp_rank: int, tp_with_sp: int
-) -> list[MicroBatch]:
+def make_micro_batches(packed: Packed, cp: int, cp_rank: int, tp_with_sp: int) -> list[MicroBatch]:
     """Make micro-batches of sequences, whose response tokens are the targets.
 
     A sequence is padded to a multiple of 2 * cp (see `pieces`). `tp_with_sp`, the tensor-parallel size under

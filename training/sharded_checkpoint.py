@@ -105,8 +105,7 @@ class OnlyDescriptions(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         if name not in ALLOWED.get(module, "").split():
-            what = f"{module}.{name}, which has no place there"
-            raise UserError(f"a checkpoint's .metadata names {what}: it was tampered with")
+            raise UserError(f"a checkpoint's .metadata names {module}.{name}: was it changed?")
         return super().find_class(module, name)
 
 
@@ -174,6 +173,7 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
     found = {}
     if not trainer.holds:
         return found
+    assert trainer.awake, f"the {trainer.title} sleeps: wake it before a save or a load"
     group = trainer.groups.dp_cp  # who has the same weights
     mpu.set_data_parallel_rank(group.rank())  # a tied copy asks nobody else
     for module in trainer.gpt.modules():

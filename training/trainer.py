@@ -34,13 +34,13 @@ from training import model as models
 from training.executor import Pass, Work, run
 from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
-from training.packing import NO_TARGET, MicroBatch, Sequence, make_micro_batches
+from training.packing import NO_TARGET, MicroBatch, Packed, Sequence, make_micro_batches
 from training.resharding import Gathering
 
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
 
-Packed = list[list[Sequence]]  # micro-batches of a pass
+Sums = dict[str, float]  # a statistic over all micro-batches and ranks, by its name
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
 # Functions of a micro-batch and the output of the last pipeline stage: hidden states of a policy, [1, T,
@@ -65,6 +65,10 @@ class Trainer:
     is this rank's share of the samples; `is_head` marks the rank of its model-parallel group that sends
     requests to engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that on its images;
     `title` names the model in messages.
+
+    A subclass adds `optimizer_steps(mini_batches)`, which prepares an update's steps (nothing in them depends
+    on the weights), `metrics_of(steps)`, the update's metrics, equal on all ranks, from what `step` returned
+    of each, and `read_targets(batch, output)`, which is a `Read`.
     """
 
     holds = True  # the model: see Elsewhere for other ranks
@@ -107,7 +111,6 @@ class Trainer:
             self.module = Float16Module(model_config, self.gpt)
         self.learns = learns
         if learns:
-            self.module = self.ddp = self._wrapped(self.module)
             self._build_optimizer(model_config)
         else:
             self.gpt.requires_grad_(False)
@@ -133,18 +136,16 @@ class Trainer:
         hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
 
-    def _wrapped(self, module: torch.nn.Module) -> DistributedDataParallel:
-        """Wrap the stage in DDP, which sums its gradients over the data-parallel ranks."""
+    def _build_optimizer(self, model_config: TransformerConfig) -> None:
+        """Wrap the stage in DDP, which sums its gradients over the data-parallel ranks; make AdamW."""
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             # on a single rank DDP would insist that the loss reaches every parameter
             overlap_grad_reduce=self.overlaps and self.groups.dp_cp.size() > 1,
         )
-        config = self.gpt.config
-        return DistributedDataParallel(config, settings, module, pg_collection=self.groups)
-
-    def _build_optimizer(self, model_config: TransformerConfig) -> None:
+        parts = (model_config, settings, self.module)
+        self.module = self.ddp = DistributedDataParallel(*parts, pg_collection=self.groups)
         adamw = OptimizerConfig(
             optimizer="adam",
             lr=self.config.lr,
@@ -223,27 +224,11 @@ class Trainer:
             trainer.version += 1
         return metrics
 
-    def optimizer_steps(self, mini_batches: list) -> list[OptimizerStep]:
-        """Prepare an update's steps: nothing in them depends on the weights (collective)."""
-        raise NotImplementedError
-
-    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """The metrics of an update, equal on all ranks, from what `step` returned of each step."""
-        raise NotImplementedError
-
-    def read_targets(self, batch: MicroBatch, output: Tensor) -> Tensor:
-        """The model's number for each target, from the output of its last stage: [targets]."""
-        raise NotImplementedError
-
-    def optimizer_step(
-        self, packed: Packed, loss: Loss, names: Iterable[str], lr: float
-    ) -> dict[str, float]:
+    def optimizer_step(self, packed: Packed, loss: Loss, names: Iterable[str], lr: float) -> Sums:
         """Run the passes of one optimizer step and take it; see `step` (collective: all ranks)."""
         return self.step(self._passes(packed, loss), names, lr)
 
-    def step(
-        self, work: Work, names: Iterable[str], lr: float, check: Callable | None = None
-    ) -> dict[str, float]:
+    def step(self, work: Work, names: Iterable[str], lr: float, check=None) -> dict[str, float]:
         """Take an optimizer step with the gradient of a work that was run (collective: all ranks).
 
         names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
@@ -386,15 +371,8 @@ class Trainer:
     def _hf_config(self, hf: dict) -> dict:
         return hf | {"dtype": self.config.dtype}
 
-    def snapshot(self, folder: Path) -> tuple[Callable[[], list], Callable[[list[list]], None]]:
-        """Plan a save: what writes, what completes it, see sharded_checkpoint.py. Not collective."""
-        assert self.awake, f"the {self.title} sleeps: wake it before a save"
-        return sharded_checkpoint.plan_save(self, folder)
-
-    def restore(self, folder: Path) -> None:
-        """Load what a snapshot wrote, on any number of ranks. Not collective."""
-        assert self.awake, f"the {self.title} sleeps: wake it before a load"
-        sharded_checkpoint.load(self, folder)
+    snapshot = sharded_checkpoint.plan_save
+    restore = sharded_checkpoint.load
 
 
 def loss_sums(loss: Tensor, divisor: int | Tensor, stats: Stats) -> LossSums:

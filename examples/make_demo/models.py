@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from demo.drawing import CELL
-from images.reader import VISION_FAMILIES
+from inputs.hf_directory import VISION_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
