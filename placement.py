@@ -120,9 +120,9 @@ class Models(NamedTuple):
 
 
 class Devices:
-    """The trainers and the engines of both roles, as this rank has them: its device is one's at a time.
+    """This rank's trainers and the engines of both roles, which take turns on its device.
 
-    split: by which the engines serve now; `next`: from the next hand-over to serving on.
+    `split` is the one by which engines serve now, `next` that of the next step.
     """
 
     def __init__(
@@ -140,9 +140,8 @@ class Devices:
         self.split = splits[0]
         self.next = splits[0]
         self.is_apart = placement.is_apart  # engines and trainers share no rank
-        self.is_shared = all(
-            len(s.ranks) == world.size for s in placement.shapes.values()
-        )  # by all
+        # all ranks hold all models
+        self.is_shared = all(len(s.ranks) == world.size for s in placement.shapes.values())
         self.serves = world.rank in placement.servers
         self.actor, *self.critics = models.trainers or [None]  # of an evaluation
         self.references = models.references
