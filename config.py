@@ -34,8 +34,8 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# by device, what differs there from Config's defaults
-DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False, max_running_requests=256)}
+# what differs with --device cuda from Config's defaults; below, what else suits a GPU
+WITH_CUDA = dict(dtype="bfloat16", deterministic=False, max_running_requests=256)
 
 
 @dataclass(frozen=True)
@@ -154,18 +154,18 @@ class Config:
             raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
         longest = max(context, self.max_new_tokens + 1)
         if self.command == "rl" and longest > self.token_budget:
-            setting = f"--max-tokens-per-micro-batch {self.token_budget}"
-            raise UserError(f"{setting}: one sample may have {longest} tokens")
+            flag = f"--max-tokens-per-micro-batch {self.token_budget}"
+            raise UserError(f"{flag}: one sample may have {longest} tokens")
 
     def _check_limits(self, field: dataclasses.Field) -> None:
         """Refuse a value that its field doesn't allow."""
         value = vars(self)[field.name]
         flag = f"--{dashed(field.name)} {value}"
-        limits = field.metadata
-        if limits["choices"] and value not in limits["choices"]:
-            raise UserError(f"{flag} is unknown; choose {' or '.join(limits['choices'])}")
-        low = limits["low"]
-        high = limits["high"]
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            raise UserError(f"{flag} is unknown; choose {' or '.join(choices)}")
+        low = field.metadata["low"]
+        high = field.metadata["high"]
         if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
             needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
             raise UserError(f"{flag}: {needed} is needed")
@@ -179,8 +179,7 @@ class Config:
         if self.rebalance and self.mode == "full":
             raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")
         if self.rollout_only and self.train_only:
-            halves = "--rollout-only never trains, --train-only starts no engine"
-            raise UserError(f"{halves}: choose one")
+            raise UserError("--rollout-only never trains, --train-only asks no engine: choose one")
         if self.train_only != bool(self.replay):
             raise UserError("--train-only and --replay FILE, of a --rollout-only run, go together")
 
@@ -189,8 +188,7 @@ class Config:
         sources = len(self.judge) + len(self.rule)
         needs_reward = self.command == "rl" and self.model and not self.train_only
         if needs_reward and not sources:
-            needed = "--model needs a --judge or a --rule"
-            raise UserError(f"{needed}, which say what an answer is worth")
+            raise UserError("--model needs a --judge or a --rule: what an answer is worth")
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
         if len(weights) not in (0, sources):
@@ -211,20 +209,16 @@ PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "cuda": ON_CUDA}
 
 
 class Command(NamedTuple):
-    """A first word of the command line: what it does, its groups of settings, its own defaults."""
+    """A first word of the command line: its groups of settings, and its own defaults."""
 
-    help: str
     groups: tuple[str, ...]
     defaults: dict[str, Any]
 
 
-ALWAYS = ("run", "data", "evaluation")
-LOOP = ("loop", "halves", "rewards", "engines", "checkpoints")
+EVAL_GROUPS = ("run", "data", "evaluation", "engines")
 COMMANDS = {
-    "rl": Command("the loop of controller.py (default)", (*ALWAYS, "training", *LOOP), {}),
-    "eval": Command(
-        "greedy accuracy and pass@k of a model", (*ALWAYS, "engines"), {"eval_samples": 8}
-    ),
+    "rl": Command((*EVAL_GROUPS, "training", "loop", "halves", "rewards", "checkpoints"), {}),
+    "eval": Command(EVAL_GROUPS, {"eval_samples": 8}),
 }
 
 
@@ -243,8 +237,6 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     if arguments and arguments[0] in COMMANDS:
         name, *arguments = arguments
     row = COMMANDS[name]
-    commands = "\n".join(f"  {each:5} {row.help}" for each, row in COMMANDS.items())
-    usage += f"\n\ncommands:\n{commands}"
     return parse_settings(Config, arguments, usage, row.groups, row.defaults | {"command": name})
 
 
@@ -265,21 +257,20 @@ def parse_settings(
     """
     given = vars(parser_of(kind, usage, groups).parse_args(arguments))
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    given["preset"] = given.get("preset") or ("base" if given.get("model") else "tiny")
-    if given["preset"] not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise UserError(f"--preset {given['preset']} is unknown; choose one of {known}")
-    given["device"] = given.get("device") or default_device()
+    preset = given.get("preset") or ("base" if given.get("model") else "tiny")
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
+    device = given.get("device") or default_device()
     if not given.get("model"):
-        given |= demo_models(given, defaults["command"])
-    of_device = DEVICES.get(given["device"], {})
-    config = kind(**of_device | defaults | PRESETS[given["preset"]] | given)
+        given |= demo_models(given, preset, defaults["command"])
+    of_device = WITH_CUDA if device == "cuda" else {}
+    given |= {"preset": preset, "device": device}
+    config = kind(**of_device | defaults | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
-    out = f"runs/{config.command}"
-    if config.command == "rl":
-        out = f"runs/{config.preset}-{config.mode}{half}"
-    return dataclasses.replace(config, out=config.out or out, judge_format=formats)
+    is_loop = config.command == "rl"
+    name = f"{preset}-{config.mode}{half}" if is_loop else config.command
+    return dataclasses.replace(config, out=config.out or f"runs/{name}", judge_format=formats)
 
 
 class Parser(argparse.ArgumentParser):
@@ -288,7 +279,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
-    """The parser of these groups of settings, none of which has a default of the parser's."""
+    """The parser of these groups of settings; it returns those that are given."""
     parser = Parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -297,17 +288,14 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
         description=usage,
     )
     types = get_type_hints(kind)
-    headings = {}
+    headings = {group: parser.add_argument_group(group) for group in groups}
     for field in settings_of(kind):
-        group = field.metadata["group"]
-        if group not in groups:
-            continue
-        if group not in headings:
-            headings[group] = parser.add_argument_group(group)
-        default = "" if field.default is False else as_text(field.default)
-        shown = field.metadata["help"] + (f" [{default}]" if default else "")
-        how = option(field, types[field.name])
-        headings[group].add_argument(f"--{dashed(field.name)}", help=shown, **how)
+        heading = headings.get(field.metadata["group"])
+        if heading:
+            default = "" if field.default is False else as_text(field.default)
+            shown = field.metadata["help"] + (f" [{default}]" if default else "")
+            how = option(field, types[field.name])
+            heading.add_argument(f"--{dashed(field.name)}", help=shown, **how)
     return parser
 
 
@@ -329,12 +317,12 @@ def option(field: dataclasses.Field, kind: type) -> dict:
     return known | {"nargs": "+"} if several else known
 
 
-def demo_models(given: dict, command: str) -> dict:
+def demo_models(given: dict, preset: str, command: str) -> dict:
     """The models of a command line that names none. UserError for what asks for a model of one's own."""
     for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
             raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
-    folder = DEMO_MODELS / ("drawn" if given["preset"] == "images" else "written")
+    folder = DEMO_MODELS / ("drawn" if preset == "images" else "written")
     # from the working directory: a run may be resumed where the project lies in another place
     models = {"model": os.path.relpath(folder / "actor")}
     if command == "rl":
