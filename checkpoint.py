@@ -103,10 +103,8 @@ async def restore(c: Controller, folder: Path) -> None:
     paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
     controllers = [json.loads(path.read_text()) for path in paths]
     vars(c.state).update({name: common[name] for name in vars(c.state).keys() - {"history"}})
-    groups = []
-    for own in controllers:
-        for rows in own["groups"]:
-            groups.append([sample_from_json(row) for row in rows])
+    rows_of_groups = [rows for own in controllers for rows in own["groups"]]
+    groups = [list(map(sample_from_json, rows)) for rows in rows_of_groups]
     holder = c.team.place if c.devices.serves else -1
     c.prompts.load_state(common["prompts"], groups, c.team.size, holder)
     c.ahead = c.checkpoints.newest_ahead = served_ahead(c, [own["ahead"] for own in controllers])
@@ -115,7 +113,7 @@ async def restore(c: Controller, folder: Path) -> None:
     split = Split(*common["split"])
     history = [StepStats.of_json(row) for row in common["history"]]
     splits = {split, *(stats.split for stats in history)}
-    # the split and what was measured, unless the run has other splits
+    # unless the run has other splits
     if common["ranks"] == c.world.size and splits <= {*c.devices.splits}:
         c.devices.next = split
         c.state.history = history
@@ -224,8 +222,8 @@ class Checkpoints:
         waited_s = 0.0  # counted, not measured: the same on every rank
         while self.saving:
             result = self.saving.writer.result()
-            error = result[1] if result else None  # None: it still writes; "": all is well
-            errors = await self.world.gather(error)
+            # of each rank; None: it still writes; "": all is well
+            errors = await self.world.gather(result and result[1])
             error = next(filter(None, errors), "")
             if not error and None in errors and waited_s >= self.config.timeout_s:
                 error = f"not written after {waited_s:.0f} s"
@@ -360,9 +358,8 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
         return None
     folders = [Path(config.resume)]
     if config.resume == "auto":
-        checkpoints = Path(config.out) / "checkpoints"
-        steps = await world.broadcast(steps_in(checkpoints))
-        folders = [checkpoints / f"step_{step}" for step in steps]
+        steps = await world.broadcast(steps_in(Path(config.out, "checkpoints")))
+        folders = [Path(config.out, f"checkpoints/step_{step}") for step in steps]
     elif step_of(folders[0]) is None:
         raise UserError(f"--resume {config.resume}: neither auto, never nor a folder step_<n>")
     for folder in folders:
@@ -372,10 +369,10 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
             return folder
         if world.rank == 0:
             say(f"DAMAGED CHECKPOINT {folder}: {damage}")
-    if folders:
-        choice = "--resume never moves all aside and starts anew, --resume DIR takes another"
-        raise UserError(f"--resume {config.resume}: no whole checkpoint: {damage}; {choice}")
-    return None
+    if not folders:
+        return None
+    choice = "--resume never moves all aside and starts anew, --resume DIR takes another"
+    raise UserError(f"--resume {config.resume}: no whole checkpoint: {damage}; {choice}")
 
 
 def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) -> ResumePoint | None:

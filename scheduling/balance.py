@@ -65,19 +65,9 @@ def pack_evenly(
     for most in range(1, 5):  # over budget / (most + 1), at most `most` fit into a micro-batch
         long = sum((most + 1) * length > budget for length in lengths)
         fewest = max(fewest, -(-long // most))
-    first = round_up(fewest, multiple)
-    count = first
-    too_few = first - multiple
+    count = round_up(fewest, multiple)
     while not (found := fitting(count)):  # it ends: in twice the fewest `spread` finds room for all
-        too_few = count
-        count = first + max(multiple, 2 * (count - first))
-    while count - too_few > multiple:
-        middle = too_few + round_up((count - too_few) // 2, multiple)
-        if fits := fitting(middle):
-            found = fits
-            count = middle
-        else:
-            too_few = middle
+        count += multiple
     best = min(found, key=lambda packing: max(sums(costs, packing)))
     return [sorted(samples, key=lambda sample: -lengths[sample]) for samples in best]
 
