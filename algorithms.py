@@ -191,8 +191,8 @@ class Settings:
 
 
 LIMITS = {each.name: (0.0, math.inf) for each in fields(Settings) if each.type != "str"}
-LIMITS |= dict.fromkeys(("clip_high", "behavior_weight_cap", "critic_lr"), (TINY, math.inf))
-LIMITS |= {"value_clip": (TINY, math.inf)}
+ABOVE_0 = ("clip_high", "behavior_weight_cap", "critic_lr", "value_clip")
+LIMITS |= dict.fromkeys(ABOVE_0, (TINY, math.inf))
 LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf))
 LIMITS |= {"gamma": (0, 1), "gae_lambda": (0, 1)}
 LIMITS |= {"lagrange_init": (0, MULTIPLIER_MAX), "cost_limit": (-1e30, 1e30)}

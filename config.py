@@ -186,8 +186,7 @@ class Config:
     def _check_rewards(self) -> None:
         """Refuse a run without a reward, and weights that can't be added."""
         sources = len(self.judge) + len(self.rule)
-        needs_reward = self.command == "rl" and self.model and not self.train_only
-        if needs_reward and not sources:
+        if self.command == "rl" and self.model and not self.train_only and not sources:
             raise UserError("--model needs a --judge or a --rule: what an answer is worth")
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
@@ -291,30 +290,28 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
     headings = {group: parser.add_argument_group(group) for group in groups}
     for field in settings_of(kind):
         heading = headings.get(field.metadata["group"])
-        if heading:
-            default = "" if field.default is False else as_text(field.default)
-            shown = field.metadata["help"] + (f" [{default}]" if default else "")
-            how = option(field, types[field.name])
-            heading.add_argument(f"--{dashed(field.name)}", help=shown, **how)
+        if heading is None:
+            continue
+        default = "" if field.default is False else as_text(field.default)
+        how = {"help": field.metadata["help"] + (f" [{default}]" if default else "")}
+        several = get_args(types[field.name])  # of a tuple: the type of its values, and ...
+        value = several[0] if several else types[field.name]
+        if value is bool:
+            is_on = field.default or any(field.name in preset for preset in PRESETS.values())
+            how["action"] = argparse.BooleanOptionalAction if is_on else "store_true"
+        else:
+            how |= {"type": value, "metavar": value.__name__.upper()}
+        if several:
+            how["nargs"] = "+"
+        if field.name == "template":  # each time that it is given adds names
+            how["action"] = "extend"
+        heading.add_argument(f"--{dashed(field.name)}", **how)
     return parser
 
 
 def settings_of(kind: type[Config]) -> list[dataclasses.Field]:
     """The fields that are flags."""
     return [field for field in dataclasses.fields(kind) if field.metadata]
-
-
-def option(field: dataclasses.Field, kind: type) -> dict:
-    """The keywords of argparse for a setting of a type; a tuple takes one value or more."""
-    if kind is bool:
-        is_on = field.default or any(field.name in preset for preset in PRESETS.values())
-        return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}
-    several = get_args(kind)  # of a tuple: the type of its values, and ...
-    kind = several[0] if several else kind
-    known = {"type": kind, "metavar": kind.__name__.upper()}
-    if field.name == "template":  # each time that it is given adds names
-        known["action"] = "extend"
-    return known | {"nargs": "+"} if several else known
 
 
 def demo_models(given: dict, preset: str, command: str) -> dict:

@@ -37,10 +37,7 @@ def plan_batch(
         packing = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
         by_rank = karmarkar_karp(sums(costs, packing), dp_size)
         for rank, numbers in enumerate(by_rank):
-            micro_batches = []
-            for number in numbers:
-                micro_batches.append([mini_batch[sample] for sample in packing[number]])
-            plan[rank].append(micro_batches)
+            plan[rank].append([list(map(mini_batch.__getitem__, packing[n])) for n in numbers])
     return plan
 
 

@@ -92,8 +92,6 @@ class Shares:
         if not model.holds:
             return []
         mini_batches = []
-        for keys_of_mini_batch in self.deals[model.shape].plan[model.dp_rank]:
-            mini_batches.append([])
-            for keys in keys_of_mini_batch:
-                mini_batches[-1].append([self.samples[key] for key in keys])
+        for mini_batch in self.deals[model.shape].plan[model.dp_rank]:
+            mini_batches.append([list(map(self.samples.__getitem__, keys)) for keys in mini_batch])
         return mini_batches
