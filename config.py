@@ -243,11 +243,7 @@ S = TypeVar("S", bound=Config)
 
 
 def parse_settings(
-    kind: type[S],
-    arguments: list[str],
-    usage: str,
-    groups: Sequence[str],
-    defaults: dict[str, Any],
+    kind: type[S], arguments: list[str], usage: str, groups: Sequence[str], defaults: dict[str, Any]
 ) -> S:
     """Read a command line as a Config of the kind. UserError names the setting.
 
