@@ -96,7 +96,8 @@ def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
 
 def empty_table(pipes: Sequence[Pipe]) -> Table:
     """A table without tasks, of all ranks."""
-    return [[] for _ in range(1 + max(max(pipe.ranks) for pipe in pipes))]
+    last = max(max(pipe.ranks) for pipe in pipes)
+    return [[] for _ in range(1 + last)]
 
 
 def bound(pipes: Sequence[Pipe]) -> float:
