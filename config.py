@@ -144,7 +144,6 @@ class Config:
         for field in settings_of(type(self)):
             self._check_limits(field)
         self._check_together()
-        self._check_rewards()
         context = self.max_model_len
         no_room = f"leaves prompts no room in --max-model-len {context}"
         if 0 < context <= self.max_new_tokens:
@@ -171,7 +170,7 @@ class Config:
             raise UserError(f"{flag}: {needed} is needed")
 
     def _check_together(self) -> None:
-        """Refuse settings that don't go together."""
+        """Refuse settings that don't go together, a run without a reward, weights that can't be added."""
         if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
@@ -182,9 +181,6 @@ class Config:
             raise UserError("--rollout-only never trains, --train-only asks no engine: choose one")
         if self.train_only != bool(self.replay):
             raise UserError("--train-only and --replay FILE, of a --rollout-only run, go together")
-
-    def _check_rewards(self) -> None:
-        """Refuse a run without a reward, and weights that can't be added."""
         sources = len(self.judge) + len(self.rule)
         if self.command == "rl" and self.model and not self.train_only and not sources:
             raise UserError("--model needs a --judge or a --rule: what an answer is worth")
