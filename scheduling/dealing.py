@@ -31,10 +31,8 @@ class Held(NamedTuple):
             row = lengths.setdefault(sample.prompt_id, [])
             row += [0] * (sample.index - len(row))
             row.append(len(sample.prompt) + len(sample.response))
-        image_costs = {}
-        for sample in samples:
-            if cost := image_cost(sample.prompt):
-                image_costs[sample.prompt_id] = cost
+        work = {sample.prompt_id: image_cost(sample.prompt) for sample in samples}
+        image_costs = {prompt_id: cost for prompt_id, cost in work.items() if cost}
         costs = [sample.cost for sample in samples] if has_costs else []
         return Held(lengths, image_costs, costs)
 
@@ -94,8 +92,6 @@ class Shares:
         if not model.holds:
             return []
         mini_batches = []
-        for keys_of_mini_batch in self.deals[model.shape].plan[model.dp_rank]:
-            mini_batches.append([])
-            for keys in keys_of_mini_batch:
-                mini_batches[-1].append([self.samples[key] for key in keys])
+        for mini_batch in self.deals[model.shape].plan[model.dp_rank]:
+            mini_batches.append([list(map(self.samples.__getitem__, keys)) for keys in mini_batch])
         return mini_batches
