@@ -16,7 +16,7 @@ split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms import algorithm_of
@@ -222,20 +222,22 @@ class Devices:
         await self._world.barrier()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
-        """Wake those of this rank, once others that have its device sleep. Not collective."""
-        models = (self.actor, *self.critics, *self.references)
-        held = [model for model in models if model.holds]
-        wanted = [model for model in held if model in trainers]
-        if trainers and not wanted:
+        """Wake those that this rank holds, once its other trainers sleep. Not collective."""
+        wanted = [trainer for trainer in trainers if trainer.holds]
+        if not wanted:
             return  # they are on other ranks: who has this device keeps it
-        for other in held:
-            if other.awake and other not in wanted:
+        await self.rest_trainers(but=wanted)
+        for trainer in wanted:
+            if not trainer.awake:
                 with self._timeline.span("switch"):
-                    await self._world.run(other.sleep)
-        for model in wanted:
-            if not model.awake:
+                    await self._world.run(trainer.wake)
+
+    async def rest_trainers(self, but: Collection[Trainer] = ()) -> None:
+        """Put this rank's trainers to sleep, all but some. Not collective."""
+        for trainer in (self.actor, *self.critics, *self.references):
+            if trainer.awake and trainer not in but:
                 with self._timeline.span("switch"):
-                    await self._world.run(model.wake)
+                    await self._world.run(trainer.sleep)
 
     async def to_serving(self) -> None:
         """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
@@ -245,7 +247,7 @@ class Devices:
         self.rollout.assign(self.leads("rollout"))
         self.genrm.assign(self.leads("genrm"))
         if not (self.is_apart or self.actor.holds):
-            await self.give_device_to()  # of ranks that another model trained on
+            await self.rest_trainers()  # of ranks that another model trained on
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim, self.is_apart)
         await self._meet_for_wide_engines()
@@ -255,7 +257,7 @@ class Devices:
             named_weights = self._route.carry(named_weights)
         await self.rollout.load_weights(named_weights, self.actor.version)
         if not self.is_apart:
-            await self.give_device_to()
+            await self.rest_trainers()
             await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()
         self.swap_s = 0.0
