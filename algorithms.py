@@ -35,9 +35,8 @@ def raw(rewards: list[float], *_: object) -> list[float]:
 
 def group_norm(rewards: list[float], *_: object) -> list[float]:
     """s_i = (r_i - mean(r)) / (std(r) + 1e-4), population std. GRPO (arXiv 2402.03300), section 4.1.2."""
-    mean = fmean(rewards)
-    std = pstdev(rewards)
-    return [(reward - mean) / (std + 1e-4) for reward in rewards]  # equal rewards: 0 instead of 0/0
+    std = pstdev(rewards) + 1e-4  # equal rewards: 0 instead of 0/0
+    return [distance / std for distance in mean_baseline(rewards)]
 
 
 def mean_baseline(rewards: list[float], *_: object) -> list[float]:
@@ -192,8 +191,8 @@ class Settings:
 
 
 LIMITS = {each.name: (0.0, math.inf) for each in fields(Settings) if each.type != "str"}
-LIMITS |= dict.fromkeys(("clip_high", "behavior_weight_cap", "critic_lr"), (TINY, math.inf))
-LIMITS |= {"value_clip": (TINY, math.inf)}
+ABOVE_0 = ("clip_high", "behavior_weight_cap", "critic_lr", "value_clip")
+LIMITS |= dict.fromkeys(ABOVE_0, (TINY, math.inf))
 LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf))
 LIMITS |= {"gamma": (0, 1), "gae_lambda": (0, 1)}
 LIMITS |= {"lagrange_init": (0, MULTIPLIER_MAX), "cost_limit": (-1e30, 1e30)}
@@ -230,9 +229,8 @@ class Algorithm(Settings):
 
 # arXiv 2402.03300, equation 3 and section 4.2; it names no clip
 AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
-BOTH = ("reward", "cost")
 WITH_GAE = dict(estimator=gae, whiten=True, filters=False)
-CONSTRAINED = dict(signals=BOTH, combine=lagrangian, critics=BOTH)
+CONSTRAINED = dict(signals=("reward", "cost"), combine=lagrangian, critics=("reward", "cost"))
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
     "grpo_2024": Algorithm(group_norm, clipped_loss, **AS_PUBLISHED),
@@ -248,18 +246,16 @@ ALGORITHMS = {
 }
 
 
-# in bfloat16 an engine's numbers aren't the trainer's: the ratio is to the trainer's own, at the step's start
-BY_DTYPE = {"float32": {}, "bfloat16": dict(tis_cap=2.0)}
-BY_PRESET = {"tiny": dict(critic_lr=1e-3), "images": dict(critic_lr=1e-3)}
-
-
 def algorithm_of(config: Config) -> Algorithm:
     """Return the row that --algorithm names, with the settings given behind it, or raise UserError."""
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    of_run = BY_DTYPE[config.dtype] | BY_PRESET.get(config.preset, {})
-    of_run |= {"max_new_tokens": config.max_new_tokens, "name": name}
+    of_run = {"max_new_tokens": config.max_new_tokens, "name": name}
+    if config.dtype == "bfloat16":
+        of_run["tis_cap"] = 2.0  # the engine's numbers aren't the trainer's, which the ratio is to
+    if config.preset in ("tiny", "images"):
+        of_run["critic_lr"] = 1e-3
     algorithm = replace(ALGORITHMS[name], **of_run)
     defaults = {each.name: each.default for each in fields(Settings)} | algorithm.own
     for setting, _, value in (text.partition("=") for text in given):
@@ -270,8 +266,7 @@ def algorithm_of(config: Config) -> Algorithm:
             algorithm = replace(algorithm, **changed)
         except (KeyError, ValueError):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            problem = f"{setting}={value} is none of the settings {known}"
-            raise UserError(f"--algorithm: {problem}") from None
+            raise UserError(f"--algorithm: {setting}={value} is none of {known}") from None
     if algorithm.kl_in == "reward" and not any(text.startswith("kl_estimator=") for text in given):
         algorithm = replace(algorithm, kl_estimator="k1")
     need = next(unmet_needs(algorithm, config), None)
@@ -306,8 +301,7 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
     if bool(a.ptx_coef) != bool(a.ptx_data):
         yield "both of ptx_coef and ptx_data, or none"
     if a.loss is gspo_loss and config.dtype == "bfloat16" and not a.corrects_mismatch:
-        correction = "tis_cap or icepop_bound with --dtype bfloat16"
-        yield f"{correction}: the engine's numbers are beyond its clip"
+        yield "tis_cap or icepop_bound with --dtype bfloat16: the engine's numbers are beyond its clip"
     if a.overlong_from >= a.max_new_tokens:
         yield f"overlong_from below --max-new-tokens {a.max_new_tokens}"
 
@@ -422,5 +416,5 @@ def update_multiplier(state: State, costs: list[float], algorithm: Algorithm) ->
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
     if state.step >= algorithm.critic_warmup:  # before, it would wind up: the policy can't answer
         state.log_multiplier = min(state.log_multiplier + step, most)
-    multiplier = lagrange_multiplier(state, algorithm)
-    return {"cost/mean": mean, "cost/multiplier": multiplier, "cost/violation": violation}
+    now = lagrange_multiplier(state, algorithm)
+    return {"cost/mean": mean, "cost/multiplier": now, "cost/violation": violation}

@@ -61,18 +61,8 @@ FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these di
 Say = Callable[[str], None]
 
 
-class Shards(NamedTuple):
-    """The plan of a trainer's save, as its `snapshot` returns it."""
-
-    write: Callable[[], list]  # this rank's shards; returns what describes them
-    complete: Callable[[list[list]], None]  # for rank 0, with every rank's descriptions
-
-
-class Part(NamedTuple):
-    """The files of a checkpoint that one rank has written."""
-
-    described: dict[str, list]  # descriptions of its shards, by folder
-    checksums: dict[str, str]  # SHA-256 by file
+# what a rank has written: descriptions of its shards by folder, SHA-256 by file
+Part = tuple[dict[str, list], dict[str, str]]
 
 
 def state_of(c: Controller) -> tuple[dict, dict]:
@@ -87,10 +77,12 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "prompts": c.prompts.state(),
         "split": c.devices.next,
     } | asdict(c.state)
-    own = {"groups": [], "rewards": c.rewards.counts(), "random": torch.get_rng_state().tolist()}
-    own["ahead"] = c.ahead and asdict(c.ahead)
-    for group in c.prompts.groups.values():
-        own["groups"].append([dict(vars(sample)) for sample in group])
+    own = {
+        "groups": [list(map(vars, group)) for group in c.prompts.groups.values()],
+        "rewards": c.rewards.counts(),
+        "random": torch.get_rng_state().tolist(),
+        "ahead": c.ahead and asdict(c.ahead),
+    }
     return common, own
 
 
@@ -111,10 +103,8 @@ async def restore(c: Controller, folder: Path) -> None:
     paths = [folder / f"controllers/rank_{rank}.json" for rank in range(common["ranks"])]
     controllers = [json.loads(path.read_text()) for path in paths]
     vars(c.state).update({name: common[name] for name in vars(c.state).keys() - {"history"}})
-    groups = []
-    for own in controllers:
-        for rows in own["groups"]:
-            groups.append([sample_from_json(row) for row in rows])
+    rows_of_groups = [rows for own in controllers for rows in own["groups"]]
+    groups = [list(map(sample_from_json, rows)) for rows in rows_of_groups]
     holder = c.team.place if c.devices.serves else -1
     c.prompts.load_state(common["prompts"], groups, c.team.size, holder)
     c.ahead = c.checkpoints.newest_ahead = served_ahead(c, [own["ahead"] for own in controllers])
@@ -123,7 +113,7 @@ async def restore(c: Controller, folder: Path) -> None:
     split = Split(*common["split"])
     history = [StepStats.of_json(row) for row in common["history"]]
     splits = {split, *(stats.split for stats in history)}
-    # the split and what was measured, unless the run has other splits
+    # unless the run has other splits
     if common["ranks"] == c.world.size and splits <= {*c.devices.splits}:
         c.devices.next = split
         c.state.history = history
@@ -156,8 +146,8 @@ def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch
 
 
 def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> Part:
-    """Write one rank's files in the forked process: JSON by file, Shards by folder, exports by path."""
-    described = {name: each.write() for name, each in shards.items()}
+    """Write one rank's files in the forked process: JSON by file, shards by folder, exports by path."""
+    described = {name: write() for name, write in shards.items()}
     for name, value in state.items():
         (folder / name).write_text(json.dumps(value))
     for path, write in hf.items():
@@ -165,15 +155,16 @@ def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> 
         for written in (*path.iterdir(), path):
             sync(written)
     patterns = [*state, *(f"{name}/__{rank}_*" for name in shards)]
-    return Part(described, sync_and_hash(folder, patterns))
+    return described, sync_and_hash(folder, patterns)
 
 
 def sync_and_hash(folder: Path, patterns: list[str]) -> dict[str, str]:
     """Put files of a checkpoint on the disk; return their SHA-256 by name."""
     checksums = {}
-    for path in [path for pattern in patterns for path in folder.glob(pattern)]:
-        sync(path)
-        checksums[str(path.relative_to(folder))] = atomic_files.sha256(path)
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            sync(path)
+            checksums[str(path.relative_to(folder))] = atomic_files.sha256(path)
     return checksums
 
 
@@ -184,7 +175,7 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    shards: dict[str, Shards]  # by folder
+    complete: dict[str, Callable[[list[list]], None]]  # by folder, with all ranks' descriptions
     ahead: rollout.RolloutBatch | None
 
 
@@ -231,8 +222,8 @@ class Checkpoints:
         waited_s = 0.0  # counted, not measured: the same on every rank
         while self.saving:
             result = self.saving.writer.result()
-            error = result[1] if result else None  # None: it still writes; "": all is well
-            errors = await self.world.gather(error)
+            # of each rank; None: it still writes; "": all is well
+            errors = await self.world.gather(result and result[1])
             error = next(filter(None, errors), "")
             if not error and None in errors and waited_s >= self.config.timeout_s:
                 error = f"not written after {waited_s:.0f} s"
@@ -255,12 +246,13 @@ class Checkpoints:
             await on_rank_0(self.world, make_folders, folder, "controllers", *trainers)
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
-        shards = {}
+        writes = {}
+        complete = {}
         hf = {}
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.devices.give_device_to(trainer)
-            shards[name] = Shards(*await self.world.run(trainer.snapshot, folder / name))
+            writes[name], complete[name] = await self.world.run(trainer.snapshot, folder / name)
             if self.is_due(step, self.config.save_hf_every):
                 kind = "hf" if name == "megatron" else f"hf_{name}"
                 if weights := await self.world.run(trainer.whole_weights):
@@ -268,10 +260,10 @@ class Checkpoints:
         state = {f"controllers/rank_{self.world.rank}.json": own}
         if self.world.rank == 0:
             state[COMMON] = common
-        work = partial(write_part, folder, self.world.rank, state, shards, hf)
+        work = partial(write_part, folder, self.world.rank, state, writes, hf)
         # the writer ends with the thread that forks it: the world's lives as long as the run
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, shards, c.ahead)
+        self.saving = Saving(step, folder, writer, complete, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
@@ -294,9 +286,8 @@ class Checkpoints:
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
         for unnamed in self.out.glob(f"*/{folder.name}") if self.world.rank == 0 else ():
             shutil.rmtree(unnamed, ignore_errors=True)
-        left = f"that of step {self.newest} stays the newest"
-        if self.newest is None:
-            left = "there is none yet"
+        stays = f"that of step {self.newest} stays the newest"
+        left = "there is none yet" if self.newest is None else stays
         self.problem = f"step {step} could not be saved: {error}"
         c.report.note(f"CHECKPOINT FAILED: {self.problem}; {left}")
 
@@ -311,10 +302,10 @@ def complete(saving: Saving, parts: list[Part], keep: int) -> None:
     folder = saving.folder
     checkpoints = folder.parent
     checksums = {}
-    for part in parts:
-        checksums |= part.checksums
-    for trainer, shards in saving.shards.items():
-        shards.complete([part.described[trainer] for part in parts])
+    for _, of_rank in parts:
+        checksums |= of_rank
+    for trainer, describe in saving.complete.items():
+        describe([described[trainer] for described, _ in parts])
         checksums |= sync_and_hash(folder, [f"{trainer}/.metadata"])
     lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
     (folder / atomic_files.CHECKSUMS).write_text("".join(lines))
@@ -367,9 +358,8 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
         return None
     folders = [Path(config.resume)]
     if config.resume == "auto":
-        checkpoints = Path(config.out) / "checkpoints"
-        steps = await world.broadcast(steps_in(checkpoints))
-        folders = [checkpoints / f"step_{step}" for step in steps]
+        steps = await world.broadcast(steps_in(Path(config.out, "checkpoints")))
+        folders = [Path(config.out, f"checkpoints/step_{step}") for step in steps]
     elif step_of(folders[0]) is None:
         raise UserError(f"--resume {config.resume}: neither auto, never nor a folder step_<n>")
     for folder in folders:
@@ -379,10 +369,10 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
             return folder
         if world.rank == 0:
             say(f"DAMAGED CHECKPOINT {folder}: {damage}")
-    if folders:
-        choice = "--resume never moves all aside and starts anew, --resume DIR takes another"
-        raise UserError(f"--resume {config.resume}: no whole checkpoint: {damage}; {choice}")
-    return None
+    if not folders:
+        return None
+    choice = "--resume never moves all aside and starts anew, --resume DIR takes another"
+    raise UserError(f"--resume {config.resume}: no whole checkpoint: {damage}; {choice}")
 
 
 def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) -> ResumePoint | None:

@@ -34,8 +34,8 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-# by device, what differs there from Config's defaults
-DEVICES = {"cpu": {}, "cuda": dict(dtype="bfloat16", deterministic=False, max_running_requests=256)}
+# what differs with --device cuda from Config's defaults; below, what else suits a GPU
+WITH_CUDA = dict(dtype="bfloat16", deterministic=False, max_running_requests=256)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,6 @@ class Config:
         for field in settings_of(type(self)):
             self._check_limits(field)
         self._check_together()
-        self._check_rewards()
         context = self.max_model_len
         no_room = f"leaves prompts no room in --max-model-len {context}"
         if 0 < context <= self.max_new_tokens:
@@ -154,24 +153,24 @@ class Config:
             raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
         longest = max(context, self.max_new_tokens + 1)
         if self.command == "rl" and longest > self.token_budget:
-            setting = f"--max-tokens-per-micro-batch {self.token_budget}"
-            raise UserError(f"{setting}: one sample may have {longest} tokens")
+            flag = f"--max-tokens-per-micro-batch {self.token_budget}"
+            raise UserError(f"{flag}: one sample may have {longest} tokens")
 
     def _check_limits(self, field: dataclasses.Field) -> None:
         """Refuse a value that its field doesn't allow."""
         value = vars(self)[field.name]
         flag = f"--{dashed(field.name)} {value}"
-        limits = field.metadata
-        if limits["choices"] and value not in limits["choices"]:
-            raise UserError(f"{flag} is unknown; choose {' or '.join(limits['choices'])}")
-        low = limits["low"]
-        high = limits["high"]
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            raise UserError(f"{flag} is unknown; choose {' or '.join(choices)}")
+        low = field.metadata["low"]
+        high = field.metadata["high"]
         if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
             needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
             raise UserError(f"{flag}: {needed} is needed")
 
     def _check_together(self) -> None:
-        """Refuse settings that don't go together."""
+        """Refuse settings that don't go together, a run without a reward, weights that can't be added."""
         if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
@@ -179,18 +178,12 @@ class Config:
         if self.rebalance and self.mode == "full":
             raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")
         if self.rollout_only and self.train_only:
-            halves = "--rollout-only never trains, --train-only starts no engine"
-            raise UserError(f"{halves}: choose one")
+            raise UserError("--rollout-only never trains, --train-only asks no engine: choose one")
         if self.train_only != bool(self.replay):
             raise UserError("--train-only and --replay FILE, of a --rollout-only run, go together")
-
-    def _check_rewards(self) -> None:
-        """Refuse a run without a reward, and weights that can't be added."""
         sources = len(self.judge) + len(self.rule)
-        needs_reward = self.command == "rl" and self.model and not self.train_only
-        if needs_reward and not sources:
-            needed = "--model needs a --judge or a --rule"
-            raise UserError(f"{needed}, which say what an answer is worth")
+        if self.command == "rl" and self.model and not self.train_only and not sources:
+            raise UserError("--model needs a --judge or a --rule: what an answer is worth")
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
         if len(weights) not in (0, sources):
@@ -211,20 +204,16 @@ PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "cuda": ON_CUDA}
 
 
 class Command(NamedTuple):
-    """A first word of the command line: what it does, its groups of settings, its own defaults."""
+    """A first word of the command line: its groups of settings, and its own defaults."""
 
-    help: str
     groups: tuple[str, ...]
     defaults: dict[str, Any]
 
 
-ALWAYS = ("run", "data", "evaluation")
-LOOP = ("loop", "halves", "rewards", "engines", "checkpoints")
+EVAL_GROUPS = ("run", "data", "evaluation", "engines")
 COMMANDS = {
-    "rl": Command("the loop of controller.py (default)", (*ALWAYS, "training", *LOOP), {}),
-    "eval": Command(
-        "greedy accuracy and pass@k of a model", (*ALWAYS, "engines"), {"eval_samples": 8}
-    ),
+    "rl": Command((*EVAL_GROUPS, "training", "loop", "halves", "rewards", "checkpoints"), {}),
+    "eval": Command(EVAL_GROUPS, {"eval_samples": 8}),
 }
 
 
@@ -243,8 +232,6 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
     if arguments and arguments[0] in COMMANDS:
         name, *arguments = arguments
     row = COMMANDS[name]
-    commands = "\n".join(f"  {each:5} {row.help}" for each, row in COMMANDS.items())
-    usage += f"\n\ncommands:\n{commands}"
     return parse_settings(Config, arguments, usage, row.groups, row.defaults | {"command": name})
 
 
@@ -252,11 +239,7 @@ S = TypeVar("S", bound=Config)
 
 
 def parse_settings(
-    kind: type[S],
-    arguments: list[str],
-    usage: str,
-    groups: Sequence[str],
-    defaults: dict[str, Any],
+    kind: type[S], arguments: list[str], usage: str, groups: Sequence[str], defaults: dict[str, Any]
 ) -> S:
     """Read a command line as a Config of the kind. UserError names the setting.
 
@@ -265,21 +248,20 @@ def parse_settings(
     """
     given = vars(parser_of(kind, usage, groups).parse_args(arguments))
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    given["preset"] = given.get("preset") or ("base" if given.get("model") else "tiny")
-    if given["preset"] not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise UserError(f"--preset {given['preset']} is unknown; choose one of {known}")
-    given["device"] = given.get("device") or default_device()
+    preset = given.get("preset") or ("base" if given.get("model") else "tiny")
+    if preset not in PRESETS:
+        raise UserError(f"--preset {preset} is unknown; choose one of {', '.join(PRESETS)}")
+    device = given.get("device") or default_device()
     if not given.get("model"):
-        given |= demo_models(given, defaults["command"])
-    of_device = DEVICES.get(given["device"], {})
-    config = kind(**of_device | defaults | PRESETS[given["preset"]] | given)
+        given |= demo_models(given, preset, defaults["command"])
+    of_device = WITH_CUDA if device == "cuda" else {}
+    given |= {"preset": preset, "device": device}
+    config = kind(**of_device | defaults | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
-    out = f"runs/{config.command}"
-    if config.command == "rl":
-        out = f"runs/{config.preset}-{config.mode}{half}"
-    return dataclasses.replace(config, out=config.out or out, judge_format=formats)
+    is_loop = config.command == "rl"
+    name = f"{preset}-{config.mode}{half}" if is_loop else config.command
+    return dataclasses.replace(config, out=config.out or f"runs/{name}", judge_format=formats)
 
 
 class Parser(argparse.ArgumentParser):
@@ -288,7 +270,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
-    """The parser of these groups of settings, none of which has a default of the parser's."""
+    """The parser of these groups of settings; it returns those that are given."""
     parser = Parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -297,17 +279,25 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
         description=usage,
     )
     types = get_type_hints(kind)
-    headings = {}
+    headings = {group: parser.add_argument_group(group) for group in groups}
     for field in settings_of(kind):
-        group = field.metadata["group"]
-        if group not in groups:
+        heading = headings.get(field.metadata["group"])
+        if heading is None:
             continue
-        if group not in headings:
-            headings[group] = parser.add_argument_group(group)
         default = "" if field.default is False else as_text(field.default)
-        shown = field.metadata["help"] + (f" [{default}]" if default else "")
-        how = option(field, types[field.name])
-        headings[group].add_argument(f"--{dashed(field.name)}", help=shown, **how)
+        how = {"help": field.metadata["help"] + (f" [{default}]" if default else "")}
+        several = get_args(types[field.name])  # of a tuple: the type of its values, and ...
+        value = several[0] if several else types[field.name]
+        if value is bool:
+            is_on = field.default or any(field.name in preset for preset in PRESETS.values())
+            how["action"] = argparse.BooleanOptionalAction if is_on else "store_true"
+        else:
+            how |= {"type": value, "metavar": value.__name__.upper()}
+        if several:
+            how["nargs"] = "+"
+        if field.name == "template":  # each time that it is given adds names
+            how["action"] = "extend"
+        heading.add_argument(f"--{dashed(field.name)}", **how)
     return parser
 
 
@@ -316,25 +306,12 @@ def settings_of(kind: type[Config]) -> list[dataclasses.Field]:
     return [field for field in dataclasses.fields(kind) if field.metadata]
 
 
-def option(field: dataclasses.Field, kind: type) -> dict:
-    """The keywords of argparse for a setting of a type; a tuple takes one value or more."""
-    if kind is bool:
-        is_on = field.default or any(field.name in preset for preset in PRESETS.values())
-        return {"action": argparse.BooleanOptionalAction if is_on else "store_true"}
-    several = get_args(kind)  # of a tuple: the type of its values, and ...
-    kind = several[0] if several else kind
-    known = {"type": kind, "metavar": kind.__name__.upper()}
-    if field.name == "template":  # each time that it is given adds names
-        known["action"] = "extend"
-    return known | {"nargs": "+"} if several else known
-
-
-def demo_models(given: dict, command: str) -> dict:
+def demo_models(given: dict, preset: str, command: str) -> dict:
     """The models of a command line that names none. UserError for what asks for a model of one's own."""
     for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
             raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
-    folder = DEMO_MODELS / ("drawn" if given["preset"] == "images" else "written")
+    folder = DEMO_MODELS / ("drawn" if preset == "images" else "written")
     # from the working directory: a run may be resumed where the project lies in another place
     models = {"model": os.path.relpath(folder / "actor")}
     if command == "rl":

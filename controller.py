@@ -29,7 +29,7 @@ from rollout import RolloutBatch
 from runtime.shutdown import Stop, Stopped
 from runtime.world import World
 from sample import Sample, flat
-from scheduling.dealing import Held, MiniBatches, Shares, deal
+from scheduling.dealing import MiniBatches, Shares, Sizes, deal
 from scheduling.measured import StepStats
 from scheduling.pipeline import schedule_of
 from scheduling.rebalance import HISTORY, choose_split
@@ -110,8 +110,8 @@ async def loop(c: Controller) -> None:
         c.timeline.step = step
         await evaluate(c, step)
         batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
-        held, measured = await tell_served(batch, c)  # all meet: lengths, times, a stop
-        shares = await exchange(batch, held, c)  # equal work for every rank
+        sizes, measured = await tell_served(batch, c)  # all meet: lengths, times, a stop
+        shares = await exchange(batch, sizes, c)  # equal work for every rank
         await c.devices.to_training()  # engines that share ranks sleep; trainers wake as needed
         c.ahead = await serve_ahead(c)  # on ranks of their own engines serve the next step
         with c.timeline.span("train"):
@@ -125,30 +125,30 @@ async def loop(c: Controller) -> None:
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
         await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
         stop_if_due(c, stopping)
-        del batch, held, shares  # not held while the next step is served
+        del batch, sizes, shares  # not held while the next step is served
     c.timeline.step = c.config.steps
     await evaluate(c, c.config.steps)
     await c.world.wait_for_all()
 
 
-async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Held], StepStats | None]:
+async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], StepStats | None]:
     """Gather the sizes of every rank's samples, and what all measured while they served (collective).
 
     Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run goes on.
     """
     await c.world.wait_for_all()  # who trains alone waits here for those that serve
-    own = Held.of(batch.kept, c.devices.actor.image_cost, "cost" in c.algorithm.signals)
+    own = Sizes.of(batch.kept, c.devices.actor.image_cost, "cost" in c.algorithm.signals)
     facts = (own, batch.stats, batch.missing_groups, bool(c.stop.asked))
-    held, stats, missing_groups, stops = zip(*await c.world.gather(facts), strict=True)
+    sizes, stats, missing_groups, stops = zip(*await c.world.gather(facts), strict=True)
     batch.missing_groups = max(missing_groups)
     if any(stops):
         c.ahead = batch
         raise Stopped
     measured = [each for each in stats if each]
-    return list(held), StepStats.total(measured) if measured else None
+    return list(sizes), StepStats.total(measured) if measured else None
 
 
-async def exchange(batch: RolloutBatch, held: list[Held], c: Controller) -> Shares:
+async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Shares:
     """Deal all samples to the models' data-parallel ranks in equal work (collective).
 
     Each rank works out the same deals from the sizes that all told, and sends its samples straight to the
@@ -156,7 +156,7 @@ async def exchange(batch: RolloutBatch, held: list[Held], c: Controller) -> Shar
     """
     actor = c.devices.actor
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
-    dealt = deal(held, shapes, actor.cost, c.config)
+    dealt = deal(sizes, shapes, actor.cost, c.config)
     parcels = {}
     senders = set()
     own = {sample.key: sample for sample in batch.kept}
@@ -171,7 +171,7 @@ async def exchange(batch: RolloutBatch, held: list[Held], c: Controller) -> Shar
     received = flat([incoming.values()])
     c.prompts.attach_images(received)
     samples = {sample.key: sample for sample in received}
-    return Shares(dealt.of, samples, flat([[each.costs for each in held]]))
+    return Shares(dealt.of, samples, flat([[each.costs for each in sizes]]))
 
 
 async def serve_ahead(c: Controller) -> RolloutBatch | None:
@@ -268,7 +268,8 @@ def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
     decision = choose_split(c.state.history, devices.splits, devices.rollout.capacity, tp)
-    if step_stats.split == devices.split != decision.split:  # not by older figures
+    was_served_so = step_stats.split == devices.split  # else the figures are of an older split
+    if was_served_so and decision.split != devices.split:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))
         devices.next = decision.split

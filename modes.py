@@ -160,16 +160,13 @@ def place(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placeme
 
 def make_splits(config: Config, placement: Placement) -> list[Split]:
     """The splits that a run may take, that of its start first (pure). UserError: there is none."""
-    modes = {config.mode} & MODES.keys() or ({*MODES} if config.mode == "auto" else {})
-    if not modes:
+    if config.mode not in (*MODES, "auto"):
         known = ", ".join((*MODES, "auto"))
         raise UserError(f"--mode {config.mode} is unknown; choose one of {known}")
+    modes = MODES.values() if config.mode == "auto" else [MODES[config.mode]]
+    splits = [split for mode in modes for split in mode.splits(placement, config)]
     ranks = len(placement.engines)
     judges = 0 if config.train_only else len(config.judge_models)
-    splits = []
-    for name, mode in MODES.items():
-        if name in modes:
-            splits += mode.splits(placement, config)
     if not judges:
         splits = [Split("partial", ranks, 0)]  # rollout shares its ranks with nobody
     splits = [split for split in splits if placement.serves_all(split, judges)]

@@ -16,7 +16,7 @@ split.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms import algorithm_of
@@ -120,9 +120,9 @@ class Models(NamedTuple):
 
 
 class Devices:
-    """The trainers and the engines of both roles, as this rank has them: its device is one's at a time.
+    """This rank's trainers and the engines of both roles, which take turns on its device.
 
-    split: by which the engines serve now; `next`: from the next hand-over to serving on.
+    `split` is the one by which engines serve now, `next` that of the next step.
     """
 
     def __init__(
@@ -140,9 +140,8 @@ class Devices:
         self.split = splits[0]
         self.next = splits[0]
         self.is_apart = placement.is_apart  # engines and trainers share no rank
-        self.is_shared = all(
-            len(s.ranks) == world.size for s in placement.shapes.values()
-        )  # by all
+        # all ranks hold all models
+        self.is_shared = all(len(s.ranks) == world.size for s in placement.shapes.values())
         self.serves = world.rank in placement.servers
         self.actor, *self.critics = models.trainers or [None]  # of an evaluation
         self.references = models.references
@@ -223,20 +222,22 @@ class Devices:
         await self._world.barrier()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
-        """Wake those of this rank, once others that have its device sleep. Not collective."""
-        models = (self.actor, *self.critics, *self.references)
-        held = [model for model in models if model.holds]
-        wanted = [model for model in held if model in trainers]
-        if trainers and not wanted:
+        """Wake those that this rank holds, once its other trainers sleep. Not collective."""
+        wanted = [trainer for trainer in trainers if trainer.holds]
+        if not wanted:
             return  # they are on other ranks: who has this device keeps it
-        for other in held:
-            if other.awake and other not in wanted:
+        await self.rest_trainers(but=wanted)
+        for trainer in wanted:
+            if not trainer.awake:
                 with self._timeline.span("switch"):
-                    await self._world.run(other.sleep)
-        for model in wanted:
-            if not model.awake:
+                    await self._world.run(trainer.wake)
+
+    async def rest_trainers(self, but: Collection[Trainer] = ()) -> None:
+        """Put this rank's trainers to sleep, all but some. Not collective."""
+        for trainer in (self.actor, *self.critics, *self.references):
+            if trainer.awake and trainer not in but:
                 with self._timeline.span("switch"):
-                    await self._world.run(model.wake)
+                    await self._world.run(trainer.sleep)
 
     async def to_serving(self) -> None:
         """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
@@ -246,7 +247,7 @@ class Devices:
         self.rollout.assign(self.leads("rollout"))
         self.genrm.assign(self.leads("genrm"))
         if not (self.is_apart or self.actor.holds):
-            await self.give_device_to()  # of ranks that another model trained on
+            await self.rest_trainers()  # of ranks that another model trained on
         await self.give_device_to(self.actor)
         await self._world.run(self.actor.trim, self.is_apart)
         await self._meet_for_wide_engines()
@@ -256,7 +257,7 @@ class Devices:
             named_weights = self._route.carry(named_weights)
         await self.rollout.load_weights(named_weights, self.actor.version)
         if not self.is_apart:
-            await self.give_device_to()
+            await self.rest_trainers()
             await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()
         self.swap_s = 0.0

@@ -1,8 +1,9 @@
 """Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
 
-A mode is one short loop here. Groups whose rewards are all equal are replaced (dynamic sampling). While they
-serve, controllers meet in small reductions: which groups finished, and with what. Every decision, to draw
-more, to stop, to cut off the rest, is a pure function of the totals: all take the same one.
+A mode, one short loop of modes.py, calls what stands here. Groups whose rewards are all equal are replaced
+(dynamic sampling). While they serve, controllers meet in small reductions: which groups finished, and with
+what. Every decision, to draw more, to stop, to cut off the rest, is a pure function of the totals: all take
+the same one.
 
 An answer that its engine doesn't finish is continued from its tokens:
 

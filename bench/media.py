@@ -32,7 +32,7 @@ from bench.measuring import ROOT, TORCHRUN, column, peak_rss_mb, print_table, ru
 from examples.make_demo import models
 from rollout import RolloutBatch
 from runtime.world import World
-from scheduling.dealing import Held
+from scheduling.dealing import Sizes
 
 SIDES = ("text", "images", "central")
 PROMPTS = 16  # of a rank, in a step
@@ -50,7 +50,7 @@ sent = {"between": 0}  # bytes of samples that left this rank
 
 
 async def exchange_through_one(
-    batch: RolloutBatch, held: list[Held], c: controller.Controller
+    batch: RolloutBatch, held: list[Sizes], c: controller.Controller
 ) -> controller.Shares:
     """Take the place of controller.exchange: all samples and their images go to rank 0, which deals them."""
     samples = batch.kept
@@ -62,8 +62,8 @@ async def exchange_through_one(
     senders = range(c.world.size) if c.world.rank == 0 else ()
     parcels = await c.world.exchange({0: samples}, senders)
     received = [sample for parcel in parcels.values() for sample in parcel]
-    here = Held.of(received, c.devices.actor.image_cost, has_costs=False)
-    there = Held.of([], c.devices.actor.image_cost, has_costs=False)
+    here = Sizes.of(received, c.devices.actor.image_cost, has_costs=False)
+    there = Sizes.of([], c.devices.actor.image_cost, has_costs=False)
     held = [here if rank == 0 else there for rank in range(c.world.size)]
     held = await c.world.broadcast(held)
     return await exchange_in_parallel(replace(batch, kept=received), held, c)

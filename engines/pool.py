@@ -41,7 +41,7 @@ class EngineStatus(NamedTuple):
 class Pool:
     """A handle on each engine of a role; one of them may be this rank's own, to wake.
 
-    Collective verbs act on each rank's own engine, if the plan has it (`assign`). All ranks leave
+    Collective verbs act on each rank's own engine, if the split has it (`assign`). All ranks leave
     them together, so that nobody asks an engine that sleeps. One that is lost ends the run.
     """
 
@@ -53,7 +53,7 @@ class Pool:
         self.all_engines = engines
         # requests of full length that an engine holds at once
         self.capacity = min((engine.capacity for engine in engines), default=1)
-        self.engines: list[Engine] = []  # of the plan
+        self.engines: list[Engine] = []  # of the split
         self.own: Engine | None = None  # of these, this rank's
         self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked; none at first
         self.woke_at = 0.0  # when the first of them woke, by the event loop's clock
@@ -229,8 +229,8 @@ class Pool:
             try:
                 await self._on_own(lambda engine: engine.load_weights(named_weights, version))
             finally:
-                # to its end, even if the engine is lost: other ranks wait for this one's shards
-                await self.world.run(deque, named_weights, 0)
+                # gathering is collective: a rank without an engine, or with a lost one, takes part, too
+                await self.world.run(exhaust, named_weights)
 
     async def wake_kv_cache(self) -> None:
         """Bring the KV cache back: requests may come (collective)."""
@@ -238,13 +238,18 @@ class Pool:
         self._set_awake(tuple(engine.rank for engine in self.engines))
 
     async def _on_each(self, verb: Verb, ranks: set[int] | None = None) -> None:
-        """Await `verb` of each engine of the plan, or of these ranks (collective)."""
+        """Await `verb` of each engine of the split, or of these ranks (collective)."""
         with self.timeline.span("switch"):
             if ranks is None or self.world.rank in ranks:
                 await self._on_own(verb)
             await self.world.barrier()
 
     async def _on_own(self, verb: Verb) -> None:
-        """Await `verb` of this rank's engine, if the plan has one."""
+        """Await `verb` of this rank's engine, if the split has one."""
         if self.own:
             await verb(self.own)
+
+
+def exhaust(items: Iterator) -> None:
+    """Run an iterator to its end."""
+    deque(items, maxlen=0)

@@ -20,17 +20,18 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
     ranks = len(placement.everyone)
     prompts = config.prompts_per_step
     answers = config.answers_per_prompt
-    changed = ""
+    text = (
+        f"nanoYATT: {config.mode} colocation on {ranks} ranks: {placement.in_words(split)}\n"
+        f"  {config.steps} steps of {prompts * answers} samples: {answers} answers to each of "
+        f"{prompts} prompts\n"
+    )
+    if config.command == "eval":
+        text = f"nanoYATT eval: {config.model} on {ranks} ranks\n"
+    text += "  settings other than the defaults:"
     for field in fields(config):
         value = vars(config)[field.name]
         if value != field.default:
-            changed += f" --{dashed(field.name)} {as_text(value)}"
-    step = f"{prompts * answers} samples: {answers} answers to each of {prompts} prompts"
-    text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {placement.in_words(split)}\n"
-    text += f"  {config.steps} steps of {step}\n"
-    if config.command == "eval":
-        text = f"nanoYATT eval: {config.model} on {ranks} ranks\n"
-    text += f"  settings other than the defaults:{changed}"
+            text += f" --{dashed(field.name)} {as_text(value)}"
     if config.device == "cpu":
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:

@@ -11,9 +11,8 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 from matplotlib.axes import Axes
@@ -36,25 +35,24 @@ LABELS = {  # kind of mark -> height of its text, the side of its time that it s
 }
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """The events that a figure shows. capacity: answers that an engine decodes at once, full shade."""
 
     title: str
     events: list[Event]
     capacity: int
 
-    @cached_property
+    @property
     def spans(self) -> list[Event]:
         return of_kind(self.events, "span")
 
-    @cached_property
+    @property
     def begins(self) -> dict[int, float]:
         """The time at which each step begins."""
         last_first = sorted(self.spans, key=lambda span: span.start, reverse=True)
         return {span.step: span.start for span in last_first}
 
-    @cached_property
+    @property
     def marks(self) -> list[Event]:
         """The lowest rank's, as all make them at once; not wave 1, nor a tail when one role has all."""
         marks = of_kind(self.events, *MARKS)
@@ -66,10 +64,9 @@ class Picture:
 def of_steps(events: list[Event], first: int, last: int) -> list[Event]:
     """Return what is drawn of the steps `first` to `last`; negative numbers count back from the last, -1."""
     events = [event for event in events if event.kind != "span" or event.name in COLORS]
-    spans = of_kind(events, "span")
+    trained = [span.step for span in of_kind(events, "span") if span.name == "train"]
     # an evaluation after the last trained step belongs to none
-    steps = {span.step for span in spans if span.name == "train"} or {span.step for span in spans}
-    end = max(steps, default=-1) + 1
+    end = 1 + max(trained or [span.step for span in of_kind(events, "span")], default=-1)
     first, last = (number + end if number < 0 else number for number in (first, last))
     shown = range(max(first, 0), min(last + 1, end))
     return [event for event in events if event.step in shown]
@@ -107,14 +104,13 @@ def make_figure(picture: Picture) -> Figure:
     figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes in panels:
-        axes.set_frame_on(False)
-        axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
-        axes.margins(x=0.004)
     _draw_lanes(panels[0], picture, ranks)
     if rows:
         _draw_answers(panels[1], rows, answers_height)
     for axes in panels:  # a line where a step begins, a dotted one where a wave does
+        axes.set_frame_on(False)
+        axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+        axes.margins(x=0.004)
         for begin in picture.begins.values():
             axes.axvline(begin, color=INK, linewidth=0.8)
         for wave in (mark for mark in picture.marks if mark.kind == "wave"):

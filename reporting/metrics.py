@@ -140,9 +140,10 @@ class Report:
             await self.written()  # the checkpoint is named once the step's rows are there
         self.progress.step(step, metrics)
         if batch.missing_groups:
-            lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
-            why = f"after {batch.waves} waves: too many had equal rewards"
-            self.note(f"step {step + 1}: {lacking} {why}")
+            self.note(
+                f"step {step + 1}: {batch.missing_groups} of {self.config.prompts_per_step} groups "
+                f"are lacking after {batch.waves} waves: too many had equal rewards"
+            )
 
     def _write(self, step: int, metrics: Metrics, shown: list[Sample]) -> None:
         for sample in shown:
@@ -184,9 +185,8 @@ class Report:
 
 def pass_at_k(samples: int, right: list[int]) -> dict[str, float]:
     """Return the unbiased pass@k of Codex (arXiv 2107.03374), equation 1. right: answers to each prompt."""
-    powers = {2**power for power in range(samples.bit_length())}
     metrics = {}
-    for k in sorted(powers | {samples} - {0}):
+    for k in sorted({2**power for power in range(samples.bit_length())} | {samples} - {0}):
         passed = (1 - comb(samples - count, k) / comb(samples, k) for count in right)
         metrics[f"eval/pass@{k}"] = fmean(passed)
     return metrics

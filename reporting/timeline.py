@@ -1,13 +1,10 @@
 """Timeline: what every rank did when, on one clock.
 
-While rollout and genrm serve side by side, both stages are open all the time. So a span of an engine is one
-request, from sent to finished, and an engine is busy while requests are in flight. Spans of the controller
-itself (train, switch, sync) are opened around the work. Beside them stand the life of every answer, in
-stretches (queued, decoding, judging, ...), marks (a wave of prompts, a push of weights, a change of the
-split), and the passes of the pipelines.
-
-Every rank writes its events of each step to a file of its own, OUT/spans/rank<r>.<step>.jsonl. Those of the
-last STEPS_KEPT steps stay.
+A span of an engine is one request, from sent to finished: it is busy while requests are in flight. Spans of
+the controller (train, switch, sync) are opened around the work. Beside them stand the life of every answer,
+in stretches (queued, decoding, judging, ...), marks (a wave, a push of weights, a change of the split), and
+the passes of the pipelines. Every rank writes its events of a step to OUT/spans/rank<r>.<step>.jsonl; those
+of the last STEPS_KEPT steps stay.
 """
 
 from __future__ import annotations
@@ -38,6 +35,7 @@ STATES = {  # of an answer, in the order of its life
 INSTANTS = ("moved", "aborted", "done")  # the other states last
 MARKS = ("wave", "weights", "split", "tail")
 STEPS_KEPT = 100
+MICRO = 1e6  # microseconds of a second
 
 
 class Event(NamedTuple):
@@ -223,25 +221,20 @@ def _trace_rows(events: list[Event]) -> Iterator[dict]:
     for sample in sorted(of_kind(events, "sample"), key=lambda s: (s.start, s.end)):
         row = {"name": sample.name, "cat": "sample", "id": sample.args["answer"]}
         row |= {"pid": sample.rank, "tid": 0}
-        begin = row | {"ts": _microseconds(sample.start), "args": {"step": sample.step}}
+        begin = row | {"ts": sample.start * MICRO, "args": {"step": sample.step}}
         yield begin | {"ph": "n" if sample.name in INSTANTS else "b"}
         if sample.name not in INSTANTS:
-            yield row | {"ph": "e", "ts": _microseconds(sample.end)}
+            yield row | {"ph": "e", "ts": sample.end * MICRO}
     for mark in of_kind(events, *MARKS):
         # wave 2; weights v3
         name = mark.name if mark.kind in mark.name else f"{mark.kind} {mark.name}"
         row = {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0}
-        yield row | {"ts": _microseconds(mark.start)}
+        yield row | {"ts": mark.start * MICRO}
     for each in of_kind(events, "pass"):
         name = f"{each.name} {'B' if each.args['backward'] else 'F'}{each.args['micro_batch']}"
         yield _complete(name, each.rank, len(threads), each, {"stage": each.args["stage"]})
 
 
 def _complete(name: str, rank: int, thread: int, span: Stretch | Event, args: dict) -> dict:
-    start = _microseconds(span.start)
-    times = {"ts": start, "dur": _microseconds(span.end) - start}
+    times = {"ts": span.start * MICRO, "dur": (span.end - span.start) * MICRO}
     return {"name": name, "ph": "X", "pid": rank, "tid": thread} | times | {"args": args}
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)

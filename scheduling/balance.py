@@ -37,10 +37,7 @@ def plan_batch(
         packing = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
         by_rank = karmarkar_karp(sums(costs, packing), dp_size)
         for rank, numbers in enumerate(by_rank):
-            micro_batches = []
-            for number in numbers:
-                micro_batches.append([mini_batch[sample] for sample in packing[number]])
-            plan[rank].append(micro_batches)
+            plan[rank].append([list(map(mini_batch.__getitem__, packing[n])) for n in numbers])
     return plan
 
 
@@ -65,19 +62,9 @@ def pack_evenly(
     for most in range(1, 5):  # over budget / (most + 1), at most `most` fit into a micro-batch
         long = sum((most + 1) * length > budget for length in lengths)
         fewest = max(fewest, -(-long // most))
-    first = round_up(fewest, multiple)
-    count = first
-    too_few = first - multiple
+    count = round_up(fewest, multiple)
     while not (found := fitting(count)):  # it ends: in twice the fewest `spread` finds room for all
-        too_few = count
-        count = first + max(multiple, 2 * (count - first))
-    while count - too_few > multiple:
-        middle = too_few + round_up((count - too_few) // 2, multiple)
-        if fits := fitting(middle):
-            found = fits
-            count = middle
-        else:
-            too_few = middle
+        count += multiple
     best = min(found, key=lambda packing: max(sums(costs, packing)))
     return [sorted(samples, key=lambda sample: -lengths[sample]) for samples in best]
 

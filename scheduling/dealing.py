@@ -17,26 +17,24 @@ if TYPE_CHECKING:
 MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches
 
 
-class Held(NamedTuple):
+class Sizes(NamedTuple):
     """The sizes of the samples that a controller holds, as it tells the others."""
 
-    lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't held
+    lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't sizes
     image_costs: dict[int, int]  # prompt_id -> work on its images
     costs: list[float]  # of the samples, where they are a signal
 
     @staticmethod
-    def of(samples: list[Sample], image_cost: Callable[[list[int]], int], has_costs: bool) -> Held:
+    def of(samples: list[Sample], image_cost: Callable[[list[int]], int], has_costs: bool) -> Sizes:
         lengths: dict[int, list[int]] = {}
         for sample in sorted(samples, key=lambda sample: sample.key):
             row = lengths.setdefault(sample.prompt_id, [])
             row += [0] * (sample.index - len(row))
             row.append(len(sample.prompt) + len(sample.response))
-        image_costs = {}
-        for sample in samples:
-            if cost := image_cost(sample.prompt):
-                image_costs[sample.prompt_id] = cost
+        work = {sample.prompt_id: image_cost(sample.prompt) for sample in samples}
+        image_costs = {prompt_id: cost for prompt_id, cost in work.items() if cost}
         costs = [sample.cost for sample in samples] if has_costs else []
-        return Held(lengths, image_costs, costs)
+        return Sizes(lengths, image_costs, costs)
 
     def tokens(self) -> dict[Key, int]:
         """Return the tokens of each sample, prompt and response together."""
@@ -59,13 +57,13 @@ class Deals(NamedTuple):
 
 
 def deal(
-    held: list[Held], shapes: list[Shape], cost: Callable[[int], int], config: Config
+    sizes: list[Sizes], shapes: list[Shape], cost: Callable[[int], int], config: Config
 ) -> Deals:
     """Deal all samples in equal work for each shape, from what each rank holds (pure). cost(tokens): work."""
     tokens = {}
     owners = {}
     image_costs = {}
-    for rank, theirs in enumerate(held):
+    for rank, theirs in enumerate(sizes):
         image_costs |= theirs.image_costs
         for key, length in theirs.tokens().items():
             assert key not in tokens, "two controllers hold the same sample"
@@ -94,8 +92,6 @@ class Shares:
         if not model.holds:
             return []
         mini_batches = []
-        for keys_of_mini_batch in self.deals[model.shape].plan[model.dp_rank]:
-            mini_batches.append([])
-            for keys in keys_of_mini_batch:
-                mini_batches[-1].append([self.samples[key] for key in keys])
+        for mini_batch in self.deals[model.shape].plan[model.dp_rank]:
+            mini_batches.append([list(map(self.samples.__getitem__, keys)) for keys in mini_batch])
         return mini_batches

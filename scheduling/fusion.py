@@ -10,7 +10,7 @@ from scheduling.measured import Split, StepStats
 
 Ranks = tuple[int, ...]
 TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance and auto choose from these
-FITTED = 3  # newest steps that token latencies are fitted to: what a start took is soon forgotten
+RECENT = 3  # steps that say how fast tokens come: what a start took is soon forgotten
 LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
 
 
@@ -26,28 +26,23 @@ class TokenLatency(NamedTuple):
 
 
 def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
-    """Fit seconds a token to requests in an engine, in the newest steps of fused mode, else of all.
+    """Return what the newest steps of fused mode, else of all, say: half of a token's seconds are fixed.
 
     Where requests come one by one, each prompt holds up those that are written: so modes aren't mixed. No
     time, if the role was never asked.
     """
     fused = [step for step in history if step.split.mode == "fused"] or history
-    points = []
-    for step in fused[-FITTED:]:
+    seconds = []
+    in_flight = []
+    for step in fused[-RECENT:]:
         ranks, stats = step.ranks_and_stats(role)
         if stats.tokens:
-            points.append((stats.in_flight / (ranks // tp), stats.request_s / stats.tokens))
-    if not points:
+            seconds.append(stats.request_s / stats.tokens)
+            in_flight.append(stats.in_flight / (ranks // tp))
+    if not seconds:
         return TokenLatency(0.0, 0.0)
-    k_mean = max(1e-9, fmean(k for k, _ in points))
-    t_mean = fmean(t for _, t in points)
-    # where all have nearly the same k, half of the time is fixed: as if points on the line that says
-    # so also spread by 0.2 k
-    trust = (0.2 * k_mean) ** 2
-    variance = fmean((k - k_mean) ** 2 for k, _ in points) + trust
-    covariance = fmean((k - k_mean) * (t - t_mean) for k, t in points) + trust * t_mean / k_mean / 2
-    per_request = min(max(covariance / variance, 0.0), t_mean / k_mean)
-    return TokenLatency(t_mean - per_request * k_mean, per_request)
+    half = fmean(seconds) / 2
+    return TokenLatency(half, half / max(1e-9, fmean(in_flight)))
 
 
 def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
@@ -86,9 +81,7 @@ def ranks_of_tail(
     """
     everyone = tuple(rank for unit in units for rank in unit)
     is_tail = left.unwritten <= tail * left.begun
-    if not left.unwritten:
-        return ()
-    if not held and left.judging:
+    if not left.unwritten or (not held and left.judging):
         return ()
     if not is_tail and (held == everyone or not left.judging):
         return everyone

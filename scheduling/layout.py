@@ -67,7 +67,7 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         """Return the words that `shape_from` reads, whatever its default is: 0-3:tp2, or 0-3:tp1."""
         sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
-        return "".join((ranks_in_words(self.ranks), *(sizes or [":tp1"])))
+        return ranks_in_words(self.ranks) + ("".join(sizes) or ":tp1")
 
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:
@@ -175,7 +175,7 @@ class Placement(NamedTuple):
     @property
     def learners(self) -> set[int]:
         """The ranks that hold a model."""
-        return {*self.actor.ranks, *self.critic.ranks, *self.reference.ranks}
+        return {rank for shape in self.models for rank in shape.ranks}
 
     @property
     def is_apart(self) -> bool:
@@ -191,22 +191,22 @@ class Placement(NamedTuple):
         """Say who serves and who trains: rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2."""
         ranks_of = {role: self.ranks(role, split) for role in ROLES}
         ranks_of |= {name: shape.ranks for name, shape in self.shapes.items()}
-        words = [f"{name} on ranks {ranks_in_words(r)}" for name, r in ranks_of.items() if r]
-        return ", ".join(words)
+        return ", ".join(
+            f"{name} on ranks {ranks_in_words(r)}" for name, r in ranks_of.items() if r
+        )
 
     def problems(self, world_size: int) -> Iterator[str]:
         """Yield what can't be on so many ranks, a sentence each."""
-        models = {"actor": self.actor, "critic": self.critic, "reference": self.reference}
-        ranks_of = {"engines": self.engines} | {name: shape.ranks for name, shape in models.items()}
-        for name, ranks in ranks_of.items():
+        names = ("engines", "actor", "critic", "reference")
+        for name, shape in zip(names, (Shape(self.engines), *self.models), strict=True):
+            ranks = shape.ranks
             if [*ranks] != sorted({*ranks}):
                 yield f"the ranks of {name} aren't each named once, in order"
             if ranks and max(ranks) >= world_size:
                 yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
-        for name, shape in models.items():
-            if not shape.ranks or len(shape.ranks) % shape.unit:
+            if (not ranks and name != "engines") or len(ranks) % shape.unit:
                 sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
-                yield f"{sizes} doesn't divide the {len(shape.ranks)} ranks of {name}"
+                yield f"{sizes} doesn't divide the {len(ranks)} ranks of {name}"
         if idle := {*range(world_size)} - {*self.engines} - self.learners:
             yield f"rank {min(idle)} holds nothing"
 

@@ -89,7 +89,7 @@ class StepStats:
     @staticmethod
     def of_json(row: dict) -> StepStats:
         """Return the inverse of asdict."""
-        fields = {role: RequestStats(**row[role]) for role in ("rollout", "genrm")}
+        fields = {role: RequestStats(**row[role]) for role in ROLES}
         fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
         return StepStats(**row | fields)
 

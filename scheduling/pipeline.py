@@ -96,8 +96,8 @@ def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
 
 def empty_table(pipes: Sequence[Pipe]) -> Table:
     """A table without tasks, of all ranks."""
-    ranks = chain.from_iterable(pipe.ranks for pipe in pipes)
-    return [[] for _ in range(1 + max(ranks))]
+    last = max(max(pipe.ranks) for pipe in pipes)
+    return [[] for _ in range(1 + last)]
 
 
 def bound(pipes: Sequence[Pipe]) -> float:
@@ -105,17 +105,17 @@ def bound(pipes: Sequence[Pipe]) -> float:
 
     A rank waits for the fill, and for the drain, of the pipe whose stage here is reached first.
     """
-    most = 0.0
+    latencies = []
     for pipe in pipes:
         steps = pipe.micro_batches + len(pipe.ranks) - 1
-        most = max(most, steps * (pipe.forward + pipe.backward))
+        latencies.append(steps * (pipe.forward + pipe.backward))
     for rank in set(chain.from_iterable(pipe.ranks for pipe in pipes)):
         here = [pipe for pipe in pipes if rank in pipe.ranks]
         work = sum(pipe.micro_batches * (pipe.forward + pipe.backward) for pipe in here)
         fill = min(pipe.ranks.index(rank) * pipe.forward for pipe in here)
         drain = min(pipe.ranks.index(rank) * pipe.backward for pipe in here)
-        most = max(most, fill + work + drain)
-    return most
+        latencies.append(fill + work + drain)
+    return max(latencies)
 
 
 def base_memory(pipes: Sequence[Pipe]) -> float:
@@ -194,10 +194,7 @@ def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
         for lane, ends in zip(mirrored, reversed(now.ends), strict=True):
             urgency.append([shifts[lane.pipe] - end for end in reversed(ends)])
         tried = list_schedule(mirrored, urgency, rng.random(), most_memory)
-        if tried is None or tried.latency >= now.latency:
-            stuck += 1
-        else:
-            stuck = 0
+        stuck = 0 if tried and tried.latency < now.latency else stuck + 1
         if tried and tried.latency <= now.latency:
             now = tried
             reach = NEAR * target

@@ -34,10 +34,7 @@ class Decision(NamedTuple):
 
 
 def choose_split(
-    history: list[StepStats],
-    splits: list[Split],
-    capacity: int,
-    tp: dict[str, int],
+    history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> Decision:
     """The next step's split. history: newest last; capacity, tp: requests and ranks of an engine."""
     now = history[-1].split

@@ -123,7 +123,7 @@ BAD = [
     # a new setting would change what an abbreviation means
     ("--step 3", "unrecognized arguments: --step 3"),
     ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
-    ("--model m", "--model needs a --judge or a --rule, which say what an answer is worth"),
+    ("--model m", "--model needs a --judge or a --rule: what an answer is worth"),
     ("--judge j", f"--judge {ONLY_ADDITION}"),
     ("--data d --rule right", f"--data {ONLY_ADDITION}"),
     ("--eval-data d", f"--eval-data {ONLY_ADDITION}"),
@@ -229,7 +229,7 @@ def test_help(command):
     code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and not ran.stderr
-    assert all(f"\n  {name} " in ran.stdout for name in COMMANDS)
+    assert "python run.py eval" in ran.stdout
     shown = " ".join(ran.stdout.split())
     for field in settings_of(Config):
         group = field.metadata["group"]

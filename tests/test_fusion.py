@@ -83,12 +83,9 @@ def measured(split, *points):
         yield StepStats(split, work, work, 1, 1.0, 0.0)
 
 
-def test_a_latency_is_found():
-    """From several numbers of requests nearly exactly; from one alone half of the time is fixed."""
+def test_half_of_a_latency_is_fixed():
+    """Whatever the mode of the last steps: those of fused mode count, if there are any."""
     fused, partial = Split("fused", 2, 2), Split("partial", 2, 2)
-    points = [(k, 0.01 + 0.001 * k) for k in (8.0, 32.0, 16.0, 64.0)]  # on two engines
-    latency = fusion.token_latency([*measured(fused, *points)], "rollout", 1)
-    assert latency == (pytest.approx(0.01, rel=0.2), pytest.approx(0.002, rel=0.05))
     one = [*measured(fused, (20.0, 0.04))]
     assert fusion.token_latency(one, "genrm", 1) == (pytest.approx(0.02), pytest.approx(0.002))
     others = [*measured(partial, (20.0, 0.4))] * 5

