@@ -326,6 +326,6 @@ def test_a_checkpoint_never_executes_code(tmp_path):
     evil = Evil()
     evil.path = tmp_path / "executed"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(evil))
-    with pytest.raises(ValueError, match=r"posix.system, which has no place there"):
+    with pytest.raises(ValueError, match=r"posix.system: was it changed"):
         sharded_checkpoint.load(None, tmp_path)
     assert not evil.path.exists()

@@ -211,7 +211,7 @@ def test_the_index_says_which_files_are_read(tmp_path, rows):
         "no model-1-of-2.safetensors in it": (home / files[0]).unlink,
         "no sub/model.safetensors in it": lambda: index.write_text(elsewhere),
         "index.json has no weight_map": lambda: index.write_text('{"weight_map": null}'),
-        "knows whether model-2-of-2.safetensors belongs to it": index.unlink,
+        "knows if model-2-of-2.safetensors belongs to it": index.unlink,
     }
     for message, damage in damages.items():
         damage()

@@ -264,7 +264,7 @@ AS_TEXT = {"prompt": "3+4=", "response": "7"}
 OTHER_PAIR = {"chosen": WHOLE, "rejected": OTHER}
 BAD = {  # command, tokenizer -> rows, and what is said about them
     "sft text": [
-        ({"prompt": "3+4="}, "needs `messages`, or `prompt` and one of `response` and"),
+        ({"prompt": "3+4="}, "needs `messages`, or `prompt` and `response` or"),
         (AS_TEXT | {"response": 7}, "a prompt and an answer are needed"),
         (AS_TEXT | {"response": ""}, NO_ANSWER),
         (AS_TEXT | {"response": ">" + "7" * 48}, "tokens don't fit into --max"),
@@ -277,7 +277,7 @@ BAD = {  # command, tokenizer -> rows, and what is said about them
         ({"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with"),
         ({"messages": [user("?"), assistant(" \n")]}, NO_ANSWER),
         ({"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
-        ({"messages": WHOLE, "completion": "8"}, "needs `messages`, or `prompt` and one"),
+        ({"messages": WHOLE, "completion": "8"}, "needs `messages`, or `prompt` and `response`"),
         ({"prompt": "3+4?", "messages": "7"}, "`messages` must be a list of turns"),
         ({"prompt": HISTORY, "completion": "7"}, "follows a turn of the assistant"),
         ({"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),

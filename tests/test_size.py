@@ -19,12 +19,15 @@ OUTSIDE = sorted(path for room in ("simulation", "papers") for path in (ROOT / r
 BENCH = sorted(ROOT.glob("bench/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
-# lines of the product, its root files, what is around it. 13,560 before what strangers bring was read by type
-# or refused (+600), 14,160 before there was one way back (-210); 13,500 were meant, and the rest is owed
-MOST_LINES, MOST_ROOT_LINES, MOST_OUTSIDE, MOST_BENCH = 14_000, 4_400, 2_300, 2_500
-# 16,500 were meant: each refusal, each place of a stop has a row of a test
-MOST_TEST_LINES = 19_000
-MOST_WORDS = 17_700  # of docs/, without the pages that a command writes
+# Fences against drift, 2 % above what was reached, so that a fork of some 200 lines passes. To move one, measure
+# anew and say here what for; first look for what the new lines replace. 12,600 lines of product, 3,900 of the
+# root and 14,000 words were meant
+MOST_LINES = 14_180  # of the product, examples/finetune.py counted
+MOST_ROOT_LINES = 4_400
+MOST_OUTSIDE = 2_330  # simulation/, papers/
+MOST_BENCH = 2_555
+MOST_TEST_LINES = 19_340  # 1.33 for a line of product and of cpu/decoder.cpp; 1.15 were meant
+MOST_WORDS = 17_940  # of docs/, without the pages that a command writes
 MOST_FLAGS = 60  # of run.py rl
 MOST_ROOT_FILES, MOST_COLUMNS = 14, 110
 LAYERS = (  # each may import what stands below it, and its own line
