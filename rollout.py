@@ -285,7 +285,7 @@ class Meeting(NamedTuple):
 async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
     """Return the total of what all controllers tell: facts, what engines owe and wrote (collective).
 
-    Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Placement.apply raises.
+    Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Devices.apply raises.
     """
     statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))

@@ -64,7 +64,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
     for sample in flat([groups]):
         sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]
         sample.versions = [1]
-        sample.media = ()  # as rollout.collect leaves it
+        sample.media = ()  # as modes.collect leaves it
     prompts.requeue(drawn, groups)
 
 

@@ -79,7 +79,7 @@ def test_experience_says_what_will_be_filtered():
 
 
 def play(sampler, truth, rng, draw, at_once=3):
-    """A step as rollout.collect plays it; groups finish in the order that `rng` gives, some together."""
+    """A step as modes.collect plays it; groups finish in the order that `rng` gives, some together."""
     while not sampler.is_complete:
         wave = sampler.next_wave()
         if wave is None and not sampler.num_in_flight:
