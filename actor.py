@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
-from config import Config, UserError
+from config import Config
+from runtime.errors import UserError
 from sample import Key, Sample, flat
 from training import lm_head, ptx
 from training.executor import Work
@@ -51,7 +52,9 @@ class Actor(Trainer):
 
     title = "actor"
 
-    def __init__(self, config: Config, model_dir: str, groups: Groups | None = None, learns=True):
+    def __init__(
+        self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
+    ):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         self.lag = config.ahead  # updates that the weights which wrote a token may be behind

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from config import TINY, Config, UserError, as_text
+from config import TINY, Config, as_text
+from runtime.errors import UserError
 from sample import Outcome, Sample
 
 if TYPE_CHECKING:

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 import rollout
-from config import Config, UserError, as_text, dashed
+from config import Config, as_text, dashed
 from reporting import timeline
 from reporting.answers import keep_answers
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
-from runtime.errors import RunLost
+from runtime.errors import RunLost, UserError
 from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
 from sample import sample_from_json

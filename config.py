@@ -47,10 +47,12 @@ class Config:
     preset: str = setting("", "of PRESETS; default: tiny, the demo, or base with --model", "run")
     out: str = setting("", "folder of the run's files; default: runs/<preset>-<mode>", "run")
     seed: int = setting(0, "of the order of prompts, and of sampling", "run")
-    device: str = setting("cpu", "default: cuda where it is", "run", choices=("cpu", "cuda"))
+    device: str = setting(
+        "cpu", "default: cuda where there is a GPU", "run", choices=("cpu", "cuda")
+    )
     host: str = setting("127.0.0.1", "address here that ranks and servers listen on", "run")
     port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
-    timeout_s: float = setting(600.0, "longest wait for a rank; others follow", "run", low=TINY)
+    timeout_s: float = setting(600.0, "longest wait for a rank; engines get half", "run", low=TINY)
     memory_check: bool = setting(True, "end before a start without enough memory", "run")
     model: str = setting("", "Hugging Face directory of the policy; default: the demo's", "data")
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
@@ -64,9 +66,15 @@ class Config:
     answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
     updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
     critic: str = setting("", "the value model; default: the policy with a new head", "loop")
-    over_dispatch: float = setting(1.0, "times the prompts; unfinished ones go on", "loop", 1, 4)
-    rollout_ranks: int = setting(0, "partial mode; the rest serve genrm; 0: half", "loop", low=0)
-    tail: float = setting(0.2, "fused mode: answers that others are judged beside", "loop", 0, 1)
+    over_dispatch: float = setting(
+        1.0, "prompts served, as a multiple; the unfinished go on later", "loop", 1, 4
+    )
+    rollout_ranks: int = setting(
+        0, "partial mode: ranks that write, the rest judge; 0: half", "loop", low=0
+    )
+    tail: float = setting(
+        0.2, "fused mode: part of the answers left when judging begins", "loop", 0, 1
+    )
     rebalance: bool = setting(False, "move ranks between roles (fused: the tail) by load", "loop")
     eval_data: str = setting("", "prompts with an `answer`; default: some rows of --data", "loop")
     rollout_only: bool = setting(False, "generate and judge alone, to OUT/replay.jsonl", "halves")
@@ -80,13 +88,19 @@ class Config:
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
     judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
     judge_format: Texts = setting((), "rows of FORMATS, for all judges or each", "evaluation")
-    eval_samples: int = setting(0, "answers to each, for pass@k; eval: 8", "evaluation", low=0)
+    eval_samples: int = setting(
+        0, "answers to a held-out prompt, for pass@k; run.py eval: 8", "evaluation", low=0
+    )
     steps: int = setting(40, "batches to train on", "training", low=1)
     eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
     lr: float = setting(1e-6, "AdamW", "training", low=TINY)
-    lr_warmup_steps: int = setting(5, "linear; the first update has a fifth", "training", low=0)
+    lr_warmup_steps: int = setting(
+        5, "updates in which --lr grows from a part to all", "training", low=0
+    )
     lr_decay_to: float = setting(1.0, "part of --lr at the end; demo: 0.1", "training", 0, 1)
-    max_tokens_per_micro_batch: int = setting(8192, "of a pass; CPUs: fewer", "training", low=1)
+    max_tokens_per_micro_batch: int = setting(
+        8192, "tokens of a pass; on a CPU fewer", "training", low=1
+    )
     tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
     pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
     cp: int = setting(1, "context-parallel ranks", "training", low=1)
@@ -103,7 +117,9 @@ class Config:
     resume: str = setting("auto", "auto: the newest in OUT; never; or a folder", "checkpoints")
     save_every: int = setting(10, "steps between saves; one at the end; 0: none", "checkpoints", 0)
     keep: int = setting(2, "newest checkpoints that are kept", "checkpoints", low=1)
-    save_hf_every: int = setting(0, "the same of Hugging Face directories", "checkpoints", low=0)
+    save_hf_every: int = setting(
+        0, "steps between Hugging Face directories; 0: none", "checkpoints", low=0
+    )
     weight_decay: float = 0.0  # AdamW; examples/finetune.py makes a flag of it
 
     @property

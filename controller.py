@@ -17,7 +17,7 @@ import modes
 import rollout
 from algorithms import Algorithm
 from checkpoint import Checkpoints
-from config import Config, UserError
+from config import Config
 from data import Prompts
 from engines.engine import Sampling
 from engines.pool import QUEUED
@@ -26,6 +26,7 @@ from reporting.metrics import Report
 from reporting.timeline import Timeline
 from rewards import Rewards
 from rollout import RolloutBatch
+from runtime.errors import UserError
 from runtime.shutdown import Stop, Stopped
 from runtime.world import World
 from sample import Sample, flat

@@ -56,7 +56,9 @@ class ValueHead(torch.nn.Linear):
 class Critic(Trainer):
     """One rank's part of a value model. `name`: reward or cost. `version` counts its updates."""
 
-    def __init__(self, config: Config, model_dir: str, name="reward", groups: Groups | None = None):
+    def __init__(
+        self, config: Config, model_dir: str, name: str = "reward", groups: Groups | None = None
+    ):
         """Load a directory, as a Trainer. From a policy's the head begins at zero."""
         self.name = name
         self.title = f"{name} critic"

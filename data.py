@@ -12,12 +12,13 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from config import Config, UserError
+from config import Config
 from images.reader import IMAGE, ImageReader, check_places, image_file
 from images.tokens import Image, expand
 from inputs.hf_directory import readable
 from inputs.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
 from inputs.templates import apply_settings, break_special_tokens, render
+from runtime.errors import UserError
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import

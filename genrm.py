@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy
 
 import data
-from config import Config, UserError, as_text
+from config import Config, as_text
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.pool import Pool
 from engines.server import context_length
 from images.reader import IMAGE, ImageReader
 from images.tokens import Image
+from runtime.errors import UserError
 
 JUDGE_RETRIES = 2  # more calls while verdicts of a judge that samples can't be read
 MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from config import Config, UserError
+from config import Config
 from placement import make_placement
 from rollout import (
     RolloutBatch,
@@ -22,6 +22,7 @@ from rollout import (
     wait_for_all,
     wait_for_enough,
 )
+from runtime.errors import UserError
 from runtime.shutdown import Stopped
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
 from scheduling.fusion import TAILS, histogram, kept_engines, token_latency

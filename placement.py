@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms import algorithm_of
-from config import Config, UserError
+from config import Config
 from engines.pool import EngineStatus, Pool
 from engines.routing import Silence
+from runtime.errors import UserError
 from runtime.world import World
 from scheduling.fusion import Left, ranks_of_tail
 from scheduling.layout import Placement, Shape, placement_from

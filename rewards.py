@@ -24,10 +24,11 @@ from typing import NamedTuple
 import numpy
 
 import data
-from config import Config, UserError
+from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
 from runtime import shutdown
+from runtime.errors import UserError
 from sample import Sample
 
 Decode = Callable[..., str]  # the policy's tokens -> text, as data.decode
@@ -245,7 +246,9 @@ class Rewards:
             judge.parsed = sum(parsed[number] for _, parsed in counts)
 
 
-def build(config: Config, tokenizers: list[data.Tokenizer], decode: Decode, readers=()) -> Rewards:
+def build(
+    config: Config, tokenizers: list[data.Tokenizer], decode: Decode, readers: Sequence = ()
+) -> Rewards:
     """Make what the settings name. tokenizers, readers (ImageReader or None): of the judges. UserError."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *model) for number, model in enumerate(models)]

@@ -34,7 +34,7 @@ import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, contents_of, prepare_out, restore
 from commands import dry_run, memory, replay
-from config import HELD_OUT, Config, UserError, parse_config
+from config import HELD_OUT, Config, parse_config
 from controller import Controller
 from demo.task import Addition
 from engines import server
@@ -50,7 +50,7 @@ from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
 from runtime.devices import choose_device
-from runtime.errors import RunLost, printable
+from runtime.errors import RunLost, UserError, printable
 from runtime.out_folder import held
 from runtime.shutdown import Stop
 from runtime.world import World, on_rank_0, raise_on_all
@@ -306,14 +306,14 @@ def servers_of(
     rank: int, config: Config, placement: Placement, splits: list[Split]
 ) -> list[ServerSpec]:
     """The servers that any of the splits has on a rank."""
-    port = config.port + 2 * rank
     specs = []
     if any(rank in placement.leads("rollout", split) for split in splits):
-        specs.append(ServerSpec("rollout", port, config.model))
+        specs.append(ServerSpec("rollout", server.port_of(config, rank, "rollout"), config.model))
     if any(rank in placement.leads("genrm", split) for split in splits):
         model = placement.judge_of(rank, len(config.judge_models))
         scores = formats_of(config)[model].scores
-        specs.append(ServerSpec("genrm", port + 1, config.judge_models[model], model, scores))
+        port = server.port_of(config, rank, "genrm")
+        specs.append(ServerSpec("genrm", port, config.judge_models[model], model, scores))
     return specs
 
 

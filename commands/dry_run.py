@@ -14,6 +14,7 @@ import psutil
 from commands import memory
 from config import Config, as_text
 from cpu import compiler
+from engines import server
 from genrm import formats_of
 from modes import place
 from reporting.describe import describe
@@ -29,9 +30,8 @@ def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
     """Print the resolved run. UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
     lines = device_map(config, placement, splits) + memory.table(config, placement, splits)
-    print(
-        describe(config, placement, splits[0]), *lines, "nothing was started", sep="\n", flush=True
-    )
+    words = describe(config, placement, splits[0])
+    print(words, *lines, "nothing was started", sep="\n", flush=True)
 
 
 def device_map(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
@@ -45,9 +45,9 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
             if rank in shape.ranks:
                 place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
                 parts.append(f"{name} {', '.join(place)}")
-        for offset, role in enumerate(ROLES):
+        for role in ROLES:
             if any(rank in placement.leads(role, split) for split in splits):
-                parts.append(f"{role} on port {config.port + 2 * rank + offset}")
+                parts.append(f"{role} on port {server.port_of(config, rank, role)}")
         lines.append(f"  rank {rank}: {'; '.join(parts)}")
     return lines
 
@@ -88,7 +88,7 @@ def check(config: Config) -> int:
     rows += graphics(config)
     if config.device == "cpu":
         rows.append(Row("rollout runs", compiler.program_for(config.model, config.dtype)))
-    ports = range(config.port, config.port + 2 * ranks)
+    ports = range(config.port, server.port_of(config, ranks, "rollout"))
     connections = psutil.net_connections("tcp")
     listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
     taken = sorted(listening & {*ports})

@@ -9,8 +9,9 @@ import shutil
 from collections import Counter
 from typing import NamedTuple
 
-from config import Config, UserError
+from config import Config
 from engines import server
+from runtime.errors import UserError
 from runtime.free_memory import free_memory
 from scheduling.layout import Placement
 from scheduling.measured import Split

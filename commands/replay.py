@@ -11,11 +11,11 @@ import dataclasses
 import itertools
 from pathlib import Path
 
-from config import UserError
 from controller import Controller, Shares
 from inputs.rows import read_rows
 from rollout import RolloutBatch, sync_controllers
 from runtime import atomic_files
+from runtime.errors import UserError
 from sample import Sample, flat, sample_from_json
 from scheduling.measured import RequestStats, StepStats
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import aiohttp
 
-from config import Config, UserError
+from config import Config
 from engines import server, wire
 from images.tokens import Image, collapse
 from inputs import hf_directory
-from runtime.errors import RunLost
+from runtime.errors import RunLost, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config import Config, UserError
+from config import Config
 from images.reader import sees
 from inputs.hf_directory import read_model_config
 from runtime import rendezvous
 from runtime.devices import cuda_libraries
+from runtime.errors import UserError
 from runtime.shutdown import starting_deaf
+from scheduling.measured import ROLES
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
 KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
@@ -34,6 +36,11 @@ LOG_START = "---- a server starts"  # a line of its log begins so
 ROOT = Path(__file__).parents[1]
 FORKS = (sys.executable, "-m", "cpu.forks")
 for_us_alone = partial(os.open, mode=0o600)
+
+
+def port_of(config: Config, rank: int, role: str) -> int:
+    """The port of the server of a role that a rank owns."""
+    return config.port + len(ROLES) * rank + ROLES.index(role)
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:

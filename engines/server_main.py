@@ -33,7 +33,7 @@ def run_scheduler_process(server_args, *args, **kwargs):
     from sglang.srt.managers import scheduler
 
     if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
-        invariance.repair_sampling()  # with CUDA not run yet
+        invariance.repair_sampling()
     if not torch.cuda.is_available():
         invariance.install()
         share_group()

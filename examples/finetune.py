@@ -30,7 +30,7 @@ import data
 import run
 from actor import Actor, learning_rate
 from commands import memory
-from config import HELD_OUT, TINY, Config, UserError, parse_settings, setting
+from config import HELD_OUT, TINY, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from critic import Critic
 from demo.task import shown_work, training_problem
@@ -42,6 +42,7 @@ from reporting.metrics import MetricsWriter
 from reporting.progress import Progress
 from runtime import shutdown
 from runtime.devices import choose_device
+from runtime.errors import UserError
 from runtime.out_folder import archive
 from runtime.shutdown import Stop
 from runtime.world import raise_on_all

@@ -14,9 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config import UserError
 from images.tokens import Image
 from inputs.hf_directory import VISION_FAMILIES, read_model_config
+from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

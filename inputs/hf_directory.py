@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import UserError
+from runtime.errors import UserError
 
 
 class Family(NamedTuple):

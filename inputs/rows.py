@@ -11,8 +11,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from config import UserError
 from images.reader import IMAGE
+from runtime.errors import UserError
 
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may write any other, too

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, meta
 
-from config import UserError
 from images.reader import IMAGE
+from runtime.errors import UserError
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from config import UserError
 from papers import mapping
 from papers.mapping import Mapping, Placement, Speeds, Task
 from papers.tables import Paper, Point, Row, command, known, values
+from runtime.errors import UserError
 from scheduling.layout import Shape, ranks_in_words
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from simulation.costs import Decode, Device, Model

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import combinations, pairwise, product
 from typing import NamedTuple
 
-from config import UserError
+from runtime.errors import UserError
 from simulation.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
 
 STAGES = ("generation", "preparation", "training")

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from config import UserError
 from papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
+from runtime.errors import UserError
 from scheduling import pipeline
 from scheduling.fusion import TAILS
 from scheduling.pipeline import Pipe

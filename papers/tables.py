@@ -19,7 +19,7 @@ from itertools import compress, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import UserError
+from runtime.errors import UserError
 
 ROOT = Path(__file__).parent
 DOCS = ROOT.parent / "docs" / "papers"

@@ -19,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from config import UserError
 from reporting.timeline import COLORS, INSTANTS, MARKS, STATES, Event, lanes, of_kind, read
+from runtime.errors import UserError
 
 ROW = 0.011  # inches of an answer's row
 MOST = 2.75  # inches of all rows: where there are more answers, rows are thinner

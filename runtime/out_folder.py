@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import AsyncFileLock, Timeout
 
-from config import UserError
+from runtime.errors import UserError
 
 LOCK = "lock"
 ENDING_S = 5.0  # for a process that was killed to be gone

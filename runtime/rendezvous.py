@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from config import Config, UserError
+from config import Config
+from runtime.errors import UserError
 from runtime.world import World
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from config import UserError
+from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

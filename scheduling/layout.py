@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
-from config import Config, UserError
+from config import Config
+from runtime.errors import UserError
 from scheduling.measured import ROLES, Split
 
 SIZES = ("tp", "pp", "cp")

@@ -15,7 +15,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from config import Config, UserError
+from config import Config
+from runtime.errors import UserError
 
 MOST_MEMORY = 1.5  # of a fused table, over `base_memory`
 TRIES = 400  # list schedules; a count and not a time, so that all ranks come to the same table

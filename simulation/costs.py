@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config import UserError
+from runtime.errors import UserError
 
 BF16_BYTES = 2  # of a parameter, and of a number in the KV cache
 

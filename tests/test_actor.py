@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import SavePlan
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
-from config import UserError
 from parallel_worker import actor_config, balanced, far, save, set_constants, supervised, weights_of
+from runtime.errors import UserError
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from training.packing import NO_TARGET, make_micro_batches, zigzag

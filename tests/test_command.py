@@ -27,6 +27,7 @@ from inputs import hf_directory
 from launched import ROOT, Run
 from modes import place
 from runtime import atomic_files
+from runtime.errors import UserError
 from scheduling.measured import Split
 from support.rows import jsonl
 from support.templates import GEMMA
@@ -181,7 +182,7 @@ DAMAGES = [
 @pytest.mark.parametrize("file,change,message", DAMAGES)
 def test_a_model_that_cannot_be_used_is_named(tmp_path, rows, file, change, message):
     home = damaged(models.save_model(tmp_path / "its-name"), file, change)
-    with pytest.raises(config.UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read(home, rows)
     assert "its-name" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -215,7 +216,7 @@ def test_the_index_says_which_files_are_read(tmp_path, rows):
     }
     for message, damage in damages.items():
         damage()
-        with pytest.raises(config.UserError, match=f"--model .*its-name: .*{message}"):
+        with pytest.raises(UserError, match=f"--model .*its-name: .*{message}"):
             read(home, rows)
 
 
@@ -253,7 +254,7 @@ def test_models_beside_it_are_looked_at(actor, tmp_path, rows, given, file, chan
     if setting == "--cost-judge":
         more = (*more[:3], "safe_rlhf", "--judge-format", "harm")
     expected = f"^{setting} \\S*its-name: .*{message}"
-    with pytest.raises(config.UserError, match=expected) if message else nullcontext():
+    with pytest.raises(UserError, match=expected) if message else nullcontext():
         read(actor, rows, *given.split(), damaged(home, file, change), *more)
 
 
@@ -275,13 +276,13 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
     epoch = {source.training(number).question for number in range(30)}
     assert epoch == {f"rows {n}?" for n in range(30)}
     own.write_text(own.read_text().partition("\n")[0])
-    with pytest.raises(config.UserError, match=f"^{own}: no prompt has at most 500 tok"):
+    with pytest.raises(UserError, match=f"^{own}: no prompt has at most 500 tok"):
         read(actor, rows, "--eval-data", own)
     source = read(actor, rows, "--eval-samples", 2).prompts.source
     others = {source.training(number).question for number in range(27)}
     assert {prompt.question for prompt in source.held_out} < epoch - others
     assert all(prompt.answer_key for prompt in source.held_out)
-    with pytest.raises(config.UserError, match="--eval-samples: no held-out prompt"):
+    with pytest.raises(UserError, match="--eval-samples: no held-out prompt"):
         read(actor, rows_of(rows, *range(9)), "--eval-samples", 2)
 
 
@@ -295,7 +296,7 @@ def test_an_evaluation_has_all_rows_of_its_data(actor, tmp_path):
     held_out = run.load_inputs(settings, print).prompts.source.held_out
     assert [prompt.answer_key for prompt in held_out] == ["1"] * 30
     jsonl(path, [{"prompt": "3+4=", "answr": 7}])
-    with pytest.raises(config.UserError, match=r"rows\.jsonl:1: `answer` is missing, for --data"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: `answer` is missing, for --data"):
         run.load_inputs(settings, print)
 
 
@@ -306,7 +307,7 @@ def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows):
         (("x" * 9, ""), ("--judge-format", "number"), "^{}:1: --judge-format finds no key in"),
     ):
         own = rows_of(tmp_path / "own.jsonl", *answers)
-        with pytest.raises(config.UserError, match=message.format(own)):
+        with pytest.raises(UserError, match=message.format(own)):
             read(actor, rows, "--eval-data", own, *more)
 
 
@@ -321,10 +322,10 @@ def test_a_quantized_judge_needs_cuda(actor, tmp_path):
     on_cuda = dataclasses.replace(settings, device="cuda", dtype="bfloat16")
     formats = formats_of(settings)
     check_models(on_cuda, formats=formats)
-    with pytest.raises(config.UserError, match=f"{UP} is F8_E4M3: quantized"):
+    with pytest.raises(UserError, match=f"{UP} is F8_E4M3: quantized"):
         check_models(settings, formats=formats)
     damaged(home, "tokenizer.json", two_more)
-    with pytest.raises(config.UserError, match="386 tokens"):
+    with pytest.raises(UserError, match="386 tokens"):
         check_models(on_cuda, formats=formats)
 
 
@@ -334,7 +335,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
     given = [command] * (command != "check") + ["--model", str(home), "--out", f"{tmp_path}/out"]
     rules = ["--rule", "right"] if command in ("rl", "check") else []
     settings = config.parse_config([*given, *rules])
-    with pytest.raises(config.UserError, match=f"--model .*: its tokenizer .* {TOO_MANY}"):
+    with pytest.raises(UserError, match=f"--model .*: its tokenizer .* {TOO_MANY}"):
         if command == "check":
             dry_run.check(settings)
         else:
@@ -346,7 +347,7 @@ def test_a_damaged_record_of_a_run_is_named(tmp_path):
     """But for its last line, which may be in the writing."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step" 1}\n{"st')
-    with pytest.raises(config.UserError, match=r"metrics\.jsonl:2: not valid JSON"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
         list(atomic_files.complete_rows(path))
 
 
@@ -360,9 +361,9 @@ def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch)
     rows = jsonl(tmp_path / "rows.jsonl", [GOOD_ROW, {"messages": turns}])
     judge = ("--judge", tmp_path / "judge", "--judge-max-new-tokens", 12, "--judge-format")
     read(actor, rows, *judge, "chat")
-    with pytest.raises(config.UserError, match=r"rows\.jsonl:2: .*judge refuses turns: System"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: .*judge refuses turns: System"):
         read(actor, rows, *judge, "score")
-    with pytest.raises(config.UserError, match=r"^--template x=1: NAME=VALUE is needed"):
+    with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE is needed"):
         read(actor, rows, "--template", "x=1")
 
 
@@ -378,10 +379,10 @@ def test_a_prompt_leaves_room_for_its_answer(actor, rows, capsys):
 
 def test_what_a_start_refuses(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(config.UserError, match="start with: torchrun --nproc-per-node 2"):
+    with pytest.raises(UserError, match="start with: torchrun --nproc-per-node 2"):
         run.start(["--mode", "full"], None)
     for word in ("sft", "rm", "dpo"):
-        with pytest.raises(config.UserError, match=f"torchrun .* examples/finetune.py {word}"):
+        with pytest.raises(UserError, match=f"torchrun .* examples/finetune.py {word}"):
             run.start([word, "--model", "m"], None)
 
 

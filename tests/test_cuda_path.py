@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from commands import memory
 from commands.dry_run import graphics
-from config import PRESETS, Config, UserError, parse_config
+from config import PRESETS, Config, parse_config
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
 from fakes import LEFTOVERS, simulate
@@ -29,6 +29,7 @@ from modes import place
 from placement import colocate
 from reporting.describe import describe
 from runtime import devices, supported
+from runtime.errors import UserError
 from scheduling.layout import Shape
 from training.memory import CONTEXT, RESIDENT, engines_of, peaks_of, trainer_parts, trainers_of
 

@@ -20,12 +20,12 @@ from tokenizers import processors
 
 import data
 import genrm
-from config import UserError
 from demo import task  # noqa: F401  task adds the format
 from examples.make_demo import models
 from fakes import FakeSource, FakeTokenizer
 from inputs.rows import read_rows
 from models import save_tokenizer
+from runtime.errors import UserError
 from sample import Sample
 from support.rows import jsonl
 

@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from config import Config, UserError
+from config import Config
 from cpu.invariance import attend, group_by_length
 from cpu.sglang import murmur_hash32
 from engines import server, wire
@@ -29,6 +29,7 @@ from engines.pool import Pool
 from engines.reward_model import ScoringEngine
 from engines.server import STREAM_INTERVAL
 from reporting.timeline import Timeline
+from runtime.errors import UserError
 from tests.fakes import VirtualClock, requests_of
 from tests.launched import free_port
 from tests.test_forks import check_ignored

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import data
 import rewards
-from config import Config, UserError
+from config import Config
 from engines.engine import Answer
 from examples import finetune
 from examples.finetune import FinetuneConfig, parse_pair, parse_rm, parse_sft, read_examples
@@ -25,6 +25,7 @@ from examples.make_demo import models
 from examples.make_demo.closing import close
 from models import end_turns_with, save_model, save_tokenizer
 from parallel_worker import far, set_constants
+from runtime.errors import UserError
 from sample import Sample
 from support.rows import jsonl
 from test_actor import LEARNING_RATES, VOCAB, copies, make_model, plain_logprobs, plain_steps

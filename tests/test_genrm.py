@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 import data
 import genrm
 import rewards
-from config import Config, UserError
+from config import Config
 from engines.engine import Answer
 from fakes import FakeTokenizer, VirtualClock, to_text
 from models import SPECIAL, save_tokenizer
+from runtime.errors import UserError
 from sample import Sample
 
 ANSWERS = {

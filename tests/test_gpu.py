@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from actor import MAX_LOGPROB_DIFF
-from config import UserError, parse_config
+from config import parse_config
 from gpu_model import SIZES, make_model
 from runtime import devices
 from runtime.devices import why_unusable
+from runtime.errors import UserError
 from training.memory import RESIDENT
 from workers import HERE, run_command, run_worker
 

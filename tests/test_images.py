@@ -19,11 +19,12 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 import data
 import demo.task  # noqa: F401 (it adds a judge format)
 import rewards
-from config import Config, UserError
+from config import Config
 from engines.engine import Answer
 from images import reader, tokens
 from images.tokens import Image
 from models import save_tokenizer
+from runtime.errors import UserError
 from sample import Sample
 from support.rows import jsonl
 from test_genrm import score_all

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import Config, UserError
+from config import Config
 from modes import place
 from placement import make_placement
+from runtime.errors import UserError
 from scheduling.layout import Placement, Shape, placement_from, ranks_from, ranks_in_words
 
 PPO = ("ppo", "kl_coef=0.1")

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from config import UserError
 from runtime import out_folder
+from runtime.errors import UserError
 from runtime.out_folder import archive, held
 
 ROOT = Path(__file__).parent.parent

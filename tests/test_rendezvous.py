@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from config import UserError, parse_config
+from config import parse_config
 from runtime import rendezvous
+from runtime.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"

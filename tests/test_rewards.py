@@ -21,9 +21,10 @@ import data
 import genrm
 import rewards
 from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
-from config import Config, UserError
+from config import Config
 from fakes import FakeSource, simulate, to_text, trained
 from models import save_tokenizer
+from runtime.errors import UserError
 from sample import Sample
 
 ROOT = Path(__file__).parent.parent
@@ -160,7 +161,7 @@ async def reward(sample):
 ASK = """
 import sys; sys.path[:0] = {paths!r}
 import rewards
-from config import UserError
+from runtime.errors import UserError
 from runtime import shutdown
 from test_rewards import says, score
 

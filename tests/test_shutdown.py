@@ -213,7 +213,8 @@ RANKS = """
 import asyncio, os, sys, time
 sys.path.insert(0, {root!r})
 import run
-from config import Config, UserError
+from config import Config
+from runtime.errors import UserError
 from runtime import shutdown
 
 rank = int(os.environ["RANK"])

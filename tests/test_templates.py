@@ -11,10 +11,11 @@ import pytest
 import data
 import genrm
 import rewards
-from config import Config, UserError, parse_config
+from config import Config, parse_config
 from examples.finetune import parse_pair, parse_rm, parse_sft
 from inputs.templates import TODAY
 from models import TEMPLATE, save_tokenizer
+from runtime.errors import UserError
 from support.rows import jsonl
 from support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 

@@ -22,7 +22,9 @@ class Elsewhere:
     dp_rank = -1
     received_bytes = 0
 
-    def __init__(self, config: Config, model_dir: str, shape: Shape, name="actor", learns=True):
+    def __init__(
+        self, config: Config, model_dir: str, shape: Shape, name: str = "actor", learns: bool = True
+    ):
         """Read a directory, while the model's ranks build it (collective: every rank of the run)."""
         self.config = config
         self.shape = shape

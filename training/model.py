@@ -6,6 +6,7 @@ Engine and Apex refuse RMSNorm under sequence parallelism, and attention on pack
 
 import time
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import data
-from config import Config, UserError
+from config import Config
 from images.reader import ImageReader
 from inputs.hf_directory import (
     FAMILIES,
@@ -32,6 +33,7 @@ from inputs.hf_directory import (
     readable,
     tensor_files,
 )
+from runtime.errors import UserError
 from scheduling.layout import Placement, Shape
 from training import lm_head
 from training.hf_weights import HFWeights
@@ -96,28 +98,35 @@ class PackedAttention(MegatronModule):
 
 
 def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """Attend in all pieces with one call, FlashAttention of 16 bits on CUDA.."""
+    """Attend in all pieces with one call, FlashAttention of 16 bits on CUDA."""
     longest = [max(sizes) for sizes in zip(*batch.lengths, strict=True)]
     # window: all keys behind, none ahead; a piece's last query stands at its last key
     options = {"window_size": (-1, 0), "scale": scale, "enable_gqa": query.size(1) != key.size(1)}
     return varlen_attn(query, key, value, *batch.starts, *longest, **options)
 
 
+class Run(NamedTuple):
+    """Pieces of equal lengths, side by side in a micro-batch."""
+
+    length: int  # queries of a piece
+    seen: int  # keys up to the last of them
+    count: int  # pieces
+
+
 def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
     """Attend with one call for each run of equal lengths: balance.py puts equal ones side by side."""
-    # queries and keys of a piece, and how many such pieces there are
-    runs = [(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
-    sizes = [count * keys for _, keys, count in runs]
-    split = (query.split([n * count for n, _, count in runs]), key.split(sizes), value.split(sizes))
+    runs = [Run(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
+    sizes = [run.count * run.seen for run in runs]
+    queries = query.split([run.count * run.length for run in runs])
     outputs = []
-    for (length, keys, count), *parts in zip(runs, *split, strict=True):
-        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
+    for run, *parts in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
+        q, k, v = (x.unflatten(0, (run.count, -1)).transpose(1, 2) for x in parts)
         options = {"scale": scale, "enable_gqa": q.size(1) != k.size(1)}
-        if length == keys:
+        if run.length == run.seen:
             options["is_causal"] = True
         else:  # is_causal would put the first query at the first key
-            ones = torch.ones(length, keys, dtype=torch.bool, device=q.device)
-            options["attn_mask"] = ones.tril(keys - length)
+            ones = torch.ones(run.length, run.seen, dtype=torch.bool, device=q.device)
+            options["attn_mask"] = ones.tril(run.seen - run.length)
         output = F.scaled_dot_product_attention(q, k, v, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
@@ -358,7 +367,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
 
 
 def overlaps(device: torch.device) -> bool:
-    """Return whether the backward pass sums gradients and AdamW is one fused kernel.."""
+    """Return whether the backward pass sums gradients and AdamW is one fused kernel."""
     return device.type == "cuda"  # torch's other AdamW takes 4 bytes a parameter of its shard more
 
 

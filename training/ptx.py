@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import data
-from config import UserError
 from inputs.rows import read_rows
+from runtime.errors import UserError
 from training.packing import MicroBatch, Sequence
 from training.trainer import LossSums, Read, loss_sums
 

@@ -40,7 +40,6 @@ from training.resharding import Gathering
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
 
-Sums = dict[str, float]  # a statistic over all micro-batches and ranks, by its name
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
 # Functions of a micro-batch and the output of the last pipeline stage: hidden states of a policy, [1, T,
@@ -224,11 +223,15 @@ class Trainer:
             trainer.version += 1
         return metrics
 
-    def optimizer_step(self, packed: Packed, loss: Loss, names: Iterable[str], lr: float) -> Sums:
+    def optimizer_step(
+        self, packed: Packed, loss: Loss, names: Iterable[str], lr: float
+    ) -> dict[str, float]:
         """Run the passes of one optimizer step and take it; see `step` (collective: all ranks)."""
         return self.step(self._passes(packed, loss), names, lr)
 
-    def step(self, work: Work, names: Iterable[str], lr: float, check=None) -> dict[str, float]:
+    def step(
+        self, work: Work, names: Iterable[str], lr: float, check: Callable | None = None
+    ) -> dict[str, float]:
         """Take an optimizer step with the gradient of a work that was run (collective: all ranks).
 
         names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
