@@ -42,7 +42,6 @@ def test_what_is_taught_is_right(name):
         assert task.addition_parse(response) == (answer == str(a + b))
 
 
-@pytest.mark.slow
 def test_both_models_are_made(tmp_path, single_rank, monkeypatch):
     """In a few steps, as the project has them: the same files, with other weights."""
     monkeypatch.setattr(task, "HELD_OUT_PROBLEMS", task.HELD_OUT_PROBLEMS[:4])

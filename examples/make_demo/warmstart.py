@@ -121,13 +121,13 @@ def train(
 class MuonActor(Actor):
     """An actor with Muon for the matrices inside layers, AdamW for the rest: a quarter of the steps do."""
 
-    def _wrapped(self, gpt) -> trainer.DistributedDataParallel:
+    def _build_optimizer(self, model_config) -> None:
         """Keep the model unsharded: Muon orthogonalizes whole matrices."""
         flags = dict(use_distributed_optimizer=False, grad_reduce_in_fp32=True)
         settings = trainer.DistributedDataParallelConfig(**flags)
-        return trainer.DistributedDataParallel(gpt.config, settings, gpt, pg_collection=self.groups)
-
-    def _build_optimizer(self, model_config) -> None:
+        parts = (model_config, settings, self.module)
+        self.ddp = trainer.DistributedDataParallel(*parts, pg_collection=self.groups)
+        self.module = self.ddp
         matrices = []
         rest = []
         for name, parameter in self.gpt.named_parameters():
