@@ -170,7 +170,8 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
                 parcels.setdefault(receiver, []).append(own[key])
     incoming = await c.world.exchange(parcels, senders)
     received = flat([incoming.values()])
-    c.prompts.attach_images(received)
+    with c.timeline.span("read"):
+        await c.prompts.attach_images(received)
     samples = {sample.key: sample for sample in received}
     return Shares(dealt.of, samples, flat([[each.costs for each in sizes]]))
 
@@ -318,8 +319,8 @@ async def evaluate(c: Controller, step: int) -> None:
     async def answer(tasks: rollout.Tasks) -> None:
         while mine and not tasks.closed:
             number = mine.pop(0)
-            prompt = held_out[number]
-            fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images())
+            prompt = await c.prompts.read_held_out(number)
+            fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images)
             count = 1 + c.config.eval_samples
             samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]
             async for sample, part in rollout.ask(c, samples, tasks):

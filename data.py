@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from config import Config
-from images.reader import IMAGE, ImageReader, check_places, image_file
+from images.reader import IMAGE, ImageReader, check_places
 from images.tokens import Image, expand
 from inputs.hf_directory import readable
-from inputs.rows import Text, answer_key, as_turns, prompt_of, read_rows, transcript
+from inputs.rows import (
+    Text,
+    answer_key,
+    as_turns,
+    media_of,
+    placed,
+    prompt_of,
+    read_rows,
+    refuse_media,
+    transcript,
+)
 from inputs.templates import apply_settings, break_special_tokens, render
 from runtime.errors import UserError
 from sample import Sample
@@ -27,6 +39,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 Row = TypeVar("Row")
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
 Group = list[Sample]  # the answers to one prompt
+READERS = 4  # threads that read prompts: a clip in 1080p takes seconds
 ReadKey = Callable[[str], str | None]
 
 
@@ -35,8 +48,7 @@ class Prompt:
     tokens: list[int]
     question: str  # the last turn of the user
     answer_key: str | None  # for the accuracy and for rules; no judge sees it
-    # reads them: a prompt doesn't hold their bytes
-    images: Callable[[], tuple[Image, ...]] = field(default=tuple, compare=False)
+    images: tuple[Image, ...] = field(default=(), compare=False)
     turns: list[dict] = field(default_factory=list)  # as Sample.turns
     row: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -58,10 +70,13 @@ class Prompts:
     keeps_groups: bool = False  # of requeued prompts
     has_greedy: bool = False  # one answer more, which is generated greedily
     has_images: bool = False
+    threads: Executor | None = None  # that read prompts with images or clips
     cursor: int = 0  # next prompt_id that was never drawn
     requeued: list[int] = field(default_factory=list)  # drawn, but not used
     groups: dict[int, Group] = field(default_factory=dict)  # of requeued prompts, as generated here
     owners: dict[int, int] = field(default_factory=dict)  # requeued prompt_id -> who has its group
+    # prompt_ids that are read ahead
+    _ahead: dict[int, asyncio.Task[Prompt]] = field(default_factory=dict, init=False)
 
     def draw(self, count: int) -> list[int]:
         """Take the next prompt_ids: first those that were requeued, then new ones."""
@@ -84,25 +99,59 @@ class Prompts:
         self.owners |= owners
         return owners
 
-    def group(self, prompt_id: int) -> Group:
+    async def read(self, prompt_ids: Collection[int]) -> dict[int, Prompt]:
+        """Read prompts for training, several at once. UserError for one that can't be used."""
+        if self.threads is None:
+            return {prompt_id: self.source.training(prompt_id) for prompt_id in prompt_ids}
+        self._begin_to_read(prompt_ids)
+        return {prompt_id: await self._ahead.pop(prompt_id) for prompt_id in prompt_ids}
+
+    async def read_held_out(self, number: int) -> Prompt:
+        return await self._in_thread(self.source.held_out.__getitem__, number)
+
+    def read_ahead(self, count: int, controllers: int, rank: int) -> None:
+        """Begin to read what this controller will get of the next `count` prompts, as far as is known now."""
+        if self.threads is None:
+            return
+        preview = replace(self, requeued=list(self.requeued), owners=dict(self.owners))
+        coming = preview.draw(count)
+        owners = preview.assign_owners(coming, controllers)
+        own = [prompt_id for prompt_id in coming if owners[prompt_id] == rank]
+        for prompt_id in self._ahead.keys() - own:
+            self._ahead.pop(prompt_id).cancel()
+        self._begin_to_read(own)
+
+    def _begin_to_read(self, prompt_ids: Iterable[int]) -> None:
+        for prompt_id in prompt_ids:
+            if prompt_id not in self._ahead:
+                task = asyncio.create_task(self._in_thread(self.source.training, prompt_id))
+                # an error of one that nobody comes to need is no news
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+                self._ahead[prompt_id] = task
+
+    async def _in_thread(self, read: Callable[[int], Prompt], number: int) -> Prompt:
+        """Read a prompt off the event loop, which a clip would hold up for seconds."""
+        if self.threads is None:
+            return read(number)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, read, number)
+
+    def group(self, prompt_id: int, prompt: Prompt) -> Group:
         """Return the group of a prompt: as far as it was generated, or empty samples."""
-        prompt = self.source.training(prompt_id)
-        images = prompt.images()
-        fields = (prompt.tokens, prompt.question, prompt.answer_key, images, prompt.turns)
+        fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images, prompt.turns)
         indices = range(self.answers + self.has_greedy)
         group = [Sample(prompt_id, i, *fields, greedy=i == self.answers) for i in indices]
         group = self.groups.pop(prompt_id, group)
         for sample in group:
-            sample.media = images
+            sample.media = prompt.images
             sample.row = prompt.row
         return group
 
-    def attach_images(self, samples: list[Sample]) -> None:
+    async def attach_images(self, samples: list[Sample]) -> None:
         """Read the images of samples that came without. Images are never sent: all machines have them."""
-        prompt_ids = {sample.prompt_id for sample in samples} if self.has_images else ()
-        read = {prompt_id: self.source.training(prompt_id).images() for prompt_id in prompt_ids}
-        for sample in samples:
-            sample.media = read.get(sample.prompt_id, ())
+        if self.has_images:
+            prompts = await self.read({sample.prompt_id for sample in samples})
+            for sample in samples:
+                sample.media = prompts[sample.prompt_id].images
 
     def requeue(self, prompt_ids: list[int], groups: list[Group]) -> None:
         """Have prompts that weren't used come first in the next step. groups: this controller's of them."""
@@ -127,13 +176,27 @@ class Prompts:
         self.groups = {group[0].prompt_id: group for group in own}
 
 
+@dataclass
+class Selected(Sequence[Row]):
+    """Some of all rows, each read when it is asked for."""
+
+    rows: Sequence[Row]
+    numbers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, place: int) -> Row:
+        return self.rows[self.numbers[place]]
+
+
 class Shuffled(Generic[Row]):
     """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides."""
 
     def __init__(self, rows: Sequence[Row], seed: int, held_out: int = 0, name: str = "epoch"):
         order = _shuffled(len(rows), f"held out {seed}")
         aside = min(held_out, len(rows) // 10)
-        self.held_out = [rows[i] for i in order[:aside]]
+        self.held_out = Selected(rows, order[:aside])
         self._rows = rows
         self._others = sorted(order[aside:])
         self.count = len(self._others)  # of an epoch
@@ -156,16 +219,16 @@ class PromptRow(NamedTuple):
     where: str  # file and line
     prompt: Text
     answer_key: str | None
-    images: Callable[[], list]  # paths and bytes, as `image_file` takes them
-    row: dict[str, Any]  # all columns but images that are bytes
+    media: dict[str, Callable[[], list]]  # column -> paths and bytes, as `media_file` takes them
+    row: dict[str, Any]  # all columns but media that are bytes
 
 
 @dataclass(eq=False)
 class PromptFile(Sequence[Prompt]):
     """The prompts of a file, each encoded when it is drawn: the tokens of all could fill the memory.
 
-    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`, `images`.
-    UserError for what can't be used: file and line.
+    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`, `images`,
+    `videos`. UserError for what can't be used: file and line.
     """
 
     path: Path
@@ -189,26 +252,19 @@ class PromptFile(Sequence[Prompt]):
             self.say(f"{longer} of {len(rows)} prompts in {self.path} are left out: over {room}")
 
     def _row(self, line: int, row: dict) -> PromptRow:
-        """Check all of a row that can be checked before its images are read. UserError."""
+        """Check all of a row that can be checked before its media are read. UserError."""
         where = f"{self.path}:{line}"
-        images = row.get("images") or []
-        if images and self.reader is None:
-            raise UserError(f"{where}: it has images, and --model reads text alone")
-        if row.get("videos"):
-            raise UserError(f"{where}: videos are not supported")
-        if not (callable(images) or isinstance(images, list)):
-            raise UserError(f"{where}: `images` is a list of paths, not {images!r}")
         prompt = prompt_of(row, where)
         check_prompt(self.tokenizer, prompt, where)
         for tokenizer in self.scorers:
             encode_exchange(tokenizer, prompt, "yes", where=where)
-        if not callable(images):  # of JSON
-            files = [image_file(item, self.path.parent, where) for item in images]
-            if self.reader:
-                check_places(str(prompt).count(IMAGE), files, where)
-            images = partial(list, files)
+        media = {}
+        if self.reader:
+            media = media_of(row, prompt, self.path.parent, where)
+        else:
+            refuse_media(row, "--model reads text alone", where)
         columns = {name: value for name, value in row.items() if not callable(value)}
-        return PromptRow(where, prompt, self._key(row, where), images, columns)
+        return PromptRow(where, prompt, self._key(row, where), media, columns)
 
     def _key(self, row: dict, where: str) -> str | None:
         """Read the answer key in the form of final answers. UserError for one that isn't as needed."""
@@ -222,38 +278,46 @@ class PromptFile(Sequence[Prompt]):
                 raise UserError(f"{where}: {name} finds no key in {row['answer']!r:.60}{form}")
         return key and self.read_key(key)
 
-    def _images(self, row: PromptRow) -> tuple[Image, ...]:
-        reader = self.reader
-        return reader.read_row(row.images, self.path.parent, row.where) if reader else ()
-
-    def _tokens(self, row: PromptRow) -> list[int]:
-        images = self._images(row)
-        return encode_prompt(self.tokenizer, self.reader, row.prompt, images, row.where)
+    def _read(self, row: PromptRow, decodes: bool = True) -> tuple[Text, list[int], tuple]:
+        """Return a row's prompt with its media in place, its tokens, its images: see ImageReader.read_row."""
+        text = row.prompt
+        images = ()
+        if self.reader:
+            parts = self.reader.read_row(row.media, self.path.parent, row.where, decodes)
+            text, images = placed(text, parts, row.where)
+        return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _most_tokens(self, row: PromptRow) -> int:
-        """Bound a prompt's tokens by its bytes; where that doesn't tell that it fits, count them."""
+        """Bound a prompt's tokens by its bytes; where that doesn't tell that it fits, count them.
+
+        Clips are bounded by their headers, which are read. UserError.
+        """
+        if self.reader and row.media["videos"]():
+            return len(self._read(row, decodes=False)[1])
         text = row.prompt
         if not isinstance(text, str):
             text = render(self.tokenizer, text, row.where)
         most = len(text.encode()) + self._frame
         if self.reader:
             most += text.count(IMAGE) * self.reader.most_features
-        return most if most <= self.max_tokens else len(self._tokens(row))
+        return most if most <= self.max_tokens else len(self._read(row)[1])
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    def has_key(self, number: int) -> bool:
+        return self._rows[number].answer_key is not None
+
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]
-        tokens = self._tokens(row)
+        text, tokens, images = self._read(row)
         # `_most_tokens` thought too little of a template or normaliser
         if len(tokens) > self.max_tokens:
             room = f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
             raise UserError(f"{row.where}: the prompt has {len(tokens)} tokens, but {room}")
-        turns = as_turns(row.prompt, "user")
+        turns = as_turns(text, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
         several = turns if len(turns) > 1 or "tools" in turns[0] else []
-        images = partial(self._images, row)
         return Prompt(tokens, question, row.answer_key, images, several, row.row)
 
 
@@ -318,7 +382,7 @@ def encode_prompt(
         return encode(tokenizer, prompt, where)
     image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
     tokens = encode(tokenizer, prompt, where, image=image)
-    check_places(tokens.count(reader.image_token), images, where)
+    check_places(tokens.count(reader.image_token), images, IMAGE, where)
     return expand(tokens, images)
 
 

@@ -114,7 +114,7 @@ class RolloutStep:
             return True
         return not sampler.num_in_flight and sampler.next_wave() is None
 
-    def begin_wave(self) -> list[int]:
+    async def begin_wave(self) -> list[int]:
         """Draw and deal the prompts of a wave, if one is to begin. Returns this controller's."""
         wave = self.sampler.next_wave()
         if wave is None:
@@ -126,8 +126,12 @@ class RolloutStep:
             c.timeline.mark("wave", f"wave {wave.number + 1}")
         self.sampler.add(drawn, wave.number)
         mine = [p for p, owner in owners.items() if owner == c.team.place]
+        with c.timeline.span("read"):
+            prompts = await c.prompts.read(mine)
+        if c.state.step + 1 < c.config.steps:
+            c.prompts.read_ahead(self.sampler.first_size, c.team.size, c.team.place)
         for prompt_id in mine:
-            group = c.prompts.group(prompt_id)
+            group = c.prompts.group(prompt_id, prompts[prompt_id])
             self.groups[prompt_id] = group
             self.unwritten[prompt_id] = sum(not sample.is_finished for sample in group)
         return mine

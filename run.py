@@ -256,7 +256,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if config.command == "rl":
         longest = min(longest, config.token_budget)
     tokenizer, *judges = data.load_tokenizers(config, say)
-    reader, *readers = map(reader_of, (config.model, *config.judge_models))
+    clips = (config.video_fps, config.video_frames)
+    reader, *readers = (reader_of(model, *clips) for model in (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
     room = longest - config.max_new_tokens
     how = (tokenizer, room, say, reader, formats_of(config)[0].read_key)
@@ -265,7 +266,10 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
     sees = reader is not None
-    prompts = data.Prompts(source, config.answers_per_prompt, has_images=sees, **keeps)
+    threads = ThreadPoolExecutor(data.READERS) if sees else None
+    prompts = data.Prompts(
+        source, config.answers_per_prompt, has_images=sees, threads=threads, **keeps
+    )
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
     scores = rewards.build(config, judges, decode, readers)
@@ -295,7 +299,7 @@ def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.
         scorers = [tokenizer for tokenizer, row in formats if row.scores]
         rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
         source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
-    source.held_out = [prompt for prompt in source.held_out if prompt.answer_key is not None]
+        source.held_out.numbers = [*filter(rows.has_key, source.held_out.numbers)]
     if config.eval_data:
         needs = {"--eval-data": str}
         source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")

@@ -54,7 +54,7 @@ async def exchange_through_one(
 ) -> controller.Shares:
     """Take the place of controller.exchange: all samples and their images go to rank 0, which deals them."""
     samples = batch.kept
-    c.prompts.attach_images(samples)
+    await c.prompts.attach_images(samples)
     images = {image for sample in samples for image in sample.media}
     read = {image: replace(image, read=partial(bytes, image.read())) for image in images}
     for sample in samples:

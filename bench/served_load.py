@@ -47,8 +47,8 @@ class GivenPrompts(data.Prompts):
         self.keys: dict[int, Key] = {}
         self._seed = config.seed
 
-    def group(self, prompt_id: int) -> list[Sample]:
-        group = super().group(prompt_id)
+    def group(self, prompt_id: int, prompt: data.Prompt) -> list[Sample]:
+        group = super().group(prompt_id, prompt)
         for sample in group:
             self.keys[seed_of(self._seed, *sample.key)] = sample.key
         return group

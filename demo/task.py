@@ -78,7 +78,7 @@ class Addition:
     def _prompt(self, a: int, b: int, key: str) -> Prompt:
         question, *pictures = (drawn if self.reader else written)(a, b, key)
         images = tuple(self.reader.read(partial(bytes, png), "a drawing") for png in pictures)
-        return Prompt(self.encode(question, images), question, str(a + b), lambda: images)
+        return Prompt(self.encode(question, images), question, str(a + b), images)
 
 
 def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:

@@ -18,6 +18,7 @@ import torch
 
 from cpu import compiler, invariance, sglang
 from cpu.forks import die_with_parent
+from images.reader import show_pairs
 
 # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
 CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
@@ -70,6 +71,7 @@ def main():
     drop_websockets(http_server.app)
     # a GPU reads other pixels from a JPEG
     base_processor.BaseMultimodalProcessor.gpu_image_decode = False
+    show_pairs()  # in this process, whose threads read images
     if not torch.cuda.is_available():
         fork_children()
         server_args.add_deterministic_attention_backend_choices(["torch_native"])

@@ -35,7 +35,7 @@ from controller import MAX_SKIPS
 from critic import Critic
 from demo.task import shown_work, training_problem
 from images.reader import sees
-from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
+from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, refuse_media, with_tools
 from placement import make_placement
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -153,8 +153,7 @@ def read_examples(
     budget = config.max_tokens_per_micro_batch
     for line, row in read_rows(path):
         where = f"{path}:{line}"
-        if row.get("images"):
-            raise UserError(f"{where}: it has images, and {config.command} learns from texts")
+        refuse_media(row, f"{config.command} learns from texts", where)
         rows.append(parse(row, tokenizer, where))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"

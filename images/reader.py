@@ -1,4 +1,4 @@
-"""Images as they were read, and what a model makes of them; a bad one is refused before an engine sees it."""
+"""Images and clips as they were read, and what a model makes of them; engines see no bad one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from images.clips import Clips, File, Pair, digest_of
 from images.tokens import Image
 from inputs.hf_directory import VISION_FAMILIES, read_model_config
 from runtime.errors import UserError
@@ -21,17 +22,26 @@ from runtime.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-IMAGE = "<image>"  # an image's place in the texts of rows, whatever a model's own tokens are called
+# the place of an image or a clip in the texts of rows, whatever a model's own tokens are called
+IMAGE = "<image>"
+VIDEO = "<video>"
+PLACES = {"images": IMAGE, "videos": VIDEO}  # by the column with the files
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would run Ghostscript
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
 
 
-class ImageReader:
-    """A model's reader of images: their tokens, sizes and pixels. UserError if the directory has none."""
+Part = tuple[str, Image]  # of what stands in a place: text, and the image behind it
 
-    def __init__(self, model_dir: str):
+
+class ImageReader:
+    """A model's reader of images: their tokens, sizes and pixels. UserError if the directory has none.
+
+    fps, frames: as --video-fps and --video-frames. Clips become images, of two frames each.
+    """
+
+    def __init__(self, model_dir: str, fps: float = 2.0, frames: int = 16):
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
 
         config = read_model_config(model_dir)
@@ -41,6 +51,7 @@ class ImageReader:
         self.placeholder = [start, self.image_token, end]  # of an image in a text
         # an answer ends at one of these: behind it, engine and trainer would look for an image
         self.stop_tokens = (self.image_token, config["video_token_id"], start, end)
+        show_pairs()
         # Pillow's, which engines take, too: torchvision's makes other pixels
         processor = qwen2_vl.Qwen2VLImageProcessorPil
         try:
@@ -52,34 +63,67 @@ class ImageReader:
         # of an image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
 
-    def read_row(self, items: Callable[[], list], folder: Path, where: str) -> tuple[Image, ...]:
-        """Read the images of a row of a file in `folder`; items: gives its list. UserError as in `read`."""
+        self._clips = Clips(fps, frames, self._fit)
 
-        def content(number: int) -> bytes:
-            file = image_file(items()[number], folder, where)
-            return file.read_bytes() if isinstance(file, Path) else file
+    def read_row(
+        self, items: dict[str, Callable[[], list]], folder: Path, where: str, decodes=True
+    ) -> dict[str, list[list[Part]]]:
+        """Read the images and clips of a row of a file in `folder`: what stands in each of its places.
 
-        images = []
-        for number, item in enumerate(items()):
-            file = image_file(item, folder, where)
-            name = f"{where}: {file}" if isinstance(file, Path) else where
-            images.append(self.read(partial(content, number), name))
-        return tuple(images)
+        items: gives the list of a column. decodes: else clips are as their headers bound them. UserErrors.
+        """
+        found = {}
+        for column, place in PLACES.items():
+            found[place] = []
+            for number in range(len(items[column]())):
+                # bytes aren't held: they are asked for anew
+                file = partial(media_file_at, items[column], number, folder, where)
+                path = file()
+                name = f"{where}: {path}" if isinstance(path, Path) else where
+                if place == IMAGE:
+                    parts = [("", self.read(partial(content_of, file), name))]
+                else:
+                    parts = self._read_clip(file, name, decodes)
+                found[place].append(parts)
+        return found
 
     def read(self, content: Callable[[], bytes], where: str) -> Image:
         """Check an image. UserError says `where` unless it is still, whole, and of a size that fits."""
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
         data = content()
         width, height = decoded(data, where).size
-        size = self._processor.size
-        limits = (size["shortest_edge"], size["longest_edge"])
-        try:
-            height, width = smart_resize(height, width, self._side, *limits)
-        except ValueError as error:  # one side is 200 times the other
-            raise UserError(f"{where}: {error}") from None
+        return self._image(data, (height, width), content, where)
+
+    def _read_clip(self, file: Callable[[], File], where: str, decodes: bool) -> list[Part]:
+        """Read a clip: its pairs of frames, each behind its time as the models' own processors write it."""
+        if decodes:
+            read = partial(self._clips.pairs, digest_of(file()), file, where)
+        else:
+            read = partial(self._clips.bound, file(), where)
+        parts = []
+        for number, pair in enumerate(read()):
+            image = self._image(pair.file, pair.sides, partial(pair_at, read, number), where)
+            parts.append((f"<{pair.seconds:.1f} seconds>", image))
+        return parts
+
+    def _image(
+        self, data: bytes, sides: tuple[int, int], content: Callable[[], bytes], where: str
+    ) -> Image:
+        """The image in a file, of this height and width. UserError, see `_fit`."""
+        height, width = self._fit(*sides, 1, where)
         shape = (1, height // self._side, width // self._side)
         return Image(sha256(data).digest(), shape, self.image_token, content)
+
+    def _fit(self, height: int, width: int, pairs: int, where: str) -> tuple[int, int]:
+        """Return sides of `pairs` that have the room of one image together. UserError: too narrow."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        size = self._processor.size
+        least = size["shortest_edge"]
+        most = max(size["longest_edge"] // pairs, least)
+        try:
+            return smart_resize(height, width, self._side, least, most)
+        except ValueError as error:  # one side is 200 times the other
+            raise UserError(f"{where}: {error}") from None
 
     def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
         """Return patches [patches, numbers of a patch] and grids [images, 3]: frames, rows, columns."""
@@ -88,7 +132,7 @@ class ImageReader:
         pixels = []
         grids = []
         for image in images:  # one by one: decoded, and as floats, an image is many times its file
-            found = self._processor([decoded(image.read(), "an image")], return_tensors="pt")
+            found = self._processor([decoded(image.read(), "an image", 2)], return_tensors="pt")
             pixels.append(found["pixel_values"])
             grids.append(found["image_grid_thw"])
         return torch.cat(pixels), torch.cat(grids)
@@ -100,13 +144,41 @@ def sees(model_dir: str | Path) -> bool:
     return is_here and read_model_config(model_dir).get("model_type") in VISION_FAMILIES
 
 
-def reader_of(model_dir: str) -> ImageReader | None:
-    """The reader of a model; None if it reads text alone."""
-    return ImageReader(model_dir) if sees(model_dir) else None
+def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
+    """The reader of a model; None if it reads text alone. sampling: of clips, as ImageReader takes it."""
+    return ImageReader(model_dir, *sampling) if sees(model_dir) else None
 
 
-def decoded(data: bytes, where: str) -> Any:
-    """Decode the whole image, in RGB. UserError as in `ImageReader.read`."""
+@cache  # once in a process
+def show_pairs() -> None:
+    """Have Pillow's processor fill patches with both frames of a pair, where one image stands twice."""
+    from PIL.TiffImagePlugin import TiffImageFile
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
+
+    processor = qwen2_vl.Qwen2VLImageProcessorPil
+    preprocess_stills = processor.preprocess
+
+    def preprocess(self, images, **options):
+        found = preprocess_stills(self, images, **options)
+        each = images if isinstance(images, list) else [images]
+        pairs = [image for image in each if isinstance(image, TiffImageFile) and image.n_frames > 1]
+        if pairs:
+            for pair in pairs:
+                pair.seek(1)
+            last = preprocess_stills(self, images, **options)
+            for pair in pairs:
+                pair.seek(0)
+            # [patches, colors, frames, pixels of a patch]
+            shape = (3, self.temporal_patch_size, -1)
+            second = last["pixel_values"].unflatten(1, shape)[:, :, 1]
+            found["pixel_values"].unflatten(1, shape)[:, :, 1] = second
+        return found
+
+    processor.preprocess = preprocess
+
+
+def decoded(data: bytes, where: str, frames: int = 1) -> Any:
+    """Decode the whole image, of at most so many frames; one is in RGB. UserError: as ImageReader.read."""
     from PIL import Image as pillow
     from PIL import ImageSequence
 
@@ -114,30 +186,46 @@ def decoded(data: bytes, where: str) -> Any:
         warnings.simplefilter("error", pillow.DecompressionBombWarning)
         try:
             image = pillow.open(io.BytesIO(data), formats=FORMATS)
-            frames = len(list(islice(ImageSequence.Iterator(image), 2)))
+            found = len(list(islice(ImageSequence.Iterator(image), frames + 1)))
             image.seek(0)
-            image = image.convert("RGB")
+            image = image.convert("RGB") if found == 1 else image
         except (*DAMAGED, pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
             raise UserError(f"{where}: not an image that can be read: {error}") from None
-    if frames > 1:
-        raise UserError(f"{where}: it moves, and videos are not supported")
+    if found > frames:
+        raise UserError(f"{where}: it moves; a clip is MP4, WebM, MOV or MKV, in `videos`")
     return image
 
 
-def image_file(item: Any, folder: Path, where: str) -> bytes | Path:
-    """Read an item of a row's `images`: bytes, path, or dict with either. UserError: nothing is fetched."""
+def media_file(item: Any, folder: Path, where: str) -> File:
+    """Read an item of a column of media: bytes, path, or dict with either. UserError: nothing is fetched."""
     item = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
     if isinstance(item, bytes | Path):
         return item
     if not isinstance(item, str) or re.match(r"\w+:", item):
-        raise UserError(f"{where}: an image is a file's path or its bytes, not {str(item)[:60]!r}")
+        needed = "an image or a clip is a file's path or its bytes"
+        raise UserError(f"{where}: {needed}, not {str(item)[:60]!r}")
     if not os.path.isfile(folder / item):  # False also for what no path could be
         raise UserError(f"{where}: {str(folder / item)[:200]}: no such file")
     return folder / item
 
 
-def check_places(places: int, images: Sequence, where: str) -> None:
-    """Raise UserError unless the texts have as many places as there are images."""
-    if places != len(images):
-        found = f"{len(images)} images for {places} places"
-        raise UserError(f"{where}: {found}, {IMAGE} or an image part")
+def media_file_at(items: Callable[[], list], number: int, folder: Path, where: str) -> File:
+    return media_file(items()[number], folder, where)
+
+
+def content_of(file: Callable[[], File]) -> bytes:
+    found = file()
+    return found.read_bytes() if isinstance(found, Path) else found
+
+
+def pair_at(pairs: Callable[[], tuple[Pair, ...]], number: int) -> bytes:
+    """The file of a pair; its clip is decoded anew if it isn't kept."""
+    return pairs()[number].file
+
+
+def check_places(places: int, items: Sequence, place: str, where: str) -> None:
+    """Raise UserError unless the texts have as many places as there are items."""
+    if places != len(items):
+        kind = place[1:-1]
+        found = f"{len(items)} {kind}s for {places} places"
+        raise UserError(f"{where}: {found}, {place} or a part of the type {kind}")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
@@ -11,7 +11,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from images.reader import IMAGE
+from images.reader import IMAGE, PLACES, VIDEO, Part, check_places, media_file
+from images.tokens import Image
+from inputs.templates import map_texts
 from runtime.errors import UserError
 
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
@@ -30,7 +32,8 @@ UNREAD = {  # columns of other trainers -> where what they say belongs
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
     """Read (number from 1, row) of a .jsonl/.json (object a line) or .parquet file. UserError says where.
 
-    A row holds what JSON has words for, without null fields. Bytes as `images` are left to a function.
+    A row holds what JSON has words for, without null fields. Bytes as `images` or `videos` are left to a
+    function.
     """
     if not path.is_file():
         raise UserError(f"{setting} {path}: no such file")
@@ -84,23 +87,24 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
-    images = None
+    media = {}  # column -> its bytes, maybe more than the memory holds
     try:
         file = pyarrow.parquet.ParquetFile(path)
         kinds = {field.name: field.type for field in file.schema_arrow}
         if len(kinds) < len(file.schema_arrow):
             raise UserError(f"{path}: two columns have one name, of {', '.join(kinds)}")
-        if re.match("(large_)?list<.*binary", str(kinds.get("images"))):
-            del kinds["images"]  # maybe more than the memory holds
-            images = Dataset.from_parquet(str(path), columns=["images"]).with_format("arrow")
+        for name in PLACES:
+            if re.match("(large_)?list<.*binary", str(kinds.get(name))):
+                del kinds[name]
+                media[name] = Dataset.from_parquet(str(path), columns=[name]).with_format("arrow")
         table = file.read(columns=list(kinds))
     except (pyarrow.ArrowException, DatasetGenerationError, OSError):
         raise UserError(f"{path}: not a Parquet file that can be read") from None
     if "answer" in kinds and pyarrow.types.is_temporal(kinds["answer"]):
         raise UserError(f"{path}:1: `answer` is text or a number, not {kinds['answer']}")
 
-    def read(number: int) -> list:
-        return images[number]["images"][0].as_py() or []
+    def read(name: str, number: int) -> list:
+        return media[name][number][name][0].as_py() or []
 
     narrow = {name: kind for name, kind in kinds.items() if "float" in str(kind)}
     for number in range(table.num_rows):
@@ -113,8 +117,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
             columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
             raise UserError(f"{where}: can't be read: {error}; it has {columns}") from None
         row = _row(line, where)
-        if images and len(images[number]["images"][0].values or ()):
-            row["images"] = partial(read, number)
+        for name, column in media.items():
+            if len(column[number][name][0].values or ()):
+                row[name] = partial(read, name, number)
         yield number + 1, row
 
 
@@ -143,7 +148,7 @@ def _as_json(value: Any) -> Any:
 
 
 def prompt_of(row: dict, where: str) -> Text:
-    """The prompt of a row of `PromptFile`, with IMAGE for parts that are images. UserError says `where`."""
+    """The prompt of a row of `PromptFile`, with IMAGE and VIDEO for such parts. UserError says `where`."""
     messages = row.get("messages")
     prompt = row.get("prompt")
     if messages and prompt and as_turns(prompt, "user") != messages:
@@ -210,7 +215,7 @@ def read_functions(items: Any, field: str, where: str) -> list[dict]:
 
 
 def with_text(turn: Any, where: str) -> Any:
-    """Make one text of a turn's content if it is a list of parts, of type text or image. UserError."""
+    """Make one text of a turn's content if it is a list of parts, of type text, image or video. UserError."""
     if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
         return turn
     content = ""
@@ -218,12 +223,51 @@ def with_text(turn: Any, where: str) -> Any:
         match part if isinstance(part, dict) else {"type": part}:
             case {"type": "text", "text": str(text)}:
                 content += text
-            case {"type": "image", **others} if not others:
-                content += IMAGE
+            case {"type": "image" | "video" as kind, **others} if not others:
+                content += IMAGE if kind == "image" else VIDEO
             case other:
-                needed = "only {type: text, text} and {type: image}, whose file stands in the row's `images`"
+                needed = "only {type: text, text}, {type: image} and {type: video}: files stand in the row"
                 raise UserError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
     return turn | {"content": content}
+
+
+def media_of(row: dict, prompt: Text, folder: Path, where: str) -> dict[str, Callable[[], list]]:
+    """Return what gives the images and the videos of a row, checked unless they are bytes. UserError."""
+    media = {}
+    for name, place in PLACES.items():
+        items = row.get(name) or []
+        if not callable(items):
+            if not isinstance(items, list):
+                raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
+            files = [media_file(item, folder, where) for item in items]
+            check_places(str(prompt).count(place), files, place, where)
+            items = partial(list, files)
+        media[name] = items
+    return media
+
+
+def refuse_media(row: dict, why: str, where: str) -> None:
+    """Raise UserError if a row has images or videos."""
+    for name in filter(row.get, PLACES):
+        raise UserError(f"{where}: it has {name}, and {why}")
+
+
+def placed(
+    prompt: Text, parts: dict[str, list[list[Part]]], where: str
+) -> tuple[Text, tuple[Image, ...]]:
+    """Write each part in its place, as its text and IMAGE. Returns prompt and images. UserError."""
+    left = {}
+    for place, found in parts.items():
+        check_places(str(prompt).count(place), found, place, where)
+        left[place] = iter(found)
+    images = []
+
+    def put(found: re.Match) -> str:
+        stands = next(left[found[0]])
+        images.extend(image for _, image in stands)
+        return "".join(text + IMAGE for text, _ in stands)
+
+    return map_texts(partial(re.compile("|".join(parts)).sub, put), prompt), tuple(images)
 
 
 def is_chat(turns: Any) -> bool:

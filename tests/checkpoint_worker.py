@@ -60,7 +60,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
     drawn = prompts.draw(9)
     owners = prompts.assign_owners(drawn, actor.dp_size)
     mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_head]
-    groups = [prompts.group(prompt_id) for prompt_id in mine]
+    groups = [prompts.group(number, prompts.source.training(number)) for number in mine]
     for sample in flat([groups]):
         sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]
         sample.versions = [1]

@@ -523,7 +523,7 @@ class FakeSource:
 
     def training(self, draw):
         text, picture = f"{draw}+0=", Picture(str(draw).encode(), (1, 1, 1), 0, bytes)
-        return Prompt([ord(c) for c in text], text, str(draw), lambda: (picture,))
+        return Prompt([ord(c) for c in text], text, str(draw), (picture,))
 
 
 def text_answer(text, index=0, begun=""):

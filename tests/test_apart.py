@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import checkpoint
 import controller
+import data
 import run
 from algorithms import algorithm_of
 from modes import place
@@ -84,7 +85,7 @@ def controller_of(config, placement, splits, models, world: World) -> SimpleName
         world=world,
         team=world.part(placement.servers),
         devices=held,
-        prompts=SimpleNamespace(attach_images=lambda samples: None),
+        prompts=data.Prompts(None, 1),
         timeline=timeline,
         state=controller.State(),
         stop=Stop(),

@@ -1,15 +1,18 @@
 """Who trains on what: the plan against brute force and its promises, and how samples travel."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
+import data
 from algorithms import ALGORITHMS
 from config import Config
 from fakes import FakeWorld
+from reporting.timeline import Timeline
 from rollout import RolloutBatch
 from runtime.shutdown import Stop
 from sample import Sample, flat
@@ -108,8 +111,8 @@ def balance_everywhere(held: list[list[Sample]], tp: int) -> tuple[list, list]:
     """What `controller.exchange` returns on every rank, and every rank's world."""
     meetings, size = {}, len(held)
     worlds = [WatchedWorld(rank, size, meetings) for rank in range(size)]
-    prompts = SimpleNamespace(attach_images=lambda samples: None)
-    shared = dict(config=config(100, 2), prompts=prompts)
+    prompts = data.Prompts(None, 1)
+    shared = dict(config=config(100, 2), prompts=prompts, timeline=Timeline(0, time.monotonic))
     shared["algorithm"] = ALGORITHMS["grpo"]
 
     def controller_of(world):

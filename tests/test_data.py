@@ -98,8 +98,8 @@ def test_a_saved_state_does_not_change_with_the_run():
 def test_a_group_is_one_prompt_with_numbered_answers():
     """Every field of data.py is filled, no other is."""
     prompt = FakeSource().training(7)
-    expected = [Sample(7, i, prompt.tokens, "7+0=", "7", prompt.images()) for i in range(4)]
-    assert data.Prompts(FakeSource(), 4).group(7) == expected
+    expected = [Sample(7, i, prompt.tokens, "7+0=", "7", prompt.images) for i in range(4)]
+    assert data.Prompts(FakeSource(), 4).group(7, prompt) == expected
 
 
 @settings(deadline=None, max_examples=40)
@@ -122,7 +122,7 @@ def test_every_epoch_is_a_permutation(rows, seed, held_out):
 def test_the_order_of_rows_stays():
     """Else a resumed run would train on other prompts, and runs could not be compared across versions."""
     order = data.Shuffled([f"row {i}" for i in range(30)], 5, 4)
-    assert order.held_out == ["row 21", "row 18", "row 13"]
+    assert list(order.held_out) == ["row 21", "row 18", "row 13"]
     drawn = [order.training(number) for number in (0, 1, 2, 27, 28, 54)]
     assert drawn == [f"row {i}" for i in (19, 7, 20, 9, 8, 15)]
 
@@ -288,7 +288,7 @@ def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
     asked.clear()
     drawn = [prompts[number] for number in (3, 4, 3)]
     assert [text_of(prompt) for prompt in drawn] == asked == ["row 3", "row 4", "row 3"]
-    assert all(prompt.images() == () for prompt in drawn)
+    assert all(prompt.images == () for prompt in drawn)
 
 
 def test_long_prompts_are_left_out(tmp_path):

@@ -162,8 +162,9 @@ def test_a_prompt_goes_to_its_owner():
         drawn = prompts.draw(6)
         assert drawn == [2, 4, 6, 7, 8, 9]
         assert prompts.assign_owners(drawn, 2) == {2: 0, 4: 0, 6: 1, 7: 1, 8: 0, 9: 1}
-    assert controllers[0].group(2) is begun
-    assert [sample.response for sample in controllers[0].group(6)] == [[], []]
+    assert controllers[0].group(2, Numbers().training(2)) is begun
+    fresh = controllers[0].group(6, Numbers().training(6))
+    assert [sample.response for sample in fresh] == [[], []]
 
 
 PROMPT_IDS = st.lists(st.integers(0, 40), unique=True, max_size=40)

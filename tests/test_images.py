@@ -92,7 +92,7 @@ def test_what_is_no_still_image_is_refused(model_dir, monkeypatch):
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
     for content in (b"", b"no image", whole[: len(whole) // 2]):
         check(content, "not an image that can be read")
-    check(encoded_picture(64, 64, kind="GIF", **two), "it moves, and videos are not supported")
+    check(encoded_picture(64, 64, kind="GIF", **two), "it moves; a clip is MP4")
     check(encoded_picture(1, 300), "absolute aspect ratio")
     monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 64 * 64 - 1)
     check(whole, "not an image that can be read: Image size")
@@ -184,7 +184,7 @@ def test_rows_with_images(model_dir, folder, kind):
     assert [prompt.answer_key for prompt in prompts] == ["1", "2", "12"]
     assert [prompt.question for prompt in prompts] == [row["prompt"] for row in ROWS]
     bytes_of = [(folder / f"pictures/{number}.png").read_bytes() for number in range(3)]
-    found = [prompt.images() for prompt in prompts]
+    found = [prompt.images for prompt in prompts]
     read = [[image.read() for image in images] for images in found]
     assert read == [bytes_of[:1], bytes_of[1:], []]
     assert [image.features for images in found for image in images] == [2, 3, 1]
@@ -213,15 +213,15 @@ def test_images_are_read_when_a_group_is_taken(model_dir, folder):
     """Once for a group, whose samples share them; a prompt holds no bytes."""
     source = data.Shuffled(prompts_of(model_dir, write(folder, ROWS[0])), seed=0)
     prompts = data.Prompts(source, 3, keeps_groups=True, has_images=True)
-    group = prompts.group(0)
+    group = prompts.group(0, source.training(0))
     assert len({id(sample.media) for sample in group}) == 1 and len(group[0].media) == 1
     other = encoded_picture(64, 32, seed=9)
     (folder / "pictures/0.png").write_bytes(other)
-    assert prompts.group(0)[0].media[0].read() == other
+    assert prompts.group(0, source.training(0))[0].media[0].read() == other
     for sample in group:
         sample.media = ()
     prompts.requeue([0], [group])
-    again = prompts.group(0)
+    again = prompts.group(0, source.training(0))
     assert again == group and again[0].media[0].read() == other
 
 
@@ -235,16 +235,19 @@ def test_the_room_is_counted_after_expansion(model_dir, folder):
 
 ONE = dict(prompt="<image>=", images=["pictures/0.png"])
 CHAT, OWN, VIDEO = {"role": "user"}, {"type": "image", "image": "a.png"}, {"type": "video"}
-PATH = "an image is a file's path or its bytes"
+PATH = "an image or a clip is a file's path or its bytes"
 REFUSED = {  # what is wrong with a row -> how its line goes on
-    "no place": (ONE | dict(prompt="="), "1 images for 0 places, <image> or an image part"),
+    "no place": (
+        ONE | dict(prompt="="),
+        "1 images for 0 places, <image> or a part of the type image",
+    ),
     "no image": (dict(prompt="<image>="), "0 images for 1 places"),
     "an address": (ONE | dict(images=["https://a.b/c.png"]), f"{PATH}, not 'https"),
     "a file's address": (ONE | dict(images=["file:///etc/passwd"]), PATH),
     "no such file": (ONE | dict(images=["pictures/9.png"]), r".*pictures/9.png: no such file"),
     "no path": (ONE | dict(images=["A" * 5000]), r".*A: no such file"),
-    "videos": (dict(prompt="=", videos=["a.mp4"]), "videos are not supported"),
-    "a video part": (dict(messages=[CHAT | dict(content=[VIDEO])]), "a part {'type': 'video'}"),
+    "a clip without a place": (dict(prompt="=", videos=["a.mp4"]), r".*a.mp4: no such file"),
+    "a video part": (dict(messages=[CHAT | dict(content=[VIDEO])]), "0 videos for 1 places"),
     "a part's own image": (dict(messages=[CHAT | dict(content=[OWN])]), "a part {'type': 'image',"),
 }
 
