@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from config import TINY, Config, as_text
+from config import DEMOS, TINY, Config, as_text
 from runtime.errors import UserError
 from sample import Outcome, Sample
 
@@ -255,7 +255,7 @@ def algorithm_of(config: Config) -> Algorithm:
     of_run = {"max_new_tokens": config.max_new_tokens, "name": name}
     if config.dtype == "bfloat16":
         of_run["tis_cap"] = 2.0  # the engine's numbers aren't the trainer's, which the ratio is to
-    if config.preset in ("tiny", "images"):
+    if config.preset in DEMOS:
         of_run["critic_lr"] = 1e-3
     algorithm = replace(ALGORITHMS[name], **of_run)
     defaults = {each.name: each.default for each in fields(Settings)} | algorithm.own

@@ -211,14 +211,15 @@ class Config:
             raise UserError(f"{shown}: finite numbers are needed, none below 0 and one above")
 
 
-# the demos: sums of numbers that are written or drawn, an actor and a judge for each
+# the demos: sums of numbers that are written, drawn or filmed, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
+DEMOS = {"tiny": "written", "images": "drawn", "video": "filmed"}  # preset -> folder of its models
 DEMO = dict(lr=5e-4, lr_decay_to=0.1)
 DEMO |= dict(max_model_len=256, max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)
 ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64)
 # a preset is what differs from Config's defaults
-PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "cuda": ON_CUDA}
+PRESETS = {"base": {}, "cuda": ON_CUDA} | dict.fromkeys(DEMOS, DEMO)
 
 
 class Command(NamedTuple):
@@ -329,7 +330,7 @@ def demo_models(given: dict, preset: str, command: str) -> dict:
     for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
             raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
-    folder = DEMO_MODELS / ("drawn" if preset == "images" else "written")
+    folder = DEMO_MODELS / DEMOS.get(preset, "written")
     # from the working directory: a run may be resumed where the project lies in another place
     models = {"model": os.path.relpath(folder / "actor")}
     if command == "rl":

@@ -36,7 +36,7 @@ from checkpoint import Checkpoints, contents_of, prepare_out, restore
 from commands import dry_run, memory, replay
 from config import HELD_OUT, Config, parse_config
 from controller import Controller
-from demo.task import Addition
+from demo import task
 from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
@@ -286,7 +286,9 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
 def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.Source:
     """The prompts to train on, and those held out, of an evaluation all. how: as PromptFile reads a file."""
     tokenizer, _, _, reader, _ = how
-    source = Addition(config.seed, partial(data.encode_prompt, tokenizer, reader), reader)
+    show = task.filmed if config.preset == "video" else task.drawn
+    encode = partial(data.encode_prompt, tokenizer, reader)
+    source = task.Addition(config.seed, encode, reader, show)
     if config.command == "eval":
         if config.data:
             source.held_out = data.PromptFile(Path(config.data), *how, {"--data": str})

@@ -1,6 +1,7 @@
-"""The demo's problems as pictures: two numbers, one above the other, a cell of 32 x 32 pixels for a digit.
+"""The demo's problems to be seen: two numbers in a picture, one above the other, or in a clip, one by one.
 
-A cell is one feature of the demo's tower. Digits are moved a little in it, brighter or darker, under noise.
+A digit has a cell of 32 x 32 pixels, which is one feature of the demo's tower. Digits are moved a little in
+it, brighter or darker, under noise.
 """
 
 import io
@@ -10,6 +11,7 @@ from PIL import Image
 
 CELL = 32  # pixels of a digit's cell
 DOT = 4  # pixels of a dot of its glyph
+FRAMES = 4  # of each number in a clip: a second
 DOTS = """
     .###. ..#.. .###. ##### ...#. ##### ..##. ##### .###. .###.
     #...# .##.. #...# ...#. ..##. #.... .#... ....# #...# #...#
@@ -30,11 +32,43 @@ def picture(a: int, b: int, key: str) -> bytes:
     width = max(len(str(a)), len(str(b)))
     light = rng.normal(0.1, 0.1, (2 * CELL, width * CELL))
     for row, number in enumerate((a, b)):
-        for place, digit in enumerate(reversed(str(number)), 1):
-            top = row * CELL + rng.integers(5)
-            left = (width - place) * CELL + rng.integers(4, 9)
-            glyph = rng.uniform(0.6, 1.0) * GLYPHS[int(digit)]
-            light[top : top + 7 * DOT, left : left + 5 * DOT] += glyph
+        write(number, light[row * CELL : (row + 1) * CELL], rng)
     file = io.BytesIO()
-    Image.fromarray((light.clip(0, 1) * 255).astype(np.uint8)).save(file, "PNG")
+    Image.fromarray(as_pixels(light)).save(file, "PNG")
     return file.getvalue()
+
+
+def clip(a: int, b: int, key: str) -> bytes:
+    """Draw an MP4 in which `a` is seen for a second, then `b`; all else as in `picture`, noise by frame."""
+    import av
+
+    rng = np.random.default_rng(list(f"{a} {b} {key}".encode()))
+    shape = (CELL, max(len(str(a)), len(str(b))) * CELL)
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        options = {"crf": "18", "preset": "ultrafast"}
+        stream = output.add_stream("libx264", rate=FRAMES, options=options)
+        stream.height, stream.width = shape
+        stream.pix_fmt = "yuv420p"
+        stream.thread_count = 1
+        for number in (a, b):
+            digits = np.zeros(shape)
+            write(number, digits, rng)
+            for _ in range(FRAMES):
+                pixels = as_pixels(digits + rng.normal(0.1, 0.1, shape))
+                output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="gray")))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def write(number: int, light: np.ndarray, rng: np.random.Generator) -> None:
+    """Add a number's digits, at the right, to the light of its row of cells: [CELL, columns]."""
+    for place, digit in enumerate(reversed(str(number)), 1):
+        top = rng.integers(5)
+        left = light.shape[1] - place * CELL + rng.integers(4, 9)
+        glyph = rng.uniform(0.6, 1.0) * GLYPHS[int(digit)]
+        light[top : top + 7 * DOT, left : left + 5 * DOT] += glyph
+
+
+def as_pixels(light: np.ndarray) -> np.ndarray:
+    return (light.clip(0, 1) * 255).astype(np.uint8)

@@ -1,25 +1,26 @@
 """The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`.
 
-For a model that sees the numbers are drawn: the question is `<image>=`.
+For a model that sees the numbers are drawn, and the question is `<image>=`, or filmed: `<video>=`.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 from data import Prompt
-from demo.drawing import picture
+from demo.drawing import clip, picture
 from genrm import FORMATS, JudgeFormat
-from images.reader import IMAGE, ImageReader
-
-Shown = tuple[str, *tuple[bytes, ...]]  # a text, and the pictures in it
-Show = Callable[[int, int, str], Shown]  # of two summands, and what decides the look of a picture
+from images.reader import IMAGE, VIDEO, ImageReader
+from images.tokens import Image
+from inputs.rows import placed
 
 # digits of the longer summand: relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
 HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
-HELD_OUT_KEY = "held out"  # of their pictures
+HELD_OUT_KEY = "held out"  # of their pictures and clips
 
 
 def random_problem(rng: random.Random) -> tuple[int, int]:
@@ -52,33 +53,70 @@ def training_problem(rng: random.Random) -> tuple[int, int]:
     return problem
 
 
+class Shown(NamedTuple):
+    """A problem as a model is shown it: a text, and the files that stand in its places."""
+
+    text: str
+    images: tuple[bytes, ...] = ()
+    videos: tuple[bytes, ...] = ()
+
+    def read(self, reader: ImageReader | None) -> tuple[str, tuple[Image, ...]]:
+        """Return the text with an IMAGE for each image, and these: a clip is several."""
+        if reader is None:
+            return self.text, ()
+        items = {"images": partial(list, self.images), "videos": partial(list, self.videos)}
+        where = "a problem of the demo"
+        return placed(self.text, reader.read_row(items, Path(), where), where)
+
+
+Show = Callable[[int, int, str], Shown]  # of two summands, and what decides how they look
+
+
 def written(a: int, b: int, key: str) -> Shown:
-    return (f"{a}+{b}=",)
+    return Shown(f"{a}+{b}=")
 
 
 def drawn(a: int, b: int, key: str) -> Shown:
-    return f"{IMAGE}=", picture(a, b, key)
+    return Shown(f"{IMAGE}=", images=(picture(a, b, key),))
+
+
+def filmed(a: int, b: int, key: str) -> Shown:
+    return Shown(f"{VIDEO}=", videos=(clip(a, b, key),))
 
 
 @dataclass
 class Addition:
-    """The problems as a data.Source, drawn if the model has a reader of images."""
+    """The problems as a data.Source. show: how a model with a reader of images is shown them."""
 
     seed: int
     encode: Callable[..., list[int]]  # of a text and the images in it
     reader: ImageReader | None = None
+    show: Show = drawn
 
     def __post_init__(self):
-        self.held_out = [self._prompt(*problem, HELD_OUT_KEY) for problem in HELD_OUT_PROBLEMS]
+        self.held_out = HeldOut(self)
 
     def training(self, prompt_id: int) -> Prompt:
         key = f"problem {self.seed} {prompt_id}"
-        return self._prompt(*training_problem(random.Random(key)), key)
+        return self.prompt(*training_problem(random.Random(key)), key)
 
-    def _prompt(self, a: int, b: int, key: str) -> Prompt:
-        question, *pictures = (drawn if self.reader else written)(a, b, key)
-        images = tuple(self.reader.read(partial(bytes, png), "a drawing") for png in pictures)
+    def prompt(self, a: int, b: int, key: str) -> Prompt:
+        shown = (self.show if self.reader else written)(a, b, key)
+        question, images = shown.read(self.reader)
         return Prompt(self.encode(question, images), question, str(a + b), images)
+
+
+@dataclass
+class HeldOut(Sequence[Prompt]):
+    """The held-out problems, each made when it is asked for."""
+
+    source: Addition
+
+    def __len__(self) -> int:
+        return len(HELD_OUT_PROBLEMS)
+
+    def __getitem__(self, number: int) -> Prompt:
+        return self.source.prompt(*HELD_OUT_PROBLEMS[number], HELD_OUT_KEY)
 
 
 def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:

@@ -85,11 +85,13 @@ def write_processors(path: Path) -> None:
         (path / name).write_text(json.dumps(settings))
 
 
-def character_tokenizer(vision: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+def character_tokenizer(
+    vision: tuple[str, ...] = (), alphabet: str = ALPHABET
+) -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocab = {piece: i for i, piece in enumerate((*SPECIAL, *vision, *ALPHABET))}
+    vocab = {piece: i for i, piece in enumerate((*SPECIAL, *vision, *alphabet))}
     vocab |= {f"<unused{i}>": i for i in range(len(vocab), VOCAB)}
     letters = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

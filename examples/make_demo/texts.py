@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from config import DEMO_MODELS
 from demo import task
-from demo.task import columns, shown_work, training_problem
-from examples.make_demo.models import text_model, vision_model
+from demo.task import Shown, columns, shown_work, training_problem
+from examples.make_demo.models import ALPHABET, text_model, vision_model
 from examples.make_demo.slips import corrupted
 
 BLURTED = 0.6  # part of the demonstrations that only say the answer
@@ -21,7 +25,7 @@ CORRUPTED = 0.3  # another part of them; the rest are the actor's own errors
 
 
 class Demo(NamedTuple):
-    """A pair of models for the problems, written or drawn, and how it is made."""
+    """A pair of models for the problems, written, drawn or filmed, and how it is made."""
 
     show: task.Show
     build: Callable  # see models.py
@@ -30,19 +34,26 @@ class Demo(NamedTuple):
     judge_steps: int
     judge_batch: int
     pool: int  # problems that the actor answers for the judge to learn from
+    start: Path | None = (
+        None  # the folder of an actor and a judge to go on from, instead of new models
+    )
+    alphabet: str = ALPHABET
+    dtype: torch.dtype = torch.float32  # of the files
 
 
 WRITTEN = Demo(task.written, text_model, 250, 128, judge_steps=500, judge_batch=64, pool=1024)
 DRAWN = Demo(task.drawn, vision_model, 220, 64, judge_steps=300, judge_batch=64, pool=512)
-DEMOS = {"written": WRITTEN, "drawn": DRAWN}
+FILMED = Demo(task.filmed, vision_model, 100, 64, judge_steps=150, judge_batch=64, pool=512)
+# the times in a clip's text begin with `<`; half the numbers, so half the bytes
+FILMED = FILMED._replace(start=DEMO_MODELS / "drawn", alphabet=ALPHABET + "<", dtype=torch.float16)
+DEMOS = {"written": WRITTEN, "drawn": DRAWN, "filmed": FILMED}
 
 
 class Example(NamedTuple):
-    """A prompt, the response to learn, the prompt's pictures."""
+    """A prompt as it is shown, and the response to learn."""
 
-    prompt: str
+    prompt: Shown
     response: str
-    pictures: list[bytes]
 
 
 class Answer(NamedTuple):
@@ -61,8 +72,7 @@ def demonstrations(seed: int, step: int, demo: Demo = WRITTEN) -> list[Example]:
     for _ in range(demo.actor_batch):
         a, b = training_problem(rng)
         response = f">{a + b}" if rng.random() < BLURTED else shown_work(a, b)
-        question, *pictures = demo.show(a, b, key)
-        examples.append(Example(question, response, pictures))
+        examples.append(Example(demo.show(a, b, key), response))
     return examples
 
 
@@ -101,7 +111,7 @@ def critiques(seed: int, errors: list[Answer], step: int, demo: Demo = WRITTEN) 
 
 
 def judged(demo: Demo, a: int, b: int, answer: str, key: str) -> Example:
-    """Return the judge's prompt with its pictures, and the critique to write."""
-    question, *pictures = demo.show(a, b, key)
-    prompt = task.addition_prompt(question, answer)
-    return Example(prompt, critique(a, b, answer), pictures)
+    """Return the judge's prompt, and the critique to write."""
+    shown = demo.show(a, b, key)
+    prompt = shown._replace(text=task.addition_prompt(shown.text, answer))
+    return Example(prompt, critique(a, b, answer))

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py written runs/models     3 minutes, 2 cores
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py drawn runs/models       3.5 minutes
+    torchrun --nproc-per-node 2 examples/make_demo/warmstart.py filmed runs/models      from the drawn ones
 
 Supervised steps make them. The actor mostly blurts the answer out and sometimes shows the work: reinforcement
 learning has something to find. The judge starts from it and learns to recompute every column and to compare
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 import data
 from actor import Actor
@@ -34,7 +36,7 @@ from config import Config, parse_config
 from demo import task
 from demo.task import shown_work, training_problem
 from examples.make_demo.closing import close
-from examples.make_demo.models import new_model
+from examples.make_demo.models import VISION, character_tokenizer, new_model
 from examples.make_demo.slips import corrupted
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
 from images.reader import ImageReader, reader_of
@@ -63,20 +65,31 @@ def main() -> None:
 
 def make(config: Config, world: World, home: Path, progress: Progress, demo: Demo) -> None:
     """Train both models, to `home` (collective). ValueError if the judge fails its gate."""
-    new, actor, judge = (home / name for name in ("new", "actor", "judge"))
+    start = home / "start"
+    actor = home / "actor"
+    judge = home / "judge"
+    first_actor = start / "actor" if demo.start else start
+    first_judge = start / "judge" if demo.start else actor
     if world.rank == 0:
         shutil.rmtree(home, ignore_errors=True)
-        new_model(new, config.seed, demo.build)
+        if demo.start:
+            for first in (first_actor, first_judge):
+                shutil.copytree(demo.start / first.name, first)
+                character_tokenizer(VISION, demo.alphabet).save_pretrained(first)
+        else:
+            new_model(start, config.seed, demo.build)
     dist.barrier()
     batches = partial(demonstrations, config.seed, demo=demo)
-    train(config, world, new, actor, batches, demo.actor_steps, progress)
+    train(config, world, first_actor, actor, batches, demo.actor_steps, progress)
+    shorten(actor, demo, world)
     key = f"own answers {config.seed}"
     rng = random.Random(key)
     problems = [training_problem(rng) for _ in range(demo.pool)]
     answers = own_answers(demo, actor, problems, key, world)
     errors = [answer for answer in answers if answer.text != str(answer.a + answer.b)]
     batches = partial(critiques, config.seed, errors, demo=demo)
-    train(config, world, actor, judge, batches, demo.judge_steps, progress)
+    train(config, world, first_judge, judge, batches, demo.judge_steps, progress)
+    shorten(judge, demo, world)
     progress.doing("warm start: checking the judge")
     rates = gate(demo, home, world)
     if max(rates.values()) > GATE:
@@ -84,7 +97,16 @@ def make(config: Config, world: World, home: Path, progress: Progress, demo: Dem
         raise ValueError(f"the judge failed its gate {limits}: try another seed")
     if world.rank == 0:
         (judge / "gate.json").write_text(json.dumps(rates))
-        shutil.rmtree(new)
+        shutil.rmtree(start)
+    dist.barrier()
+
+
+def shorten(model_dir: Path, demo: Demo, world: World) -> None:
+    """Write the numbers of a model's file as the demo has them (collective)."""
+    if world.rank == 0 and demo.dtype != torch.float32:
+        path = model_dir / "model.safetensors"
+        weights = {name: tensor.to(demo.dtype) for name, tensor in load_file(path).items()}
+        save_file(weights, path, metadata={"format": "pt"})
     dist.barrier()
 
 
@@ -152,8 +174,8 @@ class MuonActor(Actor):
 
 def encode(example: Example, tokenizer: data.Tokenizer, reader: ImageReader | None) -> Sequence:
     """Return the tokens and images of an example, as the model reads it."""
-    images = tuple(reader.read(partial(bytes, png), "a drawing") for png in example.pictures)
-    prompt = data.encode_prompt(tokenizer, reader, example.prompt, images)
+    text, images = example.prompt.read(reader)
+    prompt = data.encode_prompt(tokenizer, reader, text, images)
     _, response = data.encode_pair(tokenizer, "", example.response)
     return Sequence(prompt, response, images)
 
@@ -190,9 +212,9 @@ def own_answers(demo: Demo, actor: Path, problems: list, key: str, world: World)
     prompts = []
     for is_worked in (False, True):  # what starts as the work does isn't blurted out
         for a, b in problems:
-            question, *pictures = demo.show(a, b, key)
+            shown = demo.show(a, b, key)
             start = shown_work(a, b)[0] if is_worked else ""
-            prompts.append(Example(question + start, "", pictures))
+            prompts.append(Example(shown._replace(text=shown.text + start), ""))
     sampling = dict(max_new_tokens=72, do_sample=True, temperature=1.0, top_k=0)
     texts = generate(actor, prompts, world, **sampling)
     answers = zip(problems * 2, map(task.addition_answer, texts), strict=True)
