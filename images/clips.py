@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from hashlib import file_digest
 from pathlib import Path
 from threading import Lock
@@ -31,16 +32,11 @@ LEAST_FRAMES = 4  # shown, if there are so many; as in the models' own processor
 MOST_SECONDS = 1800
 MOST_PIXELS = 30_000_000_000  # of all frames: eight minutes of 1080p, which take two to decode
 MOST_OF_A_FRAME = 89_478_485  # pixels, as Pillow thinks safe
-HDR = (
-    16,
-    18,
-)  # transfer functions PQ and HLG: brighter than a screen, and nobody says what white is
-KEPT_BYTES = (
-    512 << 20
-)  # of pairs: those of a step are asked for several times, by engines and trainer
-EXACT = (
-    0x4 | 0x40000 | 0x80000
-)  # bicubic, ACCURATE_RND, BITEXACT: else processors' own instructions round
+CUT_SECONDS = 0.5  # that may be missing of what the header says
+HDR = (16, 18)  # transfer functions PQ and HLG, for screens that are brighter than white
+KEPT_BYTES = 512 << 20  # of pairs: engines and trainer ask for those of a step several times
+# of swscale: bicubic, ACCURATE_RND, BITEXACT. Else each kind of processor rounds in its own way
+EXACT = 0x4 | 0x40000 | 0x80000
 TURNS = {  # a display matrix's first two rows and columns -> what Pillow does
     (1, 0, 0, 1): "",
     (0, 1, -1, 0): "ROTATE_270",
@@ -106,8 +102,9 @@ class Clips:
 
     def _decoded(self, file: File, where: str) -> tuple[Pair, ...]:
         with opened(file, where) as (container, stream):
+            unit = stream.time_base
             times = frame_times(container, stream, where)
-            shown = chosen(times, float(stream.time_base), self.fps, self.most)
+            shown = chosen(times, unit, self.fps, self.most)
             shown += shown[-1:] * (len(shown) % 2)  # as in the models' own processors
             sides = self.fit(*sides_of(stream), len(shown) // 2, where)
         wanted = {frame for frame, _ in shown}
@@ -123,7 +120,7 @@ class Clips:
             raise UserError(f"{where}: damaged: {missing} of {len(wanted)} frames can't be read")
         pairs = []
         for (first, start), (second, end) in zip(shown[::2], shown[1::2], strict=True):
-            seconds = ((start + end) / 2 - times[0]) * stream.time_base
+            seconds = ((start + end) / 2 - times[0]) * unit
             pair = io.BytesIO()
             found[first].save(pair, "TIFF", save_all=True, append_images=[found[second]])
             width, height = found[first].size
@@ -144,16 +141,16 @@ def opened(file: File, where: str) -> Iterator[tuple[InputContainer, VideoStream
     source = file.open("rb") if isinstance(file, Path) else io.BytesIO(file)
     only = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
     try:
-        with source, av.open(source, options=only) as container:
-            moving = [s for s in container.streams.video if not is_cover(s)]
+        with source, av.open(source, options=only, metadata_errors="replace") as container:
+            moving = [s for s in container.streams.video if s.codec_context and not is_cover(s)]
             if not moving:
-                raise UserError(f"{where}: it has no video stream")
+                raise UserError(f"{where}: it has no video stream that can be decoded")
             check(container, moving[0], where)
             context = moving[0].codec_context
             context.thread_count = 1  # damaged ones, too, give the same bytes everywhere
             context.options = {"err_detect": "explode", "max_pixels": str(MOST_OF_A_FRAME)}
             yield container, moving[0]
-    except av.FFmpegError as error:
+    except (av.FFmpegError, OSError) as error:
         raise UserError(f"{where}: not a video that can be read: {error.strerror}") from None
 
 
@@ -192,38 +189,47 @@ def check(container: InputContainer, stream: VideoStream, where: str, frames: in
             f"{frames} frames of {size}, of at most {MOST_PIXELS:.0e}; cut it or scale it down"
         )
     elif stream.codec_context.color_trc in HDR:
-        problem = "HDR (PQ or HLG), which has no colours for a model; convert it"
+        problem = "HDR (PQ or HLG), which has no colors for a model; convert it"
     if problem:
         raise UserError(f"{where}: {problem}")
 
 
 def frame_times(container: InputContainer, stream: VideoStream, where: str) -> list[int]:
-    """The times of all frames, in the stream's time base, without decoding. UserError: none, or too many."""
+    """The times of all frames, in the stream's time base, without decoding. UserError if some lack."""
     times = set()
-    for packet in container.demux(stream):
-        if packet.size and packet.pts is not None and not packet.is_discard:
+    end = 0
+    for packet in container.demux():
+        if not packet.size or packet.pts is None:
+            continue
+        end = max(end, (packet.pts + (packet.duration or 0)) * packet.time_base)
+        if packet.stream_index == stream.index and not packet.is_discard:
             times.add(packet.pts)
             check(container, stream, where, len(times))
     if not times:
         raise UserError(f"{where}: it has no frame")
+    seconds = (container.duration or 0) / 1e6
+    if end + CUT_SECONDS < seconds:
+        raise UserError(f"{where}: cut off at {float(end):.1f} of {seconds:.1f} seconds")
     return sorted(times)
 
 
-def chosen(times: list[int], unit: float, fps: float, most: int) -> list[tuple[int, float]]:
-    """Choose what is seen at times that are even, from the first frame to the last: (frame, time).
+def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tuple[int, Fraction]]:
+    """Choose what is seen at times that are even, from the first frame to the last: (frame, its time).
 
     unit: seconds of one of the times. At a constant rate these are the frames, and their times, of the
-    models' own processors.
+    models' own processors. A frame that lasts longer than others is shown again, at a later time.
     """
     span = times[-1] - times[0]
-    each = span / max(1, len(times) - 1)  # on average; the last one lasts as long
-    wanted = int(round(len(times) * each * unit * fps, 6))
-    count = min(max(wanted, LEAST_FRAMES), most, len(times))
+    each = Fraction(span, max(1, len(times) - 1))  # on average; the last one lasts as long
+    count = min(max(int(len(times) * each * unit * Fraction(fps)), LEAST_FRAMES), most, len(times))
     found = []
     for number in range(count):
-        time = times[0] + span * number / max(1, count - 1)
-        frame = times[bisect_right(times, time + each / 2) - 1]
-        found.append((frame, max(frame, time - each / 2)))
+        time = times[0] + Fraction(span * number, max(1, count - 1))
+        place = bisect_right(times, time) - 1
+        coming = times[min(place + 1, len(times) - 1)]
+        is_nearer = abs(coming - time) <= min(time - times[place], each / 2)
+        frame = coming if is_nearer else times[place]
+        found.append((frame, frame if abs(frame - time) <= each / 2 else time))
     return found
 
 
