@@ -9,12 +9,12 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from images.clips import Clips, File, Pair, digest_of
+from images.clips import Clips, File, open_file
 from images.tokens import Image
 from inputs.hf_directory import VISION_FAMILIES, read_model_config
 from runtime.errors import UserError
@@ -30,8 +30,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would 
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-
-
 Part = tuple[str, Image]  # of what stands in a place: text, and the image behind it
 
 
@@ -62,7 +60,6 @@ class ImageReader:
         self._side = self._processor.patch_size * self._processor.merge_size  # pixels; of a feature
         # of an image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
-
         self._clips = Clips(fps, frames, self._fit)
 
     def read_row(
@@ -74,36 +71,42 @@ class ImageReader:
         """
         found = {}
         for column, place in PLACES.items():
-            found[place] = []
-            for number in range(len(items[column]())):
-                # bytes aren't held: they are asked for anew
-                file = partial(media_file_at, items[column], number, folder, where)
-                path = file()
-                name = f"{where}: {path}" if isinstance(path, Path) else where
-                if place == IMAGE:
-                    parts = [("", self.read(partial(content_of, file), name))]
-                else:
-                    parts = self._read_clip(file, name, decodes)
-                found[place].append(parts)
+            read = partial(self._read_item, items[column], place, folder, where, decodes)
+            found[place] = [read(number) for number in range(len(items[column]()))]
         return found
+
+    def _read_item(
+        self, items: Callable, place: str, folder: Path, where: str, decodes: bool, number: int
+    ) -> list[Part]:
+        """Read an image, or a clip's pairs behind their times, as the models' own processors write those."""
+
+        def file() -> File:  # bytes aren't held: they are asked for anew
+            return media_file(items()[number], folder, where)
+
+        def content() -> bytes:
+            with open_file(file()) as source:
+                return source.read()
+
+        path = file()
+        name = f"{where}: {path}" if isinstance(path, Path) else where
+        if place == IMAGE:
+            return [("", self.read(content, name))]
+        read = partial(self._clips.bound, path, name)
+        if decodes:
+            with open_file(path) as source:
+                digest = file_digest(source, "sha256").digest()
+            read = partial(self._clips.pairs, digest, file, name)
+        parts = []
+        for place_in_clip, pair in enumerate(read()):
+            image = self._image(pair.file, pair.sides, lambda n=place_in_clip: read()[n].file, name)
+            parts.append((f"<{pair.seconds:.1f} seconds>", image))
+        return parts
 
     def read(self, content: Callable[[], bytes], where: str) -> Image:
         """Check an image. UserError says `where` unless it is still, whole, and of a size that fits."""
         data = content()
         width, height = decoded(data, where).size
         return self._image(data, (height, width), content, where)
-
-    def _read_clip(self, file: Callable[[], File], where: str, decodes: bool) -> list[Part]:
-        """Read a clip: its pairs of frames, each behind its time as the models' own processors write it."""
-        if decodes:
-            read = partial(self._clips.pairs, digest_of(file()), file, where)
-        else:
-            read = partial(self._clips.bound, file(), where)
-        parts = []
-        for number, pair in enumerate(read()):
-            image = self._image(pair.file, pair.sides, partial(pair_at, read, number), where)
-            parts.append((f"<{pair.seconds:.1f} seconds>", image))
-        return parts
 
     def _image(
         self, data: bytes, sides: tuple[int, int], content: Callable[[], bytes], where: str
@@ -207,20 +210,6 @@ def media_file(item: Any, folder: Path, where: str) -> File:
     if not os.path.isfile(folder / item):  # False also for what no path could be
         raise UserError(f"{where}: {str(folder / item)[:200]}: no such file")
     return folder / item
-
-
-def media_file_at(items: Callable[[], list], number: int, folder: Path, where: str) -> File:
-    return media_file(items()[number], folder, where)
-
-
-def content_of(file: Callable[[], File]) -> bytes:
-    found = file()
-    return found.read_bytes() if isinstance(found, Path) else found
-
-
-def pair_at(pairs: Callable[[], tuple[Pair, ...]], number: int) -> bytes:
-    """The file of a pair; its clip is decoded anew if it isn't kept."""
-    return pairs()[number].file
 
 
 def check_places(places: int, items: Sequence, place: str, where: str) -> None:

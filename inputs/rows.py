@@ -231,25 +231,24 @@ def with_text(turn: Any, where: str) -> Any:
     return turn | {"content": content}
 
 
-def media_of(row: dict, prompt: Text, folder: Path, where: str) -> dict[str, Callable[[], list]]:
-    """Return what gives the images and the videos of a row, checked unless they are bytes. UserError."""
+def media_of(
+    row: dict, prompt: Text, folder: Path, where: str, sees: bool
+) -> dict[str, Callable[[], list]]:
+    """Return what gives a row's images and videos, checked unless they are bytes. UserError."""
     media = {}
     for name, place in PLACES.items():
         items = row.get(name) or []
-        if not callable(items):
-            if not isinstance(items, list):
-                raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
-            files = [media_file(item, folder, where) for item in items]
-            check_places(str(prompt).count(place), files, place, where)
-            items = partial(list, files)
+        if items and not sees:
+            raise UserError(f"{where}: it has {name}, and --model reads text alone")
+        if not (callable(items) or isinstance(items, list)):
+            raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
+        if not callable(items):  # of JSON
+            items = [media_file(item, folder, where) for item in items]
+            if sees:
+                check_places(str(prompt).count(place), items, place, where)
+            items = partial(list, items)
         media[name] = items
     return media
-
-
-def refuse_media(row: dict, why: str, where: str) -> None:
-    """Raise UserError if a row has images or videos."""
-    for name in filter(row.get, PLACES):
-        raise UserError(f"{where}: it has {name}, and {why}")
 
 
 def placed(

@@ -114,7 +114,11 @@ def test_a_variable_rate_shows_what_is_seen_at_a_time():
     assert [round(pair.seconds, 1) for pair in pairs] == [0.5, 2.5, 4.5]
 
 
-@pytest.mark.parametrize("matrix", clips.TURNS)
+TURNS = [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)]
+TURNS += [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]  # mirrored
+
+
+@pytest.mark.parametrize("matrix", TURNS)
 def test_a_display_matrix_is_obeyed(matrix):
     """A quarter at (x, y) from the middle goes to (a x + c y, b x + d y): turned, mirrored, or both."""
     a, b, c, d = matrix
@@ -174,7 +178,7 @@ def several():
     """Files of every kind, of a variable rate, turned, of sides that encoders round."""
     files = [encoded_clip(frames_of(24), kind) for kind in KINDS]
     files.append(encoded_clip(frames_of(6), times=[0, 100, 200, 3000, 3100, 5000]))
-    files += [turned_clip(files[0], matrix) for matrix in list(clips.TURNS)[1:]]
+    files += [turned_clip(files[0], matrix) for matrix in TURNS[1:]]
     return [*files, encoded_clip(frames_of(5, 66, 98))]
 
 
@@ -442,7 +446,7 @@ def test_too_many_frames_are_refused_by_the_header_or_as_they_are_counted(monkey
     for kind in ("h264", "vp9"):
         with pytest.raises(UserError, match=line):
             new_clips().bound(encoded_clip(frames_of(30), kind), "a clip")
-    monkeypatch.setattr(clips, "frames_of", lambda *header: 0)
+    monkeypatch.setattr(clips, "frames_in", lambda *header: 0)
     with pytest.raises(UserError, match=line):
         pairs_of(encoded_clip(frames_of(40)))
 
@@ -551,6 +555,7 @@ def test_held_out_rows_are_read_when_they_are_due(model_dir, folder, monkeypatch
     path = jsonl(folder / "rows.jsonl", rows)
     with monkeypatch.context() as patched:
         patched.setattr(clips.Clips, "pairs", None)
-        source = data.Shuffled(prompts_of(model_dir, path, room=300), 0, 3)
-        assert len(source.held_out) == 3
-    assert all(prompt.question.endswith(f"{A}=") for prompt in source.held_out)
+        rows = prompts_of(model_dir, path, room=300)
+        held_out = rows.part(data.Shuffled(rows, 0, 3).held_out)
+        assert len(held_out) == 3
+    assert all(prompt.question.endswith(f"{A}=") for prompt in held_out)
