@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from config import Config
-from images.reader import IMAGE, ImageReader, check_places
+from images.reader import IMAGE, VIDEO, ImageReader, check_places
 from images.tokens import Image, expand
 from inputs.hf_directory import readable
 from inputs.rows import (
@@ -196,7 +196,7 @@ class PromptRow(NamedTuple):
     where: str  # file and line
     prompt: Text
     answer_key: str | None
-    media: dict[str, Callable[[], list]]  # column -> paths and bytes, as `media_file` takes them
+    media: dict[str, Callable[[], list]]  # place -> paths and bytes, as `media_file` takes them
     row: dict[str, Any]  # all columns but media that are bytes
 
 
@@ -252,12 +252,12 @@ class PromptFile(Sequence[Prompt]):
         return key and self.read_key(key)
 
     def _read(self, row: PromptRow, decodes: bool = True) -> tuple[Text, list[int], tuple]:
-        """Return a row's prompt with its media in place, its tokens, its images: see ImageReader.read_row."""
+        """Return a row's prompt with its media in place, its tokens, its images: see read_item."""
         text = row.prompt
         images = ()
         if self.reader:
-            parts = self.reader.read_row(row.media, self.path.parent, row.where, decodes)
-            text, images = placed(text, parts, row.where)
+            read = partial(self.reader.read_item, self.path.parent, row.where, decodes)
+            text, images = placed(text, row.media, read, row.where)
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _most_tokens(self, row: PromptRow) -> int:
@@ -265,7 +265,7 @@ class PromptFile(Sequence[Prompt]):
 
         Clips are bounded by their headers, which are read. UserError.
         """
-        if self.reader and row.media["videos"]():
+        if self.reader and row.media[VIDEO]():
             return len(self._read(row, decodes=False)[1])
         text = row.prompt
         if not isinstance(text, str):

@@ -108,11 +108,9 @@ def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
     import av
 
     only = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    how = {"options": only, "metadata_errors": "replace"}
     try:
-        with (
-            open_file(file) as source,
-            av.open(source, options=only, metadata_errors="replace") as container,
-        ):
+        with open_file(file) as source, av.open(source, **how) as container:
             decodable = [stream for stream in container.streams.video if stream.codec_context]
             moving = [s for s in decodable if not s.disposition & s.disposition.attached_pic]
             if not moving:
@@ -143,16 +141,13 @@ def check(container: Any, stream: Any, where: str, counted: int = 0) -> None:
     seconds = (container.duration or 0) / 1e6
     frames = counted or frames_in(container, stream)
     size = f"frames of {stream.width} x {stream.height} pixels"
-    problem = ""
-    if not 0 < pixels <= MOST_OF_A_FRAME:
-        problem = f"{size}, of at most {MOST_OF_A_FRAME}"
-    elif seconds > MOST_SECONDS:
-        problem = f"{seconds:.0f} seconds, of at most {MOST_SECONDS}; cut it"
-    elif frames * pixels > MOST_PIXELS:
-        problem = f"{frames} {size}, of at most {MOST_PIXELS:.0e}; cut it or scale it down"
-    elif stream.codec_context.color_trc in HDR:
-        problem = "HDR (PQ or HLG), which has no colors for a model; convert it"
-    if problem:
+    problems = {
+        f"{size}, of at most {MOST_OF_A_FRAME}": not 0 < pixels <= MOST_OF_A_FRAME,
+        f"{seconds:.0f} seconds, of at most {MOST_SECONDS}; cut it": seconds > MOST_SECONDS,
+        f"{frames} {size}, of at most {MOST_PIXELS:.0e} pixels": frames * pixels > MOST_PIXELS,
+        "HDR (PQ or HLG), which can't be shown; convert it": stream.codec_context.color_trc in HDR,
+    }
+    for problem in filter(problems.get, problems):
         raise UserError(f"{where}: {problem}")
 
 
@@ -205,11 +200,7 @@ def picture(frame: Any, sides: tuple[int, int], where: str) -> Any:
         a, b, _, c, d, *_ = (number / 65536 for number in struct.unpack("=9i", bytes(matrix)))
         if (abs(a), abs(b), abs(c), abs(d)) not in ((1, 0, 0, 1), (0, 1, 1, 0)):
             raise UserError(f"{where}: it is to be turned by no quarter, or bent")
-        is_mirrored = {
-            Transpose.TRANSPOSE: b,
-            Transpose.FLIP_LEFT_RIGHT: a + c < 0,
-            Transpose.FLIP_TOP_BOTTOM: b + d < 0,
-        }
-        for how in filter(is_mirrored.get, is_mirrored):
-            image = image.transpose(how)
+        image = image.transpose(Transpose.TRANSPOSE) if b else image
+        image = image.transpose(Transpose.FLIP_LEFT_RIGHT) if a + c < 0 else image
+        image = image.transpose(Transpose.FLIP_TOP_BOTTOM) if b + d < 0 else image
     return image

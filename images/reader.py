@@ -30,7 +30,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would 
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-Part = tuple[str, Image]  # of what stands in a place: text, and the image behind it
 
 
 class ImageReader:
@@ -62,23 +61,14 @@ class ImageReader:
         self.most_features = self._processor.size["longest_edge"] // self._side**2
         self._clips = Clips(fps, frames, self._fit)
 
-    def read_row(
-        self, items: dict[str, Callable[[], list]], folder: Path, where: str, decodes=True
-    ) -> dict[str, list[list[Part]]]:
-        """Read the images and clips of a row of a file in `folder`: what stands in each of its places.
+    def read_item(
+        self, folder: Path, where: str, decodes: bool, place: str, items: Callable, number: int
+    ) -> list[tuple[str, Image]]:
+        """Read an image, or a clip's pairs, each behind its time as the models' own processors write it.
 
-        items: gives the list of a column. decodes: else clips are as their headers bound them. UserErrors.
+        items: gives a column of a row of a file in `folder`. decodes: else a clip is as its header bounds it.
+        UserErrors.
         """
-        found = {}
-        for column, place in PLACES.items():
-            read = partial(self._read_item, items[column], place, folder, where, decodes)
-            found[place] = [read(number) for number in range(len(items[column]()))]
-        return found
-
-    def _read_item(
-        self, items: Callable, place: str, folder: Path, where: str, decodes: bool, number: int
-    ) -> list[Part]:
-        """Read an image, or a clip's pairs behind their times, as the models' own processors write those."""
 
         def file() -> File:  # bytes aren't held: they are asked for anew
             return media_file(items()[number], folder, where)
@@ -163,16 +153,14 @@ def show_pairs() -> None:
 
     def preprocess(self, images, **options):
         found = preprocess_stills(self, images, **options)
-        each = images if isinstance(images, list) else [images]
-        pairs = [image for image in each if isinstance(image, TiffImageFile) and image.n_frames > 1]
+        pairs = [each for each in images if isinstance(each, TiffImageFile) and each.n_frames > 1]
         if pairs:
             for pair in pairs:
                 pair.seek(1)
             last = preprocess_stills(self, images, **options)
             for pair in pairs:
                 pair.seek(0)
-            # [patches, colors, frames, pixels of a patch]
-            shape = (3, self.temporal_patch_size, -1)
+            shape = (3, self.temporal_patch_size, -1)  # of a patch: colors, frames, pixels
             second = last["pixel_values"].unflatten(1, shape)[:, :, 1]
             found["pixel_values"].unflatten(1, shape)[:, :, 1] = second
         return found

@@ -234,13 +234,9 @@ def test_a_clip_is_decoded_once_by_whichever_thread_comes_first(monkeypatch):
 def test_a_pair_fills_the_patches_where_an_image_stands_twice(model_dir):
     """As transformers makes them of two frames; a still one among them stays as it is."""
     eyes = reader.ImageReader(model_dir)
-    items = {
-        "images": lambda: [encoded_picture(64, 64)],
-        "videos": lambda: [encoded_clip(frames_of(4))],
-    }
-    found = eyes.read_row(items, Path(), "here")
-    ((_, still),) = found[reader.IMAGE][0]
-    pairs = [image for _, image in found[reader.VIDEO][0]]
+    read = partial(eyes.read_item, Path(), "here", True)
+    ((_, still),) = read(reader.IMAGE, lambda: [encoded_picture(64, 64)], 0)
+    pairs = [image for _, image in read(reader.VIDEO, lambda: [encoded_clip(frames_of(4))], 0)]
     pixels, grids = eyes.pixels([pairs[0], still, pairs[1]])
     assert grids.tolist() == [
         [1, *(2 * side for side in each.shape[1:])] for each in (pairs[0], still, pairs[1])
@@ -442,7 +438,7 @@ def test_a_bad_clip_is_one_line(model_dir, folder, files, name):
 
 def test_too_many_frames_are_refused_by_the_header_or_as_they_are_counted(monkeypatch):
     monkeypatch.setattr(clips, "MOST_PIXELS", 29 * 64 * 96)
-    line = r"^a clip: 30 frames of 96 x 64 pixels, of at most 2e\+05; cut it or scale it down"
+    line = r"^a clip: 30 frames of 96 x 64 pixels, of at most 2e\+05 pixels"
     for kind in ("h264", "vp9"):
         with pytest.raises(UserError, match=line):
             new_clips().bound(encoded_clip(frames_of(30), kind), "a clip")

@@ -19,6 +19,7 @@ from data import encode_prompt, load_tokenizer
 from engines import server, wire
 from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
+from images import reader
 from images.reader import ImageReader
 from images.tokens import Image, expand
 from inputs.rows import placed
@@ -75,9 +76,9 @@ async def ask(engine, *requests):
 
 def clips_of(seeing, *files, seed=0, limit=24):
     """A prompt of these clips, each followed by text: the images are pairs of frames."""
-    rows = {"images": list, "videos": lambda: list(files)}
-    parts = seeing.reader.read_row(rows, Path(), "here")
-    shown, images = placed("1+<video>=" * len(files) + "?", parts, "here")
+    read = partial(seeing.reader.read_item, Path(), "here", True)
+    media = {reader.VIDEO: lambda: list(files)}
+    shown, images = placed("1+<video>=" * len(files) + "?", media, read, "here")
     prompt = encode_prompt(seeing.tokenizer, seeing.reader, shown, images)
     sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
     return Request(prompt, sampling, limit, seed, images)
