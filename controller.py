@@ -319,7 +319,7 @@ async def evaluate(c: Controller, step: int) -> None:
     async def answer(tasks: rollout.Tasks) -> None:
         while mine and not tasks.closed:
             number = mine.pop(0)
-            prompt = await c.prompts.read_held_out(number)
+            prompt = await c.prompts.in_thread(held_out.__getitem__, number)
             fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images)
             count = 1 + c.config.eval_samples
             samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]

@@ -7,15 +7,16 @@ import heapq
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from config import Config
-from images.reader import IMAGE, ImageReader, check_places
+from images.reader import IMAGE, VIDEO, ImageReader, check_places
 from images.tokens import Image, expand
 from inputs.hf_directory import readable
 from inputs.rows import (
@@ -26,7 +27,6 @@ from inputs.rows import (
     placed,
     prompt_of,
     read_rows,
-    refuse_media,
     transcript,
 )
 from inputs.templates import apply_settings, break_special_tokens, render
@@ -75,8 +75,7 @@ class Prompts:
     requeued: list[int] = field(default_factory=list)  # drawn, but not used
     groups: dict[int, Group] = field(default_factory=dict)  # of requeued prompts, as generated here
     owners: dict[int, int] = field(default_factory=dict)  # requeued prompt_id -> who has its group
-    # prompt_ids that are read ahead
-    _ahead: dict[int, asyncio.Task[Prompt]] = field(default_factory=dict, init=False)
+    _ahead: dict[int, Awaitable[Prompt]] = field(default_factory=dict, init=False)  # being read
 
     def draw(self, count: int) -> list[int]:
         """Take the next prompt_ids: first those that were requeued, then new ones."""
@@ -101,36 +100,28 @@ class Prompts:
 
     async def read(self, prompt_ids: Collection[int]) -> dict[int, Prompt]:
         """Read prompts for training, several at once. UserError for one that can't be used."""
-        if self.threads is None:
-            return {prompt_id: self.source.training(prompt_id) for prompt_id in prompt_ids}
-        self._begin_to_read(prompt_ids)
+        self._begin(prompt_ids)
         return {prompt_id: await self._ahead.pop(prompt_id) for prompt_id in prompt_ids}
-
-    async def read_held_out(self, number: int) -> Prompt:
-        return await self._in_thread(self.source.held_out.__getitem__, number)
 
     def read_ahead(self, count: int, controllers: int, rank: int) -> None:
         """Begin to read what this controller will get of the next `count` prompts, as far as is known now."""
         if self.threads is None:
             return
         preview = replace(self, requeued=list(self.requeued), owners=dict(self.owners))
-        coming = preview.draw(count)
-        owners = preview.assign_owners(coming, controllers)
-        own = [prompt_id for prompt_id in coming if owners[prompt_id] == rank]
+        owners = preview.assign_owners(preview.draw(count), controllers)
+        own = [prompt_id for prompt_id, owner in owners.items() if owner == rank]
         for prompt_id in self._ahead.keys() - own:
             self._ahead.pop(prompt_id).cancel()
-        self._begin_to_read(own)
+        self._begin(own)
 
-    def _begin_to_read(self, prompt_ids: Iterable[int]) -> None:
+    def _begin(self, prompt_ids: Collection[int]) -> None:
         for prompt_id in prompt_ids:
             if prompt_id not in self._ahead:
-                task = asyncio.create_task(self._in_thread(self.source.training, prompt_id))
-                # an error of one that nobody comes to need is no news
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())
-                self._ahead[prompt_id] = task
+                read = self.in_thread(self.source.training, prompt_id)
+                self._ahead[prompt_id] = asyncio.create_task(read) if self.threads else read
 
-    async def _in_thread(self, read: Callable[[int], Prompt], number: int) -> Prompt:
-        """Read a prompt off the event loop, which a clip would hold up for seconds."""
+    async def in_thread(self, read: Callable[[int], Prompt], number: int) -> Prompt:
+        """Call `read` off the event loop, which a clip would hold up for seconds."""
         if self.threads is None:
             return read(number)
         return await asyncio.get_running_loop().run_in_executor(self.threads, read, number)
@@ -176,27 +167,13 @@ class Prompts:
         self.groups = {group[0].prompt_id: group for group in own}
 
 
-@dataclass
-class Selected(Sequence[Row]):
-    """Some of all rows, each read when it is asked for."""
-
-    rows: Sequence[Row]
-    numbers: list[int]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, place: int) -> Row:
-        return self.rows[self.numbers[place]]
-
-
 class Shuffled(Generic[Row]):
     """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides."""
 
     def __init__(self, rows: Sequence[Row], seed: int, held_out: int = 0, name: str = "epoch"):
         order = _shuffled(len(rows), f"held out {seed}")
         aside = min(held_out, len(rows) // 10)
-        self.held_out = Selected(rows, order[:aside])
+        self.held_out = order[:aside]  # numbers of rows
         self._rows = rows
         self._others = sorted(order[aside:])
         self.count = len(self._others)  # of an epoch
@@ -219,7 +196,7 @@ class PromptRow(NamedTuple):
     where: str  # file and line
     prompt: Text
     answer_key: str | None
-    media: dict[str, Callable[[], list]]  # column -> paths and bytes, as `media_file` takes them
+    media: dict[str, Callable[[], list]]  # place -> paths and bytes, as `media_file` takes them
     row: dict[str, Any]  # all columns but media that are bytes
 
 
@@ -258,11 +235,7 @@ class PromptFile(Sequence[Prompt]):
         check_prompt(self.tokenizer, prompt, where)
         for tokenizer in self.scorers:
             encode_exchange(tokenizer, prompt, "yes", where=where)
-        media = {}
-        if self.reader:
-            media = media_of(row, prompt, self.path.parent, where)
-        else:
-            refuse_media(row, "--model reads text alone", where)
+        media = media_of(row, prompt, self.path.parent, where, self.reader is not None)
         columns = {name: value for name, value in row.items() if not callable(value)}
         return PromptRow(where, prompt, self._key(row, where), media, columns)
 
@@ -279,12 +252,12 @@ class PromptFile(Sequence[Prompt]):
         return key and self.read_key(key)
 
     def _read(self, row: PromptRow, decodes: bool = True) -> tuple[Text, list[int], tuple]:
-        """Return a row's prompt with its media in place, its tokens, its images: see ImageReader.read_row."""
+        """Return a row's prompt with its media in place, its tokens, its images: see read_item."""
         text = row.prompt
         images = ()
         if self.reader:
-            parts = self.reader.read_row(row.media, self.path.parent, row.where, decodes)
-            text, images = placed(text, parts, row.where)
+            read = partial(self.reader.read_item, self.path.parent, row.where, decodes)
+            text, images = placed(text, row.media, read, row.where)
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _most_tokens(self, row: PromptRow) -> int:
@@ -292,7 +265,7 @@ class PromptFile(Sequence[Prompt]):
 
         Clips are bounded by their headers, which are read. UserError.
         """
-        if self.reader and row.media["videos"]():
+        if self.reader and row.media[VIDEO]():
             return len(self._read(row, decodes=False)[1])
         text = row.prompt
         if not isinstance(text, str):
@@ -305,8 +278,11 @@ class PromptFile(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def has_key(self, number: int) -> bool:
-        return self._rows[number].answer_key is not None
+    def part(self, numbers: list[int]) -> PromptFile:
+        """Return these rows alone, of those that have a key."""
+        part = copy(self)
+        part._rows = [self._rows[n] for n in numbers if self._rows[n].answer_key is not None]
+        return part
 
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]

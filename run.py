@@ -301,7 +301,7 @@ def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.
         scorers = [tokenizer for tokenizer, row in formats if row.scores]
         rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
         source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
-        source.held_out.numbers = [*filter(rows.has_key, source.held_out.numbers)]
+        source.held_out = rows.part(source.held_out)
     if config.eval_data:
         needs = {"--eval-data": str}
         source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")

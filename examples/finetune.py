@@ -34,8 +34,8 @@ from config import HELD_OUT, TINY, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from critic import Critic
 from demo.task import shown_work, training_problem
-from images.reader import sees
-from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, refuse_media, with_tools
+from images.reader import PLACES, sees
+from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
 from placement import make_placement
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -153,7 +153,8 @@ def read_examples(
     budget = config.max_tokens_per_micro_batch
     for line, row in read_rows(path):
         where = f"{path}:{line}"
-        refuse_media(row, f"{config.command} learns from texts", where)
+        for name in filter(row.get, PLACES):
+            raise UserError(f"{where}: it has {name}, and {config.command} learns from texts")
         rows.append(parse(row, tokenizer, where))
         if (tokens := room(rows[-1], config.cp)) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"

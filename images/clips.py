@@ -4,26 +4,18 @@ A pair goes the way of an image. Its two frames fill one patch of time, as those
 The same file gives the same bytes in every process and thread.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import file_digest
+from fractions import Fraction
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from av import VideoFrame
-    from av.container import InputContainer
-    from av.video.stream import VideoStream
-    from PIL.Image import Image as Picture
 
 # ffmpeg's readers of MP4, MOV, WebM and MKV; that of a playlist would open other files, and addresses
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
@@ -31,83 +23,59 @@ LEAST_FRAMES = 4  # shown, if there are so many; as in the models' own processor
 MOST_SECONDS = 1800
 MOST_PIXELS = 30_000_000_000  # of all frames: eight minutes of 1080p, which take two to decode
 MOST_OF_A_FRAME = 89_478_485  # pixels, as Pillow thinks safe
-HDR = (
-    16,
-    18,
-)  # transfer functions PQ and HLG: brighter than a screen, and nobody says what white is
-KEPT_BYTES = (
-    512 << 20
-)  # of pairs: those of a step are asked for several times, by engines and trainer
-EXACT = (
-    0x4 | 0x40000 | 0x80000
-)  # bicubic, ACCURATE_RND, BITEXACT: else processors' own instructions round
-TURNS = {  # a display matrix's first two rows and columns -> what Pillow does
-    (1, 0, 0, 1): "",
-    (0, 1, -1, 0): "ROTATE_270",
-    (-1, 0, 0, -1): "ROTATE_180",
-    (0, -1, 1, 0): "ROTATE_90",
-    (-1, 0, 0, 1): "FLIP_LEFT_RIGHT",
-    (1, 0, 0, -1): "FLIP_TOP_BOTTOM",
-    (0, 1, 1, 0): "TRANSPOSE",
-    (0, -1, -1, 0): "TRANSVERSE",
-}
-
-
+CUT_SECONDS = 0.5  # that may be missing of what the header says
+HDR = (16, 18)  # transfer functions PQ and HLG, for screens that are brighter than white
+KEPT_BYTES = 512 << 20  # of pairs: engines and trainer ask for those of a step several times
+# of swscale: bicubic, ACCURATE_RND, BITEXACT. Else each kind of processor rounds in its own way
+EXACT = 0x4 | 0x40000 | 0x80000
 File = bytes | Path
 
 
 class Pair(NamedTuple):
     seconds: float  # between its frames, from the clip's start
-    sides: tuple[int, int]  # pixels of its frames, as they lie in the file: height, width
+    sides: tuple[int, int]  # height and width of its frames
     file: bytes  # a TIFF of two
 
 
 @dataclass
-class Kept:
-    """The pairs of a clip, once they are decoded. lock: of the thread that decodes them."""
-
-    lock: Lock = field(default_factory=Lock)
-    pairs: tuple[Pair, ...] = ()
-
-
-@dataclass
 class Clips:
-    """The clips that a process reads: each is decoded once while its pairs are kept. For threads."""
+    """The clips that a process reads, each decoded once while its pairs are kept. For threads."""
 
     fps: float  # frames shown of a second
     most: int  # frames shown of a clip
     # of height, width, number of pairs, `where`: sides that fit. UserError
     fit: Callable[[int, int, int, str], tuple[int, int]]
-    _kept: dict[bytes, Kept] = field(default_factory=dict)  # by SHA-256, the latest last
+    # by SHA-256, the latest last: the lock of the thread that decodes a clip, its pairs
+    _kept: dict[bytes, tuple[Lock, list[Pair]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
-    def pairs(self, digest: bytes, file: Callable[[], File], where: str) -> tuple[Pair, ...]:
+    def pairs(self, digest: bytes, file: Callable[[], File], where: str) -> list[Pair]:
         """Return a clip's pairs. UserError, which says `where`, for what isn't whole or allowed."""
         with self._lock:
-            kept = self._kept.pop(digest, None) or Kept()
-            size = sum(len(pair.file) for each in self._kept.values() for pair in each.pairs)
-            while size > KEPT_BYTES:
-                oldest = self._kept.pop(next(iter(self._kept)))
-                size -= sum(len(pair.file) for pair in oldest.pairs)
-            self._kept[digest] = kept
-        with kept.lock:
-            if not kept.pairs:
-                kept.pairs = self._decoded(file(), where)
-        return kept.pairs
+            lock, pairs = self._kept[digest] = self._kept.pop(digest, (Lock(), []))
+            size = sum(len(pair.file) for _, kept in self._kept.values() for pair in kept)
+            while size > KEPT_BYTES and len(self._kept) > 1:
+                _, oldest = self._kept.pop(next(iter(self._kept)))
+                size -= sum(len(pair.file) for pair in oldest)
+        with lock:
+            if not pairs:
+                pairs += self._decoded(file(), where)
+        return pairs
 
-    def bound(self, file: File, where: str) -> tuple[Pair, ...]:
-        """Return as many pairs as may be shown, of the right sides, by the header. UserError as above."""
+    def bound(self, file: File, where: str) -> list[Pair]:
+        """Return as many empty pairs as may be shown, of their sides, by the header. UserError."""
         with opened(file, where) as (container, stream):
             seconds = container.duration / 1e6 if container.duration else MOST_SECONDS
             frames = min(max(int(seconds * self.fps) + 1, LEAST_FRAMES), self.most)
-            count = (min(frames, frames_of(container, stream) or frames) + 1) // 2
-            sides = self.fit(*sides_of(stream), count, where)
-        return (Pair(float(MOST_SECONDS), sides, b""),) * count
+            pairs = (min(frames, frames_in(container, stream) or frames) + 1) // 2
+            sides = self.fit(*sides_of(stream), pairs, where)
+        return [Pair(float(MOST_SECONDS), sides, b"")] * pairs
 
-    def _decoded(self, file: File, where: str) -> tuple[Pair, ...]:
+    def _decoded(self, file: File, where: str) -> list[Pair]:
         with opened(file, where) as (container, stream):
+            unit = stream.time_base
             times = frame_times(container, stream, where)
-            shown = chosen(times, float(stream.time_base), self.fps, self.most)
+            shown = chosen(times, unit, self.fps, self.most)
             shown += shown[-1:] * (len(shown) % 2)  # as in the models' own processors
             sides = self.fit(*sides_of(stream), len(shown) // 2, where)
         wanted = {frame for frame, _ in shown}
@@ -123,122 +91,116 @@ class Clips:
             raise UserError(f"{where}: damaged: {missing} of {len(wanted)} frames can't be read")
         pairs = []
         for (first, start), (second, end) in zip(shown[::2], shown[1::2], strict=True):
-            seconds = ((start + end) / 2 - times[0]) * stream.time_base
+            seconds = float(((start + end) / 2 - times[0]) * unit)
             pair = io.BytesIO()
             found[first].save(pair, "TIFF", save_all=True, append_images=[found[second]])
-            width, height = found[first].size
-            pairs.append(Pair(float(seconds), (height, width), pair.getvalue()))
-        return tuple(pairs)
+            pairs.append(Pair(seconds, found[first].size[::-1], pair.getvalue()))
+        return pairs
 
 
-def digest_of(file: File) -> bytes:
-    with file.open("rb") if isinstance(file, Path) else io.BytesIO(file) as source:
-        return file_digest(source, "sha256").digest()
+def open_file(file: File) -> BinaryIO:
+    return file.open("rb") if isinstance(file, Path) else io.BytesIO(file)
 
 
 @contextmanager
-def opened(file: File, where: str) -> Iterator[tuple[InputContainer, VideoStream]]:
-    """Open a clip: its container and video stream. UserError for what `check` or ffmpeg refuses."""
+def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
+    """Open a clip: PyAV's container and video stream. UserError for what `check` or ffmpeg refuses."""
     import av
 
-    source = file.open("rb") if isinstance(file, Path) else io.BytesIO(file)
     only = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
+    how = {"options": only, "metadata_errors": "replace"}
     try:
-        with source, av.open(source, options=only) as container:
-            moving = [s for s in container.streams.video if not is_cover(s)]
+        with open_file(file) as source, av.open(source, **how) as container:
+            decodable = [stream for stream in container.streams.video if stream.codec_context]
+            moving = [s for s in decodable if not s.disposition & s.disposition.attached_pic]
             if not moving:
-                raise UserError(f"{where}: it has no video stream")
+                raise UserError(f"{where}: it has no video stream that can be decoded")
             check(container, moving[0], where)
             context = moving[0].codec_context
             context.thread_count = 1  # damaged ones, too, give the same bytes everywhere
             context.options = {"err_detect": "explode", "max_pixels": str(MOST_OF_A_FRAME)}
             yield container, moving[0]
-    except av.FFmpegError as error:
+    except (av.FFmpegError, OSError) as error:
         raise UserError(f"{where}: not a video that can be read: {error.strerror}") from None
 
 
-def is_cover(stream: VideoStream) -> bool:
-    """True for a picture of a film's box."""
-    return bool(stream.disposition & stream.disposition.attached_pic)
-
-
-def sides_of(stream: VideoStream) -> tuple[int, int]:
+def sides_of(stream: Any) -> tuple[int, int]:
     """Height and width before any turn, of square pixels."""
     return stream.height, round(stream.width * (stream.sample_aspect_ratio or 1))
 
 
-def frames_of(container: InputContainer, stream: VideoStream) -> int:
-    """How many the header says; 0 if it doesn't."""
+def frames_in(container: Any, stream: Any) -> int:
+    """The number of frames by the header; 0 if it doesn't say."""
     seconds = (container.duration or 0) / 1e6
     return stream.frames or round(seconds * (stream.average_rate or 0))
 
 
-def check(container: InputContainer, stream: VideoStream, where: str, frames: int = 0) -> None:
-    """Raise UserError for a clip that would take too long or too much memory, or is HDR.
-
-    frames: as far as they were counted; else as the header says.
-    """
+def check(container: Any, stream: Any, where: str, counted: int = 0) -> None:
+    """Raise UserError for a clip that would take too long or too much memory, or is HDR."""
     pixels = stream.width * stream.height
     seconds = (container.duration or 0) / 1e6
-    frames = frames or frames_of(container, stream)
-    size = f"{stream.width} x {stream.height} pixels"
-    problem = ""
-    if not 0 < pixels <= MOST_OF_A_FRAME:
-        problem = f"frames of {size}, of at most {MOST_OF_A_FRAME}"
-    elif seconds > MOST_SECONDS:
-        problem = f"{seconds:.0f} seconds, of at most {MOST_SECONDS}; cut it"
-    elif frames * pixels > MOST_PIXELS:
-        problem = (
-            f"{frames} frames of {size}, of at most {MOST_PIXELS:.0e}; cut it or scale it down"
-        )
-    elif stream.codec_context.color_trc in HDR:
-        problem = "HDR (PQ or HLG), which has no colours for a model; convert it"
-    if problem:
+    frames = counted or frames_in(container, stream)
+    size = f"frames of {stream.width} x {stream.height} pixels"
+    problems = {
+        f"{size}, of at most {MOST_OF_A_FRAME}": not 0 < pixels <= MOST_OF_A_FRAME,
+        f"{seconds:.0f} seconds, of at most {MOST_SECONDS}; cut it": seconds > MOST_SECONDS,
+        f"{frames} {size}, of at most {MOST_PIXELS:.0e} pixels": frames * pixels > MOST_PIXELS,
+        "HDR (PQ or HLG), which can't be shown; convert it": stream.codec_context.color_trc in HDR,
+    }
+    for problem in filter(problems.get, problems):
         raise UserError(f"{where}: {problem}")
 
 
-def frame_times(container: InputContainer, stream: VideoStream, where: str) -> list[int]:
-    """The times of all frames, in the stream's time base, without decoding. UserError: none, or too many."""
+def frame_times(container: Any, stream: Any, where: str) -> list[int]:
+    """The times of all frames, in the stream's time base, without decoding. UserError if some lack."""
     times = set()
-    for packet in container.demux(stream):
-        if packet.size and packet.pts is not None and not packet.is_discard:
-            times.add(packet.pts)
-            check(container, stream, where, len(times))
-    if not times:
-        raise UserError(f"{where}: it has no frame")
+    end = 0
+    for packet in container.demux():
+        if packet.size and packet.pts is not None:
+            end = max(end, (packet.pts + (packet.duration or 0)) * packet.time_base)
+            if packet.stream_index == stream.index and not packet.is_discard:
+                times.add(packet.pts)
+                check(container, stream, where, len(times))
+    seconds = (container.duration or 0) / 1e6
+    if not times or end + CUT_SECONDS < seconds:
+        raise UserError(f"{where}: cut off at {float(end):.1f} of {seconds:.1f} seconds")
     return sorted(times)
 
 
-def chosen(times: list[int], unit: float, fps: float, most: int) -> list[tuple[int, float]]:
-    """Choose what is seen at times that are even, from the first frame to the last: (frame, time).
+def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tuple[int, Fraction]]:
+    """Choose what is seen at times that are even, from the first frame to the last: (frame, its time).
 
     unit: seconds of one of the times. At a constant rate these are the frames, and their times, of the
-    models' own processors.
+    models' own processors. A frame that lasts longer than others is shown again, at a later time.
     """
     span = times[-1] - times[0]
-    each = span / max(1, len(times) - 1)  # on average; the last one lasts as long
-    wanted = int(round(len(times) * each * unit * fps, 6))
-    count = min(max(wanted, LEAST_FRAMES), most, len(times))
+    each = Fraction(span, max(1, len(times) - 1))  # on average; the last one lasts as long
+    count = min(max(int(len(times) * each * unit * Fraction(fps)), LEAST_FRAMES), most, len(times))
     found = []
     for number in range(count):
-        time = times[0] + span * number / max(1, count - 1)
-        frame = times[bisect_right(times, time + each / 2) - 1]
-        found.append((frame, max(frame, time - each / 2)))
+        time = times[0] + Fraction(span * number, max(1, count - 1))
+        place = bisect_right(times, time) - 1
+        coming = times[min(place + 1, len(times) - 1)]
+        is_nearer = abs(coming - time) <= min(time - times[place], each / 2)
+        frame = coming if is_nearer else times[place]
+        found.append((frame, frame if abs(frame - time) <= each / 2 else time))
     return found
 
 
-def picture(frame: VideoFrame, sides: tuple[int, int], where: str) -> Picture:
+def picture(frame: Any, sides: tuple[int, int], where: str) -> Any:
     """A frame in RGB, of this height and width, then turned as it is to be shown. UserError."""
     from PIL.Image import Resampling, Transpose
 
-    turn = ""
-    if matrix := frame.side_data.get("DISPLAYMATRIX"):
-        a, b, _, c, d, *_ = (number / 65536 for number in struct.unpack("=9i", bytes(matrix)))
-        if (a, b, c, d) not in TURNS:
-            raise UserError(f"{where}: it is to be turned by no quarter, or bent")
-        turn = TURNS[a, b, c, d]
     colors = {"src_colorspace": frame.colorspace, "src_color_range": frame.color_range}
     # another space than its own: PyAV would take all for BT.601
     image = frame.to_image(interpolation=EXACT, dst_colorspace=0, **colors)
     image = image.resize(sides[::-1], Resampling.BICUBIC)  # as the models' own processors
-    return image.transpose(Transpose[turn]) if turn else image
+    if matrix := frame.side_data.get("DISPLAYMATRIX"):
+        # x and y go to (a x + c y, b x + d y)
+        a, b, _, c, d, *_ = (number / 65536 for number in struct.unpack("=9i", bytes(matrix)))
+        if (abs(a), abs(b), abs(c), abs(d)) not in ((1, 0, 0, 1), (0, 1, 1, 0)):
+            raise UserError(f"{where}: it is to be turned by no quarter, or bent")
+        image = image.transpose(Transpose.TRANSPOSE) if b else image
+        image = image.transpose(Transpose.FLIP_LEFT_RIGHT) if a + c < 0 else image
+        image = image.transpose(Transpose.FLIP_TOP_BOTTOM) if b + d < 0 else image
+    return image

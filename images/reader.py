@@ -9,12 +9,12 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from images.clips import Clips, File, Pair, digest_of
+from images.clips import Clips, File, open_file
 from images.tokens import Image
 from inputs.hf_directory import VISION_FAMILIES, read_model_config
 from runtime.errors import UserError
@@ -30,9 +30,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would 
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-
-
-Part = tuple[str, Image]  # of what stands in a place: text, and the image behind it
 
 
 class ImageReader:
@@ -62,48 +59,44 @@ class ImageReader:
         self._side = self._processor.patch_size * self._processor.merge_size  # pixels; of a feature
         # of an image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
-
         self._clips = Clips(fps, frames, self._fit)
 
-    def read_row(
-        self, items: dict[str, Callable[[], list]], folder: Path, where: str, decodes=True
-    ) -> dict[str, list[list[Part]]]:
-        """Read the images and clips of a row of a file in `folder`: what stands in each of its places.
+    def read_item(
+        self, folder: Path, where: str, decodes: bool, place: str, items: Callable, number: int
+    ) -> list[tuple[str, Image]]:
+        """Read an image, or a clip's pairs, each behind its time as the models' own processors write it.
 
-        items: gives the list of a column. decodes: else clips are as their headers bound them. UserErrors.
+        items: gives a column of a row of a file in `folder`. decodes: else a clip is as its header bounds it.
+        UserErrors.
         """
-        found = {}
-        for column, place in PLACES.items():
-            found[place] = []
-            for number in range(len(items[column]())):
-                # bytes aren't held: they are asked for anew
-                file = partial(media_file_at, items[column], number, folder, where)
-                path = file()
-                name = f"{where}: {path}" if isinstance(path, Path) else where
-                if place == IMAGE:
-                    parts = [("", self.read(partial(content_of, file), name))]
-                else:
-                    parts = self._read_clip(file, name, decodes)
-                found[place].append(parts)
-        return found
+
+        def file() -> File:  # bytes aren't held: they are asked for anew
+            return media_file(items()[number], folder, where)
+
+        def content() -> bytes:
+            with open_file(file()) as source:
+                return source.read()
+
+        path = file()
+        name = f"{where}: {path}" if isinstance(path, Path) else where
+        if place == IMAGE:
+            return [("", self.read(content, name))]
+        read = partial(self._clips.bound, path, name)
+        if decodes:
+            with open_file(path) as source:
+                digest = file_digest(source, "sha256").digest()
+            read = partial(self._clips.pairs, digest, file, name)
+        parts = []
+        for place_in_clip, pair in enumerate(read()):
+            image = self._image(pair.file, pair.sides, lambda n=place_in_clip: read()[n].file, name)
+            parts.append((f"<{pair.seconds:.1f} seconds>", image))
+        return parts
 
     def read(self, content: Callable[[], bytes], where: str) -> Image:
         """Check an image. UserError says `where` unless it is still, whole, and of a size that fits."""
         data = content()
         width, height = decoded(data, where).size
         return self._image(data, (height, width), content, where)
-
-    def _read_clip(self, file: Callable[[], File], where: str, decodes: bool) -> list[Part]:
-        """Read a clip: its pairs of frames, each behind its time as the models' own processors write it."""
-        if decodes:
-            read = partial(self._clips.pairs, digest_of(file()), file, where)
-        else:
-            read = partial(self._clips.bound, file(), where)
-        parts = []
-        for number, pair in enumerate(read()):
-            image = self._image(pair.file, pair.sides, partial(pair_at, read, number), where)
-            parts.append((f"<{pair.seconds:.1f} seconds>", image))
-        return parts
 
     def _image(
         self, data: bytes, sides: tuple[int, int], content: Callable[[], bytes], where: str
@@ -160,16 +153,14 @@ def show_pairs() -> None:
 
     def preprocess(self, images, **options):
         found = preprocess_stills(self, images, **options)
-        each = images if isinstance(images, list) else [images]
-        pairs = [image for image in each if isinstance(image, TiffImageFile) and image.n_frames > 1]
+        pairs = [each for each in images if isinstance(each, TiffImageFile) and each.n_frames > 1]
         if pairs:
             for pair in pairs:
                 pair.seek(1)
             last = preprocess_stills(self, images, **options)
             for pair in pairs:
                 pair.seek(0)
-            # [patches, colors, frames, pixels of a patch]
-            shape = (3, self.temporal_patch_size, -1)
+            shape = (3, self.temporal_patch_size, -1)  # of a patch: colors, frames, pixels
             second = last["pixel_values"].unflatten(1, shape)[:, :, 1]
             found["pixel_values"].unflatten(1, shape)[:, :, 1] = second
         return found
@@ -207,20 +198,6 @@ def media_file(item: Any, folder: Path, where: str) -> File:
     if not os.path.isfile(folder / item):  # False also for what no path could be
         raise UserError(f"{where}: {str(folder / item)[:200]}: no such file")
     return folder / item
-
-
-def media_file_at(items: Callable[[], list], number: int, folder: Path, where: str) -> File:
-    return media_file(items()[number], folder, where)
-
-
-def content_of(file: Callable[[], File]) -> bytes:
-    found = file()
-    return found.read_bytes() if isinstance(found, Path) else found
-
-
-def pair_at(pairs: Callable[[], tuple[Pair, ...]], number: int) -> bytes:
-    """The file of a pair; its clip is decoded anew if it isn't kept."""
-    return pairs()[number].file
 
 
 def check_places(places: int, items: Sequence, place: str, where: str) -> None:

@@ -7,11 +7,12 @@ from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
 from functools import partial
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from images.reader import IMAGE, PLACES, VIDEO, Part, check_places, media_file
+from images.reader import IMAGE, PLACES, VIDEO, check_places, media_file
 from images.tokens import Image
 from inputs.templates import map_texts
 from runtime.errors import UserError
@@ -231,43 +232,45 @@ def with_text(turn: Any, where: str) -> Any:
     return turn | {"content": content}
 
 
-def media_of(row: dict, prompt: Text, folder: Path, where: str) -> dict[str, Callable[[], list]]:
-    """Return what gives the images and the videos of a row, checked unless they are bytes. UserError."""
+def media_of(
+    row: dict, prompt: Text, folder: Path, where: str, sees: bool
+) -> dict[str, Callable[[], list]]:
+    """Return what gives a row's items for each of PLACES, checked unless they are bytes. UserError."""
     media = {}
     for name, place in PLACES.items():
         items = row.get(name) or []
-        if not callable(items):
-            if not isinstance(items, list):
-                raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
-            files = [media_file(item, folder, where) for item in items]
-            check_places(str(prompt).count(place), files, place, where)
-            items = partial(list, files)
-        media[name] = items
+        if items and not sees:
+            raise UserError(f"{where}: it has {name}, and --model reads text alone")
+        if not (callable(items) or isinstance(items, list)):
+            raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
+        if not callable(items):  # of JSON
+            items = [media_file(item, folder, where) for item in items]
+            if sees:
+                check_places(str(prompt).count(place), items, place, where)
+            items = partial(list, items)
+        media[place] = items
     return media
 
 
-def refuse_media(row: dict, why: str, where: str) -> None:
-    """Raise UserError if a row has images or videos."""
-    for name in filter(row.get, PLACES):
-        raise UserError(f"{where}: it has {name}, and {why}")
-
-
 def placed(
-    prompt: Text, parts: dict[str, list[list[Part]]], where: str
+    prompt: Text, media: dict[str, Callable[[], list]], read: Callable, where: str
 ) -> tuple[Text, tuple[Image, ...]]:
-    """Write each part in its place, as its text and IMAGE. Returns prompt and images. UserError."""
-    left = {}
-    for place, found in parts.items():
-        check_places(str(prompt).count(place), found, place, where)
-        left[place] = iter(found)
+    """Write IMAGE for each image and each pair of a clip. Returns prompt and images. UserErrors.
+
+    read: of a place, its items and a number among them; see ImageReader.read_item.
+    """
+    numbers = {place: count() for place in media}
     images = []
+    for place, items in media.items():
+        check_places(str(prompt).count(place), items(), place, where)
 
     def put(found: re.Match) -> str:
-        stands = next(left[found[0]])
-        images.extend(image for _, image in stands)
-        return "".join(text + IMAGE for text, _ in stands)
+        place = found[0]
+        parts = read(place, media[place], next(numbers[place]))
+        images.extend(image for _, image in parts)
+        return "".join(text + IMAGE for text, _ in parts)
 
-    return map_texts(partial(re.compile("|".join(parts)).sub, put), prompt), tuple(images)
+    return map_texts(partial(re.compile("|".join(media)).sub, put), prompt), tuple(images)
 
 
 def is_chat(turns: Any) -> bool:

@@ -70,9 +70,9 @@ def test_the_same_problems_are_written_and_drawn():
     written, drawn = (task.Addition(3, characters, each) for each in (None, reader))
     pairs = [(written.training(i), drawn.training(i)) for i in range(20)]
     for one, other in [*pairs, *zip(written.held_out[:50], drawn.held_out, strict=False)]:
-        (image,) = other.images()
+        (image,) = other.images
         numbers = read_numbers(image.read())
-        assert one.question == "{}+{}=".format(*numbers) and one.images() == ()
+        assert one.question == "{}+{}=".format(*numbers) and one.images == ()
         assert one.answer_key == other.answer_key and other.question == IMAGE + "="
         assert other.tokens == characters(IMAGE + "=", (image,))
         assert image.features == 2 * max(map(len, numbers))

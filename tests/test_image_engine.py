@@ -15,13 +15,17 @@ from PIL import Image as pillow
 from safetensors.torch import load_file
 
 from config import Config
+from data import encode_prompt, load_tokenizer
 from engines import server, wire
 from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
+from images import reader
 from images.reader import ImageReader
 from images.tokens import Image, expand
+from inputs.rows import placed
 from launched import free_port
-from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
+from support.clips import encoded_clip, frames_of
+from vision_models import CLASSES, END, IMAGE, START, VIDEO, encoded_picture, make_vision_model
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
 START_S = 300.0  # for a server to come up
@@ -44,6 +48,7 @@ def seeing(run, request, tmp_path_factory):
         path.write_text(path.read_text().replace("<unused63>", "<|image_pad"))
     models = [CLASSES[family][1].from_pretrained(directory).eval() for directory in directories]
     facts = dict(reader=ImageReader(directories[0]), models=models, directories=directories)
+    facts |= dict(tokenizer=load_tokenizer(directories[0]), family=request.param)
     log = home / "engine.log"
     engine = Engine.launch("rollout", 0, free_port(), directories[0], CONFIG, log, "a key")
     try:
@@ -69,10 +74,31 @@ async def ask(engine, *requests):
     return [answers[index] for index in range(len(requests))]
 
 
-def error_of(seeing, request, answer, model=0):
-    """The largest difference to transformers' log-probabilities of an answer's tokens."""
+def clips_of(seeing, *files, seed=0, limit=24):
+    """A prompt of these clips, each followed by text: the images are pairs of frames."""
+    read = partial(seeing.reader.read_item, Path(), "here", True)
+    media = {reader.VIDEO: lambda: list(files)}
+    shown, images = placed("1+<video>=" * len(files) + "?", media, read, "here")
+    prompt = encode_prompt(seeing.tokenizer, seeing.reader, shown, images)
+    sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
+    return Request(prompt, sampling, limit, seed, images)
+
+
+def error_of(seeing, request, answer, model=0, clips=()):
+    """The largest difference to transformers' log-probabilities of an answer's tokens.
+
+    clips: pairs in each, if its path for videos is to be taken.
+    """
     whole, media = torch.tensor([request.prompt + answer.tokens[:-1]]), {}
-    if request.images:
+    if clips:
+        pixels, grids = seeing.reader.pixels(list(request.images))
+        grids = torch.stack(
+            [each[0] * torch.tensor([len(each), 1, 1]) for each in grids.split(clips)]
+        )
+        media = {"pixel_values_videos": pixels, "video_grid_thw": grids}
+        media["mm_token_type_ids"] = 2 * (whole == IMAGE).int()
+        whole[whole == IMAGE] = VIDEO
+    elif request.images:
         pixels, grids = seeing.reader.pixels(list(request.images))
         media = {"pixel_values": pixels, "image_grid_thw": grids}
         media["mm_token_type_ids"] = (whole == IMAGE).int()
@@ -148,6 +174,43 @@ def test_the_same_image_after_a_push_of_another_tower(run, seeing):
             [answer] = run(ask(engine, request))
             assert answer.versions == [version] * len(answer.tokens)
             assert error_of(seeing, request, answer, model) < 1e-5
+
+
+CLIP = encoded_clip(frames_of(30))
+OTHER_CLIP = encoded_clip([255 - frame for frame in frames_of(25, 96, 64)], "vp9", rate=5)
+# it has CLIP's first frames, and others behind each
+CHANGED = encoded_clip(
+    [frame if n in (0, 12, 23) else 255 - frame for n, frame in enumerate(frames_of(30))]
+)
+
+
+@pytest.mark.slow
+def test_logprobs_of_answers_to_clips_are_transformers(run, seeing):
+    """By its path for images; and of Qwen3-VL, whose clips are the same numbers, by that for videos.
+
+    Also when the engine has seen a pair with the same first frame, and after pushes of other weights.
+    """
+    engine = seeing.engine
+    for version, model in enumerate((0, 1, 0), 11):
+        weights = load_file(Path(seeing.directories[model], "model.safetensors"))
+        run(engine.sleep())
+        run(engine.wake_weights())
+        run(engine.load_weights(weights.items(), version))
+        run(engine.wake_kv_cache())
+        requests = [clips_of(seeing, CLIP, seed=seed) for seed in range(4)]
+        requests += [clips_of(seeing, file) for file in (CHANGED, OTHER_CLIP)]
+        requests += [clips_of(seeing, OTHER_CLIP, CLIP)]
+        answers = run(ask(engine, *requests))
+        for request, answer, pairs in zip(
+            requests, answers, [[3]] * 5 + [[5], [5, 3]], strict=True
+        ):
+            assert len(request.images) == sum(pairs)
+            assert error_of(seeing, request, answer, model) < 1e-5
+            if seeing.family == "qwen3_vl":
+                assert error_of(seeing, request, answer, model, pairs) < 1e-5
+        # so that agreement isn't vacuous: the second frames decide, too
+        swapped = requests[0]._replace(images=requests[4].images)
+        assert max(error_of(seeing, swapped, answer, model) for answer in answers[:4]) > 1e-4
 
 
 def test_a_groups_image_is_sent_once():

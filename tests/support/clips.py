@@ -10,6 +10,7 @@ KINDS = {  # container, encoder and its options
     "h264": ("mp4", "libx264", {"bf": "2"}),
     "vp9": ("webm", "libvpx-vp9", {}),
     "av1": ("matroska", "libaom-av1", {"cpu-used": "8"}),
+    "raw": ("matroska", "rawvideo", {}),
     "mpeg4": ("mov", "mpeg4", {"q:v": "2"}),
 }
 
@@ -26,19 +27,28 @@ def frames_of(count: int, height: int = 64, width: int = 96) -> list[np.ndarray]
     return pictures
 
 
-def encoded_clip(pictures, kind="h264", rate=10, times=None, pixels="yuv420p", **settings) -> bytes:
-    """A file with a frame for each picture. times: in 1/1000 s; settings: of the codec's context."""
+def as_frame(picture) -> av.VideoFrame:
+    if isinstance(picture, av.VideoFrame):
+        return picture
+    return av.VideoFrame.from_ndarray(picture, format="rgb24")
+
+
+def encoded_clip(
+    pictures, kind="h264", rate=10, times=None, pixels="yuv420p", flags="", **settings
+) -> bytes:
+    """A file with a frame for each picture. times: in ms; flags: of an MP4; settings: of the codec."""
     container, encoder, options = KINDS[kind]
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as output:
+    muxing = {"movflags": flags} if flags else {}
+    with av.open(file, "w", format=container, options=muxing) as output:
         stream = output.add_stream(encoder, rate=rate, options=options)
-        stream.height, stream.width, _ = pictures[0].shape
+        first, *_ = frames = list(map(as_frame, pictures))
+        stream.height, stream.width = first.height, first.width
         stream.pix_fmt = pixels
         stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
         for name, value in settings.items():
             setattr(stream.codec_context, name, value)
-        for number, picture in enumerate(pictures):
-            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        for number, frame in enumerate(frames):
             frame.pts = times[number] if times else number * 1000 // rate
             frame.time_base = Fraction(1, 1000)
             output.mux(stream.encode(frame))

@@ -1,0 +1,557 @@
+"""Clips: what is shown of one, the same bytes everywhere, files and rows that have them, what is refused."""
+
+import asyncio
+import hashlib
+import io
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import av
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image as pillow
+
+import data
+from examples.finetune import FinetuneConfig, parse_sft, read_examples
+from images import clips, reader
+from runtime.errors import UserError
+from support.clips import KINDS, encoded_clip, frames_of, turned_clip
+from support.rows import jsonl
+from test_images import CHAT, prompts_of
+from vision_models import IMAGE, encoded_picture, make_vision_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """It takes images of up to 16 features, of 32 x 32 pixels each."""
+    return make_vision_model(tmp_path_factory.mktemp("vision"), "qwen3_vl", layers=1)
+
+
+def as_it_is(height, width, pairs, where):
+    return height, width
+
+
+def new_clips(fps=2.0, most=16, fit=as_it_is):
+    return clips.Clips(fps, most, fit)
+
+
+def pairs_of(file: bytes, **settings):
+    return new_clips(**settings).pairs(b"", partial(bytes, file), "a clip")
+
+
+def frames_in(pairs):
+    """All frames of the pairs, [height, width, 3], in order."""
+    frames = []
+    for pair in pairs:
+        image = pillow.open(io.BytesIO(pair.file))
+        for number in (0, 1):
+            image.seek(number)
+            frames.append(np.asarray(image.convert("RGB")).astype(int))
+    return frames
+
+
+def corners(frame):
+    """Colors near the four corners: upper left and right, lower left and right."""
+    return [tuple(frame[y, x]) for y in (8, -8) for x in (8, -8)]
+
+
+RED, GREEN, BLUE = (200, 40, 40), (40, 200, 40), (40, 40, 200)  # of `frames_of`
+
+
+def is_near(color, other, most=10):
+    return max(abs(a - b) for a, b in zip(color, other, strict=True)) <= most
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_even_times_from_the_first_frame_to_the_last(kind):
+    """Three seconds at two frames each; a clip of one or three frames shows its last one again."""
+    pairs = pairs_of(encoded_clip(frames_of(30), kind))
+    assert [pair.seconds for pair in pairs] == pytest.approx([0.3, 1.45, 2.6])
+    assert [pair.sides for pair in pairs] == [(64, 96)] * 3
+    shown = [corners(frame) for frame in frames_in(pairs)]
+    for (grey, *others), number in zip(shown, (0, 6, 12, 17, 23, 29), strict=True):
+        assert is_near(grey, [255 * (number + 1) // 30] * 3)
+        assert all(map(is_near, others, (GREEN, BLUE, RED)))
+    for count, numbers in ((1, (0, 0)), (3, (0, 1, 2, 2))):
+        shown = frames_in(pairs_of(encoded_clip(frames_of(count), kind)))
+        assert all(
+            is_near(corners(frame)[0], [255 * (number + 1) // count] * 3)
+            for frame, number in zip(shown, numbers, strict=True)
+        )
+
+
+@given(st.integers(1, 900), st.sampled_from([8, 10, 24, 25, 30, 60]), st.sampled_from([1, 2, 4.0]))
+def test_at_a_constant_rate_they_are_the_models_own(count, rate, fps):
+    """Qwen3VLVideoProcessor's formula; where a time lies between two frames, either is right."""
+    each = 3000
+    found = clips.chosen([7 + each * n for n in range(count)], Fraction(1, each * rate), fps, 16)
+    frames = min(max(int(Fraction(count, rate) * Fraction(fps)), 4), 16, count)
+    own = np.linspace(0, count - 1, frames)
+    assert len(found) == frames
+    for (frame, shown), place in zip(found, own, strict=True):
+        assert frame == shown and abs((frame - 7) / each - place) <= 0.5 + 1e-9
+
+
+def test_a_variable_rate_shows_what_is_seen_at_a_time():
+    """Of frames at 0, 0.1, 0.2, 3, 3.1 and 5 s; the third lasts longest."""
+    file = encoded_clip(frames_of(6), times=[0, 100, 200, 3000, 3100, 5000])
+    pairs = pairs_of(file, most=6)
+    greys = [round(corners(frame)[0][0] / 42) for frame in frames_in(pairs)]
+    assert greys == [1, 3, 3, 4, 5, 6]
+    assert [round(pair.seconds, 1) for pair in pairs] == [0.5, 2.5, 4.5]
+
+
+TURNS = [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)]
+TURNS += [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]  # mirrored
+
+
+@pytest.mark.parametrize("matrix", TURNS)
+def test_a_display_matrix_is_obeyed(matrix):
+    """A quarter at (x, y) from the middle goes to (a x + c y, b x + d y): turned, mirrored, or both."""
+    a, b, c, d = matrix
+    (pair,) = pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
+    assert pair.sides == ((96, 64) if b else (64, 96))
+    shown = corners(frames_in([pair])[0])
+    quarters = {(-1, -1): (255, 255, 255), (1, -1): GREEN, (-1, 1): BLUE, (1, 1): RED}
+    for (x, y), color in quarters.items():
+        place = (a * x + c * y, b * x + d * y)
+        assert is_near(shown[list(quarters).index(place)], color)
+
+
+def test_pixels_that_are_not_square_are_shown_square():
+    (pair,) = pairs_of(encoded_clip(frames_of(1), sample_aspect_ratio=2))
+    assert pair.sides == (64, 192)
+    assert all(map(is_near, corners(frames_in([pair])[0])[1:], (GREEN, BLUE, RED)))
+
+
+def of_luma(y, u, v, pixels="yuv420p"):
+    """A frame of one color."""
+    frame = av.VideoFrame(64, 64, pixels)
+    for plane, value in zip(frame.planes, (y, u, v), strict=True):
+        plane.update(bytes([value]) * plane.buffer_size)
+    return frame
+
+
+WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("space", WEIGHTS)
+def test_colors_are_those_of_the_clips_own_space_and_range(space, is_full):
+    """Of BT.709, BT.601 and BT.2020, by the weights of red and blue; 2 is unspecified."""
+    red, blue = WEIGHTS[space]
+    luma = 81 / 255 if is_full else (81 - 16) / 219
+    u, v = ((number - 128) / (255 if is_full else 224) for number in (100, 180))
+    rgb = [luma + 2 * (1 - red) * v, 0, luma + 2 * (1 - blue) * u]
+    rgb[1] = (luma - red * rgb[0] - blue * rgb[2]) / (1 - red - blue)
+    settings = dict(colorspace=space, color_range=2 if is_full else 1)
+    (pair,) = pairs_of(encoded_clip([of_luma(81, 100, 180)], **settings))
+    assert is_near(tuple(frames_in([pair])[0][32, 32]), [255 * each for each in rgb], 3)
+
+
+def test_ten_bits_are_right_and_hdr_is_refused():
+    (pair,) = pairs_of(encoded_clip(frames_of(1), pixels="yuv420p10le"))
+    assert all(map(is_near, corners(frames_in([pair])[0])[1:], (GREEN, BLUE, RED)))
+    for transfer in (16, 18):
+        file = encoded_clip(frames_of(1), pixels="yuv420p10le", color_trc=transfer)
+        with pytest.raises(UserError, match=r"^a clip: HDR"):
+            new_clips().bound(file, "a clip")
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+def several():
+    """Files of every kind, of a variable rate, turned, of sides that encoders round."""
+    files = [encoded_clip(frames_of(24), kind) for kind in KINDS]
+    files.append(encoded_clip(frames_of(6), times=[0, 100, 200, 3000, 3100, 5000]))
+    files += [turned_clip(files[0], matrix) for matrix in TURNS[1:]]
+    return [*files, encoded_clip(frames_of(5, 66, 98))]
+
+
+def digest_of_pairs(file):
+    pairs = pairs_of(file, fit=lambda height, width, pairs, where: (96, 160))
+    return hashlib.sha256(b"".join(pair.file for pair in pairs)).hexdigest()
+
+
+def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
+    files = several()
+    expected = list(map(digest_of_pairs, files))
+    assert len({*expected}) == len(files)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(digest_of_pairs, 3 * files)) == 3 * expected
+    for number, file in enumerate(files):
+        Path(tmp_path, f"{number}").write_bytes(file)
+    other = "import sys; from pathlib import Path; from test_clips import digest_of_pairs\n"
+    other += "for path in sys.argv[1:]: print(digest_of_pairs(Path(path).read_bytes()))"
+    paths = [str(tmp_path / str(number)) for number in range(len(files))]
+    here = Path(__file__).parent
+    found = subprocess.run(
+        [sys.executable, "-c", other, *paths],
+        env={"PYTHONPATH": f"{here}:{here.parent}"},
+        capture_output=True,
+        timeout=120,
+        text=True,
+    )
+    assert found.stdout.split() == expected, found.stderr
+
+
+def test_a_clip_is_decoded_once_by_whichever_thread_comes_first(monkeypatch):
+    """And again when its room is needed for others."""
+    decoded = []
+    frame_times = clips.frame_times
+    monkeypatch.setattr(clips, "frame_times", lambda *args: decoded.append(1) or frame_times(*args))
+    files = [encoded_clip(frames_of(count)) for count in (4, 5)]
+    held = new_clips()
+    read = [
+        partial(held.pairs, bytes([n]), partial(bytes, file), "") for n, file in enumerate(files)
+    ]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda number: read[0](), range(8)))
+    assert len(decoded) == 1 and all(pairs is found[0] for pairs in found)
+    monkeypatch.setattr(clips, "KEPT_BYTES", 1)
+    for expected, which in ((2, 1), (2, 1), (3, 0), (4, 1)):
+        read[which]()
+        assert len(decoded) == expected
+
+
+# ---------------------------------------------------------------- patches
+
+
+def test_a_pair_fills_the_patches_where_an_image_stands_twice(model_dir):
+    """As transformers makes them of two frames; a still one among them stays as it is."""
+    eyes = reader.ImageReader(model_dir)
+    read = partial(eyes.read_item, Path(), "here", True)
+    ((_, still),) = read(reader.IMAGE, lambda: [encoded_picture(64, 64)], 0)
+    pairs = [image for _, image in read(reader.VIDEO, lambda: [encoded_clip(frames_of(4))], 0)]
+    pixels, grids = eyes.pixels([pairs[0], still, pairs[1]])
+    assert grids.tolist() == [
+        [1, *(2 * side for side in each.shape[1:])] for each in (pairs[0], still, pairs[1])
+    ]
+    parts = pixels.unflatten(1, (3, 2, -1)).split(grids.prod(-1).tolist())
+    for part, frames in zip(
+        (parts[0], parts[2]), (frames_in_image(each) for each in pairs), strict=True
+    ):
+        for number, frame in enumerate(frames):
+            alone = eyes._processor([frame], return_tensors="pt")["pixel_values"]
+            assert alone.unflatten(1, (3, 2, -1))[:, :, 0].equal(part[:, :, number])
+        assert not part[:, :, 0].equal(part[:, :, 1])
+    assert parts[1][:, :, 0].equal(parts[1][:, :, 1])
+
+
+def frames_in_image(image):
+    file = pillow.open(io.BytesIO(image.read()))
+    frames = []
+    for number in (0, 1):
+        file.seek(number)
+        frames.append(file.convert("RGB"))
+    return frames
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.fixture(scope="module")
+def files():
+    return {"a.mp4": encoded_clip(frames_of(30)), "b.webm": encoded_clip(frames_of(4), "vp9")}
+
+
+@pytest.fixture
+def folder(tmp_path, files):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "c.png").write_bytes(encoded_picture(64, 32))
+    return tmp_path
+
+
+ROWS = [
+    dict(prompt="<video>=", videos=["a.mp4"], answer="1"),
+    dict(
+        prompt="0<video>+<image>+<video>=", videos=["b.webm", "a.mp4"], images=["c.png"], answer="2"
+    ),
+    dict(prompt="7+5=", answer="12"),
+]
+A = "<0.3 seconds><image><1.4 seconds><image><2.6 seconds><image>"  # of a.mp4
+B = "<0.1 seconds><image><0.2 seconds><image>"  # of b.webm
+
+
+@pytest.mark.parametrize("kind", ["paths in JSONL", "paths", "bytes"])
+def test_rows_with_videos(model_dir, folder, kind):
+    """In their order, with images among them; JSONL and Parquet give the same prompts."""
+    path = jsonl(folder / "rows.jsonl", ROWS)
+    if kind != "paths in JSONL":
+        path = folder / "rows.parquet"
+        columns = {name: [row[name] for row in ROWS] for name in ("prompt", "answer")}
+        for name in ("images", "videos"):
+            columns[name] = [row.get(name, []) for row in ROWS]
+            if kind == "bytes":
+                columns[name] = [
+                    [(folder / each).read_bytes() for each in row] for row in columns[name]
+                ]
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    prompts = list(prompts_of(model_dir, path))
+    assert [prompt.question for prompt in prompts] == [f"{A}=", f"0{B}+<image>+{A}=", "7+5="]
+    sides = [[image.shape[1:] for image in prompt.images] for prompt in prompts]
+    assert sides == [[(1, 2)] * 3, [(2, 3)] * 2 + [(1, 2)] + [(1, 2)] * 3, []]
+    for prompt in prompts:
+        assert prompt.tokens.count(IMAGE) == sum(image.features for image in prompt.images)
+        digests = [hashlib.sha256(image.read()).digest() for image in prompt.images]
+        assert digests == [image.digest for image in prompt.images]
+    assert (
+        prompts[1].images[3:] == prompts[0].images and prompts[1].images[2].read()[:4] == b"\x89PNG"
+    )
+
+
+def test_video_parts_are_what_a_text_with_places_is(model_dir, folder):
+    text = {"type": "text", "text": "and "}
+    contents = ([{"type": "video"}, text, {"type": "image"}], "<video>and <image>")
+    rows = [dict(messages=[CHAT | {"content": content}]) for content in contents]
+    more = dict(videos=["b.webm"], images=["c.png"])
+    first, second = prompts_of(
+        model_dir, jsonl(folder / "r.jsonl", [row | more for row in rows]), template=True
+    )
+    assert first == second and first.question == f"{B}and <image>"
+
+
+def test_the_room_is_bounded_by_headers(model_dir, folder, monkeypatch):
+    """Nothing is decoded to tell which rows are too long, and no clip is longer than its bound."""
+    path = jsonl(folder / "rows.jsonl", ROWS[:2])
+    longest = max(len(prompt.tokens) for prompt in prompts_of(model_dir, path, room=600))
+    with monkeypatch.context() as patched:
+        patched.setattr(clips.Clips, "pairs", None)
+        assert len(prompts_of(model_dir, path, room=longest + 40)) == 2
+        assert len(prompts_of(model_dir, path, room=longest - 1)) == 1
+    rng = random.Random(0)
+    for _ in range(20):
+        count, rate = rng.randint(1, 40), rng.randint(2, 12)
+        file = encoded_clip(frames_of(count, 16, 48), rate=rate, kind=rng.choice(["h264", "vp9"]))
+        fit = reader.ImageReader(model_dir)._fit
+        bound = new_clips(fit=fit).bound(file, "")
+        pairs = pairs_of(file, fit=fit)
+        assert len(pairs) <= len(bound) <= len(pairs) + 1
+        assert sum(h * w for _, (h, w), _ in pairs) <= sum(h * w for _, (h, w), _ in bound)
+
+
+def test_fewer_frames_by_the_settings(model_dir, folder):
+    path = jsonl(folder / "rows.jsonl", ROWS[:1])
+    for fps, most, pairs in ((2.0, 16, 3), (0.1, 16, 2), (2.0, 2, 1), (10.0, 100, 15)):
+        eyes = reader.ImageReader(model_dir, fps, most)
+        (prompt,) = data.PromptFile(path, data.load_tokenizer(model_dir), 900, reader=eyes)
+        assert len(prompt.images) == pairs
+
+
+# ---------------------------------------------------------------- what is refused
+
+PLAYLIST = "#EXTM3U\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
+CONCAT = "ffconcat version 1.0\nfile '{}'\n"
+BAD = {  # what is wrong with a file -> how its line goes on
+    "empty": "not a video that can be read",
+    "a text": "not a video that can be read",
+    "a moving picture": "not a video that can be read",
+    "a playlist": "not a video that can be read",
+    "a list of files": "not a video that can be read",
+    "cut before moov": "not a video that can be read",
+    "sound": "it has no video stream that can be decoded",
+    "10^8 pixels": "frames of 12000 x 12000 pixels, of at most 89478485",
+    "an hour": "3600 seconds, of at most 1800; cut it",
+    "HDR": "HDR",
+}
+BAD_WHEN_DRAWN = {
+    "cut behind moov": "cut off at .* of 6.0 seconds",
+    "cut": "cut off at .* of 3.0 seconds",
+    "a hole": "damaged: .* frames can't be read|not a video that can be read",
+    "bent": "it is to be turned by no quarter, or bent",
+}
+
+
+def sound() -> bytes:
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream("aac", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.rate = 8000
+        output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return file.getvalue()
+
+
+def moving_picture() -> bytes:
+    two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
+    return encoded_picture(64, 64, kind="GIF", **two)
+
+
+def bad_file(name: str, whole: bytes) -> bytes:
+    """A clip with one of these faults. whole: an MP4 with its moov behind the frames."""
+    webm = encoded_clip(frames_of(30, 128, 128), "vp9")
+    fragments = encoded_clip(frames_of(60), flags="frag_keyframe+empty_moov")
+    large = encoded_clip(frames_of(1, 300, 300), "raw")
+    side = bytes([300 // 256, 300 % 256])
+    for element in (b"\xb0\x82", b"\xba\x82"):  # width and height, of two bytes
+        large = large.replace(element + side, element + (12000).to_bytes(2, "big"))
+    middle = whole.index(b"mdat") + 900
+    return {
+        "empty": b"",
+        "a text": b"a film",
+        "a moving picture": moving_picture(),
+        "a playlist": PLAYLIST.format("a.mp4").encode(),
+        "a list of files": CONCAT.format("a.mp4").encode(),
+        "cut before moov": whole[: whole.index(b"moov")],
+        "sound": sound(),
+        "10^8 pixels": large,
+        "an hour": encoded_clip(frames_of(2), times=[0, 3_600_000]),
+        "HDR": encoded_clip(frames_of(1), pixels="yuv420p10le", color_trc=16),
+        "cut behind moov": fragments[: len(fragments) * 3 // 4],
+        "cut": webm[: len(webm) // 2],
+        "a hole": whole[:middle] + bytes(300) + whole[middle + 300 :],
+        "bent": turned_clip(whole, (1, 1, -1, 1)),
+    }[name]
+
+
+@pytest.mark.parametrize("name", [*BAD, *BAD_WHEN_DRAWN])
+def test_a_bad_clip_is_one_line(model_dir, folder, files, name):
+    """Before anything starts where the header tells, else when its row is drawn."""
+    (folder / "bad.mp4").write_bytes(bad_file(name, files["a.mp4"]))
+    path = jsonl(folder / "rows.jsonl", [ROWS[0], ROWS[0] | dict(videos=["bad.mp4"])])
+    line = r"rows.jsonl:2: \S*bad.mp4: "
+    if name in BAD_WHEN_DRAWN:
+        prompts = prompts_of(model_dir, path)
+        with pytest.raises(UserError, match=line + f"({BAD_WHEN_DRAWN[name]})"):
+            prompts[1]
+        return
+    with pytest.raises(UserError, match=line + BAD[name]) as error:
+        prompts_of(model_dir, path)
+    assert "\n" not in str(error.value)
+
+
+def test_too_many_frames_are_refused_by_the_header_or_as_they_are_counted(monkeypatch):
+    monkeypatch.setattr(clips, "MOST_PIXELS", 29 * 64 * 96)
+    line = r"^a clip: 30 frames of 96 x 64 pixels, of at most 2e\+05 pixels"
+    for kind in ("h264", "vp9"):
+        with pytest.raises(UserError, match=line):
+            new_clips().bound(encoded_clip(frames_of(30), kind), "a clip")
+    monkeypatch.setattr(clips, "frames_in", lambda *header: 0)
+    with pytest.raises(UserError, match=line):
+        pairs_of(encoded_clip(frames_of(40)))
+
+
+PART = "<video> or a part of the type video"
+REFUSED = {
+    "no place": (ROWS[0] | dict(prompt="="), f"1 videos for 0 places, {PART}"),
+    "no clip": (dict(prompt="<video>="), f"0 videos for 1 places, {PART}"),
+    "an address": (ROWS[0] | dict(videos=["https://a.b/c.mp4"]), "an image or a clip is a file's"),
+    "no such file": (ROWS[0] | dict(videos=["9.mp4"]), r"\S*9.mp4: no such file"),
+    "a path": (ROWS[0] | dict(videos="a.mp4"), "`videos` is a list of paths"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_row_that_cannot_be_used_is_refused_at_once(model_dir, folder, kind):
+    row, problem = REFUSED[kind]
+    with pytest.raises(UserError, match=rf"rows.jsonl:2: {problem}"):
+        prompts_of(model_dir, jsonl(folder / "rows.jsonl", [ROWS[0], row]))
+
+
+def test_bytes_of_parquet_are_checked_by_their_headers(model_dir, folder, files):
+    path = folder / "rows.parquet"
+    columns = {"prompt": ["<video>"] * 2, "videos": [[files["a.mp4"]], [b"a film"]]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    with pytest.raises(UserError, match=r"rows.parquet:2: not a video that can be read"):
+        prompts_of(model_dir, path)
+
+
+def test_fine_tuning_refuses_videos(model_dir, folder):
+    row = dict(prompt="<video>", response="x", videos=["a.mp4"])
+    path = jsonl(folder / "rows.jsonl", [row])
+    config = FinetuneConfig(model=model_dir, command="sft")
+    with pytest.raises(UserError, match=r"rows.jsonl:1: it has videos, and sft learns from texts"):
+        read_examples(path, parse_sft, data.load_tokenizer(model_dir), config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_damaged_clip_makes_pyav_raise_is_one_line(kind):
+    """100 times with some bytes changed, lost or added, near the beginning or anywhere."""
+    rng, refused = random.Random(kind), 0
+    whole = encoded_clip(frames_of(12), kind)
+    held = new_clips(fit=lambda height, width, pairs, where: (32, 32))
+    for number in range(100):
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 8)):
+            place = rng.randrange(min(len(content), rng.choice((200, len(content)))))
+            lost, added = rng.choice(((1, 1), (rng.randint(1, 20), 0), (0, 10)))
+            content[place : place + lost] = rng.randbytes(added)
+        try:
+            held.pairs(bytes([number]), partial(bytes, content), "a file")
+        except UserError as error:
+            assert str(error).startswith("a file: ")
+            refused += 1
+    assert refused > 20  # else nothing was damaged
+
+
+# ---------------------------------------------------------------- in threads, and ahead
+
+
+class Slow:
+    """A source whose prompts take a while to read; it notes which are."""
+
+    def __init__(self):
+        self.read = []
+
+    def training(self, prompt_id):
+        self.read.append(prompt_id)
+        time.sleep(0.05)
+        return data.Prompt([1], str(prompt_id), None)
+
+
+def test_prompts_are_read_in_threads_and_ahead(run):
+    """The event loop goes on; what comes next is read before it is drawn, and once."""
+    source = Slow()
+
+    def own_of(prompts, count):
+        drawn = prompts.draw(count)
+        owners = prompts.assign_owners(drawn, 2)
+        return [prompt_id for prompt_id in drawn if owners[prompt_id] == 1]
+
+    async def serve():
+        prompts = data.Prompts(source, 2, threads=ThreadPoolExecutor(4))
+        reading = asyncio.ensure_future(prompts.read(own_of(prompts, 8)))
+        turns = 0
+        while not reading.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        assert turns > 10 and list(reading.result()) == [1, 3, 5, 7]
+        prompts.read_ahead(8, 2, 1)
+        await asyncio.sleep(0.3)
+        assert sorted(source.read) == list(range(1, 16, 2))
+        prompts.requeue([3, 4], [])
+        prompts.read_ahead(8, 2, 1)  # 3 comes first, 4 second
+        found = await prompts.read(own_of(prompts, 8))
+        assert {number: prompt.question for number, prompt in found.items()} == {
+            number: str(number) for number in (4, 9, 11, 13)
+        }
+        assert source.read.count(4) == source.read.count(9) == source.read.count(13) == 1
+
+    run(serve())
+
+
+def test_held_out_rows_are_read_when_they_are_due(model_dir, folder, monkeypatch):
+    rows = [ROWS[0] | dict(prompt=f"{number}<video>=") for number in range(30)]
+    path = jsonl(folder / "rows.jsonl", rows)
+    with monkeypatch.context() as patched:
+        patched.setattr(clips.Clips, "pairs", None)
+        rows = prompts_of(model_dir, path, room=300)
+        held_out = rows.part(data.Shuffled(rows, 0, 3).held_out)
+        assert len(held_out) == 3
+    assert all(prompt.question.endswith(f"{A}=") for prompt in held_out)
