@@ -286,9 +286,11 @@ def importance_weights(
 ) -> Correction:
     """Correct tokens by the importance weight exp(proximal - engine), truncated.
 
-    engine: log-probabilities under the weights that wrote a token, in the engine's numbers. proximal: under
-    the weights at the step's start, in the trainer's numbers. With a single mini-batch these are the weights
-    that train, whose `logprobs` are given: a ratio to proximal is then 1, and nothing is clipped.
+    engine: the log-probabilities of the weights that wrote a token, as the engine computed them. proximal:
+    those of the weights at the step's start, as the trainer computes them. A step with a single mini-batch
+    has no need to compute proximal ones beforehand: its weights are those at the start, so `logprobs`, which
+    are detached, are taken. The ratio to proximal is then 1, and nothing is clipped. A token is stale if
+    weights of an earlier step wrote it.
 
         token                      weight                       the loss's ratio is to  kept
         fresh                      1                            engine                  always

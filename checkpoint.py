@@ -105,8 +105,8 @@ async def restore(c: Controller, folder: Path) -> None:
     vars(c.state).update({name: common[name] for name in vars(c.state).keys() - {"history"}})
     rows_of_groups = [rows for own in controllers for rows in own["groups"]]
     groups = [list(map(sample_from_json, rows)) for rows in rows_of_groups]
-    holder = c.team.place if c.devices.serves else -1
-    c.prompts.load_state(common["prompts"], groups, c.team.size, holder)
+    holder = c.peers.place if c.devices.serves else -1
+    c.prompts.load_state(common["prompts"], groups, c.peers.size, holder)
     c.ahead = c.checkpoints.newest_ahead = served_ahead(c, [own["ahead"] for own in controllers])
     # they are summed over the ranks, so rank 0 alone takes them
     c.rewards.load_counts([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
@@ -222,7 +222,7 @@ class Checkpoints:
         waited_s = 0.0  # counted, not measured: the same on every rank
         while self.saving:
             result = self.saving.writer.result()
-            # of each rank; None: it still writes; "": all is well
+            # each rank says: None while it writes, "" once all is written, or what went wrong
             errors = await self.world.gather(result and result[1])
             error = next(filter(None, errors), "")
             if not error and None in errors and waited_s >= self.config.timeout_s:

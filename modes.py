@@ -83,7 +83,7 @@ async def generate_then_judge(step: RolloutStep) -> None:
     devices = c.devices
     while not step.is_over:
         unfinished = [p for p, count in step.unwritten.items() if count]
-        wave = step.begin_wave() + unfinished
+        wave = step.draw_prompts() + unfinished
         await devices.share(rollout=devices.leads("rollout"))
         step.start(wave, generate)
         await wait_for_enough(step)
@@ -98,7 +98,7 @@ async def judge_as_generated(step: RolloutStep) -> None:
     devices = step.c.devices
     await devices.share(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
-        step.start(step.begin_wave(), generate_and_judge)
+        step.start(step.draw_prompts(), generate_and_judge)
         await step.tasks.poll()
         await gather_finished_groups(step)
 
@@ -110,7 +110,7 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
     latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)
     capacity = rollout.capacity
     while not step.is_over:
-        step.start(step.begin_wave(), generate_and_judge)
+        step.start(step.draw_prompts(), generate_and_judge)
         await step.tasks.poll()
         left, outstanding = await gather_finished_groups(step)
         if not step.is_over:

@@ -112,20 +112,20 @@ class RolloutStep:
         sampler = self.sampler
         if sampler.is_complete:
             return True
-        return not sampler.num_in_flight and sampler.next_wave() is None
+        return not sampler.num_in_flight and sampler.next_draw() is None
 
-    def begin_wave(self) -> list[int]:
-        """Draw and deal the prompts of a wave, if one is to begin. Returns this controller's."""
-        wave = self.sampler.next_wave()
-        if wave is None:
+    def draw_prompts(self) -> list[int]:
+        """Draw and deal the prompts that the sampler asks for now. Returns this controller's, maybe none."""
+        draw = self.sampler.next_draw()
+        if draw is None:
             return []
         c = self.c
-        drawn = c.prompts.draw(wave.size)
-        owners = c.prompts.assign_owners(drawn, c.team.size)
-        if wave.number not in self.sampler.wave_of.values():
-            c.timeline.mark("wave", f"wave {wave.number + 1}")
-        self.sampler.add(drawn, wave.number)
-        mine = [p for p, owner in owners.items() if owner == c.team.place]
+        drawn = c.prompts.draw(draw.size)
+        owners = c.prompts.assign_owners(drawn, c.peers.size)
+        if draw.wave not in self.sampler.wave_of.values():
+            c.timeline.mark("wave", f"wave {draw.wave + 1}")
+        self.sampler.add(drawn, draw.wave)
+        mine = [p for p, owner in owners.items() if owner == c.peers.place]
         for prompt_id in mine:
             group = c.prompts.group(prompt_id)
             self.groups[prompt_id] = group
@@ -276,20 +276,21 @@ class Meeting(NamedTuple):
     stop: bool  # whether a signal asked for one
 
     @staticmethod
-    def total(meetings: list[Meeting], total: Callable) -> Meeting:
+    def total(meetings: list[Meeting], add: Callable) -> Meeting:
         facts, rollout, genrm, stops = zip(*meetings, strict=True)
         engines = (EngineStatus.total(rollout), EngineStatus.total(genrm))
-        return Meeting(total(facts), *engines, any(stops))
+        return Meeting(add(facts), *engines, any(stops))
 
 
-async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
+async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Meeting:
     """Return the total of what all controllers tell: facts, what engines owe and wrote (collective).
 
-    Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Devices.apply raises.
+    add: makes one of all controllers' facts. Raises Stopped if a rank was asked to stop and none trains
+    meanwhile, and what Devices.apply raises.
     """
     statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
-    meeting = await c.team.reduce(own, partial(Meeting.total, total=total))
+    meeting = await c.peers.reduce(own, partial(Meeting.total, add=add))
     c.devices.apply(meeting.rollout, meeting.genrm)
     if meeting.stop and not c.devices.is_apart:
         raise Stopped
@@ -297,7 +298,7 @@ async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> 
 
 
 class Progress(NamedTuple):
-    """The state of one controller's groups, which it tells the others; `total`: of all groups."""
+    """The state of one controller's groups, as it tells it in a meeting, or of all controllers' groups."""
 
     finished: dict[int, bool]  # prompt_id of a group that is told once -> whether it is kept
     generated: int  # groups of which every answer is finished
@@ -309,9 +310,10 @@ class Progress(NamedTuple):
     def of(step: RolloutStep) -> Progress:
         finished = {}
         for prompt_id in sorted(step.unwritten):
-            is_running = prompt_id in step.tasks.running
+            is_written = not step.unwritten[prompt_id]
+            is_running = prompt_id in step.tasks.running  # it may still be judged
             was_told = prompt_id in step.sampler.informative
-            if not (is_running or was_told or step.unwritten[prompt_id]):
+            if is_written and not is_running and not was_told:
                 finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())

@@ -46,7 +46,9 @@ class Deal(NamedTuple):
     """The decision who trains a model of one shape on which sample."""
 
     plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
-    copies: dict[Key, list[int]]  # who gets a sample: the ranks of a copy of the model, head first
+    copies: dict[
+        Key, list[int]
+    ]  # sample -> ranks of the copy of the model that gets it, lead first
 
 
 class Deals(NamedTuple):

@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """The place of a rank in a model's layout."""
 
     dp_rank: int  # its share of the samples
-    is_head: bool  # the first of its copy of the model, which speaks for it
+    is_lead: bool  # the first of its copy of the model, which speaks for it
 
 
 class Shape(NamedTuple):
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
     @property
     def copies(self) -> list[list[int]]:
-        """The model-parallel group of each data-parallel rank, its head first."""
+        """The model-parallel group of each data-parallel rank, its lead first."""
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
             copies[place // (self.tp * self.cp) % self.dp].append(rank)

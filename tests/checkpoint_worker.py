@@ -33,7 +33,7 @@ def controller_of(world: World, actor, critic) -> SimpleNamespace:
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
-        team=world,
+        peers=world,
         ahead=None,
         devices=SimpleNamespace(**held),
         rewards=Mock(counts=Mock(return_value=5 + world.rank)),
@@ -59,7 +59,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
     """Draw prompts that come again, as far as they were answered."""
     drawn = prompts.draw(9)
     owners = prompts.assign_owners(drawn, actor.dp_size)
-    mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_head]
+    mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_lead]
     groups = [prompts.group(prompt_id) for prompt_id in mine]
     for sample in flat([groups]):
         sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]

@@ -82,7 +82,7 @@ def controller_of(config, placement, splits, models, world: World) -> SimpleName
         config=config,
         algorithm=algorithm_of(config),
         world=world,
-        team=world.part(placement.servers),
+        peers=world.part(placement.servers),
         devices=held,
         prompts=SimpleNamespace(attach_images=lambda samples: None),
         timeline=timeline,
@@ -110,7 +110,7 @@ def meet_in_updates(c: SimpleNamespace) -> None:
 
 async def step_of(c: SimpleNamespace) -> dict[str, float]:
     """A step: samples are held by those who serve, and learnt by whoever holds a model."""
-    kept = make_batch(c.state.step)[c.team.place :: c.team.size] if c.devices.serves else []
+    kept = make_batch(c.state.step)[c.peers.place :: c.peers.size] if c.devices.serves else []
     batch = RolloutBatch(kept=kept)
     held, _ = await controller.tell_served(batch, c)
     shares = await controller.exchange(batch, held, c)
@@ -209,7 +209,7 @@ RECEIVERS = {"disjoint": [2, 3, 4], "apart": [0], "two receivers": [0, 3, 5], "i
 
 @pytest.mark.parametrize("name,engines", ENGINES.items())
 def test_every_engine_gets_the_actors_weights(name, engines, results):
-    """Bit for bit, on whatever rank, from whichever copy's head; who has neither gets nothing."""
+    """Bit for bit, on whatever rank, from whichever copy's lead; who has neither gets nothing."""
     digests, weights = results[name]["digests"], results[name]["weights"]["megatron"]
     got = [digests[rank] for rank in engines]
     assert all(each == got[0] for each in got) and got[0].keys() == weights.keys()

@@ -50,42 +50,42 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
 def test_next_wave(kind):
     """Four are wanted, 1.2 times what is missing is drawn, for the wave after the one that it replaces."""
 
-    def next_wave(waves, finished, limit):
-        return sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave()
+    def next_draw(waves, finished, limit):
+        return sampler_of(kind, 4, waves, finished, max_refills=limit).next_draw()
 
-    assert next_wave([], {}, 0) == (0, 4)  # the first wave is no refill
-    assert next_wave([[0, 1, 2, 3]], {0: True}, 3) is None  # three are still in flight
+    assert next_draw([], {}, 0) == (0, 4)  # the first wave is no refill
+    assert next_draw([[0, 1, 2, 3]], {0: True}, 3) is None  # three are still in flight
     # one is missing: 1.2 of it, while three are in flight
-    assert next_wave([[0, 1, 2, 3]], {0: False}, 3) == (1, 2)
-    assert next_wave([[0, 1, 2, 3]], {0: False}, 0) is None  # no refills are allowed
-    assert next_wave([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1) == (1, 2)
+    assert next_draw([[0, 1, 2, 3]], {0: False}, 3) == (1, 2)
+    assert next_draw([[0, 1, 2, 3]], {0: False}, 0) is None  # no refills are allowed
+    assert next_draw([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1) == (1, 2)
 
 
 def test_experience_says_what_will_be_filtered():
     """Four are wanted, two groups keep one: 2.4 are drawn for each missing one, before the verdicts."""
 
-    def next_wave(generated, finished):
+    def next_draw(generated, finished):
         sampler = sampler_of(OrderedSampler, 4, [[0, 1, 2, 3]], finished, groups_per_kept=2.0)
         sampler.num_generated = generated
-        return sampler.next_wave()
+        return sampler.next_draw()
 
-    assert next_wave(0, {}) is None  # all are still being generated
+    assert next_draw(0, {}) is None  # all are still being generated
     # a quarter is generated: of four in flight two will be kept, two are missing
-    assert next_wave(1, {}) == (1, 5)
+    assert next_draw(1, {}) == (1, 5)
     # one of the two in flight will be kept, one is missing
-    assert next_wave(4, {0: True, 1: True}) == (1, 3)
+    assert next_draw(4, {0: True, 1: True}) == (1, 3)
     # a filtered group is reason enough: of three in flight 1.5 will be kept, 2.5 are missing
-    assert next_wave(0, {0: False}) == (1, 6)
+    assert next_draw(0, {0: False}) == (1, 6)
 
 
 def play(sampler, truth, rng, draw, at_once=3):
     """A step as modes.collect plays it; groups finish in the order that `rng` gives, some together."""
     while not sampler.is_complete:
-        wave = sampler.next_wave()
-        if wave is None and not sampler.num_in_flight:
+        drawn = sampler.next_draw()
+        if drawn is None and not sampler.num_in_flight:
             return
-        if wave is not None:
-            sampler.add(draw(wave.size), wave.number)
+        if drawn is not None:
+            sampler.add(draw(drawn.size), drawn.wave)
         in_flight = [key for key in sampler.wave_of if key not in sampler.informative]
         finished = rng.sample(in_flight, min(len(in_flight), rng.randint(0, at_once)))
         sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished})

@@ -149,7 +149,7 @@ async def judges_are_forgotten(step):
     """A mode with a mistake."""
     await step.c.devices.share(step.c.devices.leads("rollout"))
     while not step.is_over:
-        step.start(step.begin_wave(), rollout.generate_and_judge)
+        step.start(step.draw_prompts(), rollout.generate_and_judge)
         await step.tasks.poll()
         await rollout.gather_finished_groups(step)
 

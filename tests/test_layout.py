@@ -30,7 +30,7 @@ def shapes(draw, most=12):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_shape_is_laid_out_as_by_megatron(step):
-    """Of all small sizes, on neighbouring ranks and others: copies, heads, and a stranger's place."""
+    """Of all small sizes, on neighbouring ranks and others: copies, leads, and a stranger's place."""
     from training.groups import ORDER, mpu
 
     for tp, pp, cp, dp in SIZES:
@@ -43,9 +43,9 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         for row in generator.get_ranks("dp"):
             places = [shape.place(ranks[at]) for at in row]
             assert [place.dp_rank for place in places] == list(range(dp))
-            assert len({place.is_head for place in places}) == 1
-        heads = [rank for rank in ranks if shape.place(rank).is_head]
-        assert heads == sorted(copy[0] for copy in shape.copies)
+            assert len({place.is_lead for place in places}) == 1
+        leads = [rank for rank in ranks if shape.place(rank).is_lead]
+        assert leads == sorted(copy[0] for copy in shape.copies)
         assert shape.place(0) is shape.place(ranks[-1] + 1) is None
 
 

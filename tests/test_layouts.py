@@ -174,11 +174,11 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
         metrics[-1].pop("train/seconds_spread")
     actor.export(export_to)
     everyone = gathered((metrics, distance, far(weights_of(actor), reference["weights"])))
-    heads = gathered((actor.is_head, actor.dp_rank))
+    leads = gathered((actor.is_lead, actor.dp_rank))
     mixed = mixed_update(actor, reference["batches"][1])
     close(actor)
-    heads = sorted(dp_rank for is_head, dp_rank in heads if is_head)
-    return summary(everyone) | {"mixed": mixed, "heads": heads}
+    leads = sorted(dp_rank for is_lead, dp_rank in leads if is_lead)
+    return summary(everyone) | {"mixed": mixed, "leads": leads}
 
 
 def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
@@ -235,7 +235,7 @@ def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
     assert result["weight_distance"] < 5 * tolerance
     check_export(results["path"] / "actor", reference["weights"], 5 * tolerance)
     group_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
-    assert result["heads"] == list(range(ranks // group_size))
+    assert result["leads"] == list(range(ranks // group_size))
 
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])

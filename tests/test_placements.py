@@ -47,9 +47,9 @@ def columns_of(controllers, step, digits=20):
 
 
 def keys_of(controllers, step, trainer_of):
-    """What the heads of one model trained on, in order."""
+    """What the leads of one model trained on, in order."""
     trainers = [trainer_of(c) for c in controllers]
-    batches = [trainer.batches[step] for trainer in trainers if trainer.is_head]
+    batches = [trainer.batches[step] for trainer in trainers if trainer.is_lead]
     return sorted(sample.key for sample in itertools.chain(*batches))
 
 

@@ -18,7 +18,7 @@ class Elsewhere:
 
     holds = False
     awake = False
-    is_head = False
+    is_lead = False
     dp_rank = -1
     received_bytes = 0
 
