@@ -119,7 +119,9 @@ class Actor(Trainer):
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
-        limit = math.inf if self.algorithm.corrects_mismatch else self.version
+        limit = (
+            math.inf if self.algorithm.corrects_mismatch else self.version
+        )  # inf: of all samples
         micro_batches = []
         for samples in chain(*mini_batches):
             micro_batches.append([s for s in samples if min(s.versions, default=limit) < limit])
@@ -292,10 +294,10 @@ def importance_weights(
     are detached, are taken. The ratio to proximal is then 1, and nothing is clipped. A token is stale if
     weights of an earlier step wrote it.
 
-        token                      weight                       the loss's ratio is to  kept
-        fresh                      1                            engine                  always
-        fresh, corrects_mismatch   at most tis_cap              proximal                within icepop_bound
-        stale                      at most behavior_weight_cap  proximal                always
+        token                      importance                   old_logprobs  kept
+        fresh                      1                            engine        always
+        fresh, corrects_mismatch   at most tis_cap              proximal      within icepop_bound
+        stale                      at most behavior_weight_cap  proximal      always
 
     Sources. Stale tokens: AReaL's decoupled objective (arXiv 2505.24298), section 5.2, after Hilton et al.
     (arXiv 2110.00641). tis_cap: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL

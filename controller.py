@@ -65,7 +65,8 @@ class Controller:
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints
-    peers: World = None  # of those that serve, if this one does, or of those that train, or of all
+    # the ranks with the same work as this one: those that serve, or that train, if these are apart; else all
+    peers: World = None
     ahead: RolloutBatch | None = None  # served, and not yet trained on
     collect: Callable[[Controller], Awaitable[RolloutBatch]] = modes.collect  # or a replay's
     learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
@@ -121,10 +122,10 @@ async def loop(c: Controller) -> None:
         decision = rebalance(c, measured)  # the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
-        await c.devices.to_serving()  # weights back, push, trainers out, KV cache back
+        await c.devices.to_serving()  # engines' weights back, push, trainers sleep, KV cache
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
-        await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
+        await c.checkpoints.finish(c)  # a save that all ranks have written gets its final name
         stop_if_due(c, stopping)
         del batch, sizes, shares  # not held while the next step is served
     c.timeline.step = c.config.steps
@@ -249,11 +250,11 @@ async def share_columns(c: Controller, shares: Shares) -> None:
 async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple[dict, bool]:
     """Return the metrics of all models, and whether a rank was asked to stop (collective).
 
-    Where all ranks hold all models, all have these metrics, and they hear of a stop when they meet to serve.
-    UserError after MAX_SKIPS skipped updates in a row.
+    Where all ranks hold all models no meeting is needed: all have these metrics, and they are told of a stop
+    when they meet to serve. UserError after MAX_SKIPS skipped updates in a row.
     """
     stopping = False
-    if not c.devices.is_shared:
+    if not c.devices.is_colocated:
         await c.world.wait_for_all()
         for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
             stats = stats | of_rank

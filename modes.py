@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 async def collect(c: Controller) -> RolloutBatch:
-    """Draw prompts, serve them, drop groups that teach nothing and draw again (those that serve).
+    """Draw prompts, serve them, filter groups that teach nothing and draw again (ranks that serve).
 
     The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` of the
     algorithm replace what was filtered. The first informative groups in the order of drawing are kept, with
@@ -83,12 +83,12 @@ async def generate_then_judge(step: RolloutStep) -> None:
     devices = c.devices
     while not step.is_over:
         unfinished = [p for p, count in step.unwritten.items() if count]
-        wave = step.draw_prompts() + unfinished
+        unwritten = step.draw_prompts() + unfinished
         await devices.share(rollout=devices.leads("rollout"))
-        step.start(wave, generate)
+        step.start(unwritten, generate)
         await wait_for_enough(step)
         await devices.share(genrm=devices.leads("genrm"))
-        step.start([p for p in wave if not step.unwritten[p]], judge)
+        step.start([p for p in unwritten if not step.unwritten[p]], judge)
         await wait_for_all(c, step.tasks)
         await gather_finished_groups(step)
 

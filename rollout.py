@@ -9,7 +9,7 @@ An answer that its engine doesn't finish is continued from its tokens:
 
     what cut it off                            who continues it                      what cuts
     its engine's ranks go to genrm             `ask` requests the rest               Pool.use(move=True)
-    over-dispatch, full mode: enough written   the next wave of generate_then_judge  wait_for_enough
+    over-dispatch, full mode: enough written   the next round of generate_then_judge wait_for_enough
     the step has its groups                    the next step: Prompts.group          cut_off, partition
 
 Without --over-dispatch answers of the last row are thrown away, and their prompts begin anew.
@@ -43,7 +43,7 @@ MEETING_INTERVAL_S = 0.05  # controllers that serve meet at least this often
 
 @dataclass
 class RolloutBatch:
-    """The end of this controller's groups in one step: each is kept, filtered or carried."""
+    """What became of this controller's groups in one step: each is kept, filtered or carried."""
 
     kept: list[Sample] = field(default_factory=list)  # samples to train on
     dropped: list[Sample] = field(default_factory=list)  # of kept groups: no reward, or greedy
@@ -297,34 +297,34 @@ async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Me
     return meeting
 
 
-class Progress(NamedTuple):
+class GroupsState(NamedTuple):
     """The state of one controller's groups, as it tells it in a meeting, or of all controllers' groups."""
 
-    finished: dict[int, bool]  # prompt_id of a group that is told once -> whether it is kept
+    finished: dict[int, bool]  # prompt_id of a group that is told once -> whether it is informative
     generated: int  # groups of which every answer is finished
     failed: list[int]  # answers without a verdict, by judge
     parsed: list[int]  # verdicts, by judge
     left: Left
 
     @staticmethod
-    def of(step: RolloutStep) -> Progress:
+    def of(step: RolloutStep) -> GroupsState:
         finished = {}
         for prompt_id in sorted(step.unwritten):
             is_written = not step.unwritten[prompt_id]
             is_running = prompt_id in step.tasks.running  # it may still be judged
-            was_told = prompt_id in step.sampler.informative
+            was_told = prompt_id in step.sampler.finished
             if is_written and not is_running and not was_told:
                 finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())
         left = Left(sum(unwritten), step.judging, begun)
-        return Progress(finished, unwritten.count(0), *step.c.rewards.counts(), left)
+        return GroupsState(finished, unwritten.count(0), *step.c.rewards.counts(), left)
 
     @staticmethod
-    def total(parts: list[Progress]) -> Progress:
+    def total(parts: list[GroupsState]) -> GroupsState:
         finished, generated, failed, parsed, left = zip(*parts, strict=True)
         union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
-        return Progress(union, sum(generated), sums(failed), sums(parsed), Left(*sums(left)))
+        return GroupsState(union, sum(generated), sums(failed), sums(parsed), Left(*sums(left)))
 
 
 def sums(rows: Iterable[Sequence[int]]) -> list[int]:
@@ -334,7 +334,7 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]:
     """Tell which groups finished (collective). Returns what is left, and the tokens each engine owes."""
-    meeting = await sync_controllers(step.c, Progress.of(step), Progress.total)
+    meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
     progress = meeting.facts
     step.sampler.num_generated = progress.generated  # before `record`, whose reader may look at it
     step.sampler.record(progress.finished)

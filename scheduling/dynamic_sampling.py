@@ -1,6 +1,6 @@
 """Dynamic sampling: which prompts make up a step, how many are drawn next. Pure.
 
-Groups whose rewards are all equal teach nothing: they are dropped, and more prompts are drawn in their place.
+Groups whose rewards are all equal teach nothing: they are filtered, and others are drawn in their place.
 Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still needs, beyond groups in
 flight, is estimated from experience (`groups_per_kept`), so that a refill begins before all are judged.
 """
@@ -37,7 +37,9 @@ class DynamicSampler:
         self.first_size = math.ceil(target * over_dispatch)
         self.max_refills = max_refills
         self.wave_of: dict[int, int] = {}  # prompt_id -> wave, in the order of drawing
-        self.informative: dict[int, bool] = {}  # finished prompt_id -> whether its rewards differ
+        self.finished: dict[
+            int, bool
+        ] = {}  # prompt_id of a finished group -> whether it is informative
         self.to_replace: list[int] = []  # filtered since the last wave
         self.num_generated = 0  # groups of which every answer is finished, judged or not
 
@@ -47,7 +49,7 @@ class DynamicSampler:
 
     def record(self, finished: dict[int, bool]) -> None:
         """Note groups that finished on any controller: prompt_id -> whether it is informative."""
-        self.informative |= finished
+        self.finished |= finished
         self.to_replace += [p for p, is_informative in finished.items() if not is_informative]
 
     @property
@@ -56,11 +58,11 @@ class DynamicSampler:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self.wave_of) - len(self.informative)
+        return len(self.wave_of) - len(self.finished)
 
     @property
     def num_informative(self) -> int:
-        return sum(self.informative.values())
+        return sum(self.finished.values())
 
     @property
     def is_complete(self) -> bool:
@@ -69,16 +71,16 @@ class DynamicSampler:
 
     def candidates(self) -> list[int]:
         """Finished prompts that the batch is chosen from, in the order of drawing."""
-        return [prompt_id for prompt_id in self.wave_of if prompt_id in self.informative]
+        return [prompt_id for prompt_id in self.wave_of if prompt_id in self.finished]
 
     def chosen(self) -> list[int]:
         """The batch so far, in the order of drawing."""
-        return list(islice(filter(self.informative.get, self.candidates()), self.target))
+        return list(islice(filter(self.finished.get, self.candidates()), self.target))
 
     def used(self) -> list[int]:
         """Prompts that are trained on or filtered in this step."""
         batch = set(self.chosen())
-        return [p for p in self.candidates() if p in batch or not self.informative[p]]
+        return [p for p in self.candidates() if p in batch or not self.finished[p]]
 
     def requeued(self) -> list[int]:
         """Prompts that come first in the next step: unfinished, or not needed."""
@@ -89,7 +91,10 @@ class DynamicSampler:
         """The prompts to draw now; None if nothing is missing, it is too early, or no wave is left."""
         if not self.wave_of:
             return Draw(0, self.first_size)
-        missing = self.target - self.num_informative - self.num_in_flight / self.groups_per_kept
+        will_be_kept = (
+            self.num_in_flight / self.groups_per_kept
+        )  # of those in flight, by experience
+        missing = self.target - self.num_informative - will_be_kept
         may_tell = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
         if missing <= 0 or not may_tell:
             return None
@@ -111,7 +116,7 @@ class DynamicSampler:
         return 0.9 * self.groups_per_kept + 0.1 * min(groups / max(1, kept), MAX_GROUPS_PER_KEPT)
 
     def groups_and_kept(self) -> tuple[int, int]:
-        return len(self.informative), self.num_informative
+        return len(self.finished), self.num_informative
 
 
 class OrderedSampler(DynamicSampler):
@@ -144,7 +149,7 @@ class OrderedSampler(DynamicSampler):
         A wave replaces what the waves before it lack. A prompt in flight counts as filtered: an end is then
         the most prompts that may be needed, and falls once its group turns out to be informative.
         """
-        kept = [self.informative.get(prompt_id, False) for prompt_id in self.wave_of]
+        kept = [self.finished.get(prompt_id, False) for prompt_id in self.wave_of]
         ends = [self.first_size]
         for _ in range(self.max_refills):
             missing = self.target - sum(kept[: ends[-1]])
@@ -156,7 +161,7 @@ class OrderedSampler(DynamicSampler):
     def candidates(self) -> list[int]:
         """Finished prompts in the order of drawing, up to the first in flight or the end of the waves."""
         drawn = islice(self.wave_of, self.wave_ends()[-1])
-        return list(takewhile(self.informative.__contains__, drawn))
+        return list(takewhile(self.finished.__contains__, drawn))
 
     def used(self) -> list[int]:
         """The candidates up to the last one of the batch; all of them while the batch isn't full."""

@@ -86,10 +86,10 @@ def play(sampler, truth, rng, draw, at_once=3):
             return
         if drawn is not None:
             sampler.add(draw(drawn.size), drawn.wave)
-        in_flight = [key for key in sampler.wave_of if key not in sampler.informative]
+        in_flight = [key for key in sampler.wave_of if key not in sampler.finished]
         finished = rng.sample(in_flight, min(len(in_flight), rng.randint(0, at_once)))
         sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished})
-        sampler.num_generated = rng.randint(len(sampler.informative), len(sampler.wave_of))
+        sampler.num_generated = rng.randint(len(sampler.finished), len(sampler.wave_of))
 
 
 STEP = dict(seed=SEEDS, target=st.integers(1, 6), keep=st.floats(0.1, 1))
@@ -103,7 +103,7 @@ def test_a_prompt_ends_in_one_way(kind, seed, target, keep, groups_per_kept, lim
     sampler, fresh = kind(target, groups_per_kept, 1.0, limit), itertools.count()
     truth = lambda prompt_id: random.Random(prompt_id).random() < keep  # noqa: E731
     play(sampler, truth, random.Random(seed), lambda n: list(itertools.islice(fresh, n)))
-    chosen, again, informative = sampler.chosen(), sampler.requeued(), sampler.informative
+    chosen, again, informative = sampler.chosen(), sampler.requeued(), sampler.finished
     filtered = [prompt_id for prompt_id in sampler.wave_of if prompt_id not in chosen + again]
     assert sorted(chosen + again + filtered) == sorted(sampler.wave_of)
     assert len(set(chosen + again)) == len(chosen + again)

@@ -55,5 +55,5 @@ class Elsewhere:
     def whole_weights(self) -> dict:
         return {}
 
-    snapshot = sharded_checkpoint.plan_save
+    snapshot = sharded_checkpoint.take_snapshot
     restore = sharded_checkpoint.load

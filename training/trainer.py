@@ -374,7 +374,7 @@ class Trainer:
     def _hf_config(self, hf: dict) -> dict:
         return hf | {"dtype": self.config.dtype}
 
-    snapshot = sharded_checkpoint.plan_save
+    snapshot = sharded_checkpoint.take_snapshot
     restore = sharded_checkpoint.load
 
 
