@@ -89,7 +89,7 @@ REFUSED = [
     ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2, pp2 or cp2"),
     ("actor=0:tp0", {}, 2, "'tp0' is no size"),
     ("actor=tp2", {}, 2, "'tp2' names no ranks"),
-    ("rows", {}, 2, "colocate, split, standalone, or ranks: engines=0-1 actor=2-3"),
+    ("rows", {}, 2, "choose colocate, split, standalone"),
     ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
     ("engines=0 actor=2,1", {}, 3, "the ranks of actor aren't each named once, in order"),
     ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),

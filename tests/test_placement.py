@@ -77,7 +77,7 @@ def test_train_only_has_no_engine():
 
 
 REFUSED = [
-    (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, fused, auto"),
+    (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, .*fused, .*auto"),
     (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
     (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
     (dict(), 1, "--mode partial needs more ranks than 1 for a rollout engine of 1 and a genrm"),
