@@ -205,7 +205,9 @@ class Placement(NamedTuple):
                 yield f"the ranks of {name} aren't each named once, in order"
             if ranks and max(ranks) >= world_size:
                 yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
-            if (not ranks and name != "engines") or len(ranks) % shape.unit:
+            if not ranks and name != "engines":
+                yield f"{name} has no rank"
+            if len(ranks) % shape.unit:
                 sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
                 yield f"{sizes} doesn't divide the {len(ranks)} ranks of {name}"
         if idle := {*range(world_size)} - {*self.engines} - self.learners:

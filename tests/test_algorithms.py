@@ -443,7 +443,8 @@ def test_a_row_of_ones_own_has_settings_of_its_own_and_sees_lengths(monkeypatch)
     assert (kimi.own, kimi.clip_low) == ({"tau": 1.0, "weight": 1.0}, 0.1) and row.own["tau"] == 0.2
     refused = {
         "grpo tau=1": "none of",
-        "kimi tau=x": "tau=0.2, weight=1",
+        "kimi tau=x": "tau=x is no float",
+        "kimi x=1": "tau=0.2, weight=1",
         "kimi tau=nan": "needs tau",
     }
     for words, message in refused.items():
@@ -488,7 +489,7 @@ def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, rema
     [
         ("a2c", "a2c is unknown; choose one of: .*grpo"),
         ("ppo lambda=1", r"lambda=1 is none of clip_low=0.2, clip_high=0.28, "),
-        ("ppo gamma=half", "gamma=half is none of clip_low"),
+        ("ppo gamma=half", "gamma=half is no float"),
         ("ppo gamma=1.1", "ppo gamma=1.1 needs gamma from 0 to 1"),
         ("ppo gae_lambda=nan", "needs gae_lambda from 0 to 1"),
         ("ppo critic_warmup=7", "needs critic_warmup below --steps 7"),

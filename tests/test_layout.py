@@ -100,7 +100,7 @@ REFUSED = [
     ("engines=0 actor=0 critic=1", {}, 2, "--algorithm grpo has no critic"),
     ("split", {}, 2, "--algorithm grpo has no critic"),
     ("engines=0 actor=0 reference=1", {}, 2, "--algorithm grpo without kl_coef has no referen"),
-    ("split", dict(algorithm=PPO), 1, "= 1 doesn't divide the 0 ranks of critic"),
+    ("split", dict(algorithm=PPO), 1, "critic has no rank"),
     ("standalone", dict(algorithm=PPO), 2, "rank 0, which keeps the prompts, needs an engine"),
     ("standalone", dict(train_only=True, replay="r"), 2, "rank 0 holds nothing"),
     ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
