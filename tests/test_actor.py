@@ -17,12 +17,20 @@ from torch.distributed.checkpoint import SavePlan
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
-from parallel_worker import actor_config, balanced, far, save, set_constants, supervised, weights_of
 from runtime.errors import UserError
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
+from tests.support.vision_models import CLASSES, make_vision_model
+from tests.workers.parallel_worker import (
+    actor_config,
+    balanced,
+    far,
+    save,
+    set_constants,
+    supervised,
+    weights_of,
+)
 from training.packing import NO_TARGET, make_micro_batches, zigzag
-from vision_models import CLASSES, make_vision_model
 
 VOCAB = 64
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it

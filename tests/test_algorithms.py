@@ -18,10 +18,10 @@ import actor
 import algorithms
 from actor import STATS, PackedTargets, PolicyLoss, pack_targets, update_metrics
 from algorithms import ALGORITHMS, Algorithm, LossInputs, algorithm_of, moments, set_advantages
-from columns import numbers
 from config import Config
 from rollout import outcomes_of
 from sample import Sample
+from tests.support.columns import numbers
 
 # those whose plain loop stands below: a row of your own begins without
 ROWS = ["grpo", "grpo_2024", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax"]

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 import controller
 from algorithms import ALGORITHMS
 from config import Config
-from fakes import FakeWorld
 from rollout import RolloutBatch
 from runtime.shutdown import Stop
 from sample import Sample, flat
 from scheduling.balance import karmarkar_karp, pack_evenly, packed_length, plan_batch
 from scheduling.layout import Shape
+from tests.support.fakes import FakeWorld
 
 
 def cost(tokens: int) -> int:

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import rollout
-from fakes import AwaitedWriter, FakeSource, LateWriter, simulate
-from parallel_worker import far
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from runtime.errors import RunLost
-from workers import train_layouts
+from tests.support.fakes import AwaitedWriter, FakeSource, LateWriter, simulate
+from tests.workers.parallel_worker import far
+from tests.workers.start import train_layouts
 
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}
 EVERY_FILE |= {"megatron/.metadata", "megatron/__0_0.distcp"}
@@ -260,7 +260,7 @@ LAYOUTS |= {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     """A checkpoint of three ranks; what each rank of each layout made of it, and those that saved."""
-    from test_actor import make_model, make_samples
+    from tests.test_actor import make_model, make_samples
 
     out = tmp_path_factory.mktemp("saved")
     batches = [[sample for sample in make_samples(seed) if sample.advantages] for seed in (0, 1, 3)]
@@ -271,7 +271,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     model_dir = make_model(out / "model", "qwen3", tied=True)
     references = {"both": {"batches": batches, "model_dir": model_dir}}
     layouts = {name: ("both", *layout) for name, layout in LAYOUTS.items()}
-    results = train_layouts("checkpoint_worker", out, layouts, references)
+    results = train_layouts("tests.workers.checkpoint_worker", out, layouts, references)
     return out / "checkpoints" / "step_2", results
 
 

@@ -16,21 +16,21 @@ from safetensors import torch as safetensors
 
 import config
 import data
-import models
 import run
 from commands import dry_run
 from engines import fleet
 from engines.engine import Engine
-from fakes import FakeWorld
 from genrm import formats_of
 from inputs import hf_directory
-from launched import ROOT, Run
 from modes import place
 from runtime import atomic_files
 from runtime.errors import UserError
 from scheduling.measured import Split
-from support.rows import jsonl
-from support.templates import GEMMA
+from tests.support import models
+from tests.support.fakes import FakeWorld
+from tests.support.launched import ROOT, Run
+from tests.support.rows import jsonl
+from tests.support.templates import GEMMA
 from training import model
 from training.hf_weights import HFWeights
 from training.model import check_models

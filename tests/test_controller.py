@@ -14,9 +14,18 @@ import controller
 import modes
 from config import Config
 from controller import State, advance
-from fakes import LEFTOVERS, FakeSource, batches_of, part_of, simulate, to_text, trained, write_on
 from rollout import RolloutBatch
 from runtime.errors import UserError
+from tests.support.fakes import (
+    LEFTOVERS,
+    FakeSource,
+    batches_of,
+    part_of,
+    simulate,
+    to_text,
+    trained,
+    write_on,
+)
 
 LAYOUTS = [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 4)]
 APART = "engines=0-2 actor=3"

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from examples.make_demo.closing import close
-from parallel_worker import critic_config, set_constants, supervised, weights_of
 from sample import Sample
-from test_actor import make_model, make_samples
+from tests.test_actor import make_model, make_samples
+from tests.workers.parallel_worker import critic_config, set_constants, supervised, weights_of
 
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:

@@ -23,7 +23,6 @@ from commands.dry_run import graphics
 from config import PRESETS, Config, parse_config
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
-from fakes import LEFTOVERS, simulate
 from inputs.hf_directory import checkpoint_shapes
 from modes import place
 from placement import colocate
@@ -31,6 +30,7 @@ from reporting.describe import describe
 from runtime import devices, supported
 from runtime.errors import UserError
 from scheduling.layout import Shape
+from tests.support.fakes import LEFTOVERS, simulate
 from training.memory import CONTEXT, RESIDENT, engines_of, peaks_of, trainer_parts, trainers_of
 
 ROOT = Path(__file__).parent.parent

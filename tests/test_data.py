@@ -22,12 +22,12 @@ import data
 import genrm
 from demo import task  # noqa: F401  task adds the format
 from examples.make_demo import models
-from fakes import FakeSource, FakeTokenizer
 from inputs.rows import read_rows
-from models import save_tokenizer
 from runtime.errors import UserError
 from sample import Sample
-from support.rows import jsonl
+from tests.support.fakes import FakeSource, FakeTokenizer
+from tests.support.models import save_tokenizer
+from tests.support.rows import jsonl
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
 

@@ -20,14 +20,14 @@ from config import Config, parse_config
 from engines import server
 from examples.make_demo import models
 from inputs.hf_directory import checkpoint_shapes
-from models import save_model
 from runtime import free_memory
 from runtime.shutdown import Stop
 from scheduling.layout import Shape
-from support.rows import jsonl
-from tiny_models import make_tiny_qwen3
+from tests.support.models import save_model
+from tests.support.rows import jsonl
+from tests.support.tiny_models import make_tiny_qwen3
+from tests.support.vision_models import make_vision_model
 from training.memory import embedding, engine_parts, trainer_parts
-from vision_models import make_vision_model
 
 ROOT = Path(__file__).parent.parent
 LAYER = {

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import Prompts
-from fakes import FakeSource as Numbers
 from sample import Sample
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from tests.support.fakes import FakeSource as Numbers
 
 SEEDS = st.integers(0, 2**32)
 KINDS = [OrderedSampler, DynamicSampler]

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 import controller
 from config import Config
-from fakes import FakeSource, FakeWorld, fake_config, number_in, simulate, text_answer, to_text
 from reporting.answers import AnswersReport, keep_answers
 from reporting.metrics import pass_at_k
+from tests.support.fakes import (
+    FakeSource,
+    FakeWorld,
+    fake_config,
+    number_in,
+    simulate,
+    text_answer,
+    to_text,
+)
 
 RATE = "eval/tokens_per_s"
 WORDS = "goes on: {} prompts are answered"

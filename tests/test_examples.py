@@ -15,7 +15,7 @@ import modes
 import placement
 import rewards
 import run
-from fakes import simulate, to_text
+from tests.support.fakes import simulate, to_text
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BENCH = Path(__file__).parent.parent / "bench"

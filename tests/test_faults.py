@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import modes
 import rollout
-from fakes import (
+from runtime.errors import RunLost, UserError
+from tests.support.fakes import (
     FakeActor,
     FakeCritic,
     FakeEngine,
@@ -21,8 +22,7 @@ from fakes import (
     to_text,
     write_on,
 )
-from runtime.errors import RunLost, UserError
-from test_rollout import batches_of, check_prompts, check_tokens
+from tests.test_rollout import batches_of, check_prompts, check_tokens
 
 ALL_LAYOUTS = [
     ("full", 1),

@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 
 from reporting import figure
 from reporting import timeline as tl
-from test_timeline import MIXED, spans_of
+from tests.test_timeline import MIXED, spans_of
 
 
 def life(prompt_id, *stretches):

@@ -15,8 +15,8 @@ import pytest
 
 from cpu import forks
 from engines.server import ServerProcess
-from launched import ROOT
 from runtime import shutdown
+from tests.support.launched import ROOT
 
 ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
 OWNER = """

@@ -16,10 +16,10 @@ import genrm
 import rewards
 from config import Config
 from engines.engine import Answer
-from fakes import FakeTokenizer, VirtualClock, to_text
-from models import SPECIAL, save_tokenizer
 from runtime.errors import UserError
 from sample import Sample
+from tests.support.fakes import FakeTokenizer, VirtualClock, to_text
+from tests.support.models import SPECIAL, save_tokenizer
 
 ANSWERS = {
     r"\boxed{1} no: \boxed{ 2 } done": "2",

@@ -11,14 +11,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import parallel_worker
-import test_actor
 from algorithms import ALGORITHMS, algorithm_of
-from parallel_worker import actor_config, balanced, critic_config, far, gathered, weights_of
 from sample import Sample, flat
-from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
-from test_critic import make_value_model, plain_values, trained_on, with_returns
-from workers import trained_by_tier
+from tests import test_actor
+from tests.test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
+from tests.test_critic import make_value_model, plain_values, trained_on, with_returns
+from tests.workers import parallel_worker
+from tests.workers.parallel_worker import (
+    actor_config,
+    balanced,
+    critic_config,
+    far,
+    gathered,
+    weights_of,
+)
+from tests.workers.start import trained_by_tier
 
 CRITIC_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: 2e-3 after 2 steps of warm-up
 ONE = {"one": ("qwen3", 1, {}), "one_tied": ("qwen2", 1, {})}
@@ -137,7 +144,7 @@ def references(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="session")
 def result_of(references, tmp_path_factory):
-    return trained_by_tier("test_layouts", tmp_path_factory, FIRST, OTHERS, references)
+    return trained_by_tier("tests.test_layouts", tmp_path_factory, FIRST, OTHERS, references)
 
 
 # ---------------------------------------------------------------- on the ranks

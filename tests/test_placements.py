@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import controller
-import fakes
-from fakes import at_random_paces, simulate, trained
 from scheduling.rebalance import Decision
-from test_checkpoint import exact_meetings, exact_times
-from test_faults import ask_to_stop
-from test_rollout import check_prompts, check_tokens
+from tests.support import fakes
+from tests.support.fakes import at_random_paces, simulate, trained
+from tests.test_checkpoint import exact_meetings, exact_times
+from tests.test_faults import ask_to_stop
+from tests.test_rollout import check_prompts, check_tokens
 
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 SAFE = ("safe_rlhf", "kl_coef=0.1")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planted_bugs import ROOT, read_bugs
-from test_size import ROOMS, ROOT_FILES, room_of
+from tests.runs.planted_bugs import ROOT, read_bugs
+from tests.test_size import ROOMS, ROOT_FILES, room_of
 
 BUGS = read_bugs()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launched import ROOT, Run, free_ports, saved
+from tests.support.launched import ROOT, Run, free_ports, saved
 
 pytestmark = pytest.mark.long
 FOLDER = ROOT / "runs" / "smollm2"

@@ -18,10 +18,10 @@ import training  # noqa: F401  makes Megatron importable without CUDA
 from actor import Actor
 from examples.make_demo.closing import close
 from papers.hybridflow import Layout
-from parallel_worker import actor_config, gathered
-from test_actor import make_model
+from tests.test_actor import make_model
+from tests.workers.parallel_worker import actor_config, gathered
+from tests.workers.start import train_layouts
 from training.hf_weights import HFWeights
-from workers import train_layouts
 
 layouts = st.builds(
     lambda pp, near, copies, parts: Layout(pp, near * parts, copies, parts),
@@ -109,7 +109,7 @@ def found(tmp_path_factory) -> dict:
     sizes = dict(num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8)
     ties = {"untied": False, "tied": True}
     models = {name: make_model(path / name, "qwen3", ties[name], **sizes) for name in ties}
-    return train_layouts("test_resharding", path, LAYOUTS, models)
+    return train_layouts("tests.test_resharding", path, LAYOUTS, models)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ import pytest
 import checkpoint
 from checkpoint import ResumePoint
 from config import parse_config
-from fakes import FakeWorld
 from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
+from tests.support.fakes import FakeWorld
 
 CONFIG = replace(parse_config([]), model="M", judge=("J",))
 SETTINGS = vars(CONFIG)

@@ -22,10 +22,10 @@ import genrm
 import rewards
 from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
 from config import Config
-from fakes import FakeSource, simulate, to_text, trained
-from models import save_tokenizer
 from runtime.errors import UserError
 from sample import Sample
+from tests.support.fakes import FakeSource, simulate, to_text, trained
+from tests.support.models import save_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -163,7 +163,7 @@ import sys; sys.path[:0] = {paths!r}
 import rewards
 from runtime.errors import UserError
 from runtime import shutdown
-from test_rewards import says, score
+from tests.test_rewards import says, score
 
 rules = [rewards.load("reward", sys.argv[1])]
 try:

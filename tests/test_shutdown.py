@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from fakes import VirtualClock, run_on
-from launched import TORCHRUN_S_OWN
 from runtime import shutdown
+from tests.support.fakes import VirtualClock, run_on
+from tests.support.launched import TORCHRUN_S_OWN
 
 ROOT = Path(__file__).parent.parent
 

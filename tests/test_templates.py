@@ -14,10 +14,10 @@ import rewards
 from config import Config, parse_config
 from examples.finetune import parse_pair, parse_rm, parse_sft
 from inputs.templates import TODAY
-from models import TEMPLATE, save_tokenizer
 from runtime.errors import UserError
-from support.rows import jsonl
-from support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
+from tests.support.models import TEMPLATE, save_tokenizer
+from tests.support.rows import jsonl
+from tests.support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 
 
 @pytest.fixture(scope="module")

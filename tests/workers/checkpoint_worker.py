@@ -17,11 +17,11 @@ import placement
 from checkpoint import Checkpoints, restore
 from controller import State
 from data import Prompts
-from fakes import FakeSource
-from parallel_worker import balanced, critic_config, gathered, weights_of
 from reporting.timeline import Timeline
 from runtime.world import World
 from sample import flat
+from tests.support.fakes import FakeSource
+from tests.workers.parallel_worker import balanced, critic_config, gathered, weights_of
 
 
 def controller_of(world: World, actor, critic) -> SimpleNamespace:

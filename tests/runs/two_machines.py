@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from launched import ROOT, Run
+from tests.support.launched import ROOT, Run
 
 PORT = 26000  # --port of the run; each machine has its own
 MEETING_PORT = 26400  # where torchruns meet
