@@ -5,7 +5,8 @@
     python tests/runs/planted_bugs.py --module scheduling --files test_balance.py --all
 
 tests/planted/MODULE.toml has the bugs of a root file or a room, one for each promise that it keeps: a bug
-replaces `old`, which stands once in `file`, by `new`. A file finds a bug if one of its tests fails. Exit status 1 if a bug is missed.
+replaces `old`, which stands once in `file`, by `new`. A file finds a bug if one of its tests fails. Exit
+status 1 if a bug is missed.
 """
 
 from __future__ import annotations
