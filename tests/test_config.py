@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 import config as settings
-import placement
 from config import COMMANDS, DEMO_MODELS, PRESETS, Config, parse_config, settings_of
-from cpu import compiler
-from run import check_settings, describe
-from scheduling.measured import Split
+from run import check_settings
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -166,31 +163,6 @@ def test_an_engine_stays_on_one_machine(role):
     expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine, which no engine leaves"
     with pytest.raises(ValueError, match=f"^{expected}$"):
         check_settings(config, 12, 6)
-
-
-@pytest.mark.parametrize(
-    "arguments,mode,plan",
-    [
-        ("--mode full", "full", [(0,), (0,)]),
-        ("", "partial", [(0,), (1,)]),
-        ("", "partial", [(0, 1), (2,)]),  # 16 prompts need not be shared evenly
-        ("--model m --judge j k", "partial", [(0, 1), (2, 3)]),
-        ("--model m --judge j k --mode full", "full", [(0, 1), (0, 1)]),
-        ("--prompts-per-step 15 --tp 2 --sp", "partial", [(0,), (1,)]),
-    ],
-)
-def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
-    monkeypatch.setattr(compiler, "program_for", lambda model, dtype: "some program")
-    config, ranks = parse_config(arguments.split()), len({rank for role in plan for rank in role})
-    placed = placement.colocate(tuple(range(ranks)), config)
-    split = Split(mode, *map(len, plan))
-    assert check_settings(config, ranks) == (placed, [split])
-    assert (placed.ranks("rollout", split), placed.ranks("genrm", split)) == tuple(plan)
-    described = describe(config, placed, split)
-    assert (
-        placed.in_words(split) in described
-        and f"{config.prompts_per_step * 8} samples" in described
-    )
 
 
 def test_a_judge_that_writes_nothing_needs_no_room_for_it():

@@ -5,16 +5,11 @@ import functools
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import controller
 from scheduling.rebalance import Decision
 from tests.support import fakes
 from tests.support.fakes import at_random_paces, simulate, trained
-from tests.test_checkpoint import exact_meetings, exact_times
-from tests.test_faults import ask_to_stop
-from tests.test_rollout import check_prompts, check_tokens
 
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 SAFE = ("safe_rlhf", "kl_coef=0.1")
@@ -154,31 +149,6 @@ def test_the_same_seed_gives_the_same_run(ahead):
     assert runs[0] == runs[1] == runs[2]
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    mode=st.sampled_from(["full", "partial", "fused", "auto"]),
-    ahead=st.sampled_from([0, 1]),
-    over_dispatch=st.sampled_from([1.0, 1.5]),
-    refills=st.integers(0, 3),
-    judges=st.sampled_from([("a",), ("a", "b")]),
-    seed=st.integers(0, 10**6),
-)
-def test_nothing_is_lost(mode, ahead, over_dispatch, refills, judges, seed):
-    """No prompt and no token: with replacements, a tail that isn't waited for, two judges, moves."""
-    how = dict(placement="engines=0-3 actor=4,6 critic=5", ahead=ahead, rebalance=mode == "partial")
-    how |= dict(over_dispatch=over_dispatch, max_refill_waves=refills, steps=5, algorithm=PPO)
-    how |= dict(judge=judges, model="m", judge_format=("addition",) * len(judges))
-    controllers, _ = simulate(mode, 7, prepare=at_random_paces(seed), **how)
-    check_prompts(serving(controllers))
-    check_tokens(serving(controllers))
-    for step in range(5):
-        kept = {s.key for c in serving(controllers) for s in c.report.steps[step][1].kept}
-        assert trained(controllers, step).keys() == kept
-        assert columns_of(controllers, step).keys() == kept
-    for c in controllers[4:]:
-        assert not fakes.samples_of([batch for _, batch, *_ in c.report.steps])
-
-
 def test_the_split_moves_between_two_pushes():
     """Engines that serve ahead are busy when it is decided: the plan changes at the hand-over."""
     how = dict(placement="engines=0-3 actor=4", steps=9)
@@ -203,45 +173,7 @@ def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
     assert {*others} == {controllers[0].devices.splits[1]}
 
 
-RUNS = {  # name -> settings of a run
-    "standalone": dict(mode="partial", size=4, placement="engines=0-1 actor=2 critic=3"),
-    "ahead": dict(mode="partial", size=4, placement="engines=0-1 actor=2 critic=3", ahead=1),
-    "ahead in turns": dict(mode="full", size=4, placement="engines=0,2 actor=1,3:tp2", ahead=1),
-    "split": dict(mode="full", size=2, placement="split"),
-}
 STEPS = 5
-
-
-@functools.cache
-@exact_meetings()
-def unbroken(name):
-    controllers, _ = simulate(**RUNS[name], algorithm=PPO, steps=STEPS, prepare=exact_times)
-    return [columns_of(controllers, step) for step in range(STEPS)]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    name=st.sampled_from(list(RUNS)),
-    seconds=st.floats(0.1, 11.0),
-    rank=st.integers(0, 3),
-    every=st.sampled_from([1, 2, STEPS]),
-)
-@exact_meetings()
-def test_a_stopped_run_goes_on_as_it_would_have(tmp_path_factory, name, seconds, rank, every):
-    """Whoever is asked, and whenever: what is served ahead is saved with its step, and nothing is lost."""
-    out = tmp_path_factory.mktemp("run")
-    how = RUNS[name] | dict(algorithm=PPO, steps=STEPS, out=out, prepare=exact_times)
-    how |= dict(save_every=every, keep=9)
-    before, _ = simulate(**how, events=[(seconds, ask_to_stop(rank))])
-    done = before[0].state.step
-    assert {c.state.step for c in before} == {done}
-    assert before[0].checkpoints.newest == done
-    after = []
-    if before[0].was_stopped:
-        after, _ = simulate(**how, resumed=out / "checkpoints" / f"step_{done}")
-    steps = [columns_of(before, step) for step in range(done)]
-    steps += [columns_of(after, step) for step in range(STEPS - done)]
-    assert steps == unbroken(name)
 
 
 @pytest.mark.parametrize("mode", ["full", "partial"])

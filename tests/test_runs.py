@@ -334,5 +334,5 @@ def test_a_run_on_own_pictures(tmp_path):
 @pytest.mark.long
 def test_chaos():
     """Faults of every kind, at random moments."""
-    command = [sys.executable, str(ROOT / "tests" / "chaos.py"), "--trials", "14"]
+    command = [sys.executable, str(ROOT / "tests" / "runs" / "chaos.py"), "--trials", "14"]
     assert subprocess.run(command).returncode == 0
