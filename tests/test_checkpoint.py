@@ -21,7 +21,7 @@ import rollout
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from runtime.errors import RunLost
-from tests.support.fakes import AwaitedWriter, FakeSource, LateWriter, simulate
+from tests.support.fakes import AwaitedWriter, FakeSource, LateWriter, learned, simulate
 from tests.workers.parallel_worker import far
 from tests.workers.start import train_layouts
 
@@ -45,17 +45,6 @@ def saved_steps(out: Path) -> list[int]:
     assert not any(atomic_files.verify(checkpoints / f"step_{step}") for step in steps)
     assert {path.name for path in checkpoints.iterdir()} == {f"step_{step}" for step in steps}
     return steps
-
-
-def trained(controllers, first=0) -> list[list[tuple]]:
-    """By step from `first` on: what was trained on, over all ranks."""
-    steps = range(len(controllers[0].report.steps))
-    batches = [[sample for c in controllers for sample in c.report.steps[i][2]] for i in steps]
-    facts = [
-        sorted((s.prompt_id, s.index, s.response, s.logprobs, s.versions, s.reward) for s in batch)
-        for batch in batches
-    ]
-    return facts[first:]
 
 
 RUNS = {  # name -> settings of a run
@@ -106,8 +95,8 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     unbroken, _ = simulate(**run, steps=6)
     saving, _ = simulate(**run, steps=6, save_every=1, keep=9, out=out)
     resumed, _ = simulate(**run, steps=6, resumed=out / "checkpoints" / f"step_{stop}")
-    assert trained(resumed) == trained(unbroken, stop) and trained(resumed)
-    assert trained(saving) == trained(unbroken)
+    assert learned(resumed) == learned(unbroken)[stop:]
+    assert learned(saving) == learned(unbroken)
     assert [c.report.requeued for c in resumed] == [c.report.requeued[stop:] for c in unbroken]
     assert [c.report.carried for c in resumed] == [c.report.carried[stop:] for c in unbroken]
     assert resumed[0].state.groups_per_kept == unbroken[0].state.groups_per_kept

@@ -19,6 +19,7 @@ from runtime.errors import UserError
 from tests.support.fakes import (
     FakeSource,
     batches_of,
+    learned,
     part_of,
     simulate,
     to_text,
@@ -228,13 +229,6 @@ def stopped_at(place, **how):
             c.timeline.on_open, c.collect, c.report.step = reach, collect, step
 
     return simulate(**how, controllers=controllers, prepare_controller=prepare)[0]
-
-
-def learned(controllers):
-    """What each step trained on, by which weights it was written."""
-    steps = range(len(controllers[0].report.steps))
-    rows = [sorted(trained(controllers, step).items()) for step in steps]
-    return [[(key, s.response, s.logprobs, s.versions, s.reward) for key, s in row] for row in rows]
 
 
 @functools.cache

@@ -295,14 +295,6 @@ def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatc
     assert compiler.compiled() is None
 
 
-@pytest.mark.parametrize("home", ["a file/.cache", "", "relative", 300 * "long"])
-def test_a_home_that_is_none(home, tmp_path, monkeypatch):
-    for name in ("a file", "nanoyatt"):
-        (tmp_path / name).touch(0o777)
-    monkeypatch.setenv("XDG_CACHE_HOME", home if home == "relative" else str(tmp_path / home))
-    assert compiler.compiled() is None
-
-
 @pytest.mark.parametrize("spoil", [lambda whole: whole[:4096], lambda _: b"", lambda _: b"text"])
 def test_a_library_that_was_cut_is_compiled_anew(spoil, empty_cache):
     whole = (library := compiler.compiled()).read_bytes()

@@ -87,14 +87,6 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, size):
     assert "eval/accuracy 0.500" in said[0] and "none of" not in said[-1]
 
 
-def test_without_a_right_answer_one_is_shown(tmp_path):
-    _, said, _ = evaluate(tmp_path / "out", write=lambda *_: text_answer("seven"))
-    assert said[-1].startswith(
-        "none of 12 answers is right by --judge-format addition; one ends in"
-    )
-    assert "'seven', and its key is '0'" in said[-1]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path, size):
     """It asks for what wasn't answered alone, and comes to an unbroken one's rows and figures."""

@@ -51,12 +51,6 @@ def kept(controllers, steps):
     return found
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("my_*.py")), ids=lambda path: path.name)
-def test_an_example_is_short(path):
-    """At most 25 lines that aren't blank."""
-    assert sum(bool(line.strip()) for line in path.read_text().splitlines()) <= 25
-
-
 def test_an_algorithm_of_one_s_own_runs(monkeypatch):
     """It registers its row, starts the program with its arguments, and trains."""
     arguments = ["--algorithm", "mine", "clip_low=0.1"]

@@ -171,16 +171,6 @@ def test_a_run_that_did_its_steps_is_moved_away(tmp_path, rows, steps):
     assert (tmp_path / "run-1").exists() != goes_on
 
 
-@pytest.mark.parametrize("out, reason", [("file/run", "Not a directory"), ("empty", "File exists")])
-def test_out_that_cannot_be_written_is_one_line(tmp_path, out, reason):
-    """On every rank, whatever is in the way; it names the setting."""
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "logs").write_text("")
-    with pytest.raises(ValueError, match=rf"^--out \S*{out} can't be used: .*{reason}.*$"):
-        prepared(tmp_path / out)
-
-
 def test_a_checkpoint_by_name(tmp_path):
     """Of this run: newer ones are archived, their steps will be others. Another run stays as it is."""
     out, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")

@@ -4,7 +4,6 @@ one. Most are of the demo. How a run ends on bad input is test_command.py's."""
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -229,16 +228,6 @@ def test_a_users_error_is_not_tried_again(tmp_path):
     run.start().finish().check_one_line("rule.py has no function lacking(sample)")
     run.check_nothing_is_left()
     assert 1 <= run.stdout.count("read") <= run.ranks and "/attempt_3/" in run.stderr
-
-
-@pytest.mark.slow
-def test_a_taken_port_is_named(tmp_path):
-    """By number; the engine of the other rank, which had found its port free, is gone too."""
-    run = Run(tmp_path)
-    with socket.create_server(("127.0.0.1", run.port + 3)):
-        run.start().finish()
-    run.check_one_line(str(run.port + 3), "--port")
-    run.check_nothing_is_left()
 
 
 def test_an_evaluation_on_an_engine(tmp_path):
