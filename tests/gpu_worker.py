@@ -33,7 +33,7 @@ from modes import place
 from runtime import rendezvous, shutdown
 from sample import Sample
 from tests.gpu_model import SIZES
-from tests.workers.parallel_worker import balanced, set_constants
+from tests.workers.parallel import balanced, set_constants
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]

@@ -20,8 +20,8 @@ from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
 from runtime.errors import UserError
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
-from tests.support.vision_models import CLASSES, make_vision_model
-from tests.workers.parallel_worker import (
+from tests.support.vision import CLASSES, make_vision_model
+from tests.workers.parallel import (
     actor_config,
     balanced,
     far,

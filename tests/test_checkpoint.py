@@ -22,7 +22,7 @@ from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from runtime.errors import RunLost
 from tests.support.fakes import AwaitedWriter, FakeSource, LateWriter, learned, simulate
-from tests.workers.parallel_worker import far
+from tests.workers.parallel import far
 from tests.workers.start import train_layouts
 
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}
@@ -260,7 +260,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     model_dir = make_model(out / "model", "qwen3", tied=True)
     references = {"both": {"batches": batches, "model_dir": model_dir}}
     layouts = {name: ("both", *layout) for name, layout in LAYOUTS.items()}
-    results = train_layouts("tests.workers.checkpoint_worker", out, layouts, references)
+    results = train_layouts("tests.workers.checkpoint", out, layouts, references)
     return out / "checkpoints" / "step_2", results
 
 

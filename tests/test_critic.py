@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 from examples.make_demo.closing import close
 from sample import Sample
 from tests.test_actor import make_model, make_samples
-from tests.workers.parallel_worker import critic_config, set_constants, supervised, weights_of
+from tests.workers.parallel import critic_config, set_constants, supervised, weights_of
 
 
 def make_value_model(path: Path, family: str, tied: bool) -> str:

@@ -274,23 +274,6 @@ def test_a_bad_row_is_named(tmp_path, row, message):
         read(tmp_path, [GOOD, "", row], 20)
 
 
-def test_a_prompt_is_encoded_when_it_is_drawn(tmp_path, monkeypatch):
-    asked = []
-
-    def encode(tokenizer, reader, prompt, *images_and_where):
-        asked.append(prompt)
-        return characters(prompt) if isinstance(prompt, str) else [0]
-
-    monkeypatch.setattr(data, "encode_prompt", encode)
-    rows = [{"prompt": f"row {i}"} for i in range(50)] + [{"prompt": "?" * 100}, ROWS[0]]
-    prompts = read(tmp_path, rows)
-    assert asked == ["?" * 100]
-    asked.clear()
-    drawn = [prompts[number] for number in (3, 4, 3)]
-    assert [text_of(prompt) for prompt in drawn] == asked == ["row 3", "row 4", "row 3"]
-    assert all(prompt.images() == () for prompt in drawn)
-
-
 def test_long_prompts_are_left_out(tmp_path):
     """In one line; the others keep their order, and their lines in errors."""
     texts, said = ["four", "x" * 21, "y" * 20, "z" * 6], []

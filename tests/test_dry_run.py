@@ -25,7 +25,7 @@ from runtime.shutdown import Stop
 from scheduling.layout import Shape
 from tests.support.models import save_model
 from tests.support.rows import jsonl
-from tests.support.vision_models import make_vision_model
+from tests.support.vision import make_vision_model
 from training.memory import embedding, engine_parts, trainer_parts
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from examples.make_demo.closing import close
 from sample import flat
 from scheduling.pipeline import SCHEDULES, Pipe, Task
 from tests.test_actor import make_model, make_samples
-from tests.workers.parallel_worker import actor_config, balanced, critic_config, set_overlap
+from tests.workers.parallel import actor_config, balanced, critic_config, set_overlap
 from tests.workers.start import trained_by_tier
 from training import executor, groups, trainer
 

@@ -99,15 +99,6 @@ def check_ignored(processes):
         assert not taken, f"{process}: {taken}"
 
 
-def test_a_signal_to_all_processes_reaches_no_engine(tmp_path):
-    """Nor the fork server, nor what stands for an engine at its owner's."""
-    with owner_of(tmp_path / "log") as owner:
-        engine, server = start(owner, tmp_path / "log")
-        family = psutil.Process(owner.pid).children(recursive=True)
-        assert len(family) == 3 and {engine, server} < {*family}
-        check_ignored(family)
-
-
 # as with CUDA; what multiprocessing starts with its first child unblocks signals
 SPAWNER = """
 import multiprocessing, runpy, time

@@ -27,7 +27,7 @@ from runtime.errors import UserError
 from sample import Sample
 from tests.support.models import save_tokenizer
 from tests.support.rows import jsonl
-from tests.support.vision_models import IMAGE, START, encoded_picture, make_vision_model
+from tests.support.vision import IMAGE, START, encoded_picture, make_vision_model
 from tests.test_genrm import score_all
 
 

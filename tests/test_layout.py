@@ -48,14 +48,6 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         assert shape.place(0) is shape.place(ranks[-1] + 1) is None
 
 
-def test_a_model_is_cut_by_its_own_sizes():
-    """Sequence parallelism needs tensor parallelism."""
-    config = Config(tp=2, sp=True, pp=2)
-    for sizes in [(2, 1, 1), (1, 2, 1), (1, 1, 2)]:
-        cut = Shape((0, 1), *sizes).sized(config)
-        assert (cut.tp, cut.pp, cut.cp, cut.sp) == (*sizes, sizes[0] > 1)
-
-
 @given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())
 def test_what_is_written_is_read(engines, actor, critic, reference, default):
     placement = Placement(tuple(sorted(engines)), actor, critic, reference)

@@ -16,20 +16,13 @@ from sample import Sample, flat
 from tests import test_actor
 from tests.test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
 from tests.test_critic import make_value_model, plain_values, trained_on, with_returns
-from tests.workers import parallel_worker
-from tests.workers.parallel_worker import (
-    actor_config,
-    balanced,
-    critic_config,
-    far,
-    gathered,
-    weights_of,
-)
+from tests.workers import parallel
+from tests.workers.parallel import actor_config, balanced, critic_config, far, gathered, weights_of
 from tests.workers.start import trained_by_tier
 
 CRITIC_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: 2e-3 after 2 steps of warm-up
 ONE = {"one": ("qwen3", 1, {}), "one_tied": ("qwen2", 1, {})}
-FIRST = ONE | {  # name -> family, ranks, sizes; bucket: see parallel_worker.set_overlap
+FIRST = ONE | {  # name -> family, ranks, sizes; bucket: see parallel.set_overlap
     "tp2_sp_dp2": ("qwen3", 4, {"tp": 2, "sp": True, "bucket": 2000}),
     "pp2_cp2_tied": ("qwen2", 4, {"pp": 2, "cp": 2}),
 }
@@ -218,7 +211,7 @@ def summary(everyone: list[tuple]) -> dict:
 def train(references: dict, layout: dict, path: str) -> dict:
     """Both models under one layout: Megatron's sizes, and `bucket`, see `set_overlap`."""
     sizes = dict(layout)
-    parallel_worker.set_overlap(sizes.pop("bucket", None))
+    parallel.set_overlap(sizes.pop("bucket", None))
     actor = train_actor(references["actor"], sizes, f"{path}/actor")
     critic = train_critic(references["critic"], sizes, f"{path}/critic")
     return {"actor": actor, "critic": critic, "path": Path(path)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.test_actor import actor_config, make_actor, make_model, make_samples, update  # noqa: F401
-from tests.workers.parallel_worker import far, weights_of
+from tests.workers.parallel import far, weights_of
 from training import lm_head
 from training.memory import KEPT
 from training.offload import HostCopies

@@ -8,7 +8,6 @@ import pytest
 
 import controller
 from scheduling.rebalance import Decision
-from tests.support import fakes
 from tests.support.fakes import at_random_paces, simulate, trained
 
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
@@ -110,32 +109,6 @@ def test_ahead_serves_while_others_train():
 def spans_of(controller, name):
     spans = itertools.chain(*(spans for *_, spans in controller.report.steps))
     return [span for span in spans if span.name == name]
-
-
-def test_actor_and_critic_train_at_the_same_time():
-    """On ranks of their own: the updates' intervals meet. On the same they take turns."""
-    for words, meet in (("engines=0-2 actor=0 critic=1-2", True), ("colocate", False)):
-        times, controllers = [], []
-
-        def watch(c, times=times):
-            for trainer in (c.devices.actor, *c.devices.critics):
-                trainer.update_s, trainer.learn = 0.5, timed(trainer.learn, trainer, times)
-
-        how = dict(algorithm=PPO, placement=words, steps=1, prepare_controller=watch)
-        simulate("full", 3, controllers=controllers, **how)
-        first = {title: start for title, start in times if start}
-        assert (first["actor"] == first["reward critic"]) == meet
-
-
-def timed(learn, trainer, times):
-    """Notes when a model that is held begins to learn."""
-
-    async def call(mini_batches):
-        loop = fakes.asyncio.get_running_loop()
-        times.append((trainer.title, loop.time() if trainer.holds else None))
-        return await learn(mini_batches)
-
-    return call
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -291,11 +291,10 @@ def reward(sample):
     assert trained(again, 1).keys() == trained(controllers, 3).keys()
 
 
-def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
-    """Rollout has all ranks in every mode; a run that goes on from a checkpoint equals the unbroken one."""
-    named = dict(model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",), steps=4)
-    named["reward_weights"] = (0.9, 0.1)
-    controllers, _ = simulate("auto", 2, save_every=2, out=tmp_path, **named)
+def test_rules_alone_reward_where_there_is_no_judge():
+    """Rollout has all ranks in every mode."""
+    named = dict(model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",))
+    controllers, _ = simulate("auto", 2, reward_weights=(0.9, 0.1), **named)
     for sample in trained(controllers, 0).values():
         right = to_text(sample.response).endswith(f">{sample.answer_key}")
         assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response))
@@ -304,12 +303,6 @@ def test_rules_alone_reward_where_there_is_no_judge(tmp_path):
         assert c.devices.genrm.all_engines == []
         assert [engine.rank for engine in c.devices.rollout.engines] == [0, 1]
         assert "genrm" not in {span.name for *_, spans in c.report.steps for span in spans}
-    again, _ = simulate("auto", 2, resumed=tmp_path / "checkpoints" / "step_2", **named)
-    for step in (2, 3):
-        whole, resumed = trained(controllers, step), trained(again, step - 2)
-        assert all(sample.reward == resumed[key].reward for key, sample in whole.items())
-        assert whole.keys() == resumed.keys()
-        assert len(whole) == 8 * 4
 
 
 DEF = "def reward(sample):\n    "

@@ -13,7 +13,7 @@ import pytest
 from config import DEMO_MODELS
 from tests.support.launched import LONGEST_S, ROOT, Run, free_ports, rows_done, saved
 from tests.support.models import save_model
-from tests.support.vision_models import encoded_picture, make_vision_model
+from tests.support.vision import encoded_picture, make_vision_model
 
 SHORT = ("--prompts-per-step", "4", "--eval-every", "3", "--save-every", "1")
 THREE = (*SHORT, "--steps", "3")

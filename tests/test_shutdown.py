@@ -63,20 +63,6 @@ def test_signals(monkeypatch, trains, times, is_done):
     assert cleaned == [True] and stop.asked == times[1.0]
 
 
-def test_all_stop_by_themselves_before_one_is_past_the_last_meeting(monkeypatch):
-    """A signal may come to one that is still in it."""
-    stop = shutdown.Stop()
-
-    async def gather(pid):
-        assert stop.graceful
-        return [pid]
-
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    asyncio.run(stop.until_all_are_ready(SimpleNamespace(rank=0, gather=gather)))
-    assert stop.neighbours == {0: os.getpid()}
-
-
 @pytest.mark.parametrize("left_s, is_cancelled", [(0.9, False), (1.1, True)])
 def test_a_rank_that_is_through_may_leave_before_others_know_that_they_are(left_s, is_cancelled):
     """One that is gone for two looks was killed: nobody will agree to the stop."""

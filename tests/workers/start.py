@@ -22,7 +22,7 @@ def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references
     sizes = list(dict.fromkeys(ranks for _, ranks, _ in layouts.values()))
     case = {"references": references, "layouts": layouts, "sizes": sizes}
     torch.save(case, path / "case.pt")
-    run_worker("tests.workers.parallel_worker", module, path / "case.pt", path / "result")
+    run_worker("tests.workers.parallel", module, path / "case.pt", path / "result")
     found = {}
     for size in sizes:
         found |= torch.load(f"{path}/result.{size}", weights_only=False)
