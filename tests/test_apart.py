@@ -22,8 +22,7 @@ from rollout import RolloutBatch, outcomes_of
 from runtime.shutdown import Stop
 from runtime.world import World
 from sample import Sample
-from tests.test_actor import make_model
-from tests.test_critic import make_value_model
+from tests.support.plain import make_model, make_value_model
 from tests.workers.parallel import actor_config, far, gathered, save
 from tests.workers.start import train_layouts
 from training.groups import mpu

@@ -249,7 +249,7 @@ LAYOUTS |= {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     """A checkpoint of three ranks; what each rank of each layout made of it, and those that saved."""
-    from tests.test_actor import make_model, make_samples
+    from tests.support.plain import make_model, make_samples
 
     out = tmp_path_factory.mktemp("saved")
     batches = [[sample for sample in make_samples(seed) if sample.advantages] for seed in (0, 1, 3)]

@@ -15,7 +15,7 @@ from critic import Critic
 from examples.make_demo.closing import close
 from sample import flat
 from scheduling.pipeline import SCHEDULES, Pipe, Task
-from tests.test_actor import make_model, make_samples
+from tests.support.plain import make_model, make_samples
 from tests.workers.parallel import actor_config, balanced, critic_config, set_overlap
 from tests.workers.start import trained_by_tier
 from training import executor, groups, trainer

@@ -26,9 +26,16 @@ from examples.make_demo.closing import close
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.models import end_turns_with, save_model, save_tokenizer
+from tests.support.plain import (
+    LEARNING_RATES,
+    VOCAB,
+    copies,
+    make_model,
+    make_value_model,
+    plain_logprobs,
+    plain_steps,
+)
 from tests.support.rows import jsonl
-from tests.test_actor import LEARNING_RATES, VOCAB, copies, make_model, plain_logprobs, plain_steps
-from tests.test_critic import make_value_model
 from tests.workers.parallel import far, set_constants
 from training.model import check_models
 

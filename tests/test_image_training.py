@@ -13,8 +13,8 @@ from critic import Critic
 from examples.make_demo.closing import close
 from images.reader import ImageReader
 from sample import Sample
+from tests.support.plain import plain_steps
 from tests.support.vision import BOS, END, IMAGE, START, encoded_picture, make_vision_model
-from tests.test_actor import plain_steps
 from tests.workers.parallel import actor_config, gathered, set_constants, weights_of
 from tests.workers.start import trained_by_tier
 from training.trainer import as_sequences

@@ -13,9 +13,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from algorithms import ALGORITHMS, algorithm_of
 from sample import Sample, flat
-from tests import test_actor
-from tests.test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
-from tests.test_critic import make_value_model, plain_values, trained_on, with_returns
+from tests.support.plain import (
+    LEARNING_RATES,
+    check_export,
+    copies,
+    make_model,
+    make_samples,
+    make_value_model,
+    plain_logprobs,
+    plain_steps,
+    plain_values,
+)
+from tests.test_critic import trained_on, with_returns
 from tests.workers import parallel
 from tests.workers.parallel import actor_config, balanced, critic_config, far, gathered, weights_of
 from tests.workers.start import trained_by_tier
@@ -76,13 +85,13 @@ def plain_actor(model_dir: str) -> dict:
         batches.append(samples)
         return plain_loss(model, config, metrics, samples)
 
-    rates = test_actor.LEARNING_RATES[:3]
+    rates = LEARNING_RATES[:3]
     steps = zip(metrics, plain_steps(model, range(3), loss_of), rates, strict=True)
     for row, (loss, norm), lr in steps:
         row |= {"train/loss": loss, "train/grad_norm": norm, "train/lr": lr}
     assert metrics[1]["train/clip_frac"] > 0.05
     known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
-    return known | {"weights": test_actor.copies(model)}
+    return known | {"weights": copies(model)}
 
 
 def plain_value_loss(model, metrics: list, samples: list[Sample]) -> torch.Tensor:
@@ -121,7 +130,7 @@ def plain_critic(model_dir: str) -> dict:
         row |= {"critic/value_loss": loss, "critic/grad_norm": norm, "critic/lr": lr}
     assert 0.1 < metrics[0]["critic/clip_frac"] < 0.9
     known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
-    return known | {"weights": test_actor.copies(model)}
+    return known | {"weights": copies(model)}
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import training  # noqa: F401  makes Megatron importable without CUDA
 from actor import Actor
 from examples.make_demo.closing import close
 from papers.hybridflow import Layout
-from tests.test_actor import make_model
+from tests.support.plain import make_model
 from tests.workers.parallel import actor_config, gathered
 from tests.workers.start import train_layouts
 from training.hf_weights import HFWeights
