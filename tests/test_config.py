@@ -12,8 +12,8 @@ import pytest
 import config as settings
 from config import COMMANDS, DEMO_MODELS, PRESETS, Config, parse_config, settings_of
 from run import check_settings
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 # DESIGN.md: names that scripts outside may rely on
 PROMISED = """preset mode out steps seed resume model judge rule data algorithm prompts_per_step

@@ -29,10 +29,10 @@ from placement import colocate
 from runtime import devices, supported
 from runtime.errors import UserError
 from scheduling.layout import Shape
+from tests import ROOT
 from tests.support.fakes import LEFTOVERS, simulate
 from training.memory import CONTEXT, RESIDENT, engines_of, peaks_of, trainer_parts, trainers_of
 
-ROOT = Path(__file__).parent.parent
 H200 = 141e9  # bytes
 QWEN_7B = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28)
 QWEN_7B |= dict(num_key_value_heads=4, intermediate_size=18944, vocab_size=152064)

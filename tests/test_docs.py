@@ -19,9 +19,9 @@ from algorithms import ALGORITHMS, Settings
 from config import dashed, parse_config
 from examples import finetune
 from examples.finetune import FinetuneConfig
+from tests import ROOT
 from training import model
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command

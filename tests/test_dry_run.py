@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,12 +22,12 @@ from inputs.hf_directory import checkpoint_shapes
 from runtime import free_memory
 from runtime.shutdown import Stop
 from scheduling.layout import Shape
+from tests import ROOT
 from tests.support.models import save_model
 from tests.support.rows import jsonl
 from tests.support.vision import make_vision_model
 from training.memory import embedding, engine_parts, trainer_parts
 
-ROOT = Path(__file__).parent.parent
 LAYER = {
     **{f"self_attn.{name}.weight": [8, 8] for name in ("q_proj", "o_proj")},
     **{f"self_attn.{name}.weight": [4, 8] for name in ("k_proj", "v_proj")},

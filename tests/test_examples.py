@@ -3,7 +3,6 @@
 import importlib
 import runpy
 import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +14,11 @@ import modes
 import placement
 import rewards
 import run
+from tests import ROOT
 from tests.support.fakes import simulate, to_text
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-BENCH = Path(__file__).parent.parent / "bench"
+EXAMPLES = ROOT / "examples"
+BENCH = ROOT / "bench"
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import pytest
 from cpu import forks
 from engines.server import ServerProcess
 from runtime import shutdown
-from tests.support.launched import ROOT
+from tests import ROOT
 
 ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
 OWNER = """

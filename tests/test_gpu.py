@@ -19,8 +19,9 @@ from config import parse_config
 from runtime import devices
 from runtime.devices import why_unusable
 from runtime.errors import UserError
+from tests import ROOT
 from tests.gpu_model import SIZES, make_model
-from tests.workers.start import ROOT, run_command, run_worker
+from tests.workers.start import run_command, run_worker
 from training.memory import RESIDENT
 
 needs_device = pytest.mark.gpu

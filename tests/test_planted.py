@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.planted_bugs import ROOT, read_bugs
+from tests import ROOT
+from tests.runs.planted_bugs import read_bugs
 from tests.test_size import ROOMS, ROOT_FILES, room_of
 
 BUGS = read_bugs()

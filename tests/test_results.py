@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from bench import results
+from tests import ROOT
 from tests.test_docs import check_program, check_run
-from tests.workers.start import ROOT, run_command
+from tests.workers.start import run_command
 
 
 def row(**values):

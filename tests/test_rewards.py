@@ -9,7 +9,6 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -24,10 +23,9 @@ from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
 from config import Config
 from runtime.errors import UserError
 from sample import Sample
+from tests import ROOT
 from tests.support.fakes import FakeSource, simulate, to_text, trained
 from tests.support.models import save_tokenizer
-
-ROOT = Path(__file__).parent.parent
 
 
 def write(tmp_path, text):

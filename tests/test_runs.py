@@ -11,7 +11,8 @@ import time
 import pytest
 
 from config import DEMO_MODELS
-from tests.support.launched import LONGEST_S, ROOT, Run, free_ports, rows_done, saved
+from tests import ROOT
+from tests.support.launched import LONGEST_S, Run, free_ports, rows_done, saved
 from tests.support.models import save_model
 from tests.support.vision import encoded_picture, make_vision_model
 

@@ -17,7 +17,8 @@ import data
 from config import parse_config
 from engines.server import server_flags
 from runtime.errors import printable
-from tests.support.launched import ROOT, Run
+from tests import ROOT
+from tests.support.launched import Run
 from tests.support.models import save_model
 
 SMALL = ("--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12")

@@ -16,10 +16,9 @@ import psutil
 import pytest
 
 from runtime import shutdown
+from tests import ROOT
 from tests.support.fakes import VirtualClock, run_on
 from tests.support.launched import TORCHRUN_S_OWN
-
-ROOT = Path(__file__).parent.parent
 
 
 async def signalled(stop, times, clock, cleaned):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from config import COMMANDS, Config, settings_of
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
 ROOMS += ("images", "inputs")
 ROOT_FILES = sorted(ROOT.glob("*.py"))

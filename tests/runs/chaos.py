@@ -23,7 +23,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.support.launched import ROOT, Run
+from tests import ROOT
+from tests.support.launched import Run
 
 PLACE = ROOT / "runs" / "chaos"
 DEADLINE_S = 420.0  # for one start to end: longer than any wait that the settings below allow

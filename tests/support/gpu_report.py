@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.workers.start import ROOT
+from tests import ROOT
 
 PATH = ROOT / "runs" / "gpu-report.txt"
 LOG_LINES, ERROR_LINES = 60, 40

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
+from tests import ROOT
 from tests.support.columns import timing_free
 
-ROOT = Path(__file__).parents[2]
 LONGEST_S = 900.0  # for a hang to be found: no run takes as long, however busy the machine is
 TORCHRUN_S_OWN = re.compile(r"[WE]\d{4} .*torch/distributed/")  # lines that it logs
 IN_OUR_CODE = re.compile(rf'File "{ROOT}/(?!\.venv)')  # in a traceback

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 
 def run_worker(module: str, *arguments: str | Path, timeout_s: float = 300) -> None:
