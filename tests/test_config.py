@@ -178,22 +178,6 @@ def test_a_command_has_few_settings_and_its_own():
             parse_config(["eval", "--model", "m", *refused.split()])
 
 
-def test_a_command_elsewhere_has_settings_of_its_own():
-    """Shown and limited as those of Config are; what isn't given is the command's, then the class's."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Own(Config):
-        beta: float = settings.setting(0.5, "strength of mine", "mine", low=0.1)
-        names: tuple[str, ...] = settings.setting((), "words", "mine")
-
-    how = ("own.py: ...", ("run", "data", "mine"), {"command": "own", "lr": 2.0})
-    config = settings.parse_settings(Own, ["--model", "m", "--names", "a", "b"], *how)
-    assert (config.beta, config.names, config.lr, config.out) == (0.5, ("a", "b"), 2.0, "runs/own")
-    for given, message in (("--beta 0", "--beta 0.0: at least 0.1"), ("--mode full", "unrecog")):
-        with pytest.raises(settings.UserError, match=f"^{message}"):
-            settings.parse_settings(Own, f"--model m {given}".split(), *how)
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
     heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}

@@ -154,16 +154,6 @@ def test_jsonl(tmp_path):
     assert (chat.question, chat.turns) == ("second", turns)
 
 
-def test_parquet(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
-    check_rows(prompt_file(tmp_path / "rows.parquet"))
-    rows = [{"messages": [turn | {"at": date(2024, 5, 1)} for turn in (*ANSWERED, *CHAT)]}]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "times.parquet")
-    prompt = prompt_file(tmp_path / "times.parquet").training(0)
-    assert '"at": "2024-05-01"' in json.dumps(prompt.turns)
-
-
 def struct(**fields):
     return pyarrow.struct(list(fields.items()))
 

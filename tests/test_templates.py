@@ -230,15 +230,6 @@ def test_a_judges_template_is_checked_at_the_start(with_template, directory, mon
             build([with_template(template)])
 
 
-def test_a_scalar_judges_template_is_checked_on_every_row(with_template, tmp_path):
-    """It is shown all turns: else the first answer to such a prompt would end the run."""
-    rows = [{"prompt": "3+4="}, {"messages": [turn("system", "Be brief."), ASKED]}]
-    read = partial(prompts_of, with_template(EACH), tmp_path, *rows)
-    assert len(read(scorers=[with_template(QWEN3)])) == 2
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: .* refuses turns: System role not"):
-        read(scorers=[with_template(GEMMA)])
-
-
 @pytest.fixture
 def loaded(directory, monkeypatch):
     """A function that gives the tokenizer as a run has it, and what the start says."""
