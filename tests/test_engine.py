@@ -32,7 +32,7 @@ from reporting.timeline import Timeline
 from runtime.errors import UserError
 from tests.support.fakes import VirtualClock, requests_of
 from tests.support.launched import free_port
-from tests.support.tiny_models import EOS, make_tiny_qwen3
+from tests.support.models import EOS, make_tiny_qwen3
 from tests.test_forks import check_ignored
 
 ROOM = dict(max_model_len=1024, max_new_tokens=64, judge_max_new_tokens=64)
