@@ -32,6 +32,12 @@ def test_karmarkar_karp(costs, shares):
     assert max(loads) - min(loads) <= max(costs, default=0)
 
 
+def test_karmarkar_karp_by_hand():
+    """The dearest of one deal goes with the cheapest of another: the textbook's five numbers."""
+    costs = [8, 7, 6, 5, 4]
+    assert sorted(sums(costs, karmarkar_karp(costs, 2))) == [14, 16]
+
+
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 
 
