@@ -16,17 +16,16 @@ import controller
 import run
 from algorithms import algorithm_of
 from modes import place
-from parallel_worker import actor_config, far, gathered, save
 from placement import Devices
 from reporting.timeline import Timeline
 from rollout import RolloutBatch, outcomes_of
 from runtime.shutdown import Stop
 from runtime.world import World
 from sample import Sample
-from test_actor import make_model
-from test_critic import make_value_model
+from tests.support.plain import make_model, make_value_model
+from tests.workers.parallel import actor_config, far, gathered, save
+from tests.workers.start import train_layouts
 from training.groups import mpu
-from workers import train_layouts
 
 PPO = dict(row="ppo", kl_coef=0.1, kl_in="reward", updates_per_step=2)
 SP = dict(tp=2, sp=True)
@@ -50,7 +49,7 @@ def results(tmp_path_factory):
     reference = {"model": make_model(path / "actor", "qwen3", tied=False)}
     reference["critic"] = make_value_model(path / "value", "qwen3", tied=False)
     layouts = {name: ("qwen3", *layout) for name, layout in LAYOUTS.items()}
-    return train_layouts("test_apart", path, layouts, {"qwen3": reference})
+    return train_layouts("tests.test_apart", path, layouts, {"qwen3": reference})
 
 
 # ---------------------------------------------------------------- on the ranks

@@ -9,10 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import rollout
-from columns import timing_free
 from engines.engine import seed_of
-from fakes import FakeReport, all_batches, at_random_paces, samples_of, simulate
 from reporting import metrics
+from tests.support.columns import timing_free
+from tests.support.fakes import FakeReport, all_batches, at_random_paces, samples_of, simulate
 
 
 def test_a_seed_is_the_same_in_every_process():

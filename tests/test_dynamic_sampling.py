@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import Prompts
-from fakes import FakeSource as Numbers
 from sample import Sample
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from tests.support.fakes import FakeSource as Numbers
 
 SEEDS = st.integers(0, 2**32)
 KINDS = [OrderedSampler, DynamicSampler]
@@ -150,20 +150,6 @@ def group_of(prompt_id, *finishes):
     """An answer for each way to finish."""
     answers = enumerate(finishes)
     return [Sample(prompt_id, i, [1], response=[7], finish=finish) for i, finish in answers]
-
-
-def test_a_prompt_goes_to_its_owner():
-    """2 and 4 come again, to those that hold what was generated. New prompts go where the fewest are."""
-    controllers = [Prompts(Numbers(), 2, keeps_groups=True) for _ in range(2)]
-    begun = group_of(2, "abort", "abort")
-    for rank, prompts in enumerate(controllers):
-        assert prompts.assign_owners(prompts.draw(6), 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
-        prompts.requeue([2, 4], [begun, group_of(4, "", "")] if rank == 0 else [])
-        drawn = prompts.draw(6)
-        assert drawn == [2, 4, 6, 7, 8, 9]
-        assert prompts.assign_owners(drawn, 2) == {2: 0, 4: 0, 6: 1, 7: 1, 8: 0, 9: 1}
-    assert controllers[0].group(2) is begun
-    assert [sample.response for sample in controllers[0].group(6)] == [[], []]
 
 
 PROMPT_IDS = st.lists(st.integers(0, 40), unique=True, max_size=40)

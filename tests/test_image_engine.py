@@ -20,8 +20,8 @@ from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
 from images.reader import ImageReader
 from images.tokens import Image, expand
-from launched import free_port
-from vision_models import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
+from tests.support.launched import free_port
+from tests.support.vision import CLASSES, END, IMAGE, START, encoded_picture, make_vision_model
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
 START_S = 300.0  # for a server to come up

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config
-from modes import place
 from placement import make_placement
 from runtime.errors import UserError
 from scheduling.layout import Placement, Shape, placement_from, ranks_from, ranks_in_words
@@ -47,14 +46,6 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         leads = [rank for rank in ranks if shape.place(rank).is_lead]
         assert leads == sorted(copy[0] for copy in shape.copies)
         assert shape.place(0) is shape.place(ranks[-1] + 1) is None
-
-
-def test_a_model_is_cut_by_its_own_sizes():
-    """Sequence parallelism needs tensor parallelism."""
-    config = Config(tp=2, sp=True, pp=2)
-    for sizes in [(2, 1, 1), (1, 2, 1), (1, 1, 2)]:
-        cut = Shape((0, 1), *sizes).sized(config)
-        assert (cut.tp, cut.pp, cut.cp, cut.sp) == (*sizes, sizes[0] > 1)
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())
@@ -138,21 +129,6 @@ def test_rows_of_the_table():
     placement = make_placement(Config(tp=2, **STANDALONE), 6)
     assert (placement.engines, placement.actor) == ((0, 1, 2, 3), Shape((4, 5), 2))
     assert placement.critic == placement.actor
-
-
-def test_engines_share_the_ranks_that_they_have():
-    """A plan is made of the engines' ranks alone, and people read all of it."""
-    config = Config(mode="partial", algorithm=PPO, judge=("j",), **STANDALONE)
-    placement, (split,) = place(config, 8)
-    assert (
-        placement.ranks("rollout", split),
-        placement.ranks("genrm", split),
-        placement.leads("rollout", split),
-    ) == ((0, 1), (2, 3), (0, 1))
-    words = "rollout on ranks 0-1, genrm on ranks 2-3, actor on ranks 4-5, critic on ranks 6-7"
-    assert placement.in_words(split) == words
-    with pytest.raises(UserError, match=r"--mode partial needs more ranks than 1"):
-        place(config, 3)
 
 
 def test_only_trainers_need_no_engine():

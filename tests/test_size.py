@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from config import COMMANDS, Config, settings_of
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
 ROOMS += ("images", "inputs")
 ROOT_FILES = sorted(ROOT.glob("*.py"))
@@ -26,7 +26,7 @@ MOST_LINES = 14_180  # of the product, examples/finetune.py counted
 MOST_ROOT_LINES = 4_440
 MOST_OUTSIDE = 2_330  # simulation/, papers/
 MOST_BENCH = 2_555
-MOST_TEST_LINES = 19_340  # 1.33 for a line of product and of cpu/decoder.cpp; 1.15 were meant
+MOST_TEST_LINES = 18_710  # 1.28 for a line of product and of cpu/decoder.cpp; 1.15 were meant
 MOST_WORDS = 13_810  # of docs/, without the pages that a command writes
 MOST_FLAGS = 60  # of run.py rl
 MOST_ROOT_FILES, MOST_COLUMNS = 14, 110

@@ -1,6 +1,6 @@
 """What test_checkpoint.py starts as a process of its own: ranks save, then other layouts go on from that.
 
-parallel_worker.py imports it. The reference is a model directory and three batches. A layout's result has,
+parallel.py imports it. The reference is a model directory and three batches. A layout's result has,
 by rank, what was saved or restored, the metrics of the update that follows and the weights after it.
 """
 
@@ -17,11 +17,11 @@ import placement
 from checkpoint import Checkpoints, restore
 from controller import State
 from data import Prompts
-from fakes import FakeSource
-from parallel_worker import balanced, critic_config, gathered, weights_of
 from reporting.timeline import Timeline
 from runtime.world import World
 from sample import flat
+from tests.support.fakes import FakeSource
+from tests.workers.parallel import balanced, critic_config, gathered, weights_of
 
 
 def controller_of(world: World, actor, critic) -> SimpleNamespace:

@@ -598,6 +598,16 @@ def trained(controllers, step):
     return samples
 
 
+def learned(controllers):
+    """By step, what was trained on: key, answer, which weights wrote it, reward."""
+    found = []
+    for step in range(len(controllers[0].report.steps)):
+        samples = trained(controllers, step).values()
+        facts = [(s.key, s.response, s.logprobs, s.versions, s.reward) for s in samples]
+        found.append(sorted(facts))
+    return found
+
+
 class FakeTokenizer:
     """A token is a character."""
 
