@@ -119,7 +119,9 @@ class Actor(Trainer):
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
-        limit = math.inf if self.algorithm.corrects_mismatch else self.version
+        limit = (
+            math.inf if self.algorithm.corrects_mismatch else self.version
+        )  # inf: of all samples
         micro_batches = []
         for samples in chain(*mini_batches):
             micro_batches.append([s for s in samples if min(s.versions, default=limit) < limit])
@@ -286,14 +288,16 @@ def importance_weights(
 ) -> Correction:
     """Correct tokens by the importance weight exp(proximal - engine), truncated.
 
-    engine: log-probabilities under the weights that wrote a token, in the engine's numbers. proximal: under
-    the weights at the step's start, in the trainer's numbers. With a single mini-batch these are the weights
-    that train, whose `logprobs` are given: a ratio to proximal is then 1, and nothing is clipped.
+    engine: the log-probabilities of the weights that wrote a token, as the engine computed them. proximal:
+    those of the weights at the step's start, as the trainer computes them. A step with a single mini-batch
+    has no need to compute proximal ones beforehand: its weights are those at the start, so `logprobs`, which
+    are detached, are taken. The ratio to proximal is then 1, and nothing is clipped. A token is stale if
+    weights of an earlier step wrote it.
 
-        token                      weight                       the loss's ratio is to  kept
-        fresh                      1                            engine                  always
-        fresh, corrects_mismatch   at most tis_cap              proximal                within icepop_bound
-        stale                      at most behavior_weight_cap  proximal                always
+        token                      importance                   old_logprobs  kept
+        fresh                      1                            engine        always
+        fresh, corrects_mismatch   at most tis_cap              proximal      within icepop_bound
+        stale                      at most behavior_weight_cap  proximal      always
 
     Sources. Stale tokens: AReaL's decoupled objective (arXiv 2505.24298), section 5.2, after Hilton et al.
     (arXiv 2110.00641). tis_cap: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL

@@ -260,14 +260,17 @@ def algorithm_of(config: Config) -> Algorithm:
     algorithm = replace(ALGORITHMS[name], **of_run)
     defaults = {each.name: each.default for each in fields(Settings)} | algorithm.own
     for setting, _, value in (text.partition("=") for text in given):
-        try:
-            changed = {setting: type(defaults[setting])(value)}
-            if setting in algorithm.own:
-                changed = {"own": algorithm.own | changed}
-            algorithm = replace(algorithm, **changed)
-        except (KeyError, ValueError):
+        if setting not in defaults:
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            raise UserError(f"--algorithm: {setting}={value} is none of {known}") from None
+            raise UserError(f"--algorithm: {setting}={value} is none of {known}")
+        kind = type(defaults[setting])
+        try:
+            changed = {setting: kind(value)}
+        except ValueError:
+            raise UserError(f"--algorithm: {setting}={value} is no {kind.__name__}") from None
+        if setting in algorithm.own:
+            changed = {"own": algorithm.own | changed}
+        algorithm = replace(algorithm, **changed)
     if algorithm.kl_in == "reward" and not any(text.startswith("kl_estimator=") for text in given):
         algorithm = replace(algorithm, kl_estimator="k1")
     need = next(unmet_needs(algorithm, config), None)

@@ -9,9 +9,10 @@
     OUT/checkpoints/archived_<n>-<i>/         damaged, or of steps that were done again; never read
     OUT/hf/step_<n>/, OUT/hf_critic_<name>/   on request: Hugging Face directories, which are all kept
 
-A save takes its snapshot while the trainers have the device: each rank forks a process, whose memory stays
-as it was, and goes on. Once all have ended well, rank 0 completes it: checksums, then the folder's name, each
-on the disk before the next. A save that fails costs a line, not the run.
+A save takes its snapshot while the trainers have the device: a copy on the host of what a GPU holds. Then
+each rank forks a process, whose memory stays as it was, to write it, and goes on. Once all have ended well,
+rank 0 completes the save, where a step of the loop ends: checksums, then the folder's name, each on the disk
+before the next. A save that fails costs a line, not the run.
 """
 
 from __future__ import annotations
@@ -105,9 +106,9 @@ async def restore(c: Controller, folder: Path) -> None:
     vars(c.state).update({name: common[name] for name in vars(c.state).keys() - {"history"}})
     rows_of_groups = [rows for own in controllers for rows in own["groups"]]
     groups = [list(map(sample_from_json, rows)) for rows in rows_of_groups]
-    holder = c.team.place if c.devices.serves else -1
-    c.prompts.load_state(common["prompts"], groups, c.team.size, holder)
-    c.ahead = c.checkpoints.newest_ahead = served_ahead(c, [own["ahead"] for own in controllers])
+    holder = c.peers.place if c.devices.serves else -1
+    c.prompts.load_state(common["prompts"], groups, c.peers.size, holder)
+    c.ahead = c.checkpoints.newest_ahead = restored_ahead(c, [own["ahead"] for own in controllers])
     # they are summed over the ranks, so rank 0 alone takes them
     c.rewards.load_counts([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
     split = Split(*common["split"])
@@ -122,7 +123,7 @@ async def restore(c: Controller, folder: Path) -> None:
         torch.set_rng_state(torch.tensor(random, dtype=torch.uint8))
 
 
-def served_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch | None:
+def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch | None:
     """Return a batch that was served and not trained on: the first rank has all of it."""
     if not rows[0]:
         return None
@@ -175,7 +176,9 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    complete: dict[str, Callable[[list[list]], None]]  # by folder, with all ranks' descriptions
+    describe: dict[
+        str, Callable[[list[list]], None]
+    ]  # folder -> writes all ranks' descriptions there
     ahead: rollout.RolloutBatch | None
 
 
@@ -222,7 +225,7 @@ class Checkpoints:
         waited_s = 0.0  # counted, not measured: the same on every rank
         while self.saving:
             result = self.saving.writer.result()
-            # of each rank; None: it still writes; "": all is well
+            # each rank says: None while it writes, "" once all is written, or what went wrong
             errors = await self.world.gather(result and result[1])
             error = next(filter(None, errors), "")
             if not error and None in errors and waited_s >= self.config.timeout_s:
@@ -247,12 +250,12 @@ class Checkpoints:
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
         writes = {}
-        complete = {}
+        describe = {}
         hf = {}
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.devices.give_device_to(trainer)
-            writes[name], complete[name] = await self.world.run(trainer.snapshot, folder / name)
+            writes[name], describe[name] = await self.world.run(trainer.snapshot, folder / name)
             if self.is_due(step, self.config.save_hf_every):
                 kind = "hf" if name == "megatron" else f"hf_{name}"
                 if weights := await self.world.run(trainer.whole_weights):
@@ -263,7 +266,7 @@ class Checkpoints:
         work = partial(write_part, folder, self.world.rank, state, writes, hf)
         # the writer ends with the thread that forks it: the world's lives as long as the run
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, complete, c.ahead)
+        self.saving = Saving(step, folder, writer, describe, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
@@ -274,7 +277,7 @@ class Checkpoints:
         await self.world.barrier()  # nobody writes any more
         if not error:
             try:
-                await on_rank_0(self.world, complete, saving, parts, self.config.keep)
+                await on_rank_0(self.world, name_folders, saving, parts, self.config.keep)
             except OSError as caught:
                 error = str(caught)
         if error:
@@ -297,14 +300,14 @@ def make_folders(folder: Path, *names: str) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def complete(saving: Saving, parts: list[Part], keep: int) -> None:
+def name_folders(saving: Saving, parts: list[Part], keep: int) -> None:
     """Name the folders, whose files are on the disk. In this order: rank 0 may die between any two lines."""
     folder = saving.folder
     checkpoints = folder.parent
     checksums = {}
     for _, of_rank in parts:
         checksums |= of_rank
-    for trainer, describe in saving.complete.items():
+    for trainer, describe in saving.describe.items():
         describe([described[trainer] for described, _ in parts])
         checksums |= sync_and_hash(folder, [f"{trainer}/.metadata"])
     lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
@@ -343,7 +346,7 @@ async def prepare_out(config: Config, contents: dict, world: World, say: Say) ->
 
 
 def was_obeyed(config: Config) -> bool:
-    """Tell if --resume was: torchrun starts this rank again, and some checkpoint is newer than torchrun."""
+    """Tell if --resume counts no more: torchrun started this rank again, and it has saved since it began."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         # without torchrun the parent may be outside the container, where psutil can't look
         return False

@@ -65,7 +65,8 @@ class Controller:
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints
-    team: World = None  # of those that serve, if this one does, or of those that train, or of all
+    # the ranks with the same work as this one: those that serve, or that train, if these are apart; else all
+    peers: World = None
     ahead: RolloutBatch | None = None  # served, and not yet trained on
     collect: Callable[[Controller], Awaitable[RolloutBatch]] = modes.collect  # or a replay's
     learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
@@ -73,7 +74,7 @@ class Controller:
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
 
     def __post_init__(self) -> None:
-        self.team = self.team or self.world
+        self.peers = self.peers or self.world
 
 
 async def train(c: Controller) -> bool:
@@ -121,10 +122,10 @@ async def loop(c: Controller) -> None:
         decision = rebalance(c, measured)  # the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # a snapshot, written while the next step is served
-        await c.devices.to_serving()  # weights back, push, trainers out, KV cache back
+        await c.devices.to_serving()  # engines' weights back, push, trainers sleep, KV cache
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
-        await c.checkpoints.finish(c)  # names a save that all have written, maybe an earlier one
+        await c.checkpoints.finish(c)  # a save that all ranks have written gets its final name
         stop_if_due(c, stopping)
         del batch, sizes, shares  # not held while the next step is served
     c.timeline.step = c.config.steps
@@ -152,14 +153,15 @@ async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], 
 async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Shares:
     """Deal all samples to the models' data-parallel ranks in equal work (collective).
 
-    Each rank works out the same deals from the sizes that all told, and sends its samples straight to the
-    ranks that need them: for each shape of a model, all ranks of the copy that gets a sample.
+    Each rank works out the same deals from the sizes that all told: one for each shape of a model, because
+    actor and critics may be cut in different ways. A sample goes straight from the rank that has it to all
+    ranks of the copy of each model that trains on it.
     """
     actor = c.devices.actor
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
     dealt = deal(sizes, shapes, actor.cost, c.config)
-    parcels = {}
-    senders = set()
+    parcels: dict[int, list[Sample]] = {}  # by receiver
+    senders: set[int] = set()  # who sends something to this rank
     own = {sample.key: sample for sample in batch.kept}
     for key, owner in dealt.owners.items():
         receivers = {rank for each in dealt.of.values() for rank in each.copies[key]}
@@ -196,7 +198,7 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
     for first, *beside in turns:
         await c.devices.give_device_to(first, *beside)
-        stats |= await c.team.run(first.update, shares.of(first), beside)
+        stats |= await c.peers.run(first.update, shares.of(first), beside)
         c.timeline.ran(first.passes)
     return stats
 
@@ -206,11 +208,11 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     actor = c.devices.actor
     for reference in c.devices.references:
         await c.devices.give_device_to(actor, reference)
-        await c.team.run(actor.compute_policy_logprobs, shares.of(actor))
-        await c.team.run(reference.compute_ref_logprobs, shares.of(reference))
+        await c.peers.run(actor.compute_policy_logprobs, shares.of(actor))
+        await c.peers.run(reference.compute_ref_logprobs, shares.of(reference))
     for critic in c.devices.critics:
         await c.devices.give_device_to(critic)
-        await c.team.run(critic.compute_values, shares.of(critic))
+        await c.peers.run(critic.compute_values, shares.of(critic))
     await share_columns(c, shares)
     metrics = {}
     if "cost" in c.algorithm.signals:
@@ -223,14 +225,14 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     algorithms.set_advantages(samples, c.algorithm, multiplier)
     if c.algorithm.whiten:
         # others of its model-parallel group hold the same
-        mine = flat(shares.of(actor)) if actor.is_head else []
+        mine = flat(shares.of(actor)) if actor.is_lead else []
         moments = algorithms.moments([a for sample in mine for a in sample.advantages])
-        algorithms.whiten(samples, await c.team.gather(moments))
+        algorithms.whiten(samples, await c.peers.gather(moments))
     return metrics
 
 
 async def share_columns(c: Controller, shares: Shares) -> None:
-    """Send what a model said of samples from its copies' heads to who trains another model on them."""
+    """Send what a model said of samples from its copies' leads to who trains another model on them."""
     parcels = {}
     senders = set()
     for source, target in itertools.permutations(shares.deals, 2):
@@ -241,7 +243,7 @@ async def share_columns(c: Controller, shares: Shares) -> None:
                 if rank == c.world.rank:
                     senders.add(makers[0])
     if len(shares.deals) > 1:
-        for columns_of in (await c.team.exchange(parcels, senders)).values():
+        for columns_of in (await c.peers.exchange(parcels, senders)).values():
             for key, columns in columns_of.items():
                 shares.samples[key].fill(columns)
 
@@ -249,11 +251,11 @@ async def share_columns(c: Controller, shares: Shares) -> None:
 async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple[dict, bool]:
     """Return the metrics of all models, and whether a rank was asked to stop (collective).
 
-    Where all ranks hold all models, all have these metrics, and they hear of a stop when they meet to serve.
-    UserError after MAX_SKIPS skipped updates in a row.
+    Where all ranks hold all models no meeting is needed: all have these metrics, and they are told of a stop
+    when they meet to serve. UserError after MAX_SKIPS skipped updates in a row.
     """
     stopping = False
-    if not c.devices.is_shared:
+    if not c.devices.is_colocated:
         await c.world.wait_for_all()
         for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
             stats = stats | of_rank
@@ -286,7 +288,7 @@ def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatche
         problem = "loss or gradient aren't finite: the update is skipped"
         c.report.note(f"step {c.state.step + 1}: {problem}")
     if c.state.skips == MAX_SKIPS:
-        path = c.report.dump(flat(mini_batches) if c.devices.actor.is_head else [])
+        path = c.report.dump(flat(mini_batches) if c.devices.actor.is_lead else [])
         problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
         raise UserError(f"{problem}; the samples of the last one are in {path}")
 
@@ -313,7 +315,7 @@ async def evaluate(c: Controller, step: int) -> None:
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     if not (held_out and is_due and c.devices.rollout.engines and c.devices.serves):
         return
-    mine = c.report.unanswered(range(c.team.place, len(held_out), c.team.size))
+    mine = c.report.unanswered(range(c.peers.place, len(held_out), c.peers.size))
     right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
 
     async def answer(tasks: rollout.Tasks) -> None:
@@ -338,4 +340,4 @@ async def evaluate(c: Controller, step: int) -> None:
             await rollout.wait_for_all(c, tasks)
     c.devices.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    c.report.evaluation(step, flat([await c.team.gather(right)]), c.timeline.now())
+    c.report.evaluation(step, flat([await c.peers.gather(right)]), c.timeline.now())

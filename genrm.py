@@ -49,19 +49,19 @@ class JudgeFormat:
         """The final answer of a response; None when it has none or was cut off before its end."""
         return self.final_answer(text) if finish == "stop" else None
 
-    def verdict(self, text: str, reply: Answer) -> float | None:
+    def grade(self, text: str, reply: Answer) -> float | None:
         """Read a critique, from 0 to 1; None when it can't be read. UserError for anything else."""
-        verdict = self.parse(text) if reply.finish == "stop" else None
-        if verdict is None:
+        grade = self.parse(text) if reply.finish == "stop" else None
+        if grade is None:
             return None
         # NaN is refused, too
-        if not (isinstance(verdict, Real | numpy.bool_) and 0 <= verdict <= 1):
+        if not (isinstance(grade, Real | numpy.bool_) and 0 <= grade <= 1):
             name = next(name for name, row in FORMATS.items() if row is self)
-            returned = f"parse returned {' '.join(repr(verdict).split())[:60]}"
+            returned = f"parse returned {' '.join(repr(grade).split())[:60]}"
             needed = "a bool, a number from 0 to 1, or None is needed"
             raise UserError(f"--judge-format {name}: {returned}: {needed}")
         is_sure = min(reply.logprobs, default=0.0) > self.min_logprob
-        return float(verdict) if is_sure or verdict <= 0.5 else 0.0
+        return float(grade) if is_sure or grade <= 0.5 else 0.0
 
 
 CHAT_JUDGE = """\
@@ -297,7 +297,7 @@ class Judge:
             score = math.nan if reply.score is None else reply.score
             return Judgement(f"score {score:.6g}", score if math.isfinite(score) else None)
         text = data.decode(self.tokenizer, reply.tokens)
-        return Judgement(text, self.format.verdict(text, reply))
+        return Judgement(text, self.format.grade(text, reply))
 
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:

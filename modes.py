@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 async def collect(c: Controller) -> RolloutBatch:
-    """Draw prompts, serve them, drop groups that teach nothing and draw again (those that serve).
+    """Draw prompts, serve them, filter groups that teach nothing and draw again (ranks that serve).
 
     The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` of the
     algorithm replace what was filtered. The first informative groups in the order of drawing are kept, with
@@ -83,12 +83,12 @@ async def generate_then_judge(step: RolloutStep) -> None:
     devices = c.devices
     while not step.is_over:
         unfinished = [p for p, count in step.unwritten.items() if count]
-        wave = await step.begin_wave() + unfinished
+        unwritten = await step.draw_prompts() + unfinished
         await devices.share(rollout=devices.leads("rollout"))
-        step.start(wave, generate)
+        step.start(unwritten, generate)
         await wait_for_enough(step)
         await devices.share(genrm=devices.leads("genrm"))
-        step.start([p for p in wave if not step.unwritten[p]], judge)
+        step.start([p for p in unwritten if not step.unwritten[p]], judge)
         await wait_for_all(c, step.tasks)
         await gather_finished_groups(step)
 
@@ -98,7 +98,7 @@ async def judge_as_generated(step: RolloutStep) -> None:
     devices = step.c.devices
     await devices.share(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
-        step.start(await step.begin_wave(), generate_and_judge)
+        step.start(await step.draw_prompts(), generate_and_judge)
         await step.tasks.poll()
         await gather_finished_groups(step)
 
@@ -110,7 +110,7 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
     latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)
     capacity = rollout.capacity
     while not step.is_over:
-        step.start(await step.begin_wave(), generate_and_judge)
+        step.start(await step.draw_prompts(), generate_and_judge)
         await step.tasks.poll()
         left, outstanding = await gather_finished_groups(step)
         if not step.is_over:

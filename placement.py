@@ -9,8 +9,8 @@ memory peak:
     to serving    critics sleep, the actor's gradients and what its passes left go, rollout weights come back,
                   push, the actor sleeps, the KV cache comes back
 
-Engines on ranks that train nothing sleep for the push alone. While all sleep, a run may switch to another
-split.
+Engines on ranks that train nothing sleep only while weights are pushed. While all sleep, a run may switch to
+another split.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Devices:
         self.split = splits[0]
         self.next = splits[0]
         self.is_apart = placement.is_apart  # engines and trainers share no rank
-        # all ranks hold all models
-        self.is_shared = all(len(s.ranks) == world.size for s in placement.shapes.values())
+        # every rank holds every model
+        self.is_colocated = all(len(s.ranks) == world.size for s in placement.shapes.values())
         self.serves = world.rank in placement.servers
         self.actor, *self.critics = models.trainers or [None]  # of an evaluation
         self.references = models.references

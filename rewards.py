@@ -88,7 +88,12 @@ def leave_overdue(*_: object) -> None:
 
 
 class Rule(NamedTuple):
-    """A function, `reward(sample)`, maybe `async`: a row of RULES, or from the user's own file."""
+    """A function, `reward(sample)`, maybe `async`: a row of RULES, or from the user's own file.
+
+    A rule that returns None has no say about this answer, and the answer is scored without it. A judgement
+    whose value is None is another thing: the judge had to say, and its verdict couldn't be read. Then the
+    answer is dropped.
+    """
 
     signal: str  # what its number is a part of: "reward" or "cost"
     function: Callable[[TextSample], float | Awaitable[float | None] | None]
@@ -96,7 +101,7 @@ class Rule(NamedTuple):
     says_verdict: bool = False  # as Judge.says_verdict
 
     async def ask(self, sample: TextSample) -> Judgement | None:
-        """Call the function; None: not its to score. UserError: an error in it, or no finite number."""
+        """Call the function. None: it has no say. UserError: an error in it, or no finite number."""
         with self.code:
             value = self.function(sample)
             if inspect.isawaitable(value):
@@ -171,7 +176,7 @@ class Rewards:
         sample.critique = "\n".join(filter(None, critiques))
         values = {source: judgement.value for source, judgement in said.items()}
         if None in values.values():
-            return  # a mean of the rest would have another scale
+            return  # a verdict couldn't be read: no reward, because a mean of the rest has another scale
         counting = {source.signal for source in values if self._weights[source]}
         if lacking := {source.signal for source in self._sources} - counting:
             nothing = f"no {max(lacking)}: all rules that count said None"

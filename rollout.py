@@ -9,7 +9,7 @@ An answer that its engine doesn't finish is continued from its tokens:
 
     what cut it off                            who continues it                      what cuts
     its engine's ranks go to genrm             `ask` requests the rest               Pool.use(move=True)
-    over-dispatch, full mode: enough written   the next wave of generate_then_judge  wait_for_enough
+    over-dispatch, full mode: enough written   the next round of generate_then_judge wait_for_enough
     the step has its groups                    the next step: Prompts.group          cut_off, partition
 
 Without --over-dispatch answers of the last row are thrown away, and their prompts begin anew.
@@ -43,7 +43,7 @@ MEETING_INTERVAL_S = 0.05  # controllers that serve meet at least this often
 
 @dataclass
 class RolloutBatch:
-    """The end of this controller's groups in one step: each is kept, filtered or carried."""
+    """What became of this controller's groups in one step: each is kept, filtered or carried."""
 
     kept: list[Sample] = field(default_factory=list)  # samples to train on
     dropped: list[Sample] = field(default_factory=list)  # of kept groups: no reward, or greedy
@@ -112,24 +112,24 @@ class RolloutStep:
         sampler = self.sampler
         if sampler.is_complete:
             return True
-        return not sampler.num_in_flight and sampler.next_wave() is None
+        return not sampler.num_in_flight and sampler.next_draw() is None
 
-    async def begin_wave(self) -> list[int]:
-        """Draw and deal the prompts of a wave, if one is to begin. Returns this controller's."""
-        wave = self.sampler.next_wave()
-        if wave is None:
+    async def draw_prompts(self) -> list[int]:
+        """Draw and deal the prompts that the sampler asks for now. Returns this controller's, maybe none."""
+        draw = self.sampler.next_draw()
+        if draw is None:
             return []
         c = self.c
-        drawn = c.prompts.draw(wave.size)
-        owners = c.prompts.assign_owners(drawn, c.team.size)
-        if wave.number not in self.sampler.wave_of.values():
-            c.timeline.mark("wave", f"wave {wave.number + 1}")
-        self.sampler.add(drawn, wave.number)
-        mine = [p for p, owner in owners.items() if owner == c.team.place]
+        drawn = c.prompts.draw(draw.size)
+        owners = c.prompts.assign_owners(drawn, c.peers.size)
+        if draw.wave not in self.sampler.wave_of.values():
+            c.timeline.mark("wave", f"wave {draw.wave + 1}")
+        self.sampler.add(drawn, draw.wave)
+        mine = [p for p, owner in owners.items() if owner == c.peers.place]
         with c.timeline.span("read"):
             prompts = await c.prompts.read(mine)
         if c.state.step + 1 < c.config.steps:
-            c.prompts.read_ahead(self.sampler.first_size, c.team.size, c.team.place)
+            c.prompts.read_ahead(self.sampler.first_size, c.peers.size, c.peers.place)
         for prompt_id in mine:
             group = c.prompts.group(prompt_id, prompts[prompt_id])
             self.groups[prompt_id] = group
@@ -280,53 +280,55 @@ class Meeting(NamedTuple):
     stop: bool  # whether a signal asked for one
 
     @staticmethod
-    def total(meetings: list[Meeting], total: Callable) -> Meeting:
+    def total(meetings: list[Meeting], add: Callable) -> Meeting:
         facts, rollout, genrm, stops = zip(*meetings, strict=True)
         engines = (EngineStatus.total(rollout), EngineStatus.total(genrm))
-        return Meeting(total(facts), *engines, any(stops))
+        return Meeting(add(facts), *engines, any(stops))
 
 
-async def sync_controllers(c: Controller, facts: Any, total: Callable = sum) -> Meeting:
+async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Meeting:
     """Return the total of what all controllers tell: facts, what engines owe and wrote (collective).
 
-    Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Devices.apply raises.
+    add: makes one of all controllers' facts. Raises Stopped if a rank was asked to stop and none trains
+    meanwhile, and what Devices.apply raises.
     """
     statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
-    meeting = await c.team.reduce(own, partial(Meeting.total, total=total))
+    meeting = await c.peers.reduce(own, partial(Meeting.total, add=add))
     c.devices.apply(meeting.rollout, meeting.genrm)
     if meeting.stop and not c.devices.is_apart:
         raise Stopped
     return meeting
 
 
-class Progress(NamedTuple):
-    """The state of one controller's groups, which it tells the others; `total`: of all groups."""
+class GroupsState(NamedTuple):
+    """The state of one controller's groups, as it tells it in a meeting, or of all controllers' groups."""
 
-    finished: dict[int, bool]  # prompt_id of a group that is told once -> whether it is kept
+    finished: dict[int, bool]  # prompt_id of a group that is told once -> whether it is informative
     generated: int  # groups of which every answer is finished
     failed: list[int]  # answers without a verdict, by judge
     parsed: list[int]  # verdicts, by judge
     left: Left
 
     @staticmethod
-    def of(step: RolloutStep) -> Progress:
+    def of(step: RolloutStep) -> GroupsState:
         finished = {}
         for prompt_id in sorted(step.unwritten):
-            is_running = prompt_id in step.tasks.running
-            was_told = prompt_id in step.sampler.informative
-            if not (is_running or was_told or step.unwritten[prompt_id]):
+            is_written = not step.unwritten[prompt_id]
+            is_running = prompt_id in step.tasks.running  # it may still be judged
+            was_told = prompt_id in step.sampler.finished
+            if is_written and not is_running and not was_told:
                 finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())
         left = Left(sum(unwritten), step.judging, begun)
-        return Progress(finished, unwritten.count(0), *step.c.rewards.counts(), left)
+        return GroupsState(finished, unwritten.count(0), *step.c.rewards.counts(), left)
 
     @staticmethod
-    def total(parts: list[Progress]) -> Progress:
+    def total(parts: list[GroupsState]) -> GroupsState:
         finished, generated, failed, parsed, left = zip(*parts, strict=True)
         union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
-        return Progress(union, sum(generated), sums(failed), sums(parsed), Left(*sums(left)))
+        return GroupsState(union, sum(generated), sums(failed), sums(parsed), Left(*sums(left)))
 
 
 def sums(rows: Iterable[Sequence[int]]) -> list[int]:
@@ -336,7 +338,7 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]:
     """Tell which groups finished (collective). Returns what is left, and the tokens each engine owes."""
-    meeting = await sync_controllers(step.c, Progress.of(step), Progress.total)
+    meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
     progress = meeting.facts
     step.sampler.num_generated = progress.generated  # before `record`, whose reader may look at it
     step.sampler.record(progress.finished)

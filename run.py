@@ -201,8 +201,8 @@ async def build(
         (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     models = await world.run(build_models, config, inputs, placement, splits)  # while servers load
     await fleet.ready()
-    team = world.part(placement.servers)
-    pools = await fleet.connect(timeline, team)
+    peers = world.part(placement.servers)
+    pools = await fleet.connect(timeline, peers)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
@@ -214,7 +214,7 @@ async def build(
         timeline=timeline,
         report=REPORTS[config.command](config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, contents, point and point.step),
-        team=team,
+        peers=peers,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,
         stop=stop,
@@ -358,10 +358,10 @@ def build_models(
         model = config.critic or config.model
         critics.append(build(Critic, placement.critic, model, name=name))
         critics[-1].sleep()
-    leads = {rank for split in splits for rank in placement.leads("rollout", split)}
-    heads = [copy[0] for copy in placement.actor.copies]
-    receivers = sorted(leads - {*placement.actor.ranks})
-    return Models([actor, *critics], references, push.connect(heads, receivers, config.timeout_s))
+    engines = {rank for split in splits for rank in placement.leads("rollout", split)}
+    senders = [copy[0] for copy in placement.actor.copies]
+    receivers = sorted(engines - {*placement.actor.ranks})
+    return Models([actor, *critics], references, push.connect(senders, receivers, config.timeout_s))
 
 
 if __name__ == "__main__":

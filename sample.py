@@ -39,7 +39,7 @@ class Sample:
     versions: list[int] = field(default_factory=list)  # of those weights; one per token, too
     # rewards.py, which asks the judges of genrm.py
     critique: str = ""
-    verdict: bool | None = None
+    verdict: bool | None = None  # for reports; `reward` has more than that in it
     reward: float | None = None
     cost: float | None = None
     # of its group, itself among them; by rollout.py, before the answers go to different ranks

@@ -26,7 +26,7 @@ EMPTY = {field.name: None for field in dataclasses.fields(Sample) if field.defau
 async def record(c: Controller, shares: Shares) -> dict[str, float]:
     """Append this data-parallel rank's samples to the replay, instead of training on them. Not collective."""
     actor = c.devices.actor
-    samples = flat(shares.of(actor)) if actor.is_head else []
+    samples = flat(shares.of(actor)) if actor.is_lead else []
     place = {"step": c.state.step, "algorithm": c.config.algorithm[0]}
     rows = [place | vars(sample) | {"media": []} for sample in samples]  # images are read anew
     atomic_files.append(Path(c.config.out, "replay.jsonl"), rows)
@@ -51,7 +51,7 @@ async def collect(steps: list[list[Sample]], c: Controller) -> RolloutBatch:
         raise UserError(f"--replay {c.config.replay}: step {c.state.step} is of {weights}")
     by_prompt = itertools.groupby(samples, key=lambda sample: sample.prompt_id)
     groups = [list(group) for _, group in by_prompt]
-    mine = groups[c.team.place :: c.team.size]
+    mine = groups[c.peers.place :: c.peers.size]
     unserved = dict(waves=0, serve_s=0.0, swap_s=0.0)
     stats = StepStats(c.devices.split, RequestStats(), RequestStats(), **unserved)
     return RolloutBatch(kept=[sample for group in mine for sample in group], stats=stats)

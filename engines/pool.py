@@ -229,7 +229,8 @@ class Pool:
             try:
                 await self._on_own(lambda engine: engine.load_weights(named_weights, version))
             finally:
-                # gathering is collective: a rank without an engine, or with a lost one, takes part, too
+                # gathering is collective: a rank without an engine, or with a lost one, takes part, too.
+                # On the other ranks the engine has taken all there was
                 await self.world.run(exhaust, named_weights)
 
     async def wake_kv_cache(self) -> None:

@@ -19,7 +19,7 @@ async def judge_by_group(step):  # the loop, side by side like partial colocatio
     devices = step.c.devices
     await devices.share(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
-        step.start(await step.begin_wave(), serve_group)
+        step.start(await step.draw_prompts(), serve_group)
         await step.tasks.poll()
         await rollout.gather_finished_groups(step)
 

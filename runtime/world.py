@@ -58,7 +58,7 @@ class World:
                 self.place = ranks.index(self.rank)
 
     def part(self, ranks: Sequence[int]) -> World:
-        """Return the World of these ranks, on every other rank that of all others (collective)."""
+        """Return the World of these ranks; the ranks that aren't named form a second one (collective)."""
         others = [rank for rank in self.ranks if rank not in ranks]
         if not others:
             return self
@@ -68,7 +68,10 @@ class World:
         return part
 
     async def wait_for_all(self) -> None:
-        """Return once every rank is here, however long a part of them works (collective)."""
+        """Return once every rank is here, however long a part of them works (collective).
+
+        Without parts at once: whoever meets next waits for the ranks anyway.
+        """
         if not self.is_parted:
             return
         self._waits += 1

@@ -20,7 +20,9 @@ MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batche
 class Sizes(NamedTuple):
     """The sizes of the samples that a controller holds, as it tells the others."""
 
-    lengths: dict[int, list[int]]  # prompt_id -> tokens of each answer, 0 of one that isn't sizes
+    lengths: dict[
+        int, list[int]
+    ]  # prompt_id -> tokens of each answer, 0 for one that isn't trained on
     image_costs: dict[int, int]  # prompt_id -> work on its images
     costs: list[float]  # of the samples, where they are a signal
 
@@ -46,7 +48,9 @@ class Deal(NamedTuple):
     """The decision who trains a model of one shape on which sample."""
 
     plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
-    copies: dict[Key, list[int]]  # who gets a sample: the ranks of a copy of the model, head first
+    copies: dict[
+        Key, list[int]
+    ]  # sample -> ranks of the copy of the model that gets it, lead first
 
 
 class Deals(NamedTuple):

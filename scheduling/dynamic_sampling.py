@@ -1,6 +1,6 @@
 """Dynamic sampling: which prompts make up a step, how many are drawn next. Pure.
 
-Groups whose rewards are all equal teach nothing: they are dropped, and more prompts are drawn in their place.
+Groups whose rewards are all equal teach nothing: they are filtered, and others are drawn in their place.
 Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still needs, beyond groups in
 flight, is estimated from experience (`groups_per_kept`), so that a refill begins before all are judged.
 """
@@ -15,17 +15,20 @@ SHARE_GENERATED = 0.25  # of the groups: from then on experience alone may begin
 MAX_GROUPS_PER_KEPT = 10.0  # that one step can show
 
 
-class Wave(NamedTuple):
-    number: int
+class Draw(NamedTuple):
+    """Prompts to draw now. A wave may be drawn in several parts."""
+
+    wave: int  # which they belong to, from 0
     size: int  # prompts
 
 
 class DynamicSampler:
-    """The prompts of one step; its batch is the first `target` informative groups to finish.
+    """The prompts of one step. Its batch is the first `target` informative groups that finish.
 
-    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the
-    first wave, over `target`. max_refills: waves after the first. A replacement belongs to the wave
-    after that of the group it replaces.
+    A wave after the first replaces groups that were filtered: a replacement belongs to the wave after that of
+    the group it replaces. Each rank has a sampler, and all are told the same, so all draw the same prompts.
+    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the first wave,
+    over `target`. max_refills: waves after the first.
     """
 
     def __init__(self, target: int, groups_per_kept=1.0, over_dispatch=1.0, max_refills=3):
@@ -34,7 +37,9 @@ class DynamicSampler:
         self.first_size = math.ceil(target * over_dispatch)
         self.max_refills = max_refills
         self.wave_of: dict[int, int] = {}  # prompt_id -> wave, in the order of drawing
-        self.informative: dict[int, bool] = {}  # finished prompt_id -> whether its rewards differ
+        self.finished: dict[
+            int, bool
+        ] = {}  # prompt_id of a finished group -> whether it is informative
         self.to_replace: list[int] = []  # filtered since the last wave
         self.num_generated = 0  # groups of which every answer is finished, judged or not
 
@@ -44,7 +49,7 @@ class DynamicSampler:
 
     def record(self, finished: dict[int, bool]) -> None:
         """Note groups that finished on any controller: prompt_id -> whether it is informative."""
-        self.informative |= finished
+        self.finished |= finished
         self.to_replace += [p for p, is_informative in finished.items() if not is_informative]
 
     @property
@@ -53,11 +58,11 @@ class DynamicSampler:
 
     @property
     def num_in_flight(self) -> int:
-        return len(self.wave_of) - len(self.informative)
+        return len(self.wave_of) - len(self.finished)
 
     @property
     def num_informative(self) -> int:
-        return sum(self.informative.values())
+        return sum(self.finished.values())
 
     @property
     def is_complete(self) -> bool:
@@ -66,37 +71,40 @@ class DynamicSampler:
 
     def candidates(self) -> list[int]:
         """Finished prompts that the batch is chosen from, in the order of drawing."""
-        return [prompt_id for prompt_id in self.wave_of if prompt_id in self.informative]
+        return [prompt_id for prompt_id in self.wave_of if prompt_id in self.finished]
 
     def chosen(self) -> list[int]:
         """The batch so far, in the order of drawing."""
-        return list(islice(filter(self.informative.get, self.candidates()), self.target))
+        return list(islice(filter(self.finished.get, self.candidates()), self.target))
 
     def used(self) -> list[int]:
         """Prompts that are trained on or filtered in this step."""
         batch = set(self.chosen())
-        return [p for p in self.candidates() if p in batch or not self.informative[p]]
+        return [p for p in self.candidates() if p in batch or not self.finished[p]]
 
     def requeued(self) -> list[int]:
         """Prompts that come first in the next step: unfinished, or not needed."""
         used = set(self.used())
         return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]
 
-    def next_wave(self) -> Wave | None:
-        """The wave to begin now; None if nothing is missing, it is too early or no wave is left."""
+    def next_draw(self) -> Draw | None:
+        """The prompts to draw now; None if nothing is missing, it is too early, or no wave is left."""
         if not self.wave_of:
-            return Wave(0, self.first_size)
-        missing = self.target - self.num_informative - self.num_in_flight / self.groups_per_kept
+            return Draw(0, self.first_size)
+        will_be_kept = (
+            self.num_in_flight / self.groups_per_kept
+        )  # of those in flight, by experience
+        missing = self.target - self.num_informative - will_be_kept
         may_tell = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
         if missing <= 0 or not may_tell:
             return None
         return self.refill(self.refill_size(missing))
 
-    def refill(self, size: int) -> Wave | None:
-        """The wave of `size` prompts that replaces the first of the groups to replace."""
+    def refill(self, size: int) -> Draw | None:
+        """The draw of `size` prompts, in the wave that replaces the earliest of the groups to replace."""
         newest = max(self.wave_of.values())
         wave = 1 + min((self.wave_of[prompt_id] for prompt_id in self.to_replace), default=newest)
-        return Wave(wave, size) if wave <= self.max_refills else None
+        return Draw(wave, size) if wave <= self.max_refills else None
 
     def refill_size(self, missing: float) -> int:
         """The prompts that should make up for `missing` groups."""
@@ -108,13 +116,15 @@ class DynamicSampler:
         return 0.9 * self.groups_per_kept + 0.1 * min(groups / max(1, kept), MAX_GROUPS_PER_KEPT)
 
     def groups_and_kept(self) -> tuple[int, int]:
-        return len(self.informative), self.num_informative
+        return len(self.finished), self.num_informative
 
 
 class OrderedSampler(DynamicSampler):
-    """Draws early, but keeps what it would have kept had it waited for each wave to finish.
+    """Draws early, but keeps the groups that it would have kept had it waited for each wave to finish.
 
-    So the batch depends on no rank, mode or timing. Example, with target 4 and max_refills 1:
+    So the batch depends on no rank, mode or timing. `candidates` are the finished groups in the order of
+    drawing, up to the first that is still in flight: of later ones nobody knows yet if they are needed.
+    Example, with target 4 and max_refills 1:
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
         If 3 is filtered, too, 2 groups are missing: refill_size(2) = 3, wave_ends() = [4, 7].
         By experience 1 is missing: refill_size(1) = 2. Prompts 4 and 5 are drawn: 6 is within 7.
@@ -125,20 +135,21 @@ class OrderedSampler(DynamicSampler):
 
     @property
     def waves(self) -> int:
-        """The waves that it takes, however they were drawn."""
+        """The waves so far, as if each had been drawn once the one before it was finished."""
         return len(self.wave_ends())
 
     @property
     def is_complete(self) -> bool:
-        """True also once all is finished that its waves could bring."""
+        """True also once every group of its last possible wave is finished: the batch stays short."""
         return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
 
     def wave_ends(self) -> list[int]:
-        """The number of prompts at the end of each wave, if it replaces what those before it lack.
+        """How many prompts are drawn in all by the end of each wave: [waves].
 
-        Prompts in flight count as filtered: an end behind one is the most that may be drawn so far.
+        A wave replaces what the waves before it lack. A prompt in flight counts as filtered: an end is then
+        the most prompts that may be needed, and falls once its group turns out to be informative.
         """
-        kept = [self.informative.get(prompt_id, False) for prompt_id in self.wave_of]
+        kept = [self.finished.get(prompt_id, False) for prompt_id in self.wave_of]
         ends = [self.first_size]
         for _ in range(self.max_refills):
             missing = self.target - sum(kept[: ends[-1]])
@@ -148,25 +159,25 @@ class OrderedSampler(DynamicSampler):
         return ends
 
     def candidates(self) -> list[int]:
-        """Finished prompts as before, up to one in flight or the end of the waves."""
+        """Finished prompts in the order of drawing, up to the first in flight or the end of the waves."""
         drawn = islice(self.wave_of, self.wave_ends()[-1])
-        return list(takewhile(self.informative.__contains__, drawn))
+        return list(takewhile(self.finished.__contains__, drawn))
 
     def used(self) -> list[int]:
-        """The candidates up to the batch's last."""
+        """The candidates up to the last one of the batch; all of them while the batch isn't full."""
         candidates = self.candidates()
         chosen = self.chosen()
         if len(chosen) < self.target:
             return candidates
         return candidates[: candidates.index(chosen[-1]) + 1]
 
-    def refill(self, size: int) -> Wave | None:
-        """The wave to draw early, of no more prompts than may be needed."""
+    def refill(self, size: int) -> Draw | None:
+        """The prompts to draw early, no more than may be needed."""
         drawn = len(self.wave_of)
         ends = self.wave_ends()
         if drawn >= ends[-1]:
             return None
-        return Wave(bisect(ends, drawn), min(size, ends[-1] - drawn))
+        return Draw(bisect(ends, drawn), min(size, ends[-1] - drawn))
 
     def groups_and_kept(self) -> tuple[int, int]:
         return len(self.used()), len(self.chosen())

@@ -21,7 +21,7 @@ class Place(NamedTuple):
     """The place of a rank in a model's layout."""
 
     dp_rank: int  # its share of the samples
-    is_head: bool  # the first of its copy of the model, which speaks for it
+    is_lead: bool  # the first of its copy of the model, which speaks for it
 
 
 class Shape(NamedTuple):
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
     @property
     def copies(self) -> list[list[int]]:
-        """The model-parallel group of each data-parallel rank, its head first."""
+        """The model-parallel group of each data-parallel rank, its lead first."""
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
             copies[place // (self.tp * self.cp) % self.dp].append(rank)
@@ -205,7 +205,9 @@ class Placement(NamedTuple):
                 yield f"the ranks of {name} aren't each named once, in order"
             if ranks and max(ranks) >= world_size:
                 yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
-            if (not ranks and name != "engines") or len(ranks) % shape.unit:
+            if not ranks and name != "engines":
+                yield f"{name} has no rank"
+            if len(ranks) % shape.unit:
                 sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
                 yield f"{sizes} doesn't divide the {len(ranks)} ranks of {name}"
         if idle := {*range(world_size)} - {*self.engines} - self.learners:

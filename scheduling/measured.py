@@ -21,8 +21,9 @@ class Split(NamedTuple):
     tail: float = 0.0  # fused: part of the answers that are written beside the judging
 
     def __str__(self) -> str:
-        texts = {"full": "full", "fused": f"fused {self.tail:g}"}
-        return texts.get(self.mode, f"{self.rollout}|{self.genrm}")
+        ranks = f"{self.rollout}|{self.genrm}"
+        texts = {"full": "full", "fused": f"fused {self.tail:g}", "partial": ranks}
+        return texts.get(self.mode, f"{self.mode} {ranks}")
 
 
 @dataclass(frozen=True)

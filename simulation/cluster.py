@@ -241,10 +241,10 @@ class Simulation:
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
-        team = world.part(self.placement.servers)
+        peers = world.part(self.placement.servers)
         pools = {}
         for role, engines in self.engines.items():
-            pools[role] = pool.Pool(engines, team, timeline, config)
+            pools[role] = pool.Pool(engines, peers, timeline, config)
         models = placement.Models([*trainers.values()], [reference] if algorithm.kl_coef else [])
         c = Controller(
             config,
@@ -257,7 +257,7 @@ class Simulation:
             timeline=timeline,
             report=self,
             checkpoints=self,
-            team=team,
+            peers=peers,
         )
         # as a run has learnt after some steps
         c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)

@@ -17,7 +17,7 @@ from unittest import mock
 import controller
 import modes
 import placement
-from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler, Wave
+from scheduling.dynamic_sampling import Draw, DynamicSampler, OrderedSampler
 
 
 @dataclass
@@ -76,8 +76,8 @@ class SharedSampler(DynamicSampler):
     def used(self) -> list[int]:
         return self._once(super().used)
 
-    def next_wave(self) -> Wave | None:
-        return self._once(super().next_wave)
+    def next_draw(self) -> Draw | None:
+        return self._once(super().next_draw)
 
 
 class SharedOrderedSampler(SharedSampler, OrderedSampler):

@@ -32,7 +32,7 @@ class SimulatedTrainer:
     def __post_init__(self):
         place = self.shape.place(self.world.rank)
         self.holds = place is not None
-        self.dp_rank, self.is_head = place or (-1, False)
+        self.dp_rank, self.is_lead = place or (-1, False)
         self.image_cost = lambda prompt: 0
 
     async def wake(self) -> None:

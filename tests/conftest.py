@@ -1,20 +1,18 @@
 """`pytest -n 2` runs the tests in two streams; --no-loadscope-reorder starts with real engines.
 
-Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others.
+Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others. tests/ is a package, for
+which pytest puts the project's root on sys.path: every import names its module from there.
 """
 
 import asyncio
 import gc
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
@@ -67,7 +65,7 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
         return
     import torch
 
-    import gpu_report
+    from tests.support import gpu_report
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = map(torch.cuda.get_device_name, range(count))

@@ -28,12 +28,12 @@ import torch
 
 from config import Config
 from engines.engine import Answer, Engine, Request, Sampling
-from gpu_model import SIZES
 from inputs import hf_directory
 from modes import place
-from parallel_worker import balanced, set_constants
 from runtime import rendezvous, shutdown
 from sample import Sample
+from tests.gpu_model import SIZES
+from tests.workers.parallel import balanced, set_constants
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]

@@ -5,7 +5,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from algorithms import ALGORITHMS
-from fakes import batches_of, number_in, simulate, text_answer, trained, write_on
+from tests.support.fakes import batches_of, number_in, simulate, text_answer, trained, write_on
 
 LAYOUTS = [("full", 1, 1), ("partial", 4, 2)]
 

@@ -17,17 +17,16 @@ import data
 import run
 from algorithms import algorithm_of
 from modes import place
-from parallel_worker import actor_config, far, gathered, save
 from placement import Devices
 from reporting.timeline import Timeline
 from rollout import RolloutBatch, outcomes_of
 from runtime.shutdown import Stop
 from runtime.world import World
 from sample import Sample
-from test_actor import make_model
-from test_critic import make_value_model
+from tests.support.plain import make_model, make_value_model
+from tests.workers.parallel import actor_config, far, gathered, save
+from tests.workers.start import train_layouts
 from training.groups import mpu
-from workers import train_layouts
 
 PPO = dict(row="ppo", kl_coef=0.1, kl_in="reward", updates_per_step=2)
 SP = dict(tp=2, sp=True)
@@ -51,7 +50,7 @@ def results(tmp_path_factory):
     reference = {"model": make_model(path / "actor", "qwen3", tied=False)}
     reference["critic"] = make_value_model(path / "value", "qwen3", tied=False)
     layouts = {name: ("qwen3", *layout) for name, layout in LAYOUTS.items()}
-    return train_layouts("test_apart", path, layouts, {"qwen3": reference})
+    return train_layouts("tests.test_apart", path, layouts, {"qwen3": reference})
 
 
 # ---------------------------------------------------------------- on the ranks
@@ -83,7 +82,7 @@ def controller_of(config, placement, splits, models, world: World) -> SimpleName
         config=config,
         algorithm=algorithm_of(config),
         world=world,
-        team=world.part(placement.servers),
+        peers=world.part(placement.servers),
         devices=held,
         prompts=data.Prompts(None, 1),
         timeline=timeline,
@@ -111,7 +110,7 @@ def meet_in_updates(c: SimpleNamespace) -> None:
 
 async def step_of(c: SimpleNamespace) -> dict[str, float]:
     """A step: samples are held by those who serve, and learnt by whoever holds a model."""
-    kept = make_batch(c.state.step)[c.team.place :: c.team.size] if c.devices.serves else []
+    kept = make_batch(c.state.step)[c.peers.place :: c.peers.size] if c.devices.serves else []
     batch = RolloutBatch(kept=kept)
     held, _ = await controller.tell_served(batch, c)
     shares = await controller.exchange(batch, held, c)
@@ -210,7 +209,7 @@ RECEIVERS = {"disjoint": [2, 3, 4], "apart": [0], "two receivers": [0, 3, 5], "i
 
 @pytest.mark.parametrize("name,engines", ENGINES.items())
 def test_every_engine_gets_the_actors_weights(name, engines, results):
-    """Bit for bit, on whatever rank, from whichever copy's head; who has neither gets nothing."""
+    """Bit for bit, on whatever rank, from whichever copy's lead; who has neither gets nothing."""
     digests, weights = results[name]["digests"], results[name]["weights"]["megatron"]
     got = [digests[rank] for rank in engines]
     assert all(each == got[0] for each in got) and got[0].keys() == weights.keys()

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -102,18 +101,6 @@ def test_a_removed_checkpoint_has_no_name_before_its_first_file_goes(tmp_path, m
     atomic_files.remove_atomically(folder)
     atomic_files.remove_atomically(folder)  # gone already
     assert seen == [[]]
-
-
-def test_rows_that_are_kept(tmp_path):
-    """Exactly as they were; a last one that was cut short goes."""
-    path = tmp_path / "metrics.jsonl"
-    atomic_files.keep_rows(path, lambda row: True)
-    assert not path.exists()
-    rows = [{"step": step, "x": 0.1 + step} for step in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "x": 4.')
-    atomic_files.keep_rows(path, lambda row: row["step"] != 1)
-    assert list(atomic_files.complete_rows(path)) == [rows[0], rows[2], rows[3]]
-    assert path.read_text().endswith("\n")
 
 
 @contextmanager

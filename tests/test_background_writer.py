@@ -14,8 +14,7 @@ import psutil
 import torch  # noqa: F401  as in a rank: else every writer would import it
 
 from runtime.background_writer import BackgroundWriter
-
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
 
 
 def wait_for(condition, seconds=30.0):

@@ -32,7 +32,11 @@ if __name__ == "__main__":
 
 import checkpoint
 import rollout
-from fakes import (
+from placement import make_placement
+from runtime import atomic_files
+from runtime.atomic_files import complete_rows
+from runtime.errors import RunLost
+from tests.support.fakes import (
     FakeReport,
     FakeWorld,
     LateWriter,
@@ -43,11 +47,7 @@ from fakes import (
     to_text,
     write_on,
 )
-from placement import make_placement
-from runtime import atomic_files
-from runtime.atomic_files import complete_rows
-from runtime.errors import RunLost
-from test_faults import TROUBLES, PromptWriter, strike
+from tests.test_faults import TROUBLES, PromptWriter, strike
 
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 3), ("partial", 4)]
 LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import checkpoint
 import rollout
-from fakes import AwaitedWriter, FakeSource, LateWriter, simulate
-from parallel_worker import far
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
 from runtime.errors import RunLost
-from workers import train_layouts
+from tests.support.fakes import AwaitedWriter, FakeSource, LateWriter, learned, simulate
+from tests.workers.parallel import far
+from tests.workers.start import train_layouts
 
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}
 EVERY_FILE |= {"megatron/.metadata", "megatron/__0_0.distcp"}
@@ -45,17 +45,6 @@ def saved_steps(out: Path) -> list[int]:
     assert not any(atomic_files.verify(checkpoints / f"step_{step}") for step in steps)
     assert {path.name for path in checkpoints.iterdir()} == {f"step_{step}" for step in steps}
     return steps
-
-
-def trained(controllers, first=0) -> list[list[tuple]]:
-    """By step from `first` on: what was trained on, over all ranks."""
-    steps = range(len(controllers[0].report.steps))
-    batches = [[sample for c in controllers for sample in c.report.steps[i][2]] for i in steps]
-    facts = [
-        sorted((s.prompt_id, s.index, s.response, s.logprobs, s.versions, s.reward) for s in batch)
-        for batch in batches
-    ]
-    return facts[first:]
 
 
 RUNS = {  # name -> settings of a run
@@ -106,8 +95,8 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     unbroken, _ = simulate(**run, steps=6)
     saving, _ = simulate(**run, steps=6, save_every=1, keep=9, out=out)
     resumed, _ = simulate(**run, steps=6, resumed=out / "checkpoints" / f"step_{stop}")
-    assert trained(resumed) == trained(unbroken, stop) and trained(resumed)
-    assert trained(saving) == trained(unbroken)
+    assert learned(resumed) == learned(unbroken)[stop:]
+    assert learned(saving) == learned(unbroken)
     assert [c.report.requeued for c in resumed] == [c.report.requeued[stop:] for c in unbroken]
     assert [c.report.carried for c in resumed] == [c.report.carried[stop:] for c in unbroken]
     assert resumed[0].state.groups_per_kept == unbroken[0].state.groups_per_kept
@@ -260,7 +249,7 @@ LAYOUTS |= {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     """A checkpoint of three ranks; what each rank of each layout made of it, and those that saved."""
-    from test_actor import make_model, make_samples
+    from tests.support.plain import make_model, make_samples
 
     out = tmp_path_factory.mktemp("saved")
     batches = [[sample for sample in make_samples(seed) if sample.advantages] for seed in (0, 1, 3)]
@@ -271,7 +260,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
     model_dir = make_model(out / "model", "qwen3", tied=True)
     references = {"both": {"batches": batches, "model_dir": model_dir}}
     layouts = {name: ("both", *layout) for name, layout in LAYOUTS.items()}
-    results = train_layouts("checkpoint_worker", out, layouts, references)
+    results = train_layouts("tests.workers.checkpoint", out, layouts, references)
     return out / "checkpoints" / "step_2", results
 
 

@@ -20,15 +20,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as pillow
+from test_images import CHAT, prompts_of
 
 import data
 from examples.finetune import FinetuneConfig, parse_sft, read_examples
 from images import clips, reader
 from runtime.errors import UserError
-from support.clips import KINDS, encoded_clip, frames_of, turned_clip
-from support.rows import jsonl
-from test_images import CHAT, prompts_of
-from vision_models import IMAGE, encoded_picture, make_vision_model
+from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
+from tests.support.rows import jsonl
+from tests.support.vision import IMAGE, encoded_picture, make_vision_model
 
 
 @pytest.fixture(scope="module")

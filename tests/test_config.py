@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 
 import config as settings
-import placement
 from config import COMMANDS, DEMO_MODELS, PRESETS, Config, parse_config, settings_of
-from cpu import compiler
-from run import check_settings, describe
-from scheduling.measured import Split
+from run import check_settings
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 # DESIGN.md: names that scripts outside may rely on
 PROMISED = """preset mode out steps seed resume model judge rule data algorithm prompts_per_step
@@ -168,31 +165,6 @@ def test_an_engine_stays_on_one_machine(role):
         check_settings(config, 12, 6)
 
 
-@pytest.mark.parametrize(
-    "arguments,mode,plan",
-    [
-        ("--mode full", "full", [(0,), (0,)]),
-        ("", "partial", [(0,), (1,)]),
-        ("", "partial", [(0, 1), (2,)]),  # 16 prompts need not be shared evenly
-        ("--model m --judge j k", "partial", [(0, 1), (2, 3)]),
-        ("--model m --judge j k --mode full", "full", [(0, 1), (0, 1)]),
-        ("--prompts-per-step 15 --tp 2 --sp", "partial", [(0,), (1,)]),
-    ],
-)
-def test_a_batch_that_fits_gives_its_plan(monkeypatch, arguments, mode, plan):
-    monkeypatch.setattr(compiler, "program_for", lambda model, dtype: "some program")
-    config, ranks = parse_config(arguments.split()), len({rank for role in plan for rank in role})
-    placed = placement.colocate(tuple(range(ranks)), config)
-    split = Split(mode, *map(len, plan))
-    assert check_settings(config, ranks) == (placed, [split])
-    assert (placed.ranks("rollout", split), placed.ranks("genrm", split)) == tuple(plan)
-    described = describe(config, placed, split)
-    assert (
-        placed.in_words(split) in described
-        and f"{config.prompts_per_step * 8} samples" in described
-    )
-
-
 def test_a_judge_that_writes_nothing_needs_no_room_for_it():
     given = "--model m --judge j --max-model-len 128 --max-new-tokens 24 --judge-format score"
     assert parse_config(given.split()).max_model_len == 128
@@ -204,22 +176,6 @@ def test_a_command_has_few_settings_and_its_own():
     for refused in ("--judge j", "--mode full", "--dry-run", "--steps 2", "--eval-every 2"):
         with pytest.raises(ValueError, match=f"unrecognized arguments: {refused}"):
             parse_config(["eval", "--model", "m", *refused.split()])
-
-
-def test_a_command_elsewhere_has_settings_of_its_own():
-    """Shown and limited as those of Config are; what isn't given is the command's, then the class's."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Own(Config):
-        beta: float = settings.setting(0.5, "strength of mine", "mine", low=0.1)
-        names: tuple[str, ...] = settings.setting((), "words", "mine")
-
-    how = ("own.py: ...", ("run", "data", "mine"), {"command": "own", "lr": 2.0})
-    config = settings.parse_settings(Own, ["--model", "m", "--names", "a", "b"], *how)
-    assert (config.beta, config.names, config.lr, config.out) == (0.5, ("a", "b"), 2.0, "runs/own")
-    for given, message in (("--beta 0", "--beta 0.0: at least 0.1"), ("--mode full", "unrecog")):
-        with pytest.raises(settings.UserError, match=f"^{message}"):
-            settings.parse_settings(Own, f"--model m {given}".split(), *how)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

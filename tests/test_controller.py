@@ -14,9 +14,18 @@ import controller
 import modes
 from config import Config
 from controller import State, advance
-from fakes import LEFTOVERS, FakeSource, batches_of, part_of, simulate, to_text, trained, write_on
 from rollout import RolloutBatch
 from runtime.errors import UserError
+from tests.support.fakes import (
+    FakeSource,
+    batches_of,
+    learned,
+    part_of,
+    simulate,
+    to_text,
+    trained,
+    write_on,
+)
 
 LAYOUTS = [("full", 1, 1), ("full", 4, 2), ("partial", 2, 1), ("partial", 4, 4)]
 APART = "engines=0-2 actor=3"
@@ -26,23 +35,6 @@ PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 def events_of(log, rank, *who):
     """What these did with the device of a rank, or with None all of them."""
     return [(verb, holder) for r, verb, holder in log if r == rank and (not who or holder in who)]
-
-
-@pytest.mark.parametrize("mode,size,tp", LAYOUTS)
-def test_devices_change_hands_in_order(mode, size, tp):
-    """Nobody takes a device that another role holds: the fakes assert it."""
-    controllers, log = simulate(mode, size, tp=tp)
-    steps = controllers[0].config.steps
-    for rank in range(size):
-        mine = events_of(log, rank)
-        assert mine.count(("take", "actor")) == mine.count(("give", "actor")) == steps + 1
-        for position, event in enumerate(mine):
-            if event == ("take", "actor"):
-                until = mine.index(("give", "actor"), position)
-                taken = {who for verb, who in mine[position + 1 : until] if verb == "take"}
-                # not at once: the fakes look
-                assert taken <= {"rollout weights", LEFTOVERS["actor"]}
-    assert all(c.devices.actor.version == steps for c in controllers)
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
@@ -237,13 +229,6 @@ def stopped_at(place, **how):
             c.timeline.on_open, c.collect, c.report.step = reach, collect, step
 
     return simulate(**how, controllers=controllers, prepare_controller=prepare)[0]
-
-
-def learned(controllers):
-    """What each step trained on, by which weights it was written."""
-    steps = range(len(controllers[0].report.steps))
-    rows = [sorted(trained(controllers, step).items()) for step in steps]
-    return [[(key, s.response, s.logprobs, s.versions, s.reward) for key, s in row] for row in rows]
 
 
 @functools.cache

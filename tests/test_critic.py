@@ -2,33 +2,16 @@
 
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification
 
 from examples.make_demo.closing import close
-from parallel_worker import critic_config, set_constants, supervised, weights_of
 from sample import Sample
-from test_actor import make_model, make_samples
-
-
-def make_value_model(path: Path, family: str, tied: bool) -> str:
-    policy = make_model(path / "policy", family, tied)
-    model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
-    torch.nn.init.normal_(model.score.weight, std=0.1, generator=torch.Generator().manual_seed(1))
-    model.save_pretrained(path / "critic")
-    (path / "critic" / "tokenizer_config.json").write_text("{}")
-    return str(path / "critic")
-
-
-def plain_values(model, sample: Sample) -> torch.Tensor:
-    """Of every response token, one sequence at a time: that of the state before it is written."""
-    ids = torch.tensor([sample.prompt + sample.response])
-    return model.score(model.model(ids).last_hidden_state)[0, len(sample.prompt) - 1 : -1, 0]
+from tests.support.plain import make_model, make_samples
+from tests.workers.parallel import critic_config, set_constants, supervised, weights_of
 
 
 def with_returns(samples: list[Sample], values: list[list[float]], seed: int) -> list[Sample]:

@@ -23,17 +23,16 @@ from commands.dry_run import graphics
 from config import PRESETS, Config, parse_config
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
-from fakes import LEFTOVERS, simulate
 from inputs.hf_directory import checkpoint_shapes
 from modes import place
 from placement import colocate
-from reporting.describe import describe
 from runtime import devices, supported
 from runtime.errors import UserError
 from scheduling.layout import Shape
+from tests import ROOT
+from tests.support.fakes import LEFTOVERS, simulate
 from training.memory import CONTEXT, RESIDENT, engines_of, peaks_of, trainer_parts, trainers_of
 
-ROOT = Path(__file__).parent.parent
 H200 = 141e9  # bytes
 QWEN_7B = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28)
 QWEN_7B |= dict(num_key_value_heads=4, intermediate_size=18944, vocab_size=152064)
@@ -116,14 +115,6 @@ def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():
     says_all = re.compile(r'logger\.info\(\s*f?"server_args=')
     found = [path.stem for path in folder.glob("*.py") if says_all.search(path.read_text())]
     assert found == ["engine"] and "sglang.srt.entrypoints.engine".startswith(CHATTY)
-
-
-@pytest.mark.parametrize("is_so", [False, True])
-def test_what_cuda_leaves_out_by_default_is_said(is_so):
-    config = settings("m", *["--deterministic"] * is_so)
-    lines = describe(config, place(config, 2)[0], place(config, 2)[1][0])
-    assert config.deterministic == is_so
-    assert ("tokens differ from run to run" in lines) == (not is_so)
 
 
 # ---------------------------------------------------------------- who holds how much when
@@ -222,19 +213,6 @@ def machine(monkeypatch, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("where", ["CUDA_HOME", "CUDA_FOLDER"])
-def test_a_compiler_is_looked_for_where_sglang_does(machine, monkeypatch, where):
-    (machine / "cuda" / "bin").mkdir(parents=True)
-    (machine / "bin" / "nvcc").rename(machine / "cuda" / "bin" / "nvcc")
-    with pytest.raises(UserError, match="nvcc"):
-        devices.choose_device(settings("m"))
-    if where == "CUDA_HOME":
-        monkeypatch.setenv(where, str(machine / "cuda"))
-    else:
-        monkeypatch.setattr(devices, where, machine / "cuda")
-    devices.choose_device(settings("m"))
-
-
 OLD = "#!/bin/sh\nexit 1\n"  # a compiler without C++20
 
 
@@ -326,21 +304,6 @@ def test_what_the_wheels_need():
     assert not supported.lacks((3, 13), ("glibc", "2.41"))
     assert "this is glibc 2.31" in supported.lacks((3, 12), ("glibc", "2.31"))
     assert "this is another libc" in supported.lacks((3, 12), ("", ""))
-
-
-def test_make_says_so_before_it_installs(tmp_path):
-    python = tmp_path / "python3"
-    patched = "import runpy, sys; sys.version_info = (3, 14); sys.argv = sys.argv[1:]; "
-    patched += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{patched}" "$@"\n')
-    python.chmod(0o755)
-    for name in ("Makefile", "requirements.txt", "cpu", "runtime"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    command = ["make", "install", f"PYTHON={python}"]
-    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert made.returncode == 2
-    assert "(make install PYTHON=python3.11), and this is 3.14" in made.stderr
-    assert not (tmp_path / ".venv").exists()
 
 
 # ---------------------------------------------------------------- a run that doesn't fit

@@ -9,10 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import rollout
-from columns import timing_free
 from engines.engine import seed_of
-from fakes import FakeReport, all_batches, at_random_paces, samples_of, simulate
 from reporting import metrics
+from tests.support.columns import timing_free
+from tests.support.fakes import FakeReport, all_batches, at_random_paces, samples_of, simulate
 
 
 def test_a_seed_is_the_same_in_every_process():
@@ -64,10 +64,10 @@ def measured(mode, size, seed, **settings):
 
 def trained_on(controllers, step):
     """Every sample of a step's batch, and who trained on it, in which place."""
-    heads = [c.devices.actor for c in controllers if c.devices.actor.is_head]
+    leads = [c.devices.actor for c in controllers if c.devices.actor.is_lead]
     return sorted(
         (s.prompt_id, s.index, s.response, s.logprobs, s.reward, s.advantages, actor.dp_rank, place)
-        for actor in heads
+        for actor in leads
         for place, s in enumerate(actor.batches[step])
     )
 

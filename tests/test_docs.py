@@ -19,14 +19,14 @@ from algorithms import ALGORITHMS, Settings
 from config import dashed, parse_config
 from examples import finetune
 from examples.finetune import FinetuneConfig
+from tests import ROOT
 from training import model
 
-ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
-ROOMS = ("bench", "papers", "reporting", "tests")
+ROOMS = ("bench", "papers", "reporting", "tests", "tests/runs")
 PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
 FINETUNE = "examples/finetune.py"
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from math import prod
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,21 +14,20 @@ import pytest
 import run
 import training
 from commands import dry_run, memory
-from commands.dry_run import device_map, grid
+from commands.dry_run import device_map
 from config import Config, parse_config
 from engines import server
 from examples.make_demo import models
 from inputs.hf_directory import checkpoint_shapes
-from models import save_model
 from runtime import free_memory
 from runtime.shutdown import Stop
 from scheduling.layout import Shape
-from support.rows import jsonl
-from tiny_models import make_tiny_qwen3
+from tests import ROOT
+from tests.support.models import save_model
+from tests.support.rows import jsonl
+from tests.support.vision import make_vision_model
 from training.memory import embedding, engine_parts, trainer_parts
-from vision_models import make_vision_model
 
-ROOT = Path(__file__).parent.parent
 LAYER = {
     **{f"self_attn.{name}.weight": [8, 8] for name in ("q_proj", "o_proj")},
     **{f"self_attn.{name}.weight": [4, 8] for name in ("k_proj", "v_proj")},
@@ -45,16 +43,6 @@ TWO_LAYERS |= {"model.embed_tokens.weight": [10, 8], "model.norm.weight": [8]}
 
 def settings(**more):
     return dataclasses.replace(parse_config([]), **more)
-
-
-def test_the_demos_shapes_are_those_of_its_directory(tmp_path):
-    """Name by name; 64*96 + 3 * (4*96*96 + 3*96*288 + 2*96 + 2*24) + 96 parameters."""
-    shapes = checkpoint_shapes(settings().model)
-    assert shapes == checkpoint_shapes(make_tiny_qwen3(tmp_path / "demo"))
-    assert sum(map(prod, shapes.values())) == 366_384
-    for length in (256, 0):  # 0: what the model's config names
-        context = server.context_length(settings().model, settings(max_model_len=length))
-        assert context == 256
 
 
 def test_bytes_of_a_trainer_by_hand():
@@ -100,20 +88,6 @@ def test_bytes_of_an_engine_by_hand(monkeypatch):
         assert engine_parts("m", settings(), tp) == expected
 
 
-@pytest.mark.parametrize("tp,pp,cp,ranks", [(2, 2, 2, 16), (1, 3, 2, 12)])
-def test_the_grid_is_megatrons(tp, pp, cp, ranks):
-    """Ranks of one group of a kind agree in all other coordinates, and count up in their own."""
-    from megatron.core.parallel_state import RankGenerator
-
-    shape = Shape(tuple(range(ranks)), tp, pp, cp)
-    generator = RankGenerator(tp=tp, ep=1, dp=shape.dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")
-    for kind in ("tp", "cp", "dp", "pp"):
-        for group in generator.get_ranks(kind):
-            places = [grid(rank, shape) for rank in group]
-            assert [place.pop(kind) for place in places] == list(range(len(group)))
-            assert all(place == places[0] for place in places)
-
-
 def test_the_device_map_names_who_owns_which_server():
     """Ports are the ranks'; a rank names what it has in any of the splits."""
 
@@ -155,12 +129,6 @@ def test_a_dry_run_starts_nothing(tmp_path):
     assert len(re.findall(r"^  rank \d+: ", said, re.MULTILINE)) == 4
     assert "--lr 0.25" in said and "actor: weights 1.5, gradients 1.5" in said
     assert not (tmp_path / "out").exists()
-
-
-def test_other_ranks_say_nothing(said, monkeypatch):
-    assert "actor: weights 2.9" in said("--preset", "images")
-    monkeypatch.setenv("RANK", "1")
-    assert said() == ""
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])

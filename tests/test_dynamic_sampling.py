@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import Prompts
-from fakes import FakeSource as Numbers
 from sample import Sample
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from tests.support.fakes import FakeSource as Numbers
 
 SEEDS = st.integers(0, 2**32)
 KINDS = [OrderedSampler, DynamicSampler]
@@ -50,46 +50,46 @@ def test_chosen_and_requeued(kind, finished, chosen, again, complete):
 def test_next_wave(kind):
     """Four are wanted, 1.2 times what is missing is drawn, for the wave after the one that it replaces."""
 
-    def next_wave(waves, finished, limit):
-        return sampler_of(kind, 4, waves, finished, max_refills=limit).next_wave()
+    def next_draw(waves, finished, limit):
+        return sampler_of(kind, 4, waves, finished, max_refills=limit).next_draw()
 
-    assert next_wave([], {}, 0) == (0, 4)  # the first wave is no refill
-    assert next_wave([[0, 1, 2, 3]], {0: True}, 3) is None  # three are still in flight
+    assert next_draw([], {}, 0) == (0, 4)  # the first wave is no refill
+    assert next_draw([[0, 1, 2, 3]], {0: True}, 3) is None  # three are still in flight
     # one is missing: 1.2 of it, while three are in flight
-    assert next_wave([[0, 1, 2, 3]], {0: False}, 3) == (1, 2)
-    assert next_wave([[0, 1, 2, 3]], {0: False}, 0) is None  # no refills are allowed
-    assert next_wave([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1) == (1, 2)
+    assert next_draw([[0, 1, 2, 3]], {0: False}, 3) == (1, 2)
+    assert next_draw([[0, 1, 2, 3]], {0: False}, 0) is None  # no refills are allowed
+    assert next_draw([[0, 1, 2, 3], [4]], {0: False, 4: False}, 1) == (1, 2)
 
 
 def test_experience_says_what_will_be_filtered():
     """Four are wanted, two groups keep one: 2.4 are drawn for each missing one, before the verdicts."""
 
-    def next_wave(generated, finished):
+    def next_draw(generated, finished):
         sampler = sampler_of(OrderedSampler, 4, [[0, 1, 2, 3]], finished, groups_per_kept=2.0)
         sampler.num_generated = generated
-        return sampler.next_wave()
+        return sampler.next_draw()
 
-    assert next_wave(0, {}) is None  # all are still being generated
+    assert next_draw(0, {}) is None  # all are still being generated
     # a quarter is generated: of four in flight two will be kept, two are missing
-    assert next_wave(1, {}) == (1, 5)
+    assert next_draw(1, {}) == (1, 5)
     # one of the two in flight will be kept, one is missing
-    assert next_wave(4, {0: True, 1: True}) == (1, 3)
+    assert next_draw(4, {0: True, 1: True}) == (1, 3)
     # a filtered group is reason enough: of three in flight 1.5 will be kept, 2.5 are missing
-    assert next_wave(0, {0: False}) == (1, 6)
+    assert next_draw(0, {0: False}) == (1, 6)
 
 
 def play(sampler, truth, rng, draw, at_once=3):
     """A step as modes.collect plays it; groups finish in the order that `rng` gives, some together."""
     while not sampler.is_complete:
-        wave = sampler.next_wave()
-        if wave is None and not sampler.num_in_flight:
+        drawn = sampler.next_draw()
+        if drawn is None and not sampler.num_in_flight:
             return
-        if wave is not None:
-            sampler.add(draw(wave.size), wave.number)
-        in_flight = [key for key in sampler.wave_of if key not in sampler.informative]
+        if drawn is not None:
+            sampler.add(draw(drawn.size), drawn.wave)
+        in_flight = [key for key in sampler.wave_of if key not in sampler.finished]
         finished = rng.sample(in_flight, min(len(in_flight), rng.randint(0, at_once)))
         sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished})
-        sampler.num_generated = rng.randint(len(sampler.informative), len(sampler.wave_of))
+        sampler.num_generated = rng.randint(len(sampler.finished), len(sampler.wave_of))
 
 
 STEP = dict(seed=SEEDS, target=st.integers(1, 6), keep=st.floats(0.1, 1))
@@ -103,7 +103,7 @@ def test_a_prompt_ends_in_one_way(kind, seed, target, keep, groups_per_kept, lim
     sampler, fresh = kind(target, groups_per_kept, 1.0, limit), itertools.count()
     truth = lambda prompt_id: random.Random(prompt_id).random() < keep  # noqa: E731
     play(sampler, truth, random.Random(seed), lambda n: list(itertools.islice(fresh, n)))
-    chosen, again, informative = sampler.chosen(), sampler.requeued(), sampler.informative
+    chosen, again, informative = sampler.chosen(), sampler.requeued(), sampler.finished
     filtered = [prompt_id for prompt_id in sampler.wave_of if prompt_id not in chosen + again]
     assert sorted(chosen + again + filtered) == sorted(sampler.wave_of)
     assert len(set(chosen + again)) == len(chosen + again)
@@ -150,21 +150,6 @@ def group_of(prompt_id, *finishes):
     """An answer for each way to finish."""
     answers = enumerate(finishes)
     return [Sample(prompt_id, i, [1], response=[7], finish=finish) for i, finish in answers]
-
-
-def test_a_prompt_goes_to_its_owner():
-    """2 and 4 come again, to those that hold what was generated. New prompts go where the fewest are."""
-    controllers = [Prompts(Numbers(), 2, keeps_groups=True) for _ in range(2)]
-    begun = group_of(2, "abort", "abort")
-    for rank, prompts in enumerate(controllers):
-        assert prompts.assign_owners(prompts.draw(6), 2) == {0: 0, 1: 1, 2: 0, 3: 1, 4: 0, 5: 1}
-        prompts.requeue([2, 4], [begun, group_of(4, "", "")] if rank == 0 else [])
-        drawn = prompts.draw(6)
-        assert drawn == [2, 4, 6, 7, 8, 9]
-        assert prompts.assign_owners(drawn, 2) == {2: 0, 4: 0, 6: 1, 7: 1, 8: 0, 9: 1}
-    assert controllers[0].group(2, Numbers().training(2)) is begun
-    fresh = controllers[0].group(6, Numbers().training(6))
-    assert [sample.response for sample in fresh] == [[], []]
 
 
 PROMPT_IDS = st.lists(st.integers(0, 40), unique=True, max_size=40)

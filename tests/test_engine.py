@@ -30,10 +30,10 @@ from engines.reward_model import ScoringEngine
 from engines.server import STREAM_INTERVAL
 from reporting.timeline import Timeline
 from runtime.errors import UserError
-from tests.fakes import VirtualClock, requests_of
-from tests.launched import free_port
+from tests.support.fakes import VirtualClock, requests_of
+from tests.support.launched import free_port
+from tests.support.models import EOS, make_tiny_qwen3
 from tests.test_forks import check_ignored
-from tests.tiny_models import EOS, make_tiny_qwen3
 
 ROOM = dict(max_model_len=1024, max_new_tokens=64, judge_max_new_tokens=64)
 CONFIG = Config(max_running_requests=64, seed=1, **ROOM)

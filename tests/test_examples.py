@@ -3,7 +3,6 @@
 import importlib
 import runpy
 import sys
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +14,11 @@ import modes
 import placement
 import rewards
 import run
-from fakes import simulate, to_text
+from tests import ROOT
+from tests.support.fakes import simulate, to_text
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-BENCH = Path(__file__).parent.parent / "bench"
+EXAMPLES = ROOT / "examples"
+BENCH = ROOT / "bench"
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +49,6 @@ def kept(controllers, steps):
         assert samples
         found.append(sorted((s.prompt_id, s.index, s.reward) for s in samples))
     return found
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("my_*.py")), ids=lambda path: path.name)
-def test_an_example_is_short(path):
-    """At most 25 lines that aren't blank."""
-    assert sum(bool(line.strip()) for line in path.read_text().splitlines()) <= 25
 
 
 def test_an_algorithm_of_one_s_own_runs(monkeypatch):

@@ -13,12 +13,12 @@ import torch
 from actor import Actor
 from critic import Critic
 from examples.make_demo.closing import close
-from parallel_worker import actor_config, balanced, critic_config, set_overlap
 from sample import flat
 from scheduling.pipeline import SCHEDULES, Pipe, Task
-from test_actor import make_model, make_samples
+from tests.support.plain import make_model, make_samples
+from tests.workers.parallel import actor_config, balanced, critic_config, set_overlap
+from tests.workers.start import trained_by_tier
 from training import executor, groups, trainer
-from workers import trained_by_tier
 
 ALL = ("megatron", "1f1b", "fused")
 FIRST = {  # name -> family, ranks, sizes
@@ -47,7 +47,7 @@ def result_of(tmp_path_factory):
     for family, tied in (("qwen3", False), ("qwen2", True)):
         model_dir = make_model(models / family, family, tied, num_hidden_layers=8)
         references[family] = {"model_dir": model_dir, "batches": batches}
-    return trained_by_tier("test_executor", tmp_path_factory, FIRST, OTHERS, references)
+    return trained_by_tier("tests.test_executor", tmp_path_factory, FIRST, OTHERS, references)
 
 
 # ---------------------------------------------------------------- on the ranks

@@ -6,33 +6,22 @@ import gc
 import re
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import modes
 import rollout
-from fakes import (
+from runtime.errors import RunLost, UserError
+from tests.support.fakes import (
     FakeActor,
     FakeCritic,
     FakeEngine,
     LateWriter,
     judge_on,
+    learned,
     simulate,
-    to_text,
     write_on,
 )
-from runtime.errors import RunLost, UserError
-from test_rollout import batches_of, check_prompts, check_tokens
+from tests.test_rollout import check_prompts, check_tokens
 
-ALL_LAYOUTS = [
-    ("full", 1),
-    ("full", 2),
-    ("full", 4),
-    ("partial", 2),
-    ("partial", 3),
-    ("partial", 4),
-]
-ALL_LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3, write=write_on, verdict=judge_on)
 TROUBLES = {  # what happens to an engine -> what its owner says, or who has asked
     "die": r"died \(signal 9\)",
@@ -55,13 +44,6 @@ def strike(verb, role, rank):
     return strike_now
 
 
-def ask_to_stop(rank):
-    def ask(engines, controllers):
-        controllers[rank % len(controllers)].stop.asked = 15
-
-    return ask
-
-
 def in_parts_of(tokens):
     """Engines whose answers come a few tokens at a time."""
 
@@ -70,13 +52,6 @@ def in_parts_of(tokens):
             engine.part = tokens
 
     return prepare
-
-
-def trained(controllers, step):
-    """What a step trained on: prompts, answers, their log-probabilities, rewards."""
-    samples = [s for batch in batches_of(controllers, step) for s in batch.kept]
-    facts = ((s.prompt_id, s.index, to_text(s.response), s.logprobs, s.reward) for s in samples)
-    return sorted(facts)
 
 
 @functools.cache
@@ -90,9 +65,8 @@ def check_as_unbroken(controllers):
     check_prompts(controllers)
     check_tokens(controllers)
     unbroken = without_faults("full", 1)
-    for step in range(UNBROKEN["steps"]):
-        assert trained(controllers, step) == trained(unbroken, step)
-        assert len(trained(controllers, step)) == 8 * 4
+    assert learned(controllers) == learned(unbroken)
+    assert list(map(len, learned(unbroken))) == [8 * 4] * UNBROKEN["steps"]
     assert all(c.report.accuracies == unbroken[0].report.accuracies for c in controllers)
 
 
@@ -133,8 +107,7 @@ def test_a_lost_engine_ends_the_run(tmp_path, caplog, mode, size, role, verb):
     assert [len(c.report.steps) for c in controllers] == [1] * size
     resumed, _ = simulate(mode, size, resumed=tmp_path / "checkpoints" / "step_1", **UNBROKEN)
     unbroken = without_faults("full", 1)
-    for step in (1, 2, 3):
-        assert trained(resumed, step - 1) == trained(unbroken, step)
+    assert learned(resumed) == learned(unbroken)[1:]
     assert resumed[0].report.accuracies.items() <= unbroken[0].report.accuracies.items()
 
 
@@ -149,7 +122,7 @@ async def judges_are_forgotten(step):
     """A mode with a mistake."""
     await step.c.devices.share(step.c.devices.leads("rollout"))
     while not step.is_over:
-        step.start(await step.begin_wave(), rollout.generate_and_judge)
+        step.start(await step.draw_prompts(), rollout.generate_and_judge)
         await step.tasks.poll()
         await rollout.gather_finished_groups(step)
 
@@ -178,35 +151,7 @@ def test_judges_may_wait_while_others_write():
     controllers, _ = simulate("fused", 4, tail=0.1, **how)
     moves = [mark.start for mark in controllers[0].report.marks if mark.kind == "tail"]
     assert moves[0] > 10
-    assert trained(controllers, 0) == trained(without_faults("full", 1), 0)
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    layout=st.sampled_from(ALL_LAYOUTS),
-    seconds=st.floats(0, 15),
-    over_dispatch=st.sampled_from([1.0, 1.5]),
-    rank=st.integers(0, 3),
-)
-@example(layout=("partial", 2), seconds=0.0, over_dispatch=1.0, rank=0)
-def test_a_stop_leaves_what_an_unbroken_run_had(layout, seconds, over_dispatch, rank):
-    """Of any rank, at any time: all end at one step and save once; the prompts to come are as unbroken."""
-    options = dict(UNBROKEN, over_dispatch=over_dispatch)
-    controllers, _ = simulate(*layout, events=[(seconds, ask_to_stop(rank))], **options)
-    unbroken, _ = simulate(*layout, **options)
-    (done,) = {c.state.step for c in controllers}
-    (was_stopped,) = {c.was_stopped for c in controllers}
-    assert was_stopped or done == 4
-    for c in controllers if was_stopped else []:
-        ((step, cursor, requeued),) = c.checkpoints.saved
-        assert step == done == c.devices.actor.version == len(c.report.steps)
-        to_come, before = [*requeued, *range(cursor, 100)], range(100)
-        if served := done + bool(c.ahead):  # steps
-            report = unbroken[0].report
-            before = [*report.requeued[served - 1], *range(report.cursors[served - 1], 100)]
-        assert to_come[:50] == list(before)[:50]
-    for step in range(done):
-        assert trained(controllers, step) == trained(unbroken, step)
+    assert learned(controllers) == learned(without_faults("full", 1))[:1]
 
 
 @pytest.mark.parametrize("model,algorithm", [(FakeActor, "grpo"), (FakeCritic, "ppo")])

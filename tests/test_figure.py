@@ -3,12 +3,11 @@
 import json
 
 import matplotlib.image
-import pytest
 from matplotlib.colors import to_hex
 
 from reporting import figure
 from reporting import timeline as tl
-from test_timeline import MIXED, spans_of
+from tests.test_timeline import MIXED, spans_of
 
 
 def life(prompt_id, *stretches):
@@ -51,30 +50,6 @@ def test_the_answers_are_drawn_as_they_lived():
     assert lines(answers) == sorted(expected)
     assert lanes.get_shared_x_axes().joined(lanes, answers)
     assert lanes.get_position().y0 > answers.get_position().y0
-
-
-def test_a_figure_of_nothing_is_a_picture(tmp_path):
-    """A PNG that isn't blank."""
-    figure.make_figure(figure.Picture("a title", [], 4)).savefig(tmp_path / "none.png")
-    picture = matplotlib.image.imread(tmp_path / "none.png")
-    assert picture.std() > 0 and picture.shape[1] > 1000
-
-
-@pytest.mark.parametrize(
-    "first,last,steps",
-    [(-3, -1, {9, 10, 11}), (2, 4, {2, 3, 4}), (10, 99, {10, 11}), (5, 4, set())],
-)
-def test_steps_of_a_run(first, last, steps):
-    """Of 12 steps; the evaluation after the last belongs to none; what has no colour isn't drawn."""
-    events = [tl.Event("span", "train", 1, 10.0 * i + 5, 10.0 * i + 6, i) for i in range(12)]
-    events += spans_of([(120.0, 1.0)], "rollout", 1, 12) + spans_of([(0.0, 9.0)], "evaluate", 0, 3)
-    for i in range(13):
-        events.append(tl.Event("sample", "decoding", 0, 10.0 * i, 10.0 * i + 4, i))
-        events.append(tl.Event("wave", "wave 1", 0, 10.0 * i, 10.0 * i, i))
-    chosen = figure.of_steps(events, first, last)
-    assert {span.name for span in tl.of_kind(chosen, "span")} <= {"train"}
-    for kind in ("span", "sample", "wave"):
-        assert {event.step for event in tl.of_kind(chosen, kind)} == steps
 
 
 def write_run(out, mode, spans):

@@ -23,13 +23,20 @@ from examples import finetune
 from examples.finetune import FinetuneConfig, parse_pair, parse_rm, parse_sft, read_examples
 from examples.make_demo import models
 from examples.make_demo.closing import close
-from models import end_turns_with, save_model, save_tokenizer
-from parallel_worker import far, set_constants
 from runtime.errors import UserError
 from sample import Sample
-from support.rows import jsonl
-from test_actor import LEARNING_RATES, VOCAB, copies, make_model, plain_logprobs, plain_steps
-from test_critic import make_value_model
+from tests.support.models import end_turns_with, save_model, save_tokenizer
+from tests.support.plain import (
+    LEARNING_RATES,
+    VOCAB,
+    copies,
+    make_model,
+    make_value_model,
+    plain_logprobs,
+    plain_steps,
+)
+from tests.support.rows import jsonl
+from tests.workers.parallel import far, set_constants
 from training.model import check_models
 
 COMMANDS = ("sft", "rm", "dpo")

@@ -15,8 +15,8 @@ import pytest
 
 from cpu import forks
 from engines.server import ServerProcess
-from launched import ROOT
 from runtime import shutdown
+from tests import ROOT
 
 ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
 OWNER = """
@@ -97,15 +97,6 @@ def check_ignored(processes):
         pending = int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16)
         taken = [number for number in shutdown.SIGNALS if not pending >> number - 1 & 1]
         assert not taken, f"{process}: {taken}"
-
-
-def test_a_signal_to_all_processes_reaches_no_engine(tmp_path):
-    """Nor the fork server, nor what stands for an engine at its owner's."""
-    with owner_of(tmp_path / "log") as owner:
-        engine, server = start(owner, tmp_path / "log")
-        family = psutil.Process(owner.pid).children(recursive=True)
-        assert len(family) == 3 and {engine, server} < {*family}
-        check_ignored(family)
 
 
 # as with CUDA; what multiprocessing starts with its first child unblocks signals

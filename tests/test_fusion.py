@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollout
-from fakes import simulate
 from scheduling import fusion
 from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
 from scheduling.measured import RequestStats, Split, StepStats
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
 from simulation.engine import Moves
-from test_faults import UNBROKEN, check_as_unbroken, in_parts_of
+from tests.support.fakes import simulate
+from tests.test_faults import UNBROKEN, check_as_unbroken, in_parts_of
 
 FOUR = [(0,), (1,), (2,), (3,)]
 ALL = (0, 1, 2, 3)
@@ -197,7 +197,7 @@ def test_rebalance_finds_its_place(start):
     assert sum(a.stats.split != b.stats.split for a, b in pairwise(steps)) <= 5
 
 
-if __name__ == "__main__":  # the table of docs/fusion.md
+if __name__ == "__main__":  # the figures of docs/fusion.md
     for name in WORKLOADS:
         for how in (dict(mode="full"), *SPLITS, *TAILS):
             print(name, how, round(serving_s(simulated(name, **how)), 2))

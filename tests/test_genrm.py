@@ -16,10 +16,10 @@ import genrm
 import rewards
 from config import Config
 from engines.engine import Answer
-from fakes import FakeTokenizer, VirtualClock, to_text
-from models import SPECIAL, save_tokenizer
 from runtime.errors import UserError
 from sample import Sample
+from tests.support.fakes import FakeTokenizer, VirtualClock, to_text
+from tests.support.models import SPECIAL, save_tokenizer
 
 ANSWERS = {
     r"\boxed{1} no: \boxed{ 2 } done": "2",
@@ -272,14 +272,6 @@ def test_a_judge_is_asked_about_the_whole_conversation(name, label):
     assert shorter == whole.replace("system: Be terse\n", "")
 
 
-@pytest.mark.parametrize("text,logprob,reward", [("Y", -0.35, 1), ("Y", -0.37, 0), ("N", -5, 0)])
-def test_confidence_floor(text, logprob, reward):
-    listed, judged = make_rewards(), sample(">125")
-    score_all(listed, Pool(Engine(lambda prompt, number: (text, logprob, "stop"))), [judged])
-    assert (judged.reward, judged.verdict) == (reward, bool(reward))
-    assert listed.counts() == ([0], [1])
-
-
 def graded(monkeypatch, verdict, logprob=-0.1):
     """An answer as it is judged by a format whose `parse` returns this."""
     row = genrm.JudgeFormat(str, genrm.chat_prompt, lambda text: verdict, min_logprob=-0.36)
@@ -375,19 +367,6 @@ def test_an_engine_that_breaks_stops_everyone():
     with pytest.raises(UserError, match=expected):
         score_all(listed, Pool(Engine(broken)), samples)
     assert [s.reward for s in samples] == [None, None]
-
-
-def test_judges_are_weighted():
-    """Each is asked once, and its words are told apart by its number. For the verdict all count alike."""
-    replies, weights = (accept, accept, reject), (1.0, 1.0, 2.0)
-    listed = make_rewards(*["addition"] * 3, reward_weights=weights)
-    engines, judged = [Engine(reply) for reply in replies], sample(">125")
-    score_all(listed, Pool(*engines), [judged])
-    assert (judged.reward, judged.verdict) == (0.5, True)
-    texts = [reply("", 1)[0] for reply in replies]
-    assert judged.critique == "\n".join(f"judge {n}:\n{text}" for n, text in enumerate(texts))
-    assert [len(engine.asked) for engine in engines] == [1] * 3
-    assert listed.counts() == ([0] * 3, [1] * 3)
 
 
 @pytest.mark.parametrize("text,finish,reward", [("So >125", "stop", 1.0), ("So", "length", 0.0)])

@@ -16,12 +16,13 @@ import torch
 
 from actor import MAX_LOGPROB_DIFF
 from config import parse_config
-from gpu_model import SIZES, make_model
 from runtime import devices
 from runtime.devices import why_unusable
 from runtime.errors import UserError
+from tests import ROOT
+from tests.gpu_model import SIZES, make_model
+from tests.workers.start import run_command, run_worker
 from training.memory import RESIDENT
-from workers import HERE, run_command, run_worker
 
 needs_device = pytest.mark.gpu
 GB = 1e9
@@ -54,7 +55,13 @@ def work(tmp_path_factory):
         result, problem = tmp_path_factory.mktemp("work") / "result.json", ""
         try:
             run_worker(
-                "gpu_worker.py", what[0], device, model_of(device), result, *what[1:], timeout_s=900
+                "tests.gpu_worker",
+                what[0],
+                device,
+                model_of(device),
+                result,
+                *what[1:],
+                timeout_s=900,
             )
         except (AssertionError, subprocess.TimeoutExpired) as error:
             problem = str(error)
@@ -190,7 +197,7 @@ def test_a_judge_that_slept_lost_nothing(device, work, record):
 def test_the_demo_on_one_device(device, tmp_path, record):
     """Full colocation: rollout, judge and training take turns."""
     launch = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "1"]
-    launch += [str(HERE.parent / "run.py"), "--mode", "full", "--steps", "3", "--device", device]
+    launch += [str(ROOT / "run.py"), "--mode", "full", "--steps", "3", "--device", device]
     run_command([*launch, "--out", str(tmp_path / "out"), "--port", "32100"], timeout_s=1500)
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
     steps = [row for row in rows if "train/loss" in row]

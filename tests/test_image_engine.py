@@ -23,9 +23,17 @@ from images import reader
 from images.reader import ImageReader
 from images.tokens import Image, expand
 from inputs.rows import placed
-from launched import free_port
-from support.clips import encoded_clip, frames_of
-from vision_models import CLASSES, END, IMAGE, START, VIDEO, encoded_picture, make_vision_model
+from tests.support.clips import encoded_clip, frames_of
+from tests.support.launched import free_port
+from tests.support.vision import (
+    CLASSES,
+    END,
+    IMAGE,
+    START,
+    VIDEO,
+    encoded_picture,
+    make_vision_model,
+)
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
 START_S = 300.0  # for a server to come up

@@ -12,12 +12,12 @@ from actor import Actor
 from critic import Critic
 from examples.make_demo.closing import close
 from images.reader import ImageReader
-from parallel_worker import actor_config, gathered, set_constants, weights_of
 from sample import Sample
-from test_actor import plain_steps
+from tests.support.plain import plain_steps
+from tests.support.vision import BOS, END, IMAGE, START, encoded_picture, make_vision_model
+from tests.workers.parallel import actor_config, gathered, set_constants, weights_of
+from tests.workers.start import trained_by_tier
 from training.trainer import as_sequences
-from vision_models import BOS, END, IMAGE, START, encoded_picture, make_vision_model
-from workers import trained_by_tier
 
 LR = 1e-3
 SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64)
@@ -92,7 +92,7 @@ def references(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="session")
 def result_of(references, tmp_path_factory):
-    return trained_by_tier("test_image_training", tmp_path_factory, FIRST, OTHERS, references)
+    return trained_by_tier("tests.test_image_training", tmp_path_factory, FIRST, OTHERS, references)
 
 
 def image_config(**changes):

@@ -23,12 +23,12 @@ from config import Config
 from engines.engine import Answer
 from images import reader, tokens
 from images.tokens import Image
-from models import save_tokenizer
 from runtime.errors import UserError
 from sample import Sample
-from support.rows import jsonl
-from test_genrm import score_all
-from vision_models import IMAGE, START, encoded_picture, make_vision_model
+from tests.support.models import save_tokenizer
+from tests.support.rows import jsonl
+from tests.support.vision import IMAGE, START, encoded_picture, make_vision_model
+from tests.test_genrm import score_all
 
 
 @pytest.fixture(scope="module")

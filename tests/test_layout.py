@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import Config
-from modes import place
 from placement import make_placement
 from runtime.errors import UserError
 from scheduling.layout import Placement, Shape, placement_from, ranks_from, ranks_in_words
@@ -30,7 +29,7 @@ def shapes(draw, most=12):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_shape_is_laid_out_as_by_megatron(step):
-    """Of all small sizes, on neighbouring ranks and others: copies, heads, and a stranger's place."""
+    """Of all small sizes, on neighbouring ranks and others: copies, leads, and a stranger's place."""
     from training.groups import ORDER, mpu
 
     for tp, pp, cp, dp in SIZES:
@@ -43,18 +42,10 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         for row in generator.get_ranks("dp"):
             places = [shape.place(ranks[at]) for at in row]
             assert [place.dp_rank for place in places] == list(range(dp))
-            assert len({place.is_head for place in places}) == 1
-        heads = [rank for rank in ranks if shape.place(rank).is_head]
-        assert heads == sorted(copy[0] for copy in shape.copies)
+            assert len({place.is_lead for place in places}) == 1
+        leads = [rank for rank in ranks if shape.place(rank).is_lead]
+        assert leads == sorted(copy[0] for copy in shape.copies)
         assert shape.place(0) is shape.place(ranks[-1] + 1) is None
-
-
-def test_a_model_is_cut_by_its_own_sizes():
-    """Sequence parallelism needs tensor parallelism."""
-    config = Config(tp=2, sp=True, pp=2)
-    for sizes in [(2, 1, 1), (1, 2, 1), (1, 1, 2)]:
-        cut = Shape((0, 1), *sizes).sized(config)
-        assert (cut.tp, cut.pp, cut.cp, cut.sp) == (*sizes, sizes[0] > 1)
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())
@@ -89,7 +80,7 @@ REFUSED = [
     ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2, pp2 or cp2"),
     ("actor=0:tp0", {}, 2, "'tp0' is no size"),
     ("actor=tp2", {}, 2, "'tp2' names no ranks"),
-    ("rows", {}, 2, "colocate, split, standalone, or ranks: engines=0-1 actor=2-3"),
+    ("rows", {}, 2, "choose colocate, split, standalone"),
     ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
     ("engines=0 actor=2,1", {}, 3, "the ranks of actor aren't each named once, in order"),
     ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),
@@ -100,7 +91,7 @@ REFUSED = [
     ("engines=0 actor=0 critic=1", {}, 2, "--algorithm grpo has no critic"),
     ("split", {}, 2, "--algorithm grpo has no critic"),
     ("engines=0 actor=0 reference=1", {}, 2, "--algorithm grpo without kl_coef has no referen"),
-    ("split", dict(algorithm=PPO), 1, "= 1 doesn't divide the 0 ranks of critic"),
+    ("split", dict(algorithm=PPO), 1, "critic has no rank"),
     ("standalone", dict(algorithm=PPO), 2, "rank 0, which keeps the prompts, needs an engine"),
     ("standalone", dict(train_only=True, replay="r"), 2, "rank 0 holds nothing"),
     ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
@@ -138,21 +129,6 @@ def test_rows_of_the_table():
     placement = make_placement(Config(tp=2, **STANDALONE), 6)
     assert (placement.engines, placement.actor) == ((0, 1, 2, 3), Shape((4, 5), 2))
     assert placement.critic == placement.actor
-
-
-def test_engines_share_the_ranks_that_they_have():
-    """A plan is made of the engines' ranks alone, and people read all of it."""
-    config = Config(mode="partial", algorithm=PPO, judge=("j",), **STANDALONE)
-    placement, (split,) = place(config, 8)
-    assert (
-        placement.ranks("rollout", split),
-        placement.ranks("genrm", split),
-        placement.leads("rollout", split),
-    ) == ((0, 1), (2, 3), (0, 1))
-    words = "rollout on ranks 0-1, genrm on ranks 2-3, actor on ranks 4-5, critic on ranks 6-7"
-    assert placement.in_words(split) == words
-    with pytest.raises(UserError, match=r"--mode partial needs more ranks than 1"):
-        place(config, 3)
 
 
 def test_only_trainers_need_no_engine():

@@ -11,18 +11,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import parallel_worker
-import test_actor
 from algorithms import ALGORITHMS, algorithm_of
-from parallel_worker import actor_config, balanced, critic_config, far, gathered, weights_of
 from sample import Sample, flat
-from test_actor import check_export, make_model, make_samples, plain_logprobs, plain_steps
-from test_critic import make_value_model, plain_values, trained_on, with_returns
-from workers import trained_by_tier
+from tests.support.plain import (
+    LEARNING_RATES,
+    check_export,
+    copies,
+    make_model,
+    make_samples,
+    make_value_model,
+    plain_logprobs,
+    plain_steps,
+    plain_values,
+)
+from tests.test_critic import trained_on, with_returns
+from tests.workers import parallel
+from tests.workers.parallel import actor_config, balanced, critic_config, far, gathered, weights_of
+from tests.workers.start import trained_by_tier
 
 CRITIC_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: 2e-3 after 2 steps of warm-up
 ONE = {"one": ("qwen3", 1, {}), "one_tied": ("qwen2", 1, {})}
-FIRST = ONE | {  # name -> family, ranks, sizes; bucket: see parallel_worker.set_overlap
+FIRST = ONE | {  # name -> family, ranks, sizes; bucket: see parallel.set_overlap
     "tp2_sp_dp2": ("qwen3", 4, {"tp": 2, "sp": True, "bucket": 2000}),
     "pp2_cp2_tied": ("qwen2", 4, {"pp": 2, "cp": 2}),
 }
@@ -76,13 +85,13 @@ def plain_actor(model_dir: str) -> dict:
         batches.append(samples)
         return plain_loss(model, config, metrics, samples)
 
-    rates = test_actor.LEARNING_RATES[:3]
+    rates = LEARNING_RATES[:3]
     steps = zip(metrics, plain_steps(model, range(3), loss_of), rates, strict=True)
     for row, (loss, norm), lr in steps:
         row |= {"train/loss": loss, "train/grad_norm": norm, "train/lr": lr}
     assert metrics[1]["train/clip_frac"] > 0.05
     known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
-    return known | {"weights": test_actor.copies(model)}
+    return known | {"weights": copies(model)}
 
 
 def plain_value_loss(model, metrics: list, samples: list[Sample]) -> torch.Tensor:
@@ -121,7 +130,7 @@ def plain_critic(model_dir: str) -> dict:
         row |= {"critic/value_loss": loss, "critic/grad_norm": norm, "critic/lr": lr}
     assert 0.1 < metrics[0]["critic/clip_frac"] < 0.9
     known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
-    return known | {"weights": test_actor.copies(model)}
+    return known | {"weights": copies(model)}
 
 
 @pytest.fixture(scope="session")
@@ -137,7 +146,7 @@ def references(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="session")
 def result_of(references, tmp_path_factory):
-    return trained_by_tier("test_layouts", tmp_path_factory, FIRST, OTHERS, references)
+    return trained_by_tier("tests.test_layouts", tmp_path_factory, FIRST, OTHERS, references)
 
 
 # ---------------------------------------------------------------- on the ranks
@@ -174,11 +183,11 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
         metrics[-1].pop("train/seconds_spread")
     actor.export(export_to)
     everyone = gathered((metrics, distance, far(weights_of(actor), reference["weights"])))
-    heads = gathered((actor.is_head, actor.dp_rank))
+    leads = gathered((actor.is_lead, actor.dp_rank))
     mixed = mixed_update(actor, reference["batches"][1])
     close(actor)
-    heads = sorted(dp_rank for is_head, dp_rank in heads if is_head)
-    return summary(everyone) | {"mixed": mixed, "heads": heads}
+    leads = sorted(dp_rank for is_lead, dp_rank in leads if is_lead)
+    return summary(everyone) | {"mixed": mixed, "leads": leads}
 
 
 def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
@@ -211,7 +220,7 @@ def summary(everyone: list[tuple]) -> dict:
 def train(references: dict, layout: dict, path: str) -> dict:
     """Both models under one layout: Megatron's sizes, and `bucket`, see `set_overlap`."""
     sizes = dict(layout)
-    parallel_worker.set_overlap(sizes.pop("bucket", None))
+    parallel.set_overlap(sizes.pop("bucket", None))
     actor = train_actor(references["actor"], sizes, f"{path}/actor")
     critic = train_critic(references["critic"], sizes, f"{path}/critic")
     return {"actor": actor, "critic": critic, "path": Path(path)}
@@ -235,7 +244,7 @@ def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
     assert result["weight_distance"] < 5 * tolerance
     check_export(results["path"] / "actor", reference["weights"], 5 * tolerance)
     group_size = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("cp", 1)
-    assert result["heads"] == list(range(ranks // group_size))
+    assert result["leads"] == list(range(ranks // group_size))
 
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-import two_machines
-from launched import Run
-from two_machines import MEETING_PORT, PORT
+from tests.runs import two_machines
+from tests.runs.two_machines import MEETING_PORT, PORT
+from tests.support.launched import Run
 
 pytestmark = pytest.mark.long
 STEPS = 2

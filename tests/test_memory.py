@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from parallel_worker import far, weights_of
-from test_actor import actor_config, make_actor, make_model, make_samples, update  # noqa: F401
+from tests.support.plain import make_model, make_samples
+from tests.test_actor import actor_config, make_actor, update  # noqa: F401
+from tests.workers.parallel import far, weights_of
 from training import lm_head
 from training.memory import KEPT
 from training.offload import HostCopies

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from columns import numbers
 from config import Config
 from controller import State
-from fakes import FakeWorld, VirtualClock
 from reporting import timeline as tl
 from reporting.metrics import Facts, MetricsWriter, Report, local_facts, serving_metrics, summarize
 from reporting.progress import Progress
@@ -21,7 +19,9 @@ from rollout import RolloutBatch
 from runtime.errors import RunLost
 from sample import Sample
 from scheduling.measured import RequestStats, Split, StepStats
-from test_atomic_files import full_disk
+from tests.support.columns import numbers
+from tests.support.fakes import FakeWorld, VirtualClock
+from tests.test_atomic_files import full_disk
 
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean
     rollout/trained_len_mean rollout/truncated_frac rollout/wrong_frac genrm/accept_frac

@@ -16,8 +16,7 @@ import pytest
 from runtime import out_folder
 from runtime.errors import UserError
 from runtime.out_folder import archive, held
-
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
 
 
 async def hold(out, say=print, during=None):

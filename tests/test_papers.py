@@ -3,14 +3,13 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from papers import tables
 from papers.tables import COLUMNS, Paper, Point, Row, command, read_constants, read_points, values
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 SUMMARY = r"^\d+ predicted rows: median error ([\d.]+)%, largest ([\d.]+)%\.$"
 GOOD = "9,HybridFlow,7B,8,throughput,tokens/s,5500,0.02,FIG,arXiv,figure 9,"
 POINT = Point(*GOOD.split(","))

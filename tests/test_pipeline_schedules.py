@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from papers.rlhfuse import read_instances
 from scheduling import pipeline
 from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 TABLE3 = ROOT / "papers" / "published" / "rlhfuse_table3.json"
 INSTANCES = read_instances(TABLE3)
 PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_text())}
@@ -131,13 +130,3 @@ def test_fused_is_as_fast_as_published(name):
     latency, memory = check(pipes, fused(pipes))
     assert latency == published["bound"] <= published["published"]["latency"]
     assert memory <= pipeline.MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-9)
-
-
-def test_an_instance_is_read(tmp_path):
-    """Two ranks: worked out by hand."""
-    path, there = tmp_path / "pipes.json", {"ranks": [0, 1], "micro_batches": 2}
-    back = there | {"ranks": [1, 0], "memory": 0.5}
-    path.write_text(json.dumps([{"name": "two", "pipes": [there, back]}]))
-    pipes = read_instances(path)["two"]
-    assert bound(pipes) == evaluate(pipes, fused(pipes)).latency == 12
-    assert evaluate(pipes, SCHEDULES["1f1b"].table(pipes)).latency == 17

@@ -69,15 +69,8 @@ def test_splits_that_a_run_may_take(changes, size, expected):
         assert {*asked} == {*range(judges)}
 
 
-def test_train_only_has_no_engine():
-    """Whatever the mode: every rank trains."""
-    config = Config(mode="full", train_only=True, replay="r.jsonl")
-    nowhere = everyone(2)._replace(engines=())
-    assert place(config, 2) == (nowhere, [Split("partial", 0, 0)])
-
-
 REFUSED = [
-    (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, fused, auto"),
+    (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, .*fused, .*auto"),
     (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
     (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
     (dict(), 1, "--mode partial needs more ranks than 1 for a rollout engine of 1 and a genrm"),

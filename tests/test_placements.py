@@ -5,16 +5,10 @@ import functools
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import controller
-import fakes
-from fakes import at_random_paces, simulate, trained
 from scheduling.rebalance import Decision
-from test_checkpoint import exact_meetings, exact_times
-from test_faults import ask_to_stop
-from test_rollout import check_prompts, check_tokens
+from tests.support.fakes import at_random_paces, simulate, trained
 
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 SAFE = ("safe_rlhf", "kl_coef=0.1")
@@ -47,9 +41,9 @@ def columns_of(controllers, step, digits=20):
 
 
 def keys_of(controllers, step, trainer_of):
-    """What the heads of one model trained on, in order."""
+    """What the leads of one model trained on, in order."""
     trainers = [trainer_of(c) for c in controllers]
-    batches = [trainer.batches[step] for trainer in trainers if trainer.is_head]
+    batches = [trainer.batches[step] for trainer in trainers if trainer.is_lead]
     return sorted(sample.key for sample in itertools.chain(*batches))
 
 
@@ -117,32 +111,6 @@ def spans_of(controller, name):
     return [span for span in spans if span.name == name]
 
 
-def test_actor_and_critic_train_at_the_same_time():
-    """On ranks of their own: the updates' intervals meet. On the same they take turns."""
-    for words, meet in (("engines=0-2 actor=0 critic=1-2", True), ("colocate", False)):
-        times, controllers = [], []
-
-        def watch(c, times=times):
-            for trainer in (c.devices.actor, *c.devices.critics):
-                trainer.update_s, trainer.learn = 0.5, timed(trainer.learn, trainer, times)
-
-        how = dict(algorithm=PPO, placement=words, steps=1, prepare_controller=watch)
-        simulate("full", 3, controllers=controllers, **how)
-        first = {title: start for title, start in times if start}
-        assert (first["actor"] == first["reward critic"]) == meet
-
-
-def timed(learn, trainer, times):
-    """Notes when a model that is held begins to learn."""
-
-    async def call(mini_batches):
-        loop = fakes.asyncio.get_running_loop()
-        times.append((trainer.title, loop.time() if trainer.holds else None))
-        return await learn(mini_batches)
-
-    return call
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_same_seed_gives_the_same_run(ahead):
     """However fast engines are; and twice the same."""
@@ -152,31 +120,6 @@ def test_the_same_seed_gives_the_same_run(ahead):
         controllers, _ = simulate("partial", 4, **how)
         runs.append([columns_of(controllers, step) for step in range(4)])
     assert runs[0] == runs[1] == runs[2]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    mode=st.sampled_from(["full", "partial", "fused", "auto"]),
-    ahead=st.sampled_from([0, 1]),
-    over_dispatch=st.sampled_from([1.0, 1.5]),
-    refills=st.integers(0, 3),
-    judges=st.sampled_from([("a",), ("a", "b")]),
-    seed=st.integers(0, 10**6),
-)
-def test_nothing_is_lost(mode, ahead, over_dispatch, refills, judges, seed):
-    """No prompt and no token: with replacements, a tail that isn't waited for, two judges, moves."""
-    how = dict(placement="engines=0-3 actor=4,6 critic=5", ahead=ahead, rebalance=mode == "partial")
-    how |= dict(over_dispatch=over_dispatch, max_refill_waves=refills, steps=5, algorithm=PPO)
-    how |= dict(judge=judges, model="m", judge_format=("addition",) * len(judges))
-    controllers, _ = simulate(mode, 7, prepare=at_random_paces(seed), **how)
-    check_prompts(serving(controllers))
-    check_tokens(serving(controllers))
-    for step in range(5):
-        kept = {s.key for c in serving(controllers) for s in c.report.steps[step][1].kept}
-        assert trained(controllers, step).keys() == kept
-        assert columns_of(controllers, step).keys() == kept
-    for c in controllers[4:]:
-        assert not fakes.samples_of([batch for _, batch, *_ in c.report.steps])
 
 
 def test_the_split_moves_between_two_pushes():
@@ -203,45 +146,7 @@ def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
     assert {*others} == {controllers[0].devices.splits[1]}
 
 
-RUNS = {  # name -> settings of a run
-    "standalone": dict(mode="partial", size=4, placement="engines=0-1 actor=2 critic=3"),
-    "ahead": dict(mode="partial", size=4, placement="engines=0-1 actor=2 critic=3", ahead=1),
-    "ahead in turns": dict(mode="full", size=4, placement="engines=0,2 actor=1,3:tp2", ahead=1),
-    "split": dict(mode="full", size=2, placement="split"),
-}
 STEPS = 5
-
-
-@functools.cache
-@exact_meetings()
-def unbroken(name):
-    controllers, _ = simulate(**RUNS[name], algorithm=PPO, steps=STEPS, prepare=exact_times)
-    return [columns_of(controllers, step) for step in range(STEPS)]
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    name=st.sampled_from(list(RUNS)),
-    seconds=st.floats(0.1, 11.0),
-    rank=st.integers(0, 3),
-    every=st.sampled_from([1, 2, STEPS]),
-)
-@exact_meetings()
-def test_a_stopped_run_goes_on_as_it_would_have(tmp_path_factory, name, seconds, rank, every):
-    """Whoever is asked, and whenever: what is served ahead is saved with its step, and nothing is lost."""
-    out = tmp_path_factory.mktemp("run")
-    how = RUNS[name] | dict(algorithm=PPO, steps=STEPS, out=out, prepare=exact_times)
-    how |= dict(save_every=every, keep=9)
-    before, _ = simulate(**how, events=[(seconds, ask_to_stop(rank))])
-    done = before[0].state.step
-    assert {c.state.step for c in before} == {done}
-    assert before[0].checkpoints.newest == done
-    after = []
-    if before[0].was_stopped:
-        after, _ = simulate(**how, resumed=out / "checkpoints" / f"step_{done}")
-    steps = [columns_of(before, step) for step in range(done)]
-    steps += [columns_of(after, step) for step in range(STEPS - done)]
-    assert steps == unbroken(name)
 
 
 @pytest.mark.parametrize("mode", ["full", "partial"])

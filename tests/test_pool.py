@@ -12,8 +12,16 @@ from config import Config
 from engines.engine import Answer, EngineLost, Sampling, seed_of
 from engines.pool import EngineStatus, Pool
 from engines.routing import Load
-from fakes import Device, FakeEngine, FakeWorld, VirtualClock, requests_of, run_on, text_answer
 from reporting.timeline import Timeline
+from tests.support.fakes import (
+    Device,
+    FakeEngine,
+    FakeWorld,
+    VirtualClock,
+    requests_of,
+    run_on,
+    text_answer,
+)
 
 CONFIG = Config()  # --timeout-s 600: an engine is lost after 300 s
 

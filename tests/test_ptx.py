@@ -9,12 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import actor
 import run
 from config import Config
 from scheduling.balance import packed_length
 from training import model, ptx
-from training.packing import NO_TARGET
 from training.ptx import TextLoss, choose, read_texts
 
 TEXTS = [([1], [number]) for number in range(7)]
@@ -80,29 +78,6 @@ def test_the_longest_sequence_fits_a_micro_batch(budget, cp, data):
     tokens = data.draw(st.integers(1, config.token_budget))
     assert packed_length(tokens, cp) <= config.max_tokens_per_micro_batch
     assert config.token_budget > config.max_tokens_per_micro_batch - 2 * cp
-
-
-def test_every_rank_has_as_many_micro_batches(monkeypatch):
-    """Else sums had another order. A token weighs 0.5 * 4 / 3: 4 divide the policy's, 3 are the texts'."""
-
-    def reduced(self, values, op):
-        if "count" in values:
-            return {"count": 5.0}  # another rank has 5
-        assert values == {"divisor": 4.0, "tokens": 1.0}
-        return {"divisor": 4.0, "tokens": 3.0}
-
-    monkeypatch.setattr(actor.Actor, "all_reduce", reduced)
-    monkeypatch.setattr(actor.Actor, "pack", lambda self, texts: [[0]])
-    one = actor.Actor.__new__(actor.Actor)
-    one.texts, one.version, one.dp_rank, one.dp_size = [([1], [2])], 0, 0, 1
-    one.config, one.awake = Config(), True
-    one.algorithm = SimpleNamespace(ptx_batch=1, ptx_coef=0.5)
-    one.groups = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0))
-    work = SimpleNamespace(micro_batches=["policy's"], losses=["policy's"])
-    one._add_texts(work, 0, SimpleNamespace(divisors=torch.ones(4)))
-    texts = work.micro_batches[1:]
-    assert [(batch.slots != NO_TARGET).sum().item() for batch in texts] == [1, 0, 0, 0, 0]
-    assert {loss.weight for loss in work.losses[1:]} == {0.5 * 4 / 3} and len(work.losses) == 6
 
 
 def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launched import ROOT, Run, free_ports, saved
+from tests import ROOT
+from tests.support.launched import Run, free_ports, saved
 
 pytestmark = pytest.mark.long
 FOLDER = ROOT / "runs" / "smollm2"

@@ -11,8 +11,8 @@ import pytest
 from config import parse_config
 from runtime import rendezvous
 from runtime.errors import UserError
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
 

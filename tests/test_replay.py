@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from commands import replay
 from commands.replay import read_replay
-from fakes import simulate, trained
 from sample import Outcome, Sample
+from tests.support.fakes import simulate, trained
 
 
 def rollout_only(out, mode="partial", size=2, done=0, **more):

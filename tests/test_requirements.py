@@ -1,13 +1,13 @@
 """The pins: none may contradict what the engines ask for themselves, or the CUDA install couldn't resolve."""
 
 from importlib.metadata import requires
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+
 LINUX = {"extra": "", "sys_platform": "linux", "platform_machine": "x86_64"}
 
 

@@ -1,80 +1,23 @@
 """HybridFlow's resharding: its groups and table 2 by hand, and real shards put together on gloo groups."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from itertools import product
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 import training  # noqa: F401  makes Megatron importable without CUDA
 from actor import Actor
 from examples.make_demo.closing import close
 from papers.hybridflow import Layout
-from parallel_worker import actor_config, gathered
-from test_actor import make_model
+from tests.support.plain import make_model
+from tests.workers.parallel import actor_config, gathered
+from tests.workers.start import train_layouts
 from training.hf_weights import HFWeights
-from workers import train_layouts
-
-layouts = st.builds(
-    lambda pp, near, copies, parts: Layout(pp, near * parts, copies, parts),
-    *(st.integers(1, 4) for _ in range(4)),
-)
-
-
-class Place(NamedTuple):
-    """The place of a rank while it generates."""
-
-    copy: int  # of the model, as data and context parallelism make them
-    part: int  # of its engine
-    member: int  # of its micro-data-parallel group; and which of the copy's engines it is in
-
-
-def place_of(layout, rank):
-    """Engines are on ranks at strides of t / t_g: so a shard lies in its rank's part (section 5.3).
-
-    Ranks are numbered as Megatron does: shards of a stage are neighbours, stages are farthest apart.
-    """
-    near = layout.tp // layout.parts
-    others, shard = divmod(rank, layout.tp)
-    stage, copy = divmod(others, layout.copies)
-    return Place(copy, shard // near, stage * near + shard % near)
-
-
-@given(layouts)
-def test_every_shard_lies_in_its_rank_s_part(layout):
-    """As ranges of the cut dimension."""
-    for rank in range(layout.pp * layout.tp * layout.copies):
-        shard, place = rank % layout.tp, place_of(layout, rank)
-        assert Fraction(place.part, layout.parts) <= Fraction(shard, layout.tp)
-        assert Fraction(shard + 1, layout.tp) <= Fraction(place.part + 1, layout.parts)
-
-
-@given(layouts)
-def test_an_engine_has_every_part_and_who_gathers_one_all_of_its_shards(layout):
-    """Each place once; a micro-data-parallel group has as many members as a part has shards."""
-    members = range(layout.pp * layout.tp // layout.parts)
-    ranks = range(layout.pp * layout.tp * layout.copies)
-    places = sorted(place_of(layout, rank) for rank in ranks)
-    assert places == [*product(range(layout.copies), range(layout.parts), members)]
-
-
-def test_the_paper_s_example():
-    """Training 1-4-2, generation 1-2-2-2 (section 5.3): engines, and micro-data-parallel groups."""
-    engines, micro_data = defaultdict(list), defaultdict(list)
-    for rank in range(8):
-        copy, part, member = place_of(Layout(1, 4, 2, 2), rank)
-        engines[copy, member].append(rank)
-        micro_data[copy, part].append(rank)
-    assert [*engines.values()] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert [*micro_data.values()] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +52,7 @@ def found(tmp_path_factory) -> dict:
     sizes = dict(num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8)
     ties = {"untied": False, "tied": True}
     models = {name: make_model(path / name, "qwen3", ties[name], **sizes) for name in ties}
-    return train_layouts("test_resharding", path, LAYOUTS, models)
+    return train_layouts("tests.test_resharding", path, LAYOUTS, models)
 
 
 @contextmanager

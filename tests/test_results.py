@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from bench import results
-from test_docs import check_program, check_run
-from workers import HERE, run_command
+from tests import ROOT
+from tests.test_docs import check_program, check_run
+from tests.workers.start import run_command
 
 
 def row(**values):
@@ -66,4 +67,4 @@ def test_every_value_is_read_and_every_command_understood():
 def test_a_small_save_is_measured():
     """bench/checkpoint.py builds as much of a controller as a save asks for."""
     small = ["--layers", "2", "--hidden", "128", "--repeats", "1"]
-    run_command([sys.executable, str(HERE.parent / "bench/checkpoint.py"), *small], timeout_s=300)
+    run_command([sys.executable, str(ROOT / "bench/checkpoint.py"), *small], timeout_s=300)

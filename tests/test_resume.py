@@ -14,10 +14,10 @@ import pytest
 import checkpoint
 from checkpoint import ResumePoint
 from config import parse_config
-from fakes import FakeWorld
 from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
+from tests.support.fakes import FakeWorld
 
 CONFIG = replace(parse_config([]), model="M", judge=("J",))
 SETTINGS = vars(CONFIG)
@@ -169,16 +169,6 @@ def test_a_run_that_did_its_steps_is_moved_away(tmp_path, rows, steps):
     point, _ = prepared(out, steps=steps)
     assert (point and point.step) == (40 if goes_on else None)
     assert (tmp_path / "run-1").exists() != goes_on
-
-
-@pytest.mark.parametrize("out, reason", [("file/run", "Not a directory"), ("empty", "File exists")])
-def test_out_that_cannot_be_written_is_one_line(tmp_path, out, reason):
-    """On every rank, whatever is in the way; it names the setting."""
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "logs").write_text("")
-    with pytest.raises(ValueError, match=rf"^--out \S*{out} can't be used: .*{reason}.*$"):
-        prepared(tmp_path / out)
 
 
 def test_a_checkpoint_by_name(tmp_path):

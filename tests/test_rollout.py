@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import controller
-import fakes
 import genrm
 import rollout
-from fakes import all_batches, batches_of, samples_of, simulate, text_answer, to_text
+from tests.support import fakes
+from tests.support.fakes import all_batches, batches_of, samples_of, simulate, text_answer, to_text
 
 
 def tokens_of(groups):

@@ -4,7 +4,6 @@ one. Most are of the demo. How a run ends on bad input is test_command.py's."""
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,9 +11,10 @@ import time
 import pytest
 
 from config import DEMO_MODELS
-from launched import LONGEST_S, ROOT, Run, free_ports, rows_done, saved
-from models import save_model
-from vision_models import encoded_picture, make_vision_model
+from tests import ROOT
+from tests.support.launched import LONGEST_S, Run, free_ports, rows_done, saved
+from tests.support.models import save_model
+from tests.support.vision import encoded_picture, make_vision_model
 
 SHORT = ("--prompts-per-step", "4", "--eval-every", "3", "--save-every", "1")
 THREE = (*SHORT, "--steps", "3")
@@ -231,16 +231,6 @@ def test_a_users_error_is_not_tried_again(tmp_path):
     assert 1 <= run.stdout.count("read") <= run.ranks and "/attempt_3/" in run.stderr
 
 
-@pytest.mark.slow
-def test_a_taken_port_is_named(tmp_path):
-    """By number; the engine of the other rank, which had found its port free, is gone too."""
-    run = Run(tmp_path)
-    with socket.create_server(("127.0.0.1", run.port + 3)):
-        run.start().finish()
-    run.check_one_line(str(run.port + 3), "--port")
-    run.check_nothing_is_left()
-
-
 def test_an_evaluation_on_an_engine(tmp_path):
     """The demo's actor shows no work yet: it is right about small sums alone."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}')
@@ -334,5 +324,5 @@ def test_a_run_on_own_pictures(tmp_path):
 @pytest.mark.long
 def test_chaos():
     """Faults of every kind, at random moments."""
-    command = [sys.executable, str(ROOT / "tests" / "chaos.py"), "--trials", "14"]
+    command = [sys.executable, str(ROOT / "tests" / "runs" / "chaos.py"), "--trials", "14"]
     assert subprocess.run(command).returncode == 0

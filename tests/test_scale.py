@@ -50,7 +50,7 @@ def test_what_grows_is_counted(found):
 
 @pytest.mark.slow
 def test_media_go_through_one_controller_alone():
-    """1 MB each: none of ours (tests/fakes.py asserts it of every simulated run); the one process all."""
+    """1 MB each: none of ours (fakes.py asserts it of every simulated run); the one process all."""
     for ranks in (64, 128):
         plain, with_media = (central.Scaled(ranks, media) for media in (0.0, 1e6))
         steps = [run.run()[0] for run in (plain, with_media)]

@@ -16,9 +16,10 @@ from transformers import AutoTokenizer
 import data
 from config import parse_config
 from engines.server import server_flags
-from launched import ROOT, Run
-from models import save_model
 from runtime.errors import printable
+from tests import ROOT
+from tests.support.launched import Run
+from tests.support.models import save_model
 
 SMALL = ("--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12")
 # torchrun's own store listens on every interface, unless it is a file and isn't shared with the ranks

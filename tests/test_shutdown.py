@@ -15,11 +15,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from fakes import VirtualClock, run_on
-from launched import TORCHRUN_S_OWN
 from runtime import shutdown
-
-ROOT = Path(__file__).parent.parent
+from tests import ROOT
+from tests.support.fakes import VirtualClock, run_on
+from tests.support.launched import TORCHRUN_S_OWN
 
 
 async def signalled(stop, times, clock, cleaned):
@@ -61,20 +60,6 @@ def test_signals(monkeypatch, trains, times, is_done):
     with contextlib.nullcontext() if is_done else pytest.raises(asyncio.CancelledError):
         assert asyncio.run(signalled(stop, times, clock, cleaned)) == "done"
     assert cleaned == [True] and stop.asked == times[1.0]
-
-
-def test_all_stop_by_themselves_before_one_is_past_the_last_meeting(monkeypatch):
-    """A signal may come to one that is still in it."""
-    stop = shutdown.Stop()
-
-    async def gather(pid):
-        assert stop.graceful
-        return [pid]
-
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    asyncio.run(stop.until_all_are_ready(SimpleNamespace(rank=0, gather=gather)))
-    assert stop.neighbours == {0: os.getpid()}
 
 
 @pytest.mark.parametrize("left_s, is_cancelled", [(0.9, False), (1.1, True)])

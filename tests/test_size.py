@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from config import COMMANDS, Config, settings_of
+from tests import ROOT
 
-ROOT = Path(__file__).parent.parent
 ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
 ROOMS += ("images", "inputs")
 ROOT_FILES = sorted(ROOT.glob("*.py"))
@@ -21,13 +21,13 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
 # Fences against drift, 2 % above what was reached: a fork of some 200 lines passes. To move one, measure anew
 # and say here what for; first look for what the new lines replace. 12,600 lines of product, 3,900 of the root
-# and 14,000 words were meant
-MOST_LINES = 14_480  # of the product, examples/finetune.py counted; clips may take 300
-MOST_ROOT_LINES = 4_400
+# and 12,000 words were meant
+MOST_LINES = 14_600  # of the product, examples/finetune.py counted; clips took 420
+MOST_ROOT_LINES = 4_440
 MOST_OUTSIDE = 2_330  # simulation/, papers/
 MOST_BENCH = 2_555
-MOST_TEST_LINES = 19_340  # 1.33 for a line of product and of cpu/decoder.cpp; 1.15 were meant
-MOST_WORDS = 17_940  # of docs/, without the pages that a command writes
+MOST_TEST_LINES = 18_710  # 1.28 for a line of product and of cpu/decoder.cpp; 1.15 were meant
+MOST_WORDS = 13_810  # of docs/, without the pages that a command writes
 MOST_FLAGS = 62  # of run.py rl; a clip has its frames by two: a rate, and a bound
 MOST_ROOT_FILES, MOST_COLUMNS = 14, 110
 LAYERS = (  # each may import what stands below it, and its own line

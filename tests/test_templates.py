@@ -11,13 +11,13 @@ import pytest
 import data
 import genrm
 import rewards
-from config import Config, parse_config
+from config import Config
 from examples.finetune import parse_pair, parse_rm, parse_sft
 from inputs.templates import TODAY
-from models import TEMPLATE, save_tokenizer
 from runtime.errors import UserError
-from support.rows import jsonl
-from support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
+from tests.support.models import TEMPLATE, save_tokenizer
+from tests.support.rows import jsonl
+from tests.support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
 
 
 @pytest.fixture(scope="module")
@@ -230,15 +230,6 @@ def test_a_judges_template_is_checked_at_the_start(with_template, directory, mon
             build([with_template(template)])
 
 
-def test_a_scalar_judges_template_is_checked_on_every_row(with_template, tmp_path):
-    """It is shown all turns: else the first answer to such a prompt would end the run."""
-    rows = [{"prompt": "3+4="}, {"messages": [turn("system", "Be brief."), ASKED]}]
-    read = partial(prompts_of, with_template(EACH), tmp_path, *rows)
-    assert len(read(scorers=[with_template(QWEN3)])) == 2
-    with pytest.raises(UserError, match=r"rows\.jsonl:2: .* refuses turns: System role not"):
-        read(scorers=[with_template(GEMMA)])
-
-
 @pytest.fixture
 def loaded(directory, monkeypatch):
     """A function that gives the tokenizer as a run has it, and what the start says."""
@@ -294,13 +285,6 @@ def test_a_setting_is_read_as_json_else_as_text(directory, loaded, value):
         assert data.encode(tokenizer, [ASKED]) == oracle(plain, [ASKED], x=expected)
 
 
-def test_thinking_is_switched_off(with_template, loaded):
-    tokenizer, _ = loaded(QWEN3, "enable_thinking=false")
-    plain = with_template(QWEN3)
-    tokens = data.encode(tokenizer, [ASKED])
-    assert tokens == oracle(plain, [ASKED], enable_thinking=False) != oracle(plain, [ASKED])
-
-
 UNKNOWN = "role=x loop=1 messages=1 enable_thinkng=0 think=0 enable_thinking =1 enable-thinking=1"
 
 
@@ -315,13 +299,6 @@ def test_a_setting_that_no_template_mentions_is_refused(loaded, setting):
 def test_nothing_is_set_of_no_template(loaded, template):
     with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE"):
         loaded(template, "x=1")
-
-
-@pytest.mark.parametrize("command", ["rl", "eval"])
-def test_settings_of_templates_are_those_of_every_command(command):
-    judge = ["--judge", "j"] * (command == "rl")
-    given = ["--template", "a=1", "b=2", "--template", "c=3"]
-    assert parse_config([command, "--model", "m", *judge, *given]).template == ("a=1", "b=2", "c=3")
 
 
 SPELLED = "<think>Sum<|im_end|></think> 7"

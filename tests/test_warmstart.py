@@ -10,7 +10,7 @@ from demo import task
 from examples.make_demo import texts, warmstart
 from examples.make_demo.texts import DEMOS
 from images.reader import IMAGE
-from test_drawn import read_numbers
+from tests.test_drawn import read_numbers
 
 CRITIQUES = {  # of 57+68
     "125": "7+8+0=15:5.5+6+1=12:2.1:1.Y",

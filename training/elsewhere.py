@@ -18,7 +18,7 @@ class Elsewhere:
 
     holds = False
     awake = False
-    is_head = False
+    is_lead = False
     dp_rank = -1
     received_bytes = 0
 
@@ -55,5 +55,5 @@ class Elsewhere:
     def whole_weights(self) -> dict:
         return {}
 
-    snapshot = sharded_checkpoint.plan_save
+    snapshot = sharded_checkpoint.take_snapshot
     restore = sharded_checkpoint.load

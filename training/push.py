@@ -1,8 +1,8 @@
-"""A push to engines on ranks without the actor: the head of each copy of it sends some of them all tensors.
+"""A push to engines on ranks without the actor: one rank of each copy of the actor sends all tensors to some.
 
-They go over the process group of the head and its receivers, gloo or NCCL. Each receiver then loads its own
-engine, as a rank with the actor does: nothing listens on a port, and an engine that was started again needs
-no group.
+The tensors go over the process group of a sender and its receivers, gloo or NCCL. Each receiver then loads
+its own engine, as a rank with the actor does: nothing listens on a port, and an engine that was started again
+needs no group.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ Named = Iterator[tuple[str, Tensor]]  # tensors by their Hugging Face names
 
 @dataclass
 class Route:
-    """A head and its receivers, of which this rank is one."""
+    """A sender and its receivers, of which this rank is one."""
 
-    head: int
+    sender: int
     group: ProcessGroup
     received: int = 0  # bytes that it brought to this rank the last time
 
     def carry(self, named: Named) -> Named:
-        """Yield the head's tensors, from there also to the receivers (collective over the route)."""
-        return self._sent(named) if dist.get_rank() == self.head else self._received()
+        """Yield the sender's tensors, from there also to the receivers (collective over the route)."""
+        return self._sent(named) if dist.get_rank() == self.sender else self._received()
 
     @torch.no_grad()
     def _sent(self, named: Named) -> Named:
         for bucket in buckets(named):
             self._broadcast_object([(name, t.shape, t.dtype) for name, t in bucket])
             flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
-            dist.broadcast(flat, self.head, self.group)
+            dist.broadcast(flat, self.sender, self.group)
             del flat  # not held while an engine loads the bucket
             yield from bucket
         self._broadcast_object([])
@@ -50,24 +50,24 @@ class Route:
             sizes = [shape.numel() for _, shape, _ in facts]
             _, _, dtype = facts[0]
             flat = torch.empty(sum(sizes), dtype=dtype, device=own_device())
-            dist.broadcast(flat, self.head, self.group)
+            dist.broadcast(flat, self.sender, self.group)
             self.received += flat.nbytes
             for (name, shape, _), part in zip(facts, flat.split(sizes), strict=True):
                 yield name, part.view(shape)
 
     def _broadcast_object(self, value: list | None) -> list:
         box = [value]
-        dist.broadcast_object_list(box, self.head, self.group)
+        dist.broadcast_object_list(box, self.sender, self.group)
         return box[0]
 
 
-def connect(heads: Sequence[int], receivers: Sequence[int], timeout_s: float) -> Route | None:
-    """Deal the receivers to the heads in turns; return this rank's route (collective: every rank)."""
+def connect(senders: Sequence[int], receivers: Sequence[int], timeout_s: float) -> Route | None:
+    """Deal the receivers to the senders in turns; return this rank's route (collective: every rank)."""
     own = None
-    for number, head in enumerate(heads):
-        ranks = [head, *receivers[number :: len(heads)]]
+    for number, sender in enumerate(senders):
+        ranks = [sender, *receivers[number :: len(senders)]]
         if len(ranks) > 1:
             group = dist.new_group(ranks, timedelta(seconds=timeout_s), sort_ranks=False)
             if dist.get_rank() in ranks:
-                own = Route(head, group)
+                own = Route(sender, group)
     return own

@@ -1,8 +1,8 @@
 """A trainer's part of a checkpoint, by torch.distributed.checkpoint: any ranks, --tp, --pp, --cp can load it.
 
-A rank saves boxes of full tensors, and loads what lies in its own of all that were saved. No rank asks
-another: training waits for this one's `plan_save` alone. Of what that returns, `write` is called in a process
-forked from the rank, whose memory stays as it was, and `complete` on rank 0 at last.
+A rank saves boxes of full tensors, and loads the part of all saved boxes that lies in its own. No rank asks
+another: training waits only for this rank's `take_snapshot`. Of the two functions that it returns, `write` is
+called in a process forked from the rank, whose memory stays as it was, and `complete` at last on rank 0.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class OnlyDescriptions(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def plan_save(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
-    """Plan a save into `folder`, which exists and is empty; nothing is written. Not collective.
+def take_snapshot(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
+    """Plan a save into `folder`, which exists and is empty, and copy what a GPU holds. Not collective.
 
     Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
     That raises torch's ValueError if all ranks' boxes don't fill each tensor.

@@ -61,7 +61,7 @@ class Trainer:
     """One rank's part of a model. All ranks of a model-parallel group get the same samples.
 
     The part is a stage of the pipeline: some of the layers. `version` counts updates; `dp_rank` of `dp_size`
-    is this rank's share of the samples; `is_head` marks the rank of its model-parallel group that sends
+    is this rank's share of the samples; `is_lead` marks the rank of its model-parallel group that sends
     requests to engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that on its images;
     `title` names the model in messages.
 
@@ -121,7 +121,7 @@ class Trainer:
             groups = make_groups(shape, self.config.timeout_s)
         self.own_groups = groups
         self.shape = groups.shape
-        self.dp_rank, self.is_head = self.shape.place(dist.get_rank())
+        self.dp_rank, self.is_lead = self.shape.place(dist.get_rank())
         self.dp_size = self.shape.dp
         self.pipeline = groups.pipeline
         self.everyone = groups.everyone
@@ -355,7 +355,7 @@ class Trainer:
     def whole_weights(self) -> dict[str, Tensor]:
         """Copy the tensors to the one rank that writes them, nothing to the others (collective)."""
         weights = self.named_weights() if self.dp_rank == 0 else ()
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_head}
+        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_lead}
 
     def write_hf(self, weights: dict[str, Tensor], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
@@ -374,7 +374,7 @@ class Trainer:
     def _hf_config(self, hf: dict) -> dict:
         return hf | {"dtype": self.config.dtype}
 
-    snapshot = sharded_checkpoint.plan_save
+    snapshot = sharded_checkpoint.take_snapshot
     restore = sharded_checkpoint.load
 
 

@@ -1,8 +1,8 @@
-"""Short stand-ins that do to turns what published chat templates do: the files of tests/chat_templates."""
+"""Short stand-ins that do to turns what published chat templates do: the files of chat_templates."""
 
 from pathlib import Path
 
-FILES = Path(__file__).parents[1] / "chat_templates"
+FILES = Path(__file__).parent / "chat_templates"
 CODER = (FILES / "coder.jinja").read_text()
 GEMMA = (FILES / "gemma.jinja").read_text()
 LLAMA3 = (FILES / "llama3.jinja").read_text()

@@ -1,4 +1,5 @@
-"""A user's own model, small enough for tests: Qwen3 with a BPE tokenizer and a chat template."""
+"""Small models as Hugging Face directories: a user's own, Qwen3 with a BPE tokenizer and a chat template;
+one of the demo's shape, without its training."""
 
 from pathlib import Path
 
@@ -19,6 +20,7 @@ system user assistant Verdict: correct Verdict: incorrect
 Final answer:
 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"""
 
+EOS = 1  # of make_tiny_qwen3
 SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
 SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=384)
 SHAPE |= dict(max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.1)
@@ -62,3 +64,25 @@ def end_turns_with(directory, token) -> int:
     tokenizer.chat_template = TEMPLATE.replace("<|im_end|>", token)
     tokenizer.save_pretrained(directory)
     return tokenizer.convert_tokens_to_ids(token)
+
+
+def make_tiny_qwen3(directory, seed=0, kv_heads=4):
+    """The path of a random Qwen3, 366k parameters, tied; the weights follow from the seed alone."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(hidden_size=96, num_hidden_layers=3, num_attention_heads=4, head_dim=24)
+    sizes |= dict(num_key_value_heads=kv_heads, intermediate_size=288, vocab_size=64)
+    sizes |= dict(tie_word_embeddings=True, max_position_embeddings=2048)
+    tokens = dict(bos_token_id=None, eos_token_id=EOS, pad_token_id=0)
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    config = Qwen3Config(**sizes, **tokens, rope_parameters=rope)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+        # the default init gives nearly uniform logits: nothing would be told apart
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, mean=0.0 if weight.dim() > 1 else 1.0, std=0.15)
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    return str(directory)

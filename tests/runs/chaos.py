@@ -1,6 +1,6 @@
 """Chaos with real processes: seeded faults in real runs of the demo, that must end as the unbroken run.
 
-    python tests/chaos.py --trials 30 --first 0 [--mode MODE]    a line a trial; exit 1 if one broke
+    python tests/runs/chaos.py --trials 30 --first 0 [--mode MODE]    a line a trial; exit 1 if one broke
 
 A trial strikes the demo once or twice: kill -9 of any process of the run at any moment, SIGSTOP of an
 engine's, kill -9 of all in a save. It is started again with the same command until its steps are done. Then
@@ -21,9 +21,10 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.launched import ROOT, Run
+from tests import ROOT
+from tests.support.launched import Run
 
 PLACE = ROOT / "runs" / "chaos"
 DEADLINE_S = 420.0  # for one start to end: longer than any wait that the settings below allow

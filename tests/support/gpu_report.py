@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workers import HERE
+from tests import ROOT
 
-PATH = HERE.parent / "runs" / "gpu-report.txt"
+PATH = ROOT / "runs" / "gpu-report.txt"
 LOG_LINES, ERROR_LINES = 60, 40
 
 
@@ -31,7 +31,7 @@ def write(table: list[str], failures: list[tuple[str, str]], logs: list[Path]) -
 
 def output_of(*command: str) -> list[str]:
     """Lines that a command prints, or why it can't be run."""
-    how = dict(cwd=HERE.parent, capture_output=True, text=True, timeout=120)
+    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=120)
     try:
         done = subprocess.run(command, **how)
     except (OSError, subprocess.TimeoutExpired) as error:

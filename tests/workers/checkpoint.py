@@ -1,6 +1,6 @@
 """What test_checkpoint.py starts as a process of its own: ranks save, then other layouts go on from that.
 
-parallel_worker.py imports it. The reference is a model directory and three batches. A layout's result has,
+parallel.py imports it. The reference is a model directory and three batches. A layout's result has,
 by rank, what was saved or restored, the metrics of the update that follows and the weights after it.
 """
 
@@ -17,11 +17,11 @@ import placement
 from checkpoint import Checkpoints, restore
 from controller import State
 from data import Prompts
-from fakes import FakeSource
-from parallel_worker import balanced, critic_config, gathered, weights_of
 from reporting.timeline import Timeline
 from runtime.world import World
 from sample import flat
+from tests.support.fakes import FakeSource
+from tests.workers.parallel import balanced, critic_config, gathered, weights_of
 
 
 def controller_of(world: World, actor, critic) -> SimpleNamespace:
@@ -33,7 +33,7 @@ def controller_of(world: World, actor, critic) -> SimpleNamespace:
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
-        team=world,
+        peers=world,
         ahead=None,
         devices=SimpleNamespace(**held),
         rewards=Mock(counts=Mock(return_value=5 + world.rank)),
@@ -59,7 +59,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
     """Draw prompts that come again, as far as they were answered."""
     drawn = prompts.draw(9)
     owners = prompts.assign_owners(drawn, actor.dp_size)
-    mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_head]
+    mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_lead]
     groups = [prompts.group(number, prompts.source.training(number)) for number in mine]
     for sample in flat([groups]):
         sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]

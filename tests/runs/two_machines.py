@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from launched import ROOT, Run
+from tests import ROOT
+from tests.support.launched import Run
 
 PORT = 26000  # --port of the run; each machine has its own
 MEETING_PORT = 26400  # where torchruns meet

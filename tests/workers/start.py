@@ -1,4 +1,4 @@
-"""Starts a script of tests/ as a process."""
+"""Starts a module of tests/ as a process."""
 
 import os
 import signal
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from tests import ROOT
 
 
-def run_worker(script: str, *arguments: str | Path, timeout_s: float = 300) -> None:
-    run_command([sys.executable, str(HERE / script), *map(str, arguments)], timeout_s)
+def run_worker(module: str, *arguments: str | Path, timeout_s: float = 300) -> None:
+    run_command([sys.executable, "-m", module, *map(str, arguments)], timeout_s)
 
 
 def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references: dict) -> dict:
@@ -22,7 +22,7 @@ def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references
     sizes = list(dict.fromkeys(ranks for _, ranks, _ in layouts.values()))
     case = {"references": references, "layouts": layouts, "sizes": sizes}
     torch.save(case, path / "case.pt")
-    run_worker("parallel_worker.py", module, path / "case.pt", path / "result")
+    run_worker("tests.workers.parallel", module, path / "case.pt", path / "result")
     found = {}
     for size in sizes:
         found |= torch.load(f"{path}/result.{size}", weights_only=False)
@@ -42,7 +42,7 @@ def trained_by_tier(module: str, factory, first: dict, others: dict, references:
 
 def run_command(command: list[str], timeout_s: float) -> None:
     """Until it ends; its group is gone afterwards. AssertionError with the end of its output if it failed."""
-    settings = {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     how = dict(start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     process = subprocess.Popen(command, env=os.environ | settings, **how)
     try:

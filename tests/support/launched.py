@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.columns import timing_free
+from tests import ROOT
+from tests.support.columns import timing_free
 
-ROOT = Path(__file__).parent.parent
 LONGEST_S = 900.0  # for a hang to be found: no run takes as long, however busy the machine is
 TORCHRUN_S_OWN = re.compile(r"[WE]\d{4} .*torch/distributed/")  # lines that it logs
 IN_OUR_CODE = re.compile(rf'File "{ROOT}/(?!\.venv)')  # in a traceback
@@ -53,7 +53,11 @@ class Run:
 
     def start(self) -> "Run":
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, ROOT / "tests" / "guard.py", self.folder / "result.json"]
+        command = [
+            sys.executable,
+            ROOT / "tests" / "support" / "guard.py",
+            self.folder / "result.json",
+        ]
         command += [
             *self._under,
             Path(sys.executable).with_name("torchrun"),

@@ -1,11 +1,12 @@
 """What each test file finds: planted bugs, one after another, in a copy of the project.
 
-    python tests/planted_bugs.py                       every bug: does the file find it that should?
-    python tests/planted_bugs.py --all                 every bug: all files that find it (hours)
-    python tests/planted_bugs.py --module scheduling --files test_balance.py test_fusion.py --all
+    python tests/runs/planted_bugs.py                  every bug: does the file find it that should?
+    python tests/runs/planted_bugs.py --all            every bug: all files that find it (hours)
+    python tests/runs/planted_bugs.py --module scheduling --files test_balance.py --all
 
-tests/planted/MODULE.toml has the bugs of a root file or a room: each replaces `old`, which stands once in
-`file`, by `new`. A file finds a bug if one of its tests fails. Exit status 1 if a bug is missed.
+tests/planted/MODULE.toml has the bugs of a root file or a room, one for each promise that it keeps: a bug
+replaces `old`, which stands once in `file`, by `new`. A file finds a bug if one of its tests fails. Exit
+status 1 if a bug is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PLANTED = ROOT / "tests" / "planted"
 DEFAULT_TIER = "not slow and not long and not gpu"
 NO_TESTS = 5  # pytest's exit status

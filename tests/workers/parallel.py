@@ -1,6 +1,6 @@
 """Ranks that train in processes of their own, for tests under one parallel layout after another.
 
-Usage: parallel_worker.py MODULE case.pt result.pt. The module is the test file that asks: of each layout the
+Usage: parallel.py MODULE case.pt result.pt. The module is the test file that asks: of each layout the
 result holds what its `train` made of a reference, sizes and a path. Ranks are forked after the imports, which
 take longer than the training, and meet through a file, so that no port is needed.
 """

@@ -286,7 +286,7 @@ class FakeTrainer:
         self.title, self.device, self.version, self.awake = title, device, 0, False
         self.batches, self.log, self.passes = [], [], []
         self.shape, place = shape, shape.place(rank)
-        self.holds, (self.dp_rank, self.is_head) = place is not None, place or (-1, False)
+        self.holds, (self.dp_rank, self.is_lead) = place is not None, place or (-1, False)
 
     def wake(self):
         assert not self.awake, "woken while awake"
@@ -593,9 +593,19 @@ def trained(controllers, step):
     for c in controllers:
         for sample in c.report.steps[step][2]:
             key = (sample.prompt_id, sample.index)
-            assert (key not in samples) == c.devices.actor.is_head
+            assert (key not in samples) == c.devices.actor.is_lead
             assert samples.setdefault(key, sample).advantages == sample.advantages
     return samples
+
+
+def learned(controllers):
+    """By step, what was trained on: key, answer, which weights wrote it, reward."""
+    found = []
+    for step in range(len(controllers[0].report.steps)):
+        samples = trained(controllers, step).values()
+        facts = [(s.key, s.response, s.logprobs, s.versions, s.reward) for s in samples]
+        found.append(sorted(facts))
+    return found
 
 
 class FakeTokenizer:
@@ -715,9 +725,9 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
     pools = {}
-    team = world.part(placed.servers)
+    peers = world.part(placed.servers)
     for role in ("rollout", "genrm"):
-        pools[role] = Pool([e for e in engines if e.role == role], team, timeline, config)
+        pools[role] = Pool([e for e in engines if e.role == role], peers, timeline, config)
     actor = FakeActor(world.rank, placed.actor, device, config.continues_answers, config.ahead)
     critics = [FakeCritic(name, world.rank, placed.critic, device) for name in algorithm.critics]
     references = []
@@ -735,7 +745,7 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
         devices=placement.Devices(placed, splits, models, pools, world, timeline),
         rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
-        team=team,
+        peers=peers,
         **given,
     )
 
