@@ -19,16 +19,7 @@ from config import Config
 from images.reader import IMAGE, VIDEO, ImageReader, check_places
 from images.tokens import Image, expand
 from inputs.hf_directory import readable
-from inputs.rows import (
-    Text,
-    answer_key,
-    as_turns,
-    media_of,
-    placed,
-    prompt_of,
-    read_rows,
-    transcript,
-)
+from inputs.rows import Text, answer_key, as_turns, fill, media_of, prompt_of, read_rows, transcript
 from inputs.templates import apply_settings, break_special_tokens, render
 from runtime.errors import UserError
 from sample import Sample
@@ -257,7 +248,7 @@ class PromptFile(Sequence[Prompt]):
         images = ()
         if self.reader:
             read = partial(self.reader.read_item, self.path.parent, row.where, decodes)
-            text, images = placed(text, row.media, read, row.where)
+            text, images = fill(text, row.media, read, row.where)
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _most_tokens(self, row: PromptRow) -> int:

@@ -1,13 +1,14 @@
-"""The cost of images to the controllers: real ranks, real engines, an image of 1 MB for each prompt.
+"""The cost of images and clips to the controllers: real ranks, real engines, a file for each prompt.
 
-    python bench/media.py                  2 and 4 ranks: without images, with them, with a central controller
+    python bench/media.py              images of 1 MB; 2 and 4 ranks: without, with, with a central controller
+    python bench/media.py --videos     clips of 10 MB
 
 Every run trains two steps on 16 prompts of 4 answers a rank, which a rule judges; the model is the image
 demo's, before its warm start. A micro-batch has 512 tokens: while it is trained on, the trainer holds its
 images as floats, and what the tower makes of them. `central` is for comparison only: rank 0 receives all
-samples with their images, and deals them. Of the busiest rank:
+samples with their files, and deals them. Of the busiest rank:
     between   MB a step of samples that go from rank to rank
-    peak      MB of resident memory above the same run's without images: of the process of the controller and
+    peak      MB of resident memory above the same run's without files: of the process of the controller and
               the trainer, not of its engine's
 """
 
@@ -17,7 +18,6 @@ import pickle
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,15 +30,17 @@ import controller
 import run
 from bench.measuring import ROOT, TORCHRUN, column, peak_rss_mb, print_table, run_to_its_end
 from examples.make_demo import models
+from images.reader import IMAGE, VIDEO
 from rollout import RolloutBatch
 from runtime.world import World
 from scheduling.dealing import Sizes
 
-SIDES = ("text", "images", "central")
+SIDES = ("text", "media", "central")
 PROMPTS = 16  # of a rank, in a step
 ANSWERS = 4
 STEPS = 2
-PIXELS = (584, 600, 3)  # of noise: a PNG of 1.05 MB
+PIXELS = (584, 600, 3)  # of noise: a PNG of 1.05 MB, a clip of 10
+FRAMES = 16  # of a clip, in 4 s
 FOLDER = ROOT / "runs" / "bench" / "media"
 RULE = "def reward(sample):\n    return float(sample.index % 2)\n"  # every group is informative
 
@@ -52,13 +54,15 @@ sent = {"between": 0}  # bytes of samples that left this rank
 async def exchange_through_one(
     batch: RolloutBatch, held: list[Sizes], c: controller.Controller
 ) -> controller.Shares:
-    """Take the place of controller.exchange: all samples and their images go to rank 0, which deals them."""
+    """Take the place of controller.exchange: all samples and their files go to rank 0, which deals them."""
     samples = batch.kept
-    await c.prompts.attach_images(samples)
-    images = {image for sample in samples for image in sample.media}
-    read = {image: replace(image, read=partial(bytes, image.read())) for image in images}
+    prompts = await c.prompts.read({sample.prompt_id for sample in samples})
+    files = {}
+    for prompt_id, prompt in prompts.items():
+        names = prompt.row.get("images", []) + prompt.row.get("videos", [])
+        files[prompt_id] = [Path(FOLDER, name).read_bytes() for name in names]
     for sample in samples:
-        sample.media = tuple(read[image] for image in sample.media)
+        sample.row = {"files": files[sample.prompt_id]}  # a group's answers share them
     senders = range(c.world.size) if c.world.rank == 0 else ()
     parcels = await c.world.exchange({0: samples}, senders)
     received = [sample for parcel in parcels.values() for sample in parcel]
@@ -94,26 +98,51 @@ def one_rank(side: str, arguments: list[str]) -> None:
     run.main(arguments)
 
 
-def make_inputs(rows: int) -> None:
-    """Write a model, a rule, and rows with and without images."""
-    from PIL import Image
-
+def make_inputs(rows: int, column: str) -> None:
+    """Write a model, a rule, and rows with and without files in `column`."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     models.new_model(FOLDER / "model", 0, models.vision_model)
     (FOLDER / "rule.py").write_text(RULE)
     rng = np.random.default_rng(0)
-    with (FOLDER / "text.jsonl").open("w") as text, (FOLDER / "images.jsonl").open("w") as images:
+    with (FOLDER / "text.jsonl").open("w") as text, (FOLDER / "media.jsonl").open("w") as media:
         for number in range(rows):
-            name = f"{number}.png"
-            Image.fromarray(rng.integers(0, 256, PIXELS, dtype=np.uint8)).save(FOLDER / name)
+            name, place = WRITERS[column](number, rng)
             text.write(json.dumps({"prompt": "7+5="}) + "\n")
-            images.write(json.dumps({"prompt": "<image>=", "images": [name]}) + "\n")
+            media.write(json.dumps({"prompt": f"{place}=", column: [name]}) + "\n")
+
+
+def write_image(number: int, rng: np.random.Generator) -> tuple[str, str]:
+    from PIL import Image
+
+    Image.fromarray(rng.integers(0, 256, PIXELS, dtype=np.uint8)).save(FOLDER / f"{number}.png")
+    return f"{number}.png", IMAGE
+
+
+def write_clip(number: int, rng: np.random.Generator) -> tuple[str, str]:
+    """H.264 that keeps nearly all of the noise."""
+    import av
+
+    with av.open(FOLDER / f"{number}.mp4", "w") as output:
+        stream = output.add_stream("libx264", rate=4, options={"qp": "4", "preset": "ultrafast"})
+        stream.height, stream.width, _ = PIXELS
+        stream.pix_fmt = "yuv420p"
+        for _ in range(FRAMES):
+            noise = rng.integers(0, 256, PIXELS, dtype=np.uint8)
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(noise, format="rgb24")))
+        output.mux(stream.encode())
+    return f"{number}.mp4", VIDEO
+
+
+WRITERS = {
+    "images": write_image,
+    "videos": write_clip,
+}  # column -> writes a file; returns name and place
 
 
 def measure(side: str, ranks: int) -> dict[str, float]:
     """Run a side; returns what its busiest rank counted, in bytes and MB."""
     out = FOLDER / f"{side}-{ranks}"
-    rows = FOLDER / ("text.jsonl" if side == "text" else "images.jsonl")
+    rows = FOLDER / ("text.jsonl" if side == "text" else "media.jsonl")
     command = [TORCHRUN, "--nproc-per-node", ranks, __file__, "--rank", side]
     command += ["--model", FOLDER / "model", "--data", rows, "--rule", FOLDER / "rule.py"]
     command += ["--out", out, "--steps", STEPS, "--lr", 1e-9, "--mode", "full"]
@@ -126,7 +155,7 @@ def measure(side: str, ranks: int) -> dict[str, float]:
 
 
 def table_row(side: str, ranks: int, runs: list[dict], bare: list[dict]) -> list[str]:
-    """Medians of a side. bare: the runs without images, in the same order."""
+    """Medians of a side. bare: the runs without files, in the same order."""
     between = median(column(runs, "between")) / STEPS / 1e6
     pairs = zip(column(runs, "peak"), column(bare, "peak"), strict=True)
     peaks = [peak - without for peak, without in pairs]
@@ -138,8 +167,9 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--videos", action="store_true")
     given = parser.parse_args()
-    make_inputs(max(given.ranks) * PROMPTS * STEPS)
+    make_inputs(max(given.ranks) * PROMPTS * STEPS, "videos" if given.videos else "images")
     found = {(ranks, side): [] for ranks in given.ranks for side in SIDES}
     for _ in range(given.repeats):  # in turns
         for (ranks, side), runs in found.items():

@@ -65,9 +65,9 @@ def central_values(printed: str, seconds: float) -> Values:
     return {way: numbers_in(rf"\| {way} \| [\d,]+ \| ([\d,]+) \|", printed) for way in ways}
 
 
-def images_values(printed: str, seconds: float) -> Values:
+def media_values(printed: str, seconds: float) -> Values:
     """MB between controllers in a step; the same through a central one."""
-    sides = ("images", "central")
+    sides = ("media", "central")
     return {side: numbers_in(rf"\| 2 \| {side} \| ([\d.]+) \|", printed) for side in sides}
 
 
@@ -124,11 +124,18 @@ ROWS = {
         kind="simulated",
     ),
     "images": Row(
-        "Of the 34 MB of images in a step of 2 ranks none passes between controllers, only {images:.2f} MB "
+        "Of the 34 MB of images in a step of 2 ranks none passes between controllers, only {media:.2f} MB "
         "of tokens; with a central one it is {central:.1f} MB",
         "docs/images.md",
         "python bench/media.py --ranks 2 --repeats 1",
-        images_values,
+        media_values,
+    ),
+    "clips": Row(
+        "Of the 333 MB of clips in a step of 2 ranks none passes between controllers, only {media:.2f} MB of "
+        "tokens; with a central one it is {central:.1f} MB",
+        "docs/images.md",
+        "python bench/media.py --videos --ranks 2 --repeats 1",
+        media_values,
     ),
     "save": Row(
         "A run waits {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}) for a save of {size:.2f} GiB, "

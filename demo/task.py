@@ -15,7 +15,7 @@ from demo.drawing import clip, picture
 from genrm import FORMATS, JudgeFormat
 from images.reader import IMAGE, VIDEO, ImageReader
 from images.tokens import Image
-from inputs.rows import placed
+from inputs.rows import fill
 
 # digits of the longer summand: relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
@@ -66,7 +66,7 @@ class Shown(NamedTuple):
             return self.text, ()
         items = {"images": partial(list, self.images), "videos": partial(list, self.videos)}
         where = "a problem of the demo"
-        return placed(self.text, reader.read_row(items, Path(), where), where)
+        return fill(self.text, reader.read_row(items, Path(), where), where)
 
 
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides how they look

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from images.reader import IMAGE, PLACES, VIDEO, check_places, media_file
-from images.tokens import Image
 from inputs.templates import map_texts
 from runtime.errors import UserError
 
@@ -232,10 +231,8 @@ def with_text(turn: Any, where: str) -> Any:
     return turn | {"content": content}
 
 
-def media_of(
-    row: dict, prompt: Text, folder: Path, where: str, sees: bool
-) -> dict[str, Callable[[], list]]:
-    """Return what gives a row's items for each of PLACES, checked unless they are bytes. UserError."""
+def media_of(row: dict, prompt: Text, folder: Path, where: str, sees: bool) -> dict[str, Callable]:
+    """Return by place what gives a row's images and videos, checked unless bytes. UserError."""
     media = {}
     for name, place in PLACES.items():
         items = row.get(name) or []
@@ -252,17 +249,17 @@ def media_of(
     return media
 
 
-def placed(
-    prompt: Text, media: dict[str, Callable[[], list]], read: Callable, where: str
-) -> tuple[Text, tuple[Image, ...]]:
+def fill(
+    prompt: Text, media: dict[str, Callable], read: Callable, where: str
+) -> tuple[Text, tuple]:
     """Write IMAGE for each image and each pair of a clip. Returns prompt and images. UserErrors.
 
-    read: of a place, its items and a number among them; see ImageReader.read_item.
+    read: of a place, its items and a number among them, as ImageReader.read_item.
     """
     numbers = {place: count() for place in media}
-    images = []
     for place, items in media.items():
         check_places(str(prompt).count(place), items(), place, where)
+    images = []
 
     def put(found: re.Match) -> str:
         place = found[0]

@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as pillow
-from test_images import CHAT, prompts_of
 
 import data
 from examples.finetune import FinetuneConfig, parse_sft, read_examples
@@ -29,6 +28,7 @@ from runtime.errors import UserError
 from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
 from tests.support.rows import jsonl
 from tests.support.vision import IMAGE, encoded_picture, make_vision_model
+from tests.test_images import CHAT, prompts_of
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from examples.make_demo.models import ALPHABET
 from images import reader
 from images.reader import ImageReader
 from images.tokens import Image, expand
-from inputs.rows import placed
+from inputs.rows import fill
 from tests.support.clips import encoded_clip, frames_of
 from tests.support.launched import free_port
 from tests.support.vision import (
@@ -86,7 +86,7 @@ def clips_of(seeing, *files, seed=0, limit=24):
     """A prompt of these clips, each followed by text: the images are pairs of frames."""
     read = partial(seeing.reader.read_item, Path(), "here", True)
     media = {reader.VIDEO: lambda: list(files)}
-    shown, images = placed("1+<video>=" * len(files) + "?", media, read, "here")
+    shown, images = fill("1+<video>=" * len(files) + "?", media, read, "here")
     prompt = encode_prompt(seeing.tokenizer, seeing.reader, shown, images)
     sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
     return Request(prompt, sampling, limit, seed, images)
