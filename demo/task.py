@@ -64,9 +64,9 @@ class Shown(NamedTuple):
         """Return the text with an IMAGE for each image, and these: a clip is several."""
         if reader is None:
             return self.text, ()
-        items = {"images": partial(list, self.images), "videos": partial(list, self.videos)}
         where = "a problem of the demo"
-        return fill(self.text, reader.read_row(items, Path(), where), where)
+        media = {IMAGE: partial(list, self.images), VIDEO: partial(list, self.videos)}
+        return fill(self.text, media, partial(reader.read_item, Path(), where, True), where)
 
 
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides how they look
