@@ -1,16 +1,16 @@
-"""The demo's pictures: they can be read, they are the written problems, and a cell is a feature."""
+"""The demo's pictures and clips: they can be read, and are the written problems; a cell is a feature."""
 
 import io
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from config import DEMO_MODELS
 from demo import task
 from demo.drawing import CELL, picture
-from images.reader import IMAGE, ImageReader
+from images.reader import IMAGE, VIDEO, ImageReader
 
 SUMMAND = st.integers(1, 6).flatmap(lambda digits: st.integers(0, 10**digits - 1))
 # of character displays: the columns of each digit, from the left; a bit is a dot, the lowest at the top
@@ -55,6 +55,27 @@ def test_a_picture_can_be_read(a, b, key):
     assert Image.open(io.BytesIO(png)).size == (CELL * max(len(str(a)), len(str(b))), 2 * CELL)
 
 
+def read_clip(shown: task.Shown) -> list[str]:
+    """The number in each pair of a clip's frames, which is the same in both."""
+    reader = ImageReader(str(DEMO_MODELS / "drawn" / "actor"))
+    text, pairs = shown.read(reader)
+    assert text == shown.text.replace(VIDEO, "<0.2 seconds><image><1.5 seconds><image>")
+    numbers = []
+    for pair in pairs:
+        frames = ImageSequence.Iterator(Image.open(io.BytesIO(pair.read())))
+        rows = [np.asarray(frame.convert("L"), float) for frame in frames]
+        seen = {"".join(map(read_cell, np.split(row, row.shape[1] // CELL, 1))) for row in rows}
+        assert len(rows) == 2 and len(seen) == 1
+        numbers += seen
+    return numbers
+
+
+@settings(deadline=None, max_examples=20)
+@given(a=SUMMAND, b=SUMMAND)
+def test_a_clip_can_be_read(a, b):
+    assert read_clip(task.filmed(a, b, "key")) == [str(a), str(b)]
+
+
 def test_a_picture_follows_from_its_numbers_and_key():
     first, *others = (picture(57, 68, key) for key in "aab")
     assert others[0] == first != others[1]
@@ -69,7 +90,7 @@ def test_the_same_problems_are_written_and_drawn():
 
     written, drawn = (task.Addition(3, characters, each) for each in (None, reader))
     pairs = [(written.training(i), drawn.training(i)) for i in range(20)]
-    for one, other in [*pairs, *zip(written.held_out[:50], drawn.held_out, strict=False)]:
+    for one, other in [*pairs, *zip(list(written.held_out)[:50], drawn.held_out, strict=False)]:
         (image,) = other.images
         numbers = read_numbers(image.read())
         assert one.question == "{}+{}=".format(*numbers) and one.images == ()

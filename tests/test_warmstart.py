@@ -9,8 +9,8 @@ from config import DEMO_MODELS, Config
 from demo import task
 from examples.make_demo import texts, warmstart
 from examples.make_demo.texts import DEMOS
-from images.reader import IMAGE
-from tests.test_drawn import read_numbers
+from images.reader import IMAGE, VIDEO
+from tests.test_drawn import read_clip, read_numbers
 
 CRITIQUES = {  # of 57+68
     "125": "7+8+0=15:5.5+6+1=12:2.1:1.Y",
@@ -25,19 +25,25 @@ def test_critiques_by_hand():
     assert {answer: texts.critique(57, 68, answer) for answer in CRITIQUES} == CRITIQUES
 
 
+def numbers_in(shown: task.Shown, question: str) -> list[str]:
+    if shown.images:
+        return read_numbers(*shown.images)
+    return read_clip(shown) if shown.videos else question.split("+")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEMOS)
 def test_what_is_taught_is_right(name):
     """The same on every rank; no sum is held out; verdicts are the truth, of own errors, too."""
     demo, held_out = DEMOS[name], {tuple(sorted(each)) for each in task.HELD_OUT_PROBLEMS}
-    for question, response, pictures in texts.demonstrations(0, 3, demo):
-        a, b = map(int, read_numbers(*pictures) if pictures else question[:-1].split("+"))
+    for shown, response in texts.demonstrations(0, 3, demo):
+        a, b = map(int, numbers_in(shown, shown.text[:-1]))
         assert response in (f">{a + b}", task.shown_work(a, b))
         assert tuple(sorted((a, b))) not in held_out
-    for asked, response, pictures in texts.critiques(0, [(1, 1, "3")], 3, demo):
-        question, answer = asked.removesuffix("?").split("=>", 1)
-        assert (question == IMAGE) == bool(pictures)
-        a, b = map(int, read_numbers(*pictures) if pictures else question.split("+"))
+    for shown, response in texts.critiques(0, [(1, 1, "3")], 3, demo):
+        question, answer = shown.text.removesuffix("?").split("=>", 1)
+        assert (question == IMAGE, question == VIDEO) == (bool(shown.images), bool(shown.videos))
+        a, b = map(int, numbers_in(shown, question))
         assert response == texts.critique(a, b, answer)
         assert task.addition_parse(response) == (answer == str(a + b))
 
