@@ -219,7 +219,7 @@ DEMO |= dict(max_model_len=256, max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)
 ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64)
 # a preset is what differs from Config's defaults
-PRESETS = {"base": {}, "cuda": ON_CUDA} | dict.fromkeys(DEMOS, DEMO)
+PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
 class Command(NamedTuple):

@@ -252,10 +252,7 @@ class PromptFile(Sequence[Prompt]):
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _most_tokens(self, row: PromptRow) -> int:
-        """Bound a prompt's tokens by its bytes; where that doesn't tell that it fits, count them.
-
-        Clips are bounded by their headers, which are read. UserError.
-        """
+        """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
         if self.reader and row.media[VIDEO]():
             return len(self._read(row, decodes=False)[1])
         text = row.prompt

@@ -265,11 +265,9 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
-    sees = reader is not None
-    threads = ThreadPoolExecutor(data.READERS) if sees else None
-    prompts = data.Prompts(
-        source, config.answers_per_prompt, has_images=sees, threads=threads, **keeps
-    )
+    if reader:
+        keeps |= {"has_images": True, "threads": ThreadPoolExecutor(data.READERS)}
+    prompts = data.Prompts(source, config.answers_per_prompt, **keeps)
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
     sampling = Sampling(config.temperature, config.max_new_tokens, stop)
     scores = rewards.build(config, judges, decode, readers)
