@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py written runs/models     3 minutes, 2 cores
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py drawn runs/models       3.5 minutes
-    torchrun --nproc-per-node 2 examples/make_demo/warmstart.py filmed runs/models      7 minutes, from the drawn
+    torchrun --nproc-per-node 2 examples/make_demo/warmstart.py filmed runs/models      7 minutes, from drawn
 
 Supervised steps make them. The actor mostly blurts the answer out and sometimes shows the work: reinforcement
 learning has something to find. The judge starts from it and learns to recompute every column and to compare
