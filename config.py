@@ -110,7 +110,7 @@ class Config:
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
     max_model_len: int = setting(0, "of prompt and answer; 0: the model's own", "engines", low=0)
-    video_fps: float = setting(2.0, "frames shown of a second of a clip", "engines", low=TINY)
+    video_fps: float = setting(2.0, "frames shown of a second of a clip", "engines", TINY, 1000)
     video_frames: int = setting(16, "frames shown of a clip, at most", "engines", low=2)
     rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
     genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)

@@ -254,13 +254,14 @@ class PromptFile(Sequence[Prompt]):
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
         if self.reader and row.media[VIDEO]():
-            return len(self._read(row, decodes=False)[1])
-        text = row.prompt
-        if not isinstance(text, str):
-            text = render(self.tokenizer, text, row.where)
-        most = len(text.encode()) + self._frame
-        if self.reader:
-            most += text.count(IMAGE) * self.reader.most_features
+            most = len(self._read(row, decodes=False)[1])
+        else:
+            text = row.prompt
+            if not isinstance(text, str):
+                text = render(self.tokenizer, text, row.where)
+            most = len(text.encode()) + self._frame
+            if self.reader:
+                most += text.count(IMAGE) * self.reader.most_features
         return most if most <= self.max_tokens else len(self._read(row)[1])
 
     def __len__(self) -> int:

@@ -230,7 +230,11 @@ class Judge:
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = data.stop_tokens(model_dir, tokenizer, reader)
         self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
-        self.max_prompt_tokens = context_length(model_dir, config) - max_new_tokens
+        context = context_length(model_dir, config)
+        self.max_prompt_tokens = context - max_new_tokens
+        if self.max_prompt_tokens < 1:
+            room = f"leaves prompts no room in the {context} tokens of {model_dir}"
+            raise UserError(f"--judge-max-new-tokens {max_new_tokens} {room}")
         self.failed = 0  # answers without a verdict, since the run's start
         self.parsed = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step

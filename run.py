@@ -260,6 +260,9 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     reader, *readers = (reader_of(model, *clips) for model in (config.model, *config.judge_models))
     decode = partial(data.decode, tokenizer)
     room = longest - config.max_new_tokens
+    if room < 1:
+        of = f"leaves prompts no room in the {longest} tokens of {config.model}"
+        raise UserError(f"--max-new-tokens {config.max_new_tokens} {of}")
     how = (tokenizer, room, say, reader, formats_of(config)[0].read_key)
     source = source_of(config, how, judges)
     if config.eval_samples and not source.held_out:

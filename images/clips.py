@@ -121,7 +121,8 @@ def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
             context.options = {"err_detect": "explode", "max_pixels": str(MOST_OF_A_FRAME)}
             yield container, moving[0]
     except (av.FFmpegError, OSError) as error:
-        raise UserError(f"{where}: not a video that can be read: {error.strerror}") from None
+        formats = "MP4, MOV, WebM or MKV"
+        raise UserError(f"{where}: no {formats} that can be read: {error.strerror}") from None
 
 
 def sides_of(stream: Any) -> tuple[int, int]:

@@ -181,7 +181,8 @@ def decoded(data: bytes, where: str, frames: int = 1) -> Any:
             image.seek(0)
             image = image.convert("RGB") if found == 1 else image
         except (*DAMAGED, pillow.DecompressionBombWarning, pillow.DecompressionBombError) as error:
-            raise UserError(f"{where}: not an image that can be read: {error}") from None
+            reason = re.sub(r" <.*?>", "", str(error))  # the file, as Python names it
+            raise UserError(f"{where}: not an image that can be read: {reason}") from None
     if found > frames:
         raise UserError(f"{where}: it moves; a clip is MP4, WebM, MOV or MKV, in `videos`")
     return image

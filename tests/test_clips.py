@@ -327,13 +327,14 @@ def test_video_parts_are_what_a_text_with_places_is(model_dir, folder):
 
 
 def test_the_room_is_bounded_by_headers(model_dir, folder, monkeypatch):
-    """Nothing is decoded to tell which rows are too long, and no clip is longer than its bound."""
+    """Nothing is decoded where the bound tells that a row fits; no clip is longer than its bound."""
     path = jsonl(folder / "rows.jsonl", ROWS[:2])
     longest = max(len(prompt.tokens) for prompt in prompts_of(model_dir, path, room=600))
     with monkeypatch.context() as patched:
         patched.setattr(clips.Clips, "pairs", None)
         assert len(prompts_of(model_dir, path, room=longest + 40)) == 2
-        assert len(prompts_of(model_dir, path, room=longest - 1)) == 1
+    assert len(prompts_of(model_dir, path, room=longest)) == 2
+    assert len(prompts_of(model_dir, path, room=longest - 1)) == 1
     rng = random.Random(0)
     for _ in range(20):
         count, rate = rng.randint(1, 40), rng.randint(2, 12)
@@ -358,12 +359,12 @@ def test_fewer_frames_by_the_settings(model_dir, folder):
 PLAYLIST = "#EXTM3U\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
 CONCAT = "ffconcat version 1.0\nfile '{}'\n"
 BAD = {  # what is wrong with a file -> how its line goes on
-    "empty": "not a video that can be read",
-    "a text": "not a video that can be read",
-    "a moving picture": "not a video that can be read",
-    "a playlist": "not a video that can be read",
-    "a list of files": "not a video that can be read",
-    "cut before moov": "not a video that can be read",
+    "empty": "no MP4, MOV, WebM or MKV that can be read",
+    "a text": "no MP4, MOV, WebM or MKV that can be read",
+    "a moving picture": "no MP4, MOV, WebM or MKV that can be read",
+    "a playlist": "no MP4, MOV, WebM or MKV that can be read",
+    "a list of files": "no MP4, MOV, WebM or MKV that can be read",
+    "cut before moov": "no MP4, MOV, WebM or MKV that can be read",
     "sound": "it has no video stream that can be decoded",
     "10^8 pixels": "frames of 12000 x 12000 pixels, of at most 89478485",
     "an hour": "3600 seconds, of at most 1800; cut it",
@@ -372,7 +373,7 @@ BAD = {  # what is wrong with a file -> how its line goes on
 BAD_WHEN_DRAWN = {
     "cut behind moov": "cut off at .* of 6.0 seconds",
     "cut": "cut off at .* of 3.0 seconds",
-    "a hole": "damaged: .* frames can't be read|not a video that can be read",
+    "a hole": "damaged: .* frames can't be read|no MP4, MOV, WebM or MKV that can be read",
     "bent": "it is to be turned by no quarter, or bent",
 }
 
@@ -468,7 +469,9 @@ def test_bytes_of_parquet_are_checked_by_their_headers(model_dir, folder, files)
     path = folder / "rows.parquet"
     columns = {"prompt": ["<video>"] * 2, "videos": [[files["a.mp4"]], [b"a film"]]}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    with pytest.raises(UserError, match=r"rows.parquet:2: not a video that can be read"):
+    with pytest.raises(
+        UserError, match=r"rows.parquet:2: no MP4, MOV, WebM or MKV that can be read"
+    ):
         prompts_of(model_dir, path)
 
 

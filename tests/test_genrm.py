@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import data
 import genrm
 import rewards
-from config import Config
+from config import DEMO_MODELS, Config
 from engines.engine import Answer
+from run import load_inputs
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.fakes import FakeTokenizer, VirtualClock, to_text
@@ -503,3 +504,17 @@ def test_a_cancelled_sample_leaves_its_verdict_to_others():
 def test_a_key_in_a_box_is_read_as_an_answer_in_one():
     assert genrm.FORMATS["chat"].read_key(r"\boxed{72}") == "72"
     assert genrm.FORMATS["chat"].read_key("a\n#### b\nc") == "a\n#### b\nc"
+
+
+def test_models_without_room_for_a_prompt_are_refused():
+    """In the context that their own directories name: --max-model-len isn't given."""
+    actor, judge = (str(DEMO_MODELS / "written" / name) for name in ("actor", "judge"))
+    config = Config(model=actor, judge=(judge,), judge_format=("addition",))
+    with pytest.raises(
+        UserError, match="--judge-max-new-tokens 1024 leaves prompts no room in the 256"
+    ):
+        genrm.Judge(config, 0, data.load_tokenizer(judge), None)
+    with pytest.raises(
+        UserError, match="--max-new-tokens 1024 leaves prompts no room in the 256 tok"
+    ):
+        load_inputs(config, print)
