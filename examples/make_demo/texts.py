@@ -34,9 +34,7 @@ class Demo(NamedTuple):
     judge_steps: int
     judge_batch: int
     pool: int  # problems that the actor answers for the judge to learn from
-    start: Path | None = (
-        None  # the folder of an actor and a judge to go on from, instead of new models
-    )
+    start: Path | None = None  # folder of an actor and a judge to go on from; else new models
     alphabet: str = ALPHABET
     dtype: torch.dtype = torch.float32  # of the files
 

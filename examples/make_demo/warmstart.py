@@ -135,8 +135,6 @@ def train(
         for chosen in actor.pack(mine):
             packed.append([mine[index] for index in chosen])
         stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), scale)
-        if world.rank == 0 and step % 10 == 0:
-            print("STEP", end.name, step, {k: round(v, 4) for k, v in stats.items()}, flush=True)
         assert not stats["skipped"], "the gradient isn't finite"
     actor.export(end)
     close(actor)
