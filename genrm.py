@@ -264,11 +264,10 @@ class Judge:
             # they share the prompt's KV cache
             requests = [Request(tokens, self.sampling, limit, seed, images) for seed in seeds]
             try:
-                replies = [reply async for reply in pool.generate(requests, self.number)]
+                replies = await self._replies(requests, pool)
             except UserError as error:
                 raise UserError(f"the judge {self.name} on {pair[0][:60]!r}: {error}") from None
             self.latencies += [reply.end - reply.sent for reply in replies]
-            replies.sort(key=lambda reply: reply.index)
             found = [self._read(reply) for reply in replies]
             judgements += found
             asked = zip(missing, found, strict=True)
@@ -280,6 +279,23 @@ class Judge:
         self.parsed += len(verdicts)
         self.failed += not verdicts
         return Judgement(critique, sum(verdicts) / len(verdicts) if verdicts else None)
+
+    async def _replies(self, requests: list[Request], pool: Pool) -> list[Answer]:
+        """Return the whole reply to each request, in their order. What an engine aborts another continues."""
+        left = dict(enumerate(requests))  # by place; each the rest of a request
+        replies: dict[int, Answer] = {}  # by place, as far as they are written
+        while left:
+            places = list(left)
+            async for part in pool.generate(list(left.values()), self.number):
+                place = places[part.index]
+                replies[place] = replies[place].extended(part) if place in replies else part
+                if part.finish != "abort":
+                    del left[place]
+                    continue
+                prompt = left[place].prompt + part.tokens
+                limit = left[place].limit - len(part.tokens)
+                left[place] = left[place]._replace(prompt=prompt, limit=limit)
+        return [replies[place] for place in range(len(requests))]
 
     def _tokens(
         self, prompt: data.Text, answer: str, images: tuple[Image, ...], is_cut: bool

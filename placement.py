@@ -164,13 +164,16 @@ class Devices:
         return self.placement.leads(role, self.split)
 
     async def share(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
-        """Wake engines led by these ranks alone (collective): judges leave, answers move, judges come."""
+        """Wake engines led by these ranks alone (collective): judges leave, answers move, judges come.
+
+        Judgements that wait at busy judges move to those that come.
+        """
         if not self.split.genrm:
             return  # of a run without a judge
         start = self._timeline.now()
         await self.genrm.use(tuple(lead for lead in self.genrm.awake if lead in genrm))
         await self.rollout.use(rollout, move=True)
-        await self.genrm.use(genrm)
+        await self.genrm.use(genrm, move=True)
         self.swap_s += self._timeline.now() - start
 
     def apply(self, rollout: EngineStatus, genrm: EngineStatus) -> None:

@@ -80,7 +80,7 @@ class Answer:
         tokens = self.tokens + part.tokens
         logprobs = self.logprobs + part.logprobs
         versions = self.versions + part.versions
-        end = {"finish": part.finish, "end": part.end, "rank": part.rank}
+        end = {"finish": part.finish, "end": part.end, "rank": part.rank, "score": part.score}
         return replace(self, tokens=tokens, logprobs=logprobs, versions=versions, **end)
 
 

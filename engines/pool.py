@@ -184,7 +184,8 @@ class Pool:
     async def use(self, leads: tuple[int, ...], move: bool = False) -> None:
         """Have the engines of these ranks awake and no others (collective).
 
-        Those that are to sleep finish their answers first; with `move` others continue them.
+        Engines that are to sleep finish their answers first. With `move` they are told to abort instead, as
+        are those that stay once more engines join: what they had is dealt to all that are awake now.
         """
         leaving = set(self.awake) - set(leads)
         joining = set(leads) - set(self.awake)
@@ -193,16 +194,16 @@ class Pool:
         if joining:
             self._wakes += 1
         was_asleep = not self.awake
+        staying = set(self.awake) & set(leads)
         self._set_awake(())  # nobody asks while engines change hands
-        while await self._owe(leaving):
-            if move and self.world.rank in leaving:
-                await self._on_own(lambda engine: engine.abort())
-            await asyncio.sleep(WAIT_S)
+        await self._wait_for(leaving, move)
         if leaving:
             await self._on_each(lambda engine: engine.sleep(), leaving)
         if joining:
             await self._on_each(lambda engine: engine.wake_weights(), joining)
             await self._on_each(lambda engine: engine.wake_kv_cache(), joining)
+            if move:
+                await self._wait_for(staying, move)
         if leads:
             chosen = set(leads)
             await self._load.deal([e for e in self.engines if e.rank in chosen], self.world)
@@ -211,6 +212,13 @@ class Pool:
         self._set_awake(leads)
         if was_asleep:
             self.woke_at = asyncio.get_running_loop().time()
+
+    async def _wait_for(self, leads: set[int], move: bool) -> None:
+        """Wait until these engines owe nothing; with `move` they abort (collective)."""
+        while await self._owe(leads):
+            if move and self.world.rank in leads:
+                await self._on_own(lambda engine: engine.abort())
+            await asyncio.sleep(WAIT_S)
 
     async def _owe(self, leads: set[int]) -> bool:
         """Tell if any of these engines has tokens to write (collective). EngineLost as in a meeting."""

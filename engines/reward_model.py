@@ -33,5 +33,7 @@ class ScoringEngine(Engine):
         end = clock()
         self._events += 1
         for index, reply in enumerate(replies):
-            (score,) = reply["embedding"]
-            yield Answer(index, [], [], "stop", [], 0, sent, end, end, score, self.rank)
+            # a request that was aborted in the queue comes back without a vector
+            (score,) = reply.get("embedding", [None])
+            finish = "stop" if "embedding" in reply else "abort"
+            yield Answer(index, [], [], finish, [], 0, sent, end, end, score, self.rank)

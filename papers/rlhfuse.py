@@ -136,7 +136,7 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
     judgement_s = inference_s(constants, setting) * system["gpus"] / system["tp"] / system["batch"]
     updates = system["batch"] / system["mini_batch"]
     return Cluster(
-        decode=dict(rollout=rollout, genrm=Decode(0.0, judgement_s / grain)),
+        decode=dict(rollout=rollout, genrm=Decode(0.0, judgement_s / grain, most=1)),
         actor=Passes(0.0, update=training_s(constants, setting.actor, setting.most) / updates),
         critic=Passes(0.0, update=training_s(constants, setting.critic, setting.most) / updates),
         speed_up=speed_up(constants, setting),

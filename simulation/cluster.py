@@ -132,10 +132,12 @@ class Author:
         return Reply([index + 1] * (tokens + self._prompt - len(request.prompt)))
 
     def critique(self, request: Request) -> Reply:
+        """The rest of one that may have been begun."""
         work = self.workload
         which = request.prompt[:2]
         tokens = self._coarse(work.critique.of("critique", work.seed, *which))
-        return Reply([work.is_right(*which)] * tokens)
+        written = request.sampling.max_new_tokens - request.limit
+        return Reply([work.is_right(*which)] * (tokens - written))
 
     def rate(self, request: Request) -> Reply:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))

@@ -15,7 +15,7 @@ import data
 import genrm
 import rewards
 from config import DEMO_MODELS, Config
-from engines.engine import Answer
+from engines.engine import Answer, Request
 from run import load_inputs
 from runtime.errors import UserError
 from sample import Sample
@@ -314,7 +314,6 @@ NOT_ASKED = (None, None, "not asked: 13 tokens, of at most 11", 0, ([1], [0]))
         (">12345", "stop", "Y", "stop", NOT_ASKED),
         (">125", "stop", "1:1.", "stop", (None, None, "1:1.", 1, ([1], [0]))),
         (">125", "stop", "1:1.Y", "length", (None, None, "1:1.Y", 1, ([1], [0]))),
-        (">125", "stop", "1:1.Y", "abort", (None, None, "1:1.Y", 1, ([1], [0]))),
     ],
 )
 def test_what_has_no_verdict(response, finish, text, how, expected):
@@ -326,6 +325,32 @@ def test_what_has_no_verdict(response, finish, text, how, expected):
     for each in samples:
         found = (each.verdict, each.reward, each.critique)
         assert (*found, len(engine.asked), listed.counts()) == expected
+
+
+def test_a_critique_that_was_aborted_is_continued_from_its_tokens():
+    """Two of three, one of them before its first token; the third is whole. They are read in their order."""
+    parts = iter([("1:", "abort"), ("N", "stop"), ("", "abort"), ("1.Y", "stop"), ("?", "stop")])
+    asked = []
+
+    class Pool:
+        async def generate(self, requests, model):
+            for index, request in enumerate(requests):
+                asked.append((to_text(request.prompt), request.limit, request.seed))
+                text, finish = next(parts)
+                times = dict(sent=len(asked), end=len(asked))
+                yield Answer(index, list(map(ord, text)), [-0.1] * len(text), finish, [], **times)
+
+    listed = make_rewards()
+    (judge,) = listed.judges
+    requests = [Request(list(map(ord, "P")), judge.sampling, 9, seed) for seed in range(3)]
+    replies = run(judge._replies(requests, Pool()))
+    assert [to_text(reply.tokens) for reply in replies] == ["1:1.Y", "N", "?"]
+    assert [(reply.finish, reply.sent, reply.end) for reply in replies] == [
+        ("stop", 1, 4),
+        ("stop", 2, 2),
+        ("stop", 3, 5),
+    ]
+    assert asked == [("P", 9, 0), ("P", 9, 1), ("P", 9, 2), ("P1:", 7, 0), ("P", 9, 2)]
 
 
 @pytest.mark.parametrize("backwards", [False, True])

@@ -103,7 +103,7 @@ def engine_of(rank, lengths, model=0):
     """It is awake and writes a token of each answer a second, in parts of ten. lengths: by number."""
 
     def write(prompt, number, sampling):
-        tokens = answer_to(number, lengths[number])
+        tokens = answer_to(number, lengths[number])[len(prompt) - len(PROMPT) :]
         return Answer(0, tokens, [-token / 1000 for token in tokens], "stop", [])
 
     engine = FakeEngine("genrm", rank, Device(rank, []), write, model)
@@ -302,6 +302,34 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
 
     seconds = run_alone([engine], work)[1]
     assert seconds == pytest.approx(400 + 300, abs=3)
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_what_waits_at_a_busy_engine_moves_to_one_that_joins(move):
+    """An abort, then each goes on where it is dealt, from the tokens that it has."""
+    engines = [engine_of(rank, {1: 60, 2: 60}) for rank in range(2)]
+
+    async def whole(pool, number):
+        written = []
+        while True:
+            prompt = PROMPT + written
+            limit = 100 - len(written)
+            (request,) = requests_of([prompt], Sampling(1.0, limit), seeds=[SEEDS[number]])
+            async for answer in pool.generate([request]):
+                written += answer.tokens
+                if answer.finish == "stop":
+                    return written, answer.rank
+
+    async def work(pool):
+        pool._set_awake((0,))
+        asked = [asyncio.create_task(whole(pool, number)) for number in (1, 2)]
+        await asyncio.sleep(20)
+        await pool.use((0, 1), move)
+        return await asyncio.gather(*asked)
+
+    answers, _ = run_alone(engines, work)
+    assert [tokens for tokens, _ in answers] == [answer_to(number, 60) for number in (1, 2)]
+    assert sorted(rank for _, rank in answers) == ([0, 1] if move else [0, 0])
 
 
 def test_sleep_forgets_what_others_awaited():
