@@ -91,7 +91,7 @@ class Load:
         self._dealt = {}
         if not +waiting:
             return
-        waiting_by_rank = await world.gather(self.waiting)
+        waiting_by_rank = await world.gather(+self.waiting)
         for model in +waiting:
             serving = [engine for engine in engines if engine.model == model]
             serving.sort(key=lambda engine: (outstanding[engine.rank], engine.rank))
