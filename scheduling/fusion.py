@@ -127,10 +127,7 @@ class FluidModel(NamedTuple):
         written, cut, kept = self._written(lengths, tail * sum(lengths))
         each = critiques / sum(lengths)
         arrivals = [(max(cut, time), answers * each) for time, answers in written]
-        beside = [(time, number) for time, number in arrivals if time < arrivals[-1][0]]
-        last = self._judged(arrivals[len(beside) :], tokens, self.engines[1])
-        judging = self.engines[1] * (1 - kept / self.engines[0])
-        return max(last, self._judged(beside, tokens, judging))
+        return self._judged(arrivals, tokens, self.engines[1] * (1 - kept / self.engines[0]))
 
     def _written(self, lengths: tuple[float, ...], of_tail: float) -> tuple[Cohorts, float, int]:
         """Answers when they are written; when genrm gets ranks; the engines that are kept from it."""
@@ -151,7 +148,7 @@ class FluidModel(NamedTuple):
         return written, min(cut, now + self.swap_s), kept
 
     def _judged(self, arrivals: Cohorts, tokens: float, engines: float) -> float:
-        """The time of the last critique; each ends on the engine where it began."""
+        """The time of the last critique. So many engines judge; once the last answers come, all do."""
         now = in_flight = depth = 0.0  # depth: tokens that each has gained so far
         queue = deque()
         for time, critiques in [*arrivals, (math.inf, 0.0)]:
@@ -166,6 +163,8 @@ class FluidModel(NamedTuple):
                 depth = end
                 in_flight -= ended
                 queue.popleft()
+            if time == arrivals[-1][0]:
+                engines = self.engines[1]
             if critiques:
                 now = time
                 in_flight += critiques

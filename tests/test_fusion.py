@@ -141,8 +141,10 @@ def test_the_fluid_model_by_hand():
     tail = 16 * 2.0 + 1 + 48 * (1 + 0.1 * 4)
     assert model.seconds(0.2, lengths, 20, 8) == pytest.approx(tail + 8)
     slow = model._replace(genrm=TokenLatency(1.0, 1.0))
-    beside = 16 * 2.0 + 1 + 8 * (1 + 16)  # 16 critiques on one engine take longer than the tail
-    assert slow.seconds(0.2, lengths, 20, 8) == pytest.approx(max(beside, tail + 8 * (1 + 4 / 2)))
+    # 16 critiques on one engine gain few tokens beside the tail; then all have both engines
+    gained = 48 * (1 + 0.1 * 4) / (1 + 16)
+    after = (8 - gained) * (1 + 20 / 2) + gained * (1 + 4 / 2)
+    assert slow.seconds(0.2, lengths, 20, 8) == pytest.approx(tail + after)
 
 
 DECODE = Decode(fixed=0.020, each=0.001, prefill=0.00002, most=128)
