@@ -52,6 +52,7 @@ class Request(NamedTuple):
     limit: int  # the most new tokens
     seed: int | None = None  # 63 bits
     images: tuple[Image, ...] = ()
+    name: str = ""  # by which it can be aborted; one of its own
 
 
 def seed_of(*what: int | str) -> int:
@@ -85,7 +86,9 @@ class Answer:
 
 
 class Engine:
-    """A handle on one SGLang server. Its owner, who launched it, may call all; others `generate`.
+    """A handle on one SGLang server. Its owner, who launched it, may call all.
+
+    Others `generate` and `abort_request`.
 
     role, rank: whose it is and its (lead) rank. model: which of its role's models it serves. key:
     what requests must show. capacity: requests of full length that fit, known when it is ready.
@@ -277,7 +280,7 @@ class Engine:
             own = {"max_new_tokens": request.limit, "sampling_seed": request.seed}
             params.append(asdict(request.sampling) | own)
         body = prompts_of(requests) | {"sampling_params": params}
-        body |= {"return_logprob": True, "stream": True}
+        body |= {"return_logprob": True, "stream": True} | names_of(requests)
         async with self._open("POST", "/generate", body) as response:
             async for event in wire.server_sent_events(response):
                 self._events += 1
@@ -294,6 +297,10 @@ class Engine:
         """Abort every answer that the server writes, whoever asked: finish is "abort"."""
         self._has_aborted = True
         await self._call("POST", "/abort_request", abort_all=True)
+
+    async def abort_request(self, name: str) -> None:
+        """Abort one answer, if it isn't finished; its finish is "abort"."""
+        await self._call("POST", "/abort_request", rid=name)
 
     @asynccontextmanager
     async def _open(
@@ -328,6 +335,12 @@ class Engine:
     ) -> Any:
         async with self._open(method, path, body, deadline_s or self._lost_s) as response:
             return await response.json() if response.content_type == "application/json" else None
+
+
+def names_of(requests: list[Request]) -> dict[str, list[str]]:
+    """Write the names of requests, if they have any."""
+    names = [request.name for request in requests]
+    return {"rid": names} if all(names) else {}
 
 
 def prompts_of(requests: list[Request]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
+from uuid import uuid4
 
 from config import Config
 from engines.engine import Answer, Engine, Request
@@ -83,6 +84,7 @@ class Pool:
         the caller requests the rest (see the head of rollout.py). After `Pool.abort` an answer without
         a token may not come at all. EngineLost if the engine breaks off.
         """
+        requests = [request._replace(name=uuid4().hex) for request in requests]
         written: dict[int, Answer] = {}  # index -> what came so far
         aborts = self._aborts
         async with self._turns[model]:  # first: an engine that was chosen before might fall asleep
@@ -184,8 +186,8 @@ class Pool:
     async def use(self, leads: tuple[int, ...], move: bool = False) -> None:
         """Have the engines of these ranks awake and no others (collective).
 
-        Engines that are to sleep finish their answers first. With `move` they are told to abort instead, as
-        are those that stay once more engines join: what they had is dealt to all that are awake now.
+        Engines that are to sleep finish their answers first. With `move` others continue those, and engines
+        that join get their part of what the busy ones have: of that the newest requests.
         """
         leaving = set(self.awake) - set(leads)
         joining = set(leads) - set(self.awake)
@@ -196,29 +198,45 @@ class Pool:
         was_asleep = not self.awake
         staying = set(self.awake) & set(leads)
         self._set_awake(())  # nobody asks while engines change hands
-        await self._wait_for(leaving, move)
+        while await self._owe(leaving):
+            if move and self.world.rank in leaving:
+                await self._on_own(lambda engine: engine.abort())
+            await asyncio.sleep(WAIT_S)
         if leaving:
             await self._on_each(lambda engine: engine.sleep(), leaving)
         if joining:
             await self._on_each(lambda engine: engine.wake_weights(), joining)
             await self._on_each(lambda engine: engine.wake_kv_cache(), joining)
-            if move:
-                await self._wait_for(staying, move)
+        moving: list[tuple[Engine, list[Request]]] = []
         if leads:
-            chosen = set(leads)
-            await self._load.deal([e for e in self.engines if e.rank in chosen], self.world)
+            takers = set(leads)
+            if move and staying and joining:
+                takers = joining
+                moving = self._newest(staying, joining)
+            coming = Counter(engine.model for engine, _ in moving)
+            engines = [engine for engine in self.engines if engine.rank in takers]
+            await self._load.deal(engines, coming, self.world)
         else:
             self._load.forget()
         self._set_awake(leads)
+        names = [(engine, request.name) for engine, requests in moving for request in requests]
+        await asyncio.gather(*(engine.abort_request(name) for engine, name in names))
         if was_asleep:
             self.woke_at = asyncio.get_running_loop().time()
 
-    async def _wait_for(self, leads: set[int], move: bool) -> None:
-        """Wait until these engines owe nothing; with `move` they abort (collective)."""
-        while await self._owe(leads):
-            if move and self.world.rank in leads:
-                await self._on_own(lambda engine: engine.abort())
-            await asyncio.sleep(WAIT_S)
+    def _newest(self, staying: set[int], joining: set[int]) -> list[tuple[Engine, list[Request]]]:
+        """Choose this controller's newest calls of engines that stay: the part of those that join."""
+        joins = Counter(engine.model for engine in self.engines if engine.rank in joining)
+        stays = Counter(engine.model for engine in self.engines if engine.rank in staying)
+        of_all = [call for call in self._load.calls.values() if call[0].rank in staying]
+        chosen = []
+        for model, count in joins.items():
+            calls = [call for call in of_all if call[0].model == model]
+            part = count / (count + stays[model])
+            # of few calls, too, all controllers together move that part
+            most = int(part * len(calls) + (self.world.place + 0.5) / self.world.size)
+            chosen += calls[len(calls) - most :]
+        return chosen
 
     async def _owe(self, leads: set[int]) -> bool:
         """Tell if any of these engines has tokens to write (collective). EngineLost as in a meeting."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from engines.engine import Answer, Engine, Request, prompts_of
+from engines.engine import Answer, Engine, Request, names_of, prompts_of
 
 BIAS = "score.bias"
 
@@ -27,7 +27,8 @@ class ScoringEngine(Engine):
         clock = asyncio.get_running_loop().time
         sent = clock()
         unknown = [{"embedding": [None]}] * len(requests)
-        async with self._open("POST", "/classify", prompts_of(requests), also=500) as response:
+        body = prompts_of(requests) | names_of(requests)
+        async with self._open("POST", "/classify", body, also=500) as response:
             # 500 is what FastAPI makes of a number that isn't finite, for which JSON has no word
             replies = await response.json() if response.status == 200 else unknown
         end = clock()

@@ -16,6 +16,8 @@ class Load:
     def __init__(self, world: World):
         self.outstanding: Counter[int] = Counter()  # engine's rank -> tokens this controller awaits
         self.waiting: Counter[int] = Counter()  # model -> requests here that no engine can take
+        # what this controller awaits, in the order of asking; a call by the name of its first request
+        self.calls: dict[str, tuple[Engine, list[Request]]] = {}
         self._dealt: dict[int, deque[Engine]] = {}  # model -> the engines that those ask next
         self._world = world
         self.forget()
@@ -30,6 +32,7 @@ class Load:
         """Count what the engine owes for these requests, less each part that the block notes."""
         left = [len(request.prompt) + request.limit for request in requests]
         self.outstanding[engine.rank] += sum(left)
+        self.calls[requests[0].name] = (engine, requests)
 
         def note(part: Answer) -> None:
             done = left[part.index] if part.finish else len(part.tokens)
@@ -41,6 +44,7 @@ class Load:
             yield note
         finally:
             self.outstanding[engine.rank] -= sum(left)
+            del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
         """Return the less loaded of two engines, whose turn it is and another; None if there is none.
@@ -78,20 +82,22 @@ class Load:
         self._asked = Counter()  # model -> requests so far
         self._random = random.Random(self._world.rank)
 
-    async def deal(self, engines: list[Engine], world: World) -> None:
+    async def deal(self, engines: list[Engine], coming: Counter[int], world: World) -> None:
         """Deal the waiting requests to `engines` in turns, the least loaded first (collective).
 
+        coming: by model, requests that wait soon, because they are about to be aborted.
         By themselves all would choose alike until they meet. Example: ranks 0 and 1 have 3 and 2
         requests waiting for engines A and B. Rank 0 asks A, B, A; rank 1 continues with B, A.
         """
-        queues = (self.waiting, +self.outstanding)
+        own = self.waiting + coming  # a copy: in one process it would change for the others
+        queues = (own, +self.outstanding)
         waiting, outstanding = await world.reduce(queues, sum_counters)
         self._told = +self.outstanding
         self.update(outstanding)
         self._dealt = {}
         if not +waiting:
             return
-        waiting_by_rank = await world.gather(+self.waiting)
+        waiting_by_rank = await world.gather(own)
         for model in +waiting:
             serving = [engine for engine in engines if engine.model == model]
             serving.sort(key=lambda engine: (outstanding[engine.rank], engine.rank))

@@ -75,6 +75,7 @@ class Sequence:
     ended: asyncio.Queue[tuple[Sequence, int, str]]  # takes it with its tokens and how it finished
     begun: float = 0.0  # tokens that the batch had gained then
     first_token: float = math.inf  # when its prompt is read
+    name: str = ""  # of its request
 
     @property
     def room(self) -> int:
@@ -236,7 +237,8 @@ class SimulatedEngine:
             context = len(request.prompt)
             cached = shared if index else 0
             length = len(replies[index].tokens)
-            sequences.append(Sequence(index, context, context - cached, length, ended))
+            own = Sequence(index, context, context - cached, length, ended, name=request.name)
+            sequences.append(own)
         self.batch.submit(sequences)
         left = len(requests)
         try:
@@ -265,6 +267,9 @@ class SimulatedEngine:
     async def abort(self) -> None:
         assert self.awake, "told to abort while it slept"
         self.batch.cut_off(lambda sequence: True)
+
+    async def abort_request(self, name: str) -> None:
+        self.batch.cut_off(lambda sequence: sequence.name == name)
 
     async def sleep(self) -> None:
         assert not (self.batch.live or self.batch.waiting), (

@@ -114,6 +114,7 @@ class FakeEngine:
         self.breaks = self.loses = False
         self.pace, self.part, self.swap_s = SECONDS_PER_TOKEN, 10**6, 0.1
         self.requests, self.asked, self.aborts = [], [], []
+        self.futures = {}  # name of a request -> done when its call is aborted
         self.changed = asyncio.Event()  # set when it dies or hangs
 
     def die(self):
@@ -160,6 +161,7 @@ class FakeEngine:
         self.requests.append(requests)
         self.asked.append((clock(), version))
         self.aborts.append(aborted)
+        self.futures |= {request.name: aborted for request in requests}
         answers, came = [self._answer_to(request, k) for k, request in enumerate(requests)], {}
         lengths = [len(answer.tokens) for answer in answers]
         ends = [(end, k) for k, n in enumerate(lengths) for end in part_ends(n, self.part)]
@@ -217,6 +219,12 @@ class FakeEngine:
         for aborted in self.aborts:
             if not aborted.done():
                 aborted.set_result(None)
+
+    async def abort_request(self, name):
+        """With all that came in one call with it."""
+        await self.answer()
+        if not self.futures[name].done():
+            self.futures[name].set_result(None)
 
     async def wake_weights(self):
         await self.answer()
