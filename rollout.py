@@ -9,7 +9,7 @@ An answer that its engine doesn't finish is continued from its tokens:
 
     what cut it off                            who continues it                      what cuts
     its engine's ranks go to genrm             `ask` requests the rest               Pool.use(move=True)
-    more judges wake (a critique)              `Judge._replies` requests the rest    Pool.use(move=True)
+    it waits, and more engines wake            `ask`; of a critique Judge._replies   Pool.use(move=True)
     over-dispatch, full mode: enough written   the next round of generate_then_judge wait_for_enough
     the step has its groups                    the next step: Prompts.group          cut_off, partition
 

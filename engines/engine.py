@@ -52,7 +52,7 @@ class Request(NamedTuple):
     limit: int  # the most new tokens
     seed: int | None = None  # 63 bits
     images: tuple[Image, ...] = ()
-    name: str = ""  # by which it can be aborted; one of its own
+    name: str = ""  # by which it can be aborted; no name begins with another
 
 
 def seed_of(*what: int | str) -> int:

@@ -433,6 +433,26 @@ def test_what_is_aborted_goes_on_as_if_it_had_stayed(engine, run):
         assert one.finish == other.finish and one.versions == other.versions
 
 
+def test_one_answer_is_aborted_by_its_name(engine, run):
+    """In the queue or not; the others go on."""
+    prompts = [tokens_of(i, 5) for i in range(80)]
+    sampling = Sampling(1.0, 100, ignore_eos=True)
+    requests = requests_of(prompts, sampling, seeds=range(80))
+    requests = [each._replace(name=f"request {k:02}") for k, each in enumerate(requests)]
+
+    async def work():
+        finishes = {}
+        async for part in engine.generate(requests):
+            if not finishes:
+                await asyncio.gather(*(engine.abort_request(f"request {k:02}") for k in (3, 79)))
+            finishes[part.index] = part.finish
+        return finishes
+
+    finishes = run(work())
+    assert [k for k in sorted(finishes) if finishes[k] == "abort"] == [3, 79]
+    assert set(finishes.values()) == {"abort", "length"}
+
+
 def test_answers_of_one_request_come_when_they_are_done(engine, run):
     short, long = requests_of([PROMPT] * 2, Sampling(1.0, 30, ignore_eos=True), seeds=[1, 2])
     parts = run(stream(engine, [long._replace(limit=2 * STREAM_INTERVAL + 40), short]))
