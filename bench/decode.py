@@ -3,8 +3,8 @@
     python bench/decode.py                                         the demo's model
     python bench/decode.py --model DIR --at-once 1024 --tokens 2048 --tp 1 --out RUN
 
-Prompts have 4 tokens. `begin` and `end` are the first and the last eighth of the answers, a part that the engine
-tells (32 tokens) at least. RUN/decode.json is for papers/own_runs.py.
+Prompts have 4 tokens. `begin` and `end` are the first and the last eighth of each answer, at least one of the
+parts of 32 tokens that engines tell. RUN/decode.json is for papers/own_runs.py.
 """
 
 import asyncio
@@ -63,13 +63,16 @@ def paces(parts: list[Answer]) -> dict[str, float]:
     return dict(total)
 
 
-def main() -> None:
+def parse(arguments: list[str]) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODELS / "written" / "actor"))
     for name, default in (("at-once", 16), ("tokens", 128), ("tp", 1), ("port", 30000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/decode"))
-    given = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main(given: Namespace) -> None:
     device = default_device()
     settings = WITH_CUDA if device == "cuda" else {}
     settings |= dict(max_running_requests=given.at_once, max_model_len=PROMPT + given.tokens + 1)
@@ -87,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(parse(sys.argv[1:]))

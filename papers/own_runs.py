@@ -23,7 +23,8 @@ from runtime.errors import UserError
 
 COMMANDS = ROOT / "published" / "commands.toml"
 KEPT = ROOT / "published" / "own_runs.json"
-FIGURES = hybridflow.FIGURES | rlhfuse.figures() | wechat_yatt.FIGURES
+FIGURES = {"hybridflow": hybridflow.FIGURES, "rlhfuse": rlhfuse.figures()}
+FIGURES["wechat_yatt"] = wechat_yatt.FIGURES
 WARM_UP = 3  # steps, in which kernels are compiled
 ALIKE = ("algorithm", "mode", "tail", "schedule", "updates_per_step", "prompts_per_step")
 ALIKE += ("answers_per_prompt", "max_new_tokens", "answer_tokens")
@@ -91,7 +92,7 @@ def add(name: str, folders: list[Path]) -> dict:
     for each, folder, line in zip(row["points"], folders, row["lines"], strict=True):
         point = points[each]
         own, run = measured(point, folder, line)
-        simulated = FIGURES[point.figure](Paper([point], constants))[0]
+        simulated = FIGURES[row["paper"]][point.figure](Paper([point], constants))[0]
         numbers.append((simulated.theirs, simulated.ours, own))
         runs.append(run)
     kinds = ("published", "simulated", "measured")
