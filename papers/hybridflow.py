@@ -116,10 +116,8 @@ def step_s(at: Setting, found: Mapping) -> float:
         passes[role] = coarse(mapping.passes(models[role], sizes[role], speeds), more)
     scorers = tuple(role for role in models if role not in LEARNT)
     # HybridFlow's order: scoring costs what it adds to the stage in which reference and critic read
-    reading_s = {
-        role: mapping.passes_s(models[role], sizes[role], task, speeds)[0]
-        for role in ("reference", "critic")
-    }
+    readers = ("reference", "critic")
+    reading_s = {r: mapping.passes_s(models[r], sizes[r], task, speeds)[0] for r in readers}
     unscored = [sum(map(reading_s.get, c.sizes.keys() & reading_s.keys())) for c in found.choices]
     _, preparation_s, _ = found.stages
     added_s = (preparation_s - max(unscored)) / len(scorers)  # by each scorer, of all sequences

@@ -9,7 +9,6 @@ RUN and BASE are the folders (--out) of a row's lines. Steps count after the fir
 import json
 import shlex
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from functools import reduce
 from operator import truediv
 from pathlib import Path
@@ -95,9 +94,8 @@ def add(name: str, folders: list[Path]) -> dict:
         simulated = FIGURES[row["paper"]][point.figure](Paper([point], constants))[0]
         numbers.append((simulated.theirs, simulated.ours, own))
         runs.append(run)
-    kinds = ("published", "simulated", "measured")
-    columns = zip(*numbers, strict=True)
-    found = {kind: reduce(truediv, column) for kind, column in zip(kinds, columns, strict=True)}
+    published, simulated, own = (reduce(truediv, column) for column in zip(*numbers, strict=True))
+    found = dict(published=published, simulated=simulated, measured=own)
     found |= {"unit": point.unit if len(runs) == 1 else "x", "run": ", over ".join(runs)}
     KEPT.write_text(json.dumps(own_rows() | {name: found}, indent=1) + "\n")
     return found
@@ -105,20 +103,16 @@ def add(name: str, folders: list[Path]) -> dict:
 
 def main(arguments: list[str]) -> int:
     """Return a status: 2 for a row or a folder that can't be used."""
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("row", nargs="?", metavar="ROW")
-    parser.add_argument("folders", nargs="*", type=Path, metavar="RUN")
-    given = parser.parse_args(arguments)
-    if given.row is None:
+    if not arguments:
         for name, row in read_constants(COMMANDS).items():
             print(name, *row["lines"], row["assumed"], "", sep="\n")
         return 0
     try:
-        for name, value in add(given.row, given.folders).items():
-            print(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}")
+        found = add(arguments[0], [*map(Path, arguments[1:])])
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+    print(*(f"{name}: {value}" for name, value in found.items()), sep="\n")
     return 0
 
 
