@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from itertools import accumulate
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.measuring import print_table
+from bench.measuring import parser_of, print_table
 from config import DEMO_MODELS, WITH_CUDA, Config
 from engines.engine import Answer, Engine, Request, Sampling
 from runtime.devices import choose_device, default_device
@@ -64,10 +64,8 @@ def paces(parts: list[Answer]) -> dict[str, float]:
 
 
 def parse(arguments: list[str]) -> Namespace:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, at_once=16, tokens=128, tp=1, port=30000)
     parser.add_argument("--model", default=str(DEMO_MODELS / "written" / "actor"))
-    for name, default in (("at-once", 16), ("tokens", 128), ("tp", 1), ("port", 30000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/decode"))
     return parser.parse_args(arguments)
 
