@@ -50,9 +50,6 @@ TOKEN_BYTES = 5 + 9 + 2  # pickled: a token id, its logprob, the version that wr
 SAMPLE_BYTES = 200  # its names and numbers
 
 
-# ---------------------------------------------------------------- work alike, and what it comes to
-
-
 @dataclass(frozen=True)
 class Alike(Lengths):
     """The k-th prompts of all units have texts alike: figures are a unit's own, not the luck of the draw.
@@ -141,9 +138,6 @@ class Counting(Network):
                     self.sent[sender] += size
                     self.heard[receiver] += size
         return super().exchanged(parcels)
-
-
-# ---------------------------------------------------------------- two ways
 
 
 class Busiest(NamedTuple):

@@ -14,7 +14,7 @@ import secrets
 import sys
 from argparse import Namespace
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import accumulate
 from pathlib import Path
 
@@ -50,9 +50,11 @@ async def written(given: Namespace, config: Config) -> list[Answer]:
 
 def paces(parts: list[Answer]) -> dict[str, float]:
     """Tokens a second of all answers together, after their first parts."""
+    by_answer = defaultdict(list)
+    for part in parts:
+        by_answer[part.index].append(part)
     total = Counter()
-    for index in {part.index for part in parts}:
-        own = [part for part in parts if part.index == index]
+    for own in by_answer.values():
         count = [*accumulate(len(part.tokens) for part in own)]
         eighth = (count[-1] - count[0]) / 8
         last = len(own) - 1
@@ -67,13 +69,16 @@ def parse(arguments: list[str]) -> Namespace:
     parser = parser_of(__doc__, at_once=16, tokens=128, tp=1, port=30000)
     parser.add_argument("--model", default=str(DEMO_MODELS / "written" / "actor"))
     parser.add_argument("--out", type=Path, default=Path("runs/bench/decode"))
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.tokens < 64:
+        parser.error("--tokens: at least 64, two parts of an answer")
+    return given
 
 
 def main(given: Namespace) -> None:
     device = default_device()
-    settings = WITH_CUDA if device == "cuda" else {}
-    settings |= dict(max_running_requests=given.at_once, max_model_len=PROMPT + given.tokens + 1)
+    sizes = dict(max_running_requests=given.at_once, max_model_len=PROMPT + given.tokens + 1)
+    settings = WITH_CUDA | sizes if device == "cuda" else sizes
     settings |= dict(max_new_tokens=given.tokens, rollout_tp=given.tp, port=given.port)
     config = Config(command="eval", model=given.model, device=device, **settings)
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -23,8 +23,6 @@ import psutil
 ROOT = Path(__file__).parent.parent
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 
-# ---------------------------------------------------------------- a command
-
 
 def parser_of(doc: str, **numbers: int) -> ArgumentParser:
     """A parser whose --help is `doc`, with a flag of each number; its default."""
@@ -78,9 +76,6 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-# ---------------------------------------------------------------- a meter
-
-
 class Meter:
     """One ruler for both sides of vs_trl.py: seconds and memory of a rank and all that it started.
 
@@ -123,9 +118,6 @@ def pss_mb(pid: int) -> float:
 def _kilobytes(pid: int, file: str, name: str) -> int:
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-# ---------------------------------------------------------------- tables and pictures
 
 
 def column(rows: Iterable[dict], name: str) -> list:

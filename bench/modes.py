@@ -31,9 +31,6 @@ OUT = ROOT / "runs" / "bench"
 Steps = dict[str, list[dict]]  # metrics of the counted steps, by side
 
 
-# ---------------------------------------------------------------- sides
-
-
 def splits_of(ranks: int) -> list[str]:
     """Every partial split, as `Split` is written."""
     return [f"{rollout}|{ranks - rollout}" for rollout in range(1, ranks)]
@@ -86,9 +83,6 @@ def run_sides(sides: list[Side], ranks: int, pace: str) -> list[dict]:
         return json.loads(measured.read_text())
 
 
-# ---------------------------------------------------------------- tables
-
-
 def by_workload(rows: list[dict]) -> dict[str, Steps]:
     """The metrics of all steps that count, by workload and side."""
     found = defaultdict(lambda: defaultdict(list))
@@ -116,9 +110,6 @@ def print_modes(rows: list[dict], ranks: int) -> None:
                 gain = f"{100 * (ratio - 1):+.0f} %"
             table.append([label, quartiles(serving), gain])
     print_table([f"{ranks} ranks", "serving, s", "against full"], table)
-
-
-# ---------------------------------------------------------------- the picture
 
 
 def draw(results: dict[int, list[dict]], path: Path) -> None:

@@ -32,8 +32,6 @@ from reporting.metrics import local_facts, serving_metrics, summarize
 from rollout import RolloutBatch
 from sample import Key, Sample
 
-# ---------------------------------------------------------------- parts of a controller
-
 
 class GivenPrompts(data.Prompts):
     """The demo's prompts, none held out. `keys` says whose answer a request's seed stands for."""
@@ -136,9 +134,6 @@ class Collector:
     def close(self) -> None:
         if self._is_main:
             self._out.write_text(json.dumps(self._rows))
-
-
-# ---------------------------------------------------------------- measuring
 
 
 class MeasuredSides:

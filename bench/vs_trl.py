@@ -48,9 +48,6 @@ ANSWERS = 8  # to a prompt
 MAX_NEW_TOKENS = {"demo": 72, "larger": 72, "other": 24}
 
 
-# ---------------------------------------------------------------- what both sides are given
-
-
 def make_trl_environment() -> None:
     """Make .venv-trl with TRL in it, unless it is there."""
     done = TRL_VENV / "installed"
@@ -89,9 +86,6 @@ def write_problems(settings: Namespace) -> Path:
             row = source.training(number)
             file.write(json.dumps({"prompt": row.question, "answer": row.answer_key}) + "\n")
     return path
-
-
-# ---------------------------------------------------------------- runs
 
 
 def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
@@ -139,9 +133,6 @@ def alternate(settings: Namespace) -> dict[str, list[dict]]:
         same = column(ours["rows"], "prompt_tokens") == column(theirs["rows"], "prompt_tokens")
         assert same, "the sides were not given the same problems"
     return results
-
-
-# ---------------------------------------------------------------- figures
 
 
 def summarize(run: dict) -> dict[str, float]:
