@@ -228,7 +228,6 @@ def main(arguments: list[str]) -> None:
     lines += [line for of_way in rows.values() for line in of_way]
     print(*lines, sep="\n")
     if chosen.write:
-        DOCS.mkdir(parents=True, exist_ok=True)
         (DOCS / "scale.md").write_text("\n".join([f"# {__doc__}", *lines, ""]), encoding="utf-8")
 
 

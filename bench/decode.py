@@ -88,8 +88,8 @@ def main(given: Namespace) -> None:
     rows = [[name, f"{pace:,.0f}", f"{given.at_once / pace:.4f}"] for name, pace in found.items()]
     print_table(["", "tokens/s", "s a decode step"], rows)
     run = f"{Path(given.model).name} on {given.tp} x {device}, {given.at_once} answers at once"
-    numbers = {"fastest": found["begin"], "slowest": found["end"], "run": run}
-    (given.out / "decode.json").write_text(json.dumps(numbers) + "\n")
+    kept = {"fastest": found["begin"], "slowest": found["end"], "run": run}
+    (given.out / "decode.json").write_text(json.dumps(kept) + "\n")
 
 
 if __name__ == "__main__":

@@ -147,10 +147,8 @@ def main() -> None:
     parser = parser_of(__doc__, repeats=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=WORKLOADS)
-    sides = "full, 1|3, auto, ...: these alone"
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help=sides)
-    tails = "of fused mode, each a side"
-    parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], help=tails)
+    parser.add_argument("--sides", nargs="+", help="full, 1|3, auto, ...: these alone")
+    parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], metavar="TAIL")
     steps = "of a side that doesn't choose; the first isn't counted"
     parser.add_argument("--steps", type=int, default=5, help=steps)
     moving = "of the sides that choose; 0: leave them out"

@@ -107,8 +107,7 @@ def rank_main(rank: int, given: Namespace, folder: str) -> None:
 def main() -> None:
     parser = parser_of(__doc__, ranks=4, repeats=5)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4])
-    pace = "ms: forward, backward"
-    parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], help=pace)
+    parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], metavar="MS")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         models.SHAPE["num_hidden_layers"] = 2 * given.ranks

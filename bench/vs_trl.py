@@ -141,7 +141,6 @@ def summarize(run: dict) -> dict[str, float]:
     total = {name: sum(column(rows, name)) for name in rows[0]}
     return {
         "tokens per wall-second, whole steps": total["tokens"] / total["step_s"],
-        "tokens per wall-second, generation": total["tokens"] / total["generate_s"],
         "step, s": median(column(rows, "step_s")),
         "generation, s": median(column(rows, "generate_s")),
         "update, s": median(column(rows, "update_s")),
