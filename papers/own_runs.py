@@ -69,10 +69,10 @@ def measured(point: Point, folder: Path, line: str) -> tuple[float, str]:
         size = sum(row[name] for row in rows for name in names)
     asked = vars(parse_config(shlex.split(line.partition(" run.py ")[2])))
     unlike = [name for name in ALIKE if as_text(config[name]) != as_text(asked[name])]
+    others = " ".join(f"--{dashed(name)} {as_text(config[name])}" for name in unlike)
     run = f"{Path(config['model']).name} on {config['ranks']} x {config['device_name']}"
-    others = [f"not as asked: --{dashed(name)} {as_text(config[name])}" for name in unlike]
-    seconds = sum(row["time/step_s"] for row in rows)
-    return size / seconds, "; ".join([run, f"{len(rows)} steps", *others])
+    run += f", {len(rows)} steps" + f", unlike the line to type: {others}" * bool(others)
+    return size / sum(row["time/step_s"] for row in rows), run
 
 
 def add(name: str, folders: list[Path]) -> dict:
@@ -112,7 +112,8 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(*(f"{name}: {value}" for name, value in found.items()), sep="\n")
+    for name, value in found.items():
+        print(f"{name}: {value:,.4g}" if isinstance(value, float) else f"{name}: {value}")
     return 0
 
 

@@ -63,8 +63,8 @@ def test_a_runs_tokens_are_those_of_prompts_and_answers(kept, capsys):
     found = own_runs.own_rows()["hybridflow-7b-8"]
     assert (found["published"], found["measured"], found["unit"]) == (5500, 256 / 5, "tokens/s")
     assert 5000 < found["simulated"] < 6000 and "measured: 51.2" in capsys.readouterr().out
-    assert found["run"].startswith("llama on 8 x H100; 2 steps; not as asked: --algorithm ppo;")
-    assert "--prompts-per-step 512" in found["run"] and "--mode" not in found["run"]
+    unlike = "--algorithm ppo --schedule fused --prompts-per-step 512"
+    assert found["run"] == f"llama on 8 x H100, 2 steps, unlike the line to type: {unlike}"
 
 
 def test_two_runs_make_a_ratio(kept, monkeypatch):
