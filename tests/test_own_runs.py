@@ -10,6 +10,7 @@ import pytest
 import run
 from bench import decode
 from config import parse_config
+from engines.engine import Answer
 from papers import own_runs
 from papers.tables import ROOT, read_constants, read_points
 
@@ -86,6 +87,14 @@ def test_a_decode_pace(kept):
     (kept / "decode.json").write_text('{"fastest": 100.0, "slowest": 50.0, "run": "a run"}')
     paces = [own_runs.add(f"h20-{part}", [kept])["measured"] for part in ("begin", "end")]
     assert paces == [100.0, 50.0]
+
+
+def test_paces_by_hand():
+    """Two answers of a token and four parts of 32: the first part took 1 s, the last 4 s, all four 7 s."""
+    parts = []
+    for end, count in zip((0.0, 1.0, 2.0, 3.0, 7.0), (1, 32, 32, 32, 32), strict=True):
+        parts += [Answer(index, [5] * count, [], "", [], end=end) for index in (0, 1)]
+    assert decode.paces(parts) == pytest.approx({"begin": 64, "end": 16, "in all": 256 / 7})
 
 
 BAD = {  # arguments, RUN behind them -> the line
