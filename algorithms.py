@@ -308,6 +308,8 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
         yield "tis_cap or icepop_bound with --dtype bfloat16: the engine's numbers are beyond its clip"
     if a.overlong_from >= a.max_new_tokens:
         yield f"overlong_from below --max-new-tokens {a.max_new_tokens}"
+    if a.overlong_from and config.answer_tokens:
+        yield "overlong_from=0 with --answer-tokens: no answer is longer than another"
 
 
 def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:

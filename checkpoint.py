@@ -55,7 +55,7 @@ SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
 # ... and while answers wait that were made with them
-ANSWERED = ("temperature", "max_new_tokens", "max_model_len")
+ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")
 ANSWERED += ("judge_format", "judge_max_new_tokens", "video_fps", "video_frames")
 FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
 

@@ -109,6 +109,9 @@ class Config:
     recompute: bool = setting(False, "keep layers' inputs, compute the rest again", "training")
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
+    answer_tokens: int = setting(
+        0, "of each answer exactly, as in papers' measurements; 0: to its end", "engines", low=0
+    )
     max_model_len: int = setting(0, "of prompt and answer; 0: the model's own", "engines", low=0)
     video_fps: float = setting(2.0, "frames shown of a second of a clip", "engines", TINY, 1000)
     video_frames: int = setting(16, "frames shown of a clip, at most", "engines", low=2)
@@ -191,6 +194,10 @@ class Config:
         """Refuse settings that don't go together, a run without a reward, weights that can't be added."""
         if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
+        exactly = self.answer_tokens
+        if exactly and exactly != self.max_new_tokens:
+            most = f"--max-new-tokens {self.max_new_tokens}"
+            raise UserError(f"--answer-tokens {exactly}: {most} says otherwise, so leave it out")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
         if self.rebalance and self.mode == "full":
@@ -275,6 +282,8 @@ def parse_settings(
         given |= demo_models(given, preset, defaults["command"])
     of_device = WITH_CUDA if device == "cuda" else {}
     given |= {"preset": preset, "device": device}
+    if given.get("answer_tokens"):
+        given = {"max_new_tokens": given["answer_tokens"]} | given
     config = kind(**of_device | defaults | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
     half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only

@@ -272,7 +272,8 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
         keeps |= {"has_images": True, "threads": ThreadPoolExecutor(data.READERS)}
     prompts = data.Prompts(source, config.answers_per_prompt, **keeps)
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop)
+    is_exact = config.answer_tokens > 0
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
     scores = rewards.build(config, judges, decode, readers)
     collect = modes.collect
     if config.train_only:

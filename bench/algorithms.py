@@ -11,13 +11,12 @@ cut off is resumed.
 
 import json
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.measuring import ROOT, TORCHRUN, column, picture, print_table, run_to_its_end, spread
+from bench.measuring import ROOT, column, parser_of, picture, print_table, run_ranks, spread
 
 PLACE = ROOT / "runs" / "algorithms"
 # What an algorithm needs other than the demo's settings; each row is a run for every seed. No cispo: with one
@@ -64,9 +63,8 @@ def run(name: str, settings: tuple[str, ...], seed: int, steps: int) -> Rows:
     path = out / "metrics.jsonl"
     if not path.exists() or json.loads(path.read_text().splitlines()[-1]).get("step") != steps:
         out.parent.mkdir(parents=True, exist_ok=True)
-        command = [TORCHRUN, "--nproc-per-node", 2, "--master-port", 29690, "run.py"]
-        command += ["--algorithm", *settings, "--seed", seed, "--steps", steps, "--out", out]
-        run_to_its_end(command, out.with_suffix(".log"))
+        words = ["run.py", "--algorithm", *settings, "--seed", seed, "--steps", steps]
+        run_ranks(2, [*words, "--out", out], out.with_suffix(".log"))
         print(f"{name}, seed {seed}: done", flush=True)
     return [json.loads(line) for line in path.open()]
 
@@ -129,7 +127,7 @@ def draw(panels: dict[str, str], results: Results, path: Path) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}, with --safe {SAFE_STEPS}")

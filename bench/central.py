@@ -18,9 +18,7 @@ facts it has `heard`.
 import argparse
 import pickle
 import random
-import resource
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,9 +48,6 @@ MODELS = dict(rollout=(POLICY, 1), genrm=JUDGES["32B"])  # with the devices of a
 SPLIT = dict(algorithm=("ppo",), placement="split")
 TOKEN_BYTES = 5 + 9 + 2  # pickled: a token id, its logprob, the version that wrote it
 SAMPLE_BYTES = 200  # its names and numbers
-
-
-# ---------------------------------------------------------------- work alike, and what it comes to
 
 
 @dataclass(frozen=True)
@@ -145,9 +140,6 @@ class Counting(Network):
         return super().exchanged(parcels)
 
 
-# ---------------------------------------------------------------- two ways
-
-
 class Busiest(NamedTuple):
     samples: float  # held at once
     sent: float  # bytes
@@ -231,14 +223,11 @@ def main(arguments: list[str]) -> None:
         split.run()
         for way, busiest in (run.ways() | {"split": split.ways()["ours"]}).items():
             rows[way].append(row_of(way, ranks, busiest))
-        cpu_s = time.process_time()
-        peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"up to {ranks:,} ranks: {cpu_s:.0f} CPU s, {peak_mb:.0f} MB", flush=True)
+        print(f"up to {ranks:,} ranks: done", flush=True)
     lines = ["| way | ranks | samples | sent MB | heard MB | requests |", "|---|" + "--:|" * 5]
     lines += [line for of_way in rows.values() for line in of_way]
     print(*lines, sep="\n")
     if chosen.write:
-        DOCS.mkdir(parents=True, exist_ok=True)
         (DOCS / "scale.md").write_text("\n".join([f"# {__doc__}", *lines, ""]), encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from unittest.mock import AsyncMock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.measuring import TORCHRUN, column, print_table, run_to_its_end, spread
+from bench.measuring import column, parser_of, print_table, run_ranks, spread
 
 if TYPE_CHECKING:  # Megatron takes seconds to import, and the launcher needs none of it
     from actor import Actor
@@ -135,10 +135,7 @@ def report(rows: list[dict], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    defaults = (("ranks", 2), ("repeats", 3), ("layers", 16), ("hidden", 1024), ("port", 29090))
-    for name, default in defaults:
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = parser_of(__doc__, ranks=2, repeats=3, layers=16, hidden=1024)
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -149,9 +146,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=given.folder))
     try:
         make_model(folder / "model", given.layers, given.hidden)
-        command = [TORCHRUN, "--nproc-per-node", given.ranks, "--master-port", given.port, __file__]
-        command += ["--folder", folder, "--repeats", given.repeats]
-        run_to_its_end(command, log=folder / "log")
+        words = [__file__, "--folder", folder, "--repeats", given.repeats]
+        run_ranks(given.ranks, words, folder / "log")
         report(json.loads((folder / "rows.json").read_text()), folder)
     finally:
         shutil.rmtree(folder)

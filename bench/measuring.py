@@ -12,18 +12,24 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple
 
 import psutil
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 
-# ---------------------------------------------------------------- a command
+
+def parser_of(doc: str, **numbers: int) -> ArgumentParser:
+    """A parser whose --help is `doc`, with a flag of each number; its default."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    return parser
 
 
 def run_to_its_end(
@@ -60,22 +66,14 @@ def run_to_its_end(
         sys.exit(message)
 
 
+def run_ranks(ranks: int, words: list, log: Path | None = None, env: dict | None = None) -> None:
+    """Run a program on so many ranks to its end, on a port that is free."""
+    run_to_its_end([TORCHRUN, "--standalone", "--nproc-per-node", ranks, *words], log, env=env)
+
+
 def die_with_parent() -> None:
     """Get a SIGTERM once the parent ends, even if it is killed hard (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-# ---------------------------------------------------------------- a meter
-
-
-class Mark(NamedTuple):
-    """A moment, in seconds: of the monotonic clock, and of the CPU time of all watched processes."""
-
-    wall: float
-    cpu: float
-
-    def to(self, later: Mark) -> dict[str, float]:
-        return {"wall": later.wall - self.wall, "cpu": later.cpu - self.cpu}
 
 
 class Meter:
@@ -98,28 +96,13 @@ class Meter:
         self.pids = [process.pid for process in tree]
         if self.rank == 0:
             self.pids.append(os.getppid())
-        now = self.mark()
-        self.startup = {"startup_s": now.wall - self.launched, "startup_cpu_s": now.cpu}
-
-    def mark(self) -> Mark:
-        """Read the clocks."""
-        return Mark(time.monotonic(), sum(cpu_seconds(pid) for pid in self.pids))
+        self.startup_s = time.monotonic() - self.launched
 
     def write(self) -> None:
         """Leave a file for vs_trl.py: after the last step, while every process still lives."""
-        found = {"rows": self.rows, "processes": len(self.pids)} | self.startup
-        found["peak_rss_mb"] = sum(peak_rss_mb(pid) for pid in self.pids)
+        found = {"rows": self.rows, "startup_s": self.startup_s}
         found["pss_mb"] = sum(pss_mb(pid) for pid in self.pids)
         self.path.write_text(json.dumps(found))
-
-
-def cpu_seconds(pid: int) -> float:
-    """The CPU time of a process with all its threads, those that ended, too.
-
-    It comes from the POSIX CPU-time clock: /proc counts in steps of 10 ms.
-    """
-    # clock_getcpuclockid(3), as Linux numbers these clocks
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 def peak_rss_mb(pid: int) -> float:
@@ -135,9 +118,6 @@ def pss_mb(pid: int) -> float:
 def _kilobytes(pid: int, file: str, name: str) -> int:
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-# ---------------------------------------------------------------- tables and pictures
 
 
 def column(rows: Iterable[dict], name: str) -> list:

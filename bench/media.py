@@ -16,7 +16,6 @@ import json
 import os
 import pickle
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -28,7 +27,7 @@ import numpy as np
 
 import controller
 import run
-from bench.measuring import ROOT, TORCHRUN, column, peak_rss_mb, print_table, run_to_its_end
+from bench.measuring import ROOT, column, parser_of, peak_rss_mb, print_table, run_ranks
 from examples.make_demo import models
 from images.reader import IMAGE, VIDEO
 from rollout import RolloutBatch
@@ -133,23 +132,21 @@ def write_clip(number: int, rng: np.random.Generator) -> tuple[str, str]:
     return f"{number}.mp4", VIDEO
 
 
-WRITERS = {
-    "images": write_image,
-    "videos": write_clip,
-}  # column -> writes a file; returns name and place
+# by column: writes a file, returns its name and place
+WRITERS = {"images": write_image, "videos": write_clip}
 
 
 def measure(side: str, ranks: int) -> dict[str, float]:
     """Run a side; returns what its busiest rank counted, in bytes and MB."""
     out = FOLDER / f"{side}-{ranks}"
     rows = FOLDER / ("text.jsonl" if side == "text" else "media.jsonl")
-    command = [TORCHRUN, "--nproc-per-node", ranks, __file__, "--rank", side]
-    command += ["--model", FOLDER / "model", "--data", rows, "--rule", FOLDER / "rule.py"]
-    command += ["--out", out, "--steps", STEPS, "--lr", 1e-9, "--mode", "full"]
-    command += ["--prompts-per-step", PROMPTS * ranks, "--answers-per-prompt", ANSWERS]
-    command += ["--max-new-tokens", 16, "--max-model-len", 256, "--save-every", 0]
-    command += ["--device", "cpu", "--max-tokens-per-micro-batch", 512]
-    run_to_its_end(command, out.with_suffix(".log"))
+    words = [__file__, "--rank", side]
+    words += ["--model", FOLDER / "model", "--data", rows, "--rule", FOLDER / "rule.py"]
+    words += ["--out", out, "--steps", STEPS, "--lr", 1e-9, "--mode", "full"]
+    words += ["--prompts-per-step", PROMPTS * ranks, "--answers-per-prompt", ANSWERS]
+    words += ["--max-new-tokens", 16, "--max-model-len", 256, "--save-every", 0]
+    words += ["--device", "cpu", "--max-tokens-per-micro-batch", 512]
+    run_ranks(ranks, words, out.with_suffix(".log"))
     found = [json.loads(path.read_text()) for path in out.glob("media*.json")]
     return {name: max(column(found, name)) for name in found[0]}
 
@@ -164,9 +161,8 @@ def table_row(side: str, ranks: int, runs: list[dict], bare: list[dict]) -> list
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--videos", action="store_true")
     given = parser.parse_args()
     make_inputs(max(given.ranks) * PROMPTS * STEPS, "videos" if given.videos else "images")

@@ -13,14 +13,14 @@ have just changed hands. Of a side that chooses its split, the last half counts.
 import json
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections import defaultdict
 from pathlib import Path
 from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.measuring import ROOT, TORCHRUN, column, picture, print_table, quartiles, run_to_its_end
+from bench.measuring import ROOT, column, parser_of, picture, print_table, quartiles, run_ranks
 from bench.workloads import WORKLOADS, Side
 from config import Config
 from scheduling.fusion import TAILS
@@ -29,9 +29,6 @@ MOVING = ("rebalance", "auto")  # sides that choose their split
 OUT = ROOT / "runs" / "bench"
 
 Steps = dict[str, list[dict]]  # metrics of the counted steps, by side
-
-
-# ---------------------------------------------------------------- sides
 
 
 def splits_of(ranks: int) -> list[str]:
@@ -74,21 +71,16 @@ def make_sides(given: Namespace, ranks: int) -> list[Side]:
     return sides
 
 
-def run_sides(sides: list[Side], ranks: int, pace: str, *options: object) -> list[dict]:
-    """Run all sides at once; returns a row of metrics for each step. options: of the run, the last win."""
+def run_sides(sides: list[Side], ranks: int, pace: str) -> list[dict]:
+    """Run all sides at once; returns a row of metrics for each step."""
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "sides.json")
         measured = Path(folder, "measured.json")
         plan.write_text(json.dumps(sides))
-        command = [TORCHRUN, "--nproc-per-node", ranks, "--master-port", 29660]
-        command += ["bench/served_load.py", "--sides", plan, "--measured", measured]
-        command += ["--mode", "auto", "--out", OUT / f"modes-{ranks}", "--port", 32000]
-        command += options
-        run_to_its_end(command, env={"BENCH_PACE_MS": pace} if pace else None)
+        words = ["bench/served_load.py", "--sides", plan, "--measured", measured]
+        words += ["--mode", "auto", "--out", OUT / f"modes-{ranks}", "--port", 32000]
+        run_ranks(ranks, words, env={"BENCH_PACE_MS": pace} if pace else None)
         return json.loads(measured.read_text())
-
-
-# ---------------------------------------------------------------- tables
 
 
 def by_workload(rows: list[dict]) -> dict[str, Steps]:
@@ -118,9 +110,6 @@ def print_modes(rows: list[dict], ranks: int) -> None:
                 gain = f"{100 * (ratio - 1):+.0f} %"
             table.append([label, quartiles(serving), gain])
     print_table([f"{ranks} ranks", "serving, s", "against full"], table)
-
-
-# ---------------------------------------------------------------- the picture
 
 
 def draw(results: dict[int, list[dict]], path: Path) -> None:
@@ -155,14 +144,11 @@ def draw_bars(workloads: dict[str, Steps], ranks: int, axes) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=WORKLOADS)
-    sides = "full, 1|3, auto, ...: these alone"
-    parser.add_argument("--sides", nargs="+", metavar="SIDE", help=sides)
-    tails = "of fused mode, each a side"
-    parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], help=tails)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", help="full, 1|3, auto, ...: these alone")
+    parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], metavar="TAIL")
     steps = "of a side that doesn't choose; the first isn't counted"
     parser.add_argument("--steps", type=int, default=5, help=steps)
     moving = "of the sides that choose; 0: leave them out"

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.measuring import ROOT, TORCHRUN, run_to_its_end
+from bench.measuring import ROOT, TORCHRUN, parser_of, run_to_its_end
 
 DOCS = ROOT / "docs"
 FOLDER = ROOT / "runs" / "results"
@@ -245,7 +244,7 @@ def draw_timeline() -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), help="measure these rows alone")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     given = parser.parse_args()

@@ -10,7 +10,7 @@ don't slow each other down, as devices of their own wouldn't. Without it (--pace
 import datetime
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from actor import Actor
-from bench.measuring import print_table, spread
+from bench.measuring import parser_of, print_table, spread
 from config import Config
 from critic import Critic
 from examples.make_demo import models
@@ -105,12 +105,9 @@ def rank_main(rank: int, given: Namespace, folder: str) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = parser_of(__doc__, ranks=4, repeats=5)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4])
-    parser.add_argument("--repeats", type=int, default=5)
-    pace = "ms: forward, backward"
-    parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], help=pace)
+    parser.add_argument("--pace", type=float, nargs=2, default=[40, 80], metavar="MS")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         models.SHAPE["num_hidden_layers"] = 2 * given.ranks

@@ -12,11 +12,8 @@ import dataclasses
 import json
 import os
 import sys
-import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -25,6 +22,7 @@ import data
 import genrm
 import rewards
 import run
+from bench.measuring import parser_of
 from bench.workloads import CRITIQUE, PROMPTS, WORKLOADS, Side, is_kept, length_of
 from config import Config
 from controller import Controller, State, train
@@ -32,10 +30,7 @@ from engines.engine import Answer, Engine, Request, seed_of
 from engines.pool import Pool
 from reporting.metrics import local_facts, serving_metrics, summarize
 from rollout import RolloutBatch
-from sample import Key, Sample, flat
-from scheduling.dealing import MiniBatches
-
-# ---------------------------------------------------------------- parts of a controller
+from sample import Key, Sample
 
 
 class GivenPrompts(data.Prompts):
@@ -141,23 +136,6 @@ class Collector:
             self._out.write_text(json.dumps(self._rows))
 
 
-def at_pace(work: Callable, forwards: int) -> Callable:
-    """A trainer's work, made to last as long as BENCH_TRAIN_MS says: of a token forward."""
-    pace_s = float(os.environ.get("BENCH_TRAIN_MS", "0")) / 1000
-
-    def paced(mini_batches: MiniBatches, *more: Any) -> Any:
-        tokens = sum(len(sample.prompt) + len(sample.response) for sample in flat(mini_batches))
-        due = time.perf_counter() + pace_s * forwards * tokens
-        result = work(mini_batches, *more)
-        time.sleep(max(0.0, due - time.perf_counter()))
-        return result
-
-    return paced
-
-
-# ---------------------------------------------------------------- measuring
-
-
 class MeasuredSides:
     """Takes the place of controller.train: every side, in the order given."""
 
@@ -168,10 +146,6 @@ class MeasuredSides:
     async def __call__(self, c: Controller) -> bool:
         """Returns whether a stop ended it (collective)."""
         splits = {str(split): split for split in c.devices.splits}
-        for trainer in (c.devices.actor, *c.devices.critics):
-            trainer.update = at_pace(trainer.update, 3)
-        for critic in c.devices.critics:
-            critic.compute_values = at_pace(critic.compute_values, 1)
         c.report = Collector(c, self._out)
         for side in self._sides:
             c.devices.splits = [splits[text] for text in side.plans]
@@ -202,7 +176,7 @@ async def measure_side(c: Controller, side: Side) -> bool:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     sides = "JSON: a list of sides, each a row of `Side`"
     parser.add_argument("--sides", type=Path, required=True, help=sides)
     measured = "where to write each step's metrics"

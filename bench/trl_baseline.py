@@ -6,6 +6,7 @@ It runs in TRL's own environment, without anything of nanoYATT but the meter.
 import json
 import os
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 import torch
 from datasets import Dataset
-from measuring import Mark, Meter
+from measuring import Meter
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -23,13 +24,13 @@ class MeasuredTrainer(GRPOTrainer):
     """GRPOTrainer that tells the meter when generation, and all before the update, begins and ends."""
 
     meter: Meter  # set after __init__
-    update_began: Mark
+    update_began: float
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        begin = self.meter.mark()
+        begin = time.monotonic()
         completions, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self.meter.rows[-1] |= {
-            "generate": begin.to(self.meter.mark()),
+            "generate_s": time.monotonic() - begin,
             "tokens": sum(map(len, completions)),
             "answers": len(completions),
             "prompt_tokens": sum(map(len, prompt_ids)),
@@ -39,7 +40,7 @@ class MeasuredTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         """Generates and scores a batch."""
         inputs = super()._prepare_inputs(generation_batch)
-        self.update_began = self.meter.mark()
+        self.update_began = time.monotonic()
         return inputs
 
 
@@ -51,12 +52,12 @@ class StepClock(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._trainer.meter.rows.append({})
-        self._began = self._trainer.meter.mark()
+        self._began = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = self._trainer.meter.mark()
-        update_s = self._trainer.update_began.to(now)["wall"]
-        self._trainer.meter.rows[-1] |= {"step": self._began.to(now), "update_s": update_s}
+        now = time.monotonic()
+        update_s = now - self._trainer.update_began
+        self._trainer.meter.rows[-1] |= {"step_s": now - self._began, "update_s": update_s}
 
 
 def grpo_config(settings: Namespace, folder: str) -> GRPOConfig:

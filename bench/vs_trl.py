@@ -4,34 +4,33 @@
     python bench/vs_trl.py --repeats 1 --steps 4     a quick look
     python bench/vs_trl.py --size larger             nine times the parameters, so that arithmetic counts
     python bench/vs_trl.py --model DIR --steps 3     any other model
-    python bench/vs_trl.py --no-deterministic        nanoYATT without answers that are equal to the last bit
 
 Model: the demo's actor, a larger one that has learnt the demo's task from examples, or any other. Task:
 addition, reward 1 for the exact answer. A step is 16 prompts x 8 answers of up to 72 tokens (of another model
-24) and one update on all of them, on two ranks. Every repeat is a fresh torchrun, whose first steps are left
-out of the step figures; sides alternate. CPU-seconds and memory count every process of a side: ranks,
-servers, schedulers, the launcher. TRL has an environment of its own, .venv-trl, made on first use. One
-unmeasured run of each side comes first, so that both find their files cached. TRL's step is on_step_begin to
-on_step_end, ours one report to the next.
+24) and one update on all of them, on two ranks. Every repeat is a fresh torchrun, whose first two steps don't
+count; sides alternate, after an unmeasured run of each, so that both find their files cached. Memory is of
+every process of a side: ranks, servers, schedulers, the launcher. TRL has an environment of its own, made on
+first use: .venv-trl. TRL's step is on_step_begin to on_step_end, ours one report to the next.
 """
 
 import json
 import shutil
 import sys
 import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.measuring import ROOT, TORCHRUN, column, print_table, run_to_its_end, spread
+from bench.measuring import ROOT, TORCHRUN, column, parser_of, print_table, run_to_its_end, spread
 from config import DEMO_MODELS
 from demo.task import Addition
 from examples.make_demo import models
 
 RUNS = ROOT / "runs"
 LARGER = RUNS / "vs_trl-larger-actor"
+UNTAUGHT = RUNS / "vs_trl-larger-new"
 LARGER_SHAPE = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, head_dim=64)
 LARGER_STEPS = 150  # enough to end answers and to be right now and then
 TRL_VENV = ROOT / ".venv-trl"
@@ -39,6 +38,7 @@ TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "psuti
 RANKS = 2
 LAUNCH = ("--standalone", "--nproc-per-node", RANKS)
 RUN_LIMIT_S = 900.0
+WARM_UP = 2  # steps
 SIDES = ("nanoYATT", "TRL")
 # at 5e-4 the larger model's reward falls on either side; other models don't know the task
 LR = {"demo": 5e-4, "larger": 1e-4, "other": 1e-6}
@@ -46,9 +46,6 @@ PORT = 31000  # of nanoYATT's first engine
 PROMPTS = 16  # of a step
 ANSWERS = 8  # to a prompt
 MAX_NEW_TOKENS = {"demo": 72, "larger": 72, "other": 24}
-
-
-# ---------------------------------------------------------------- what both sides are given
 
 
 def make_trl_environment() -> None:
@@ -73,15 +70,8 @@ def make_model(settings: Namespace) -> Path:
         return DEMO_MODELS / "written" / "actor"
     if not (LARGER / "hf").is_dir():
         models.SHAPE.update(LARGER_SHAPE)
-        models.new_model(RUNS / "vs_trl-larger-new", seed=0)
-        command = [
-            TORCHRUN,
-            *LAUNCH,
-            "examples/finetune.py",
-            "sft",
-            "--model",
-            RUNS / "vs_trl-larger-new",
-        ]
+        models.new_model(UNTAUGHT, seed=0)
+        command = [TORCHRUN, *LAUNCH, "examples/finetune.py", "sft", "--model", UNTAUGHT]
         command += ["--steps", LARGER_STEPS, "--lr", 1e-3, "--out", LARGER]
         run_to_its_end(command, limit_s=RUN_LIMIT_S)
     return LARGER / "hf"
@@ -92,13 +82,10 @@ def write_problems(settings: Namespace) -> Path:
     source = Addition(0, lambda *question: [])
     path = settings.out / "problems.jsonl"
     with path.open("w") as file:
-        for number in range(PROMPTS * (settings.warmup + settings.steps)):
+        for number in range(PROMPTS * (WARM_UP + settings.steps)):
             row = source.training(number)
             file.write(json.dumps({"prompt": row.question, "answer": row.answer_key}) + "\n")
     return path
-
-
-# ---------------------------------------------------------------- runs
 
 
 def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
@@ -109,7 +96,6 @@ def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
         command = [TORCHRUN, *LAUNCH, "bench/nano_rule.py", "--lr-warmup-steps", 0]
         command += ["--prompts-per-step", PROMPTS, "--answers-per-prompt", ANSWERS]
         command += ["--port", PORT, "--out", folder / "run"]
-        command += ["--no-deterministic"] * settings.no_deterministic
     else:
         command = [TRL_VENV / "bin" / "torchrun", *LAUNCH, "bench/trl_baseline.py"]
         command += ["--prompts", PROMPTS, "--answers", ANSWERS, "--problems", settings.problems]
@@ -121,21 +107,15 @@ def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
 
 
 def merge(ranks: list[dict]) -> dict:
-    """One run from its ranks: CPU, tokens and memory add up, of wall seconds the slowest rank's count."""
+    """One run from its ranks: tokens and memory add up, of seconds the slowest rank's count."""
     rows = []
     for of_step in zip(*column(ranks, "rows"), strict=True):
-        row = {"update_s": max(column(of_step, "update_s"))}
+        row = {name: max(column(of_step, name)) for name in ("step_s", "generate_s", "update_s")}
         for name in ("tokens", "answers", "prompt_tokens", "reward"):
             row[name] = sum(column(of_step, name))
-        for phase in ("step", "generate"):
-            spans = column(of_step, phase)
-            row[f"{phase}_s"] = max(column(spans, "wall"))
-            row[f"{phase}_cpu_s"] = sum(column(spans, "cpu"))
         rows.append(row)
-    run = {"rows": rows, "startup_s": max(column(ranks, "startup_s"))}
-    for name in ("processes", "peak_rss_mb", "pss_mb", "startup_cpu_s"):
-        run[name] = sum(column(ranks, name))
-    return run
+    startup_s = max(column(ranks, "startup_s"))
+    return {"rows": rows, "startup_s": startup_s, "pss_mb": sum(column(ranks, "pss_mb"))}
 
 
 def alternate(settings: Namespace) -> dict[str, list[dict]]:
@@ -145,9 +125,9 @@ def alternate(settings: Namespace) -> dict[str, list[dict]]:
     results: dict[str, list[dict]] = {side: [] for side in SIDES}
     for repeat in range(settings.repeats):
         for side in SIDES:
-            run = run_side(side, str(repeat), settings.warmup + settings.steps, settings)
+            run = run_side(side, str(repeat), WARM_UP + settings.steps, settings)
             results[side].append(run)
-            seconds = summarize(run, settings.warmup)["step, s"]
+            seconds = summarize(run)["step, s"]
             print(f"repeat {repeat + 1}, {side}: {seconds:.3f} s a step", flush=True)
     for ours, theirs in zip(*results.values(), strict=True):
         same = column(ours["rows"], "prompt_tokens") == column(theirs["rows"], "prompt_tokens")
@@ -155,25 +135,16 @@ def alternate(settings: Namespace) -> dict[str, list[dict]]:
     return results
 
 
-# ---------------------------------------------------------------- figures
-
-
-def summarize(run: dict, warmup: int) -> dict[str, float]:
+def summarize(run: dict) -> dict[str, float]:
     """The table's figures of one run."""
-    rows = run["rows"][warmup:]
+    rows = run["rows"][WARM_UP:]
     total = {name: sum(column(rows, name)) for name in rows[0]}
     return {
         "tokens per wall-second, whole steps": total["tokens"] / total["step_s"],
-        "tokens per CPU-second, whole steps": total["tokens"] / total["step_cpu_s"],
-        "tokens per wall-second, generation": total["tokens"] / total["generate_s"],
-        "tokens per CPU-second, generation": total["tokens"] / total["generate_cpu_s"],
         "step, s": median(column(rows, "step_s")),
         "generation, s": median(column(rows, "generate_s")),
         "update, s": median(column(rows, "update_s")),
         "start-up, s": run["startup_s"],
-        "start-up, CPU-s": run["startup_cpu_s"],
-        "processes": run["processes"],
-        "peak memory, MB (sum of peak RSS)": run["peak_rss_mb"],
         "memory at the end, MB (PSS: shared pages once)": run["pss_mb"],
         "tokens an answer": total["tokens"] / total["answers"],
         "reward, mean of the steps": total["reward"] / total["answers"],
@@ -186,7 +157,7 @@ def print_figures(summaries: dict[str, list[dict]]) -> None:
     for label in summaries["TRL"][0]:
         ours = column(summaries["nanoYATT"], label)
         theirs = column(summaries["TRL"], label)
-        digits = 0 if max(theirs) >= 100 or isinstance(theirs[0], int) else 3
+        digits = 0 if max(theirs) >= 100 else 3
         ratios = [a / b for a, b in zip(ours, theirs, strict=True) if b]
         ratio = spread(ratios) if ratios else ""
         table.append([label, spread(ours, digits), spread(theirs, digits), ratio])
@@ -194,27 +165,19 @@ def print_figures(summaries: dict[str, list[dict]]) -> None:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of a repeat")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    parser = parser_of(__doc__, repeats=3, steps=12)  # steps: measured, of a repeat
     parser.add_argument("--size", choices=("demo", "larger"), default="demo", help="of the model")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory, in its place")
-    unequal = "nanoYATT without answers that are equal to the last bit"
-    parser.add_argument("--no-deterministic", action="store_true", help=unequal)
     settings = parser.parse_args()
     settings.size = "other" if settings.model else settings.size
-    settings.out = RUNS / f"vs_trl-{settings.size}{'-no-deterministic' * settings.no_deterministic}"
+    settings.out = RUNS / f"vs_trl-{settings.size}"
     make_trl_environment()
     shutil.rmtree(settings.out, ignore_errors=True)
     settings.out.mkdir(parents=True)
     settings.model = make_model(settings)
     settings.problems = write_problems(settings)
     results = alternate(settings)
-    summaries = {side: [] for side in SIDES}
-    for side, runs in results.items():
-        for run in runs:
-            summaries[side].append(summarize(run, settings.warmup))
+    summaries = {side: [*map(summarize, runs)] for side, runs in results.items()}
     print_figures(summaries)
     found = {"figures": summaries, "runs": results}
     (settings.out / "results.json").write_text(json.dumps(found, indent=1) + "\n")

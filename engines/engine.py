@@ -41,7 +41,7 @@ class Sampling:
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()  # besides the model's EOS; they are part of the answer
     top_p: float = 1.0
-    ignore_eos: bool = False  # write max_new_tokens whatever comes: for measurements
+    ignore_eos: bool = False  # write max_new_tokens whatever comes, and end with "stop"
 
 
 class Request(NamedTuple):
@@ -287,6 +287,8 @@ class Engine:
                 if "error" in event:
                     raise UserError(f"the {self.name} refused: {event['error']['message']}")
                 part = read_part(event, written[event["index"]])
+                if part.finish == "length" and requests[part.index].sampling.ignore_eos:
+                    part = replace(part, finish="stop")  # nothing is missing
                 written[part.index] += len(part.tokens)
                 finished += bool(part.finish)
                 first_token = first_tokens.setdefault(part.index, clock())

@@ -3,8 +3,8 @@
     python papers/hybridflow.py                                       all, in five minutes
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
-Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py. Else: closed forms. Where scorers
-have ranks of their own, ours score an answer before reference and critic read it, theirs at the same time.
+Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py. Else: closed forms. The rows have
+HybridFlow's order: answers are scored while reference and critic read them. The product scores them before.
 """
 
 from __future__ import annotations
@@ -115,9 +115,13 @@ def step_s(at: Setting, found: Mapping) -> float:
     for role in LEARNT:
         passes[role] = coarse(mapping.passes(models[role], sizes[role], speeds), more)
     scorers = tuple(role for role in models if role not in LEARNT)
-    each = [mapping.passes_s(models[role], sizes[role], task, speeds)[0] for role in scorers]
-    # of one GPU, a sequence
-    scoring_s = sum(each) / len(each) * len(shapes["reward"].ranks) / task.sequences
+    # HybridFlow's order: scoring costs what it adds to the stage in which reference and critic read
+    readers = ("reference", "critic")
+    reading_s = {r: mapping.passes_s(models[r], sizes[r], task, speeds)[0] for r in readers}
+    unscored = [sum(map(reading_s.get, c.sizes.keys() & reading_s.keys())) for c in found.choices]
+    _, preparation_s, _ = found.stages
+    added_s = (preparation_s - max(unscored)) / len(scorers)  # by each scorer, of all sequences
+    scoring_s = added_s * len(shapes["reward"].ranks) / task.sequences  # of one GPU, a sequence
     push_s = mapping.reshard_s(models["actor"], sizes["actor"], speeds)
     parts = sizes["actor"].parts
     cluster = Cluster(

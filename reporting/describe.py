@@ -42,10 +42,13 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
 
 def run_metadata(config: Config) -> dict:
     """Return every setting, those of the algorithm, versions and commit."""
+    from torch import cuda
+
     in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return asdict(config) | {
         "algorithm_settings": {field.name: algorithm[field.name] for field in fields(Settings)},
+        "device_name": cuda.get_device_name() if config.device == "cuda" else "CPU",
         "ranks": int(os.environ["WORLD_SIZE"]),
         "versions": {name: version(name) for name in PACKAGES},
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], **in_git).stdout.strip(),

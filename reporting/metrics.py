@@ -230,6 +230,7 @@ def local_facts(
     sums = {
         "rollout/tokens": batch.tokens,
         "rollout/tokens_trained": sum(len(s.response) for s in batch.kept),
+        "rollout/prompt_tokens_trained": sum(len(s.prompt) for s in batch.kept),
         "rollout/tokens_filtered": sum(len(s.response) for s in batch.dropped + filtered),
         "rollout/tokens_carried": sum(len(s.response) for group in batch.carried for s in group),
         "rollout/moved": batch.moved,

@@ -370,6 +370,8 @@ def test_a_prompt_leaves_room_for_its_answer(actor, rows, capsys):
     longest = max(n for n in range(501) if len(data.encode(tokenizer, "7" * n)) == 500)
     sampling = read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * longest}])).sampling
     assert (sampling.temperature, sampling.max_new_tokens) == (1.0, 12)
+    exactly = read(actor, rows, "--answer-tokens", 12).sampling
+    assert (sampling.ignore_eos, exactly.ignore_eos) == (False, True)
     assert "left out" not in capsys.readouterr().out
     read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * (longest + 1)}]))
     assert "1 of 2 prompts in" in capsys.readouterr().out

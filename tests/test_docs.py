@@ -123,8 +123,14 @@ def check_program(words: list[str]) -> None:
     if path.parent.name == "papers" and path.is_file():
         path = ROOT / "papers" / "tables.py"
     if path.parent != ROOT / "examples":  # those have run.py's
-        text = path.read_text()
-        assert set(flags) <= {*re.findall(FLAG, text)}, words
+        assert set(flags) <= flags_of(path), words
+
+
+def flags_of(program: Path) -> set[str]:
+    """Those that it adds to its parser, and the numbers that bench's parser_of makes flags of."""
+    text = program.read_text()
+    numbers = re.findall(r"(\w+)=\d", "".join(re.findall(r"parser_of\(.*\)", text)))
+    return {*re.findall(FLAG, text)} | {f"--{dashed(name)}" for name in numbers}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -183,7 +189,7 @@ def test_every_flag_that_is_named_exists():
     known = {f"--{dashed(field.name)}" for field in fields(FinetuneConfig)} | OF_OTHERS
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     for program in PROGRAMS:
-        known |= set(re.findall(FLAG, program.read_text()))
+        known |= flags_of(program)
     for page in PAGES:
         assert not set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", prose(page))) - known, page.name
 

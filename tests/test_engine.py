@@ -127,11 +127,12 @@ async def stream(engine, requests):
 
 def test_what_is_asked_and_what_comes(monkeypatch):
     """One request with each prompt's own limit and seed; parts have the new tokens and their facts alone.
-    Events come in pieces, and two in one."""
+    Events come in pieces, and two in one. An answer of a given length is whole when it has that."""
     asked = []
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
     events = [event_of(0, [11], 1, cached_tokens=1), event_of(1, [21, 22], 2, "length")]
     events += [event_of(0, [12, 13], 3), event_of(0, [14], 4, "stop", weight_versions=spans)]
+    events += [event_of(2, [31], 1, "length")]
     sent = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
 
     async def pieces():
@@ -146,19 +147,22 @@ def test_what_is_asked_and_what_comes(monkeypatch):
 
     engine = Engine("rollout", 0, "http://127.0.0.1:1", "a key")
     monkeypatch.setattr(engine, "_open", opened)
+    exactly = Sampling(1.0, 1, ignore_eos=True)
     requests = [Request([5, 6], Sampling(1.0, 9), 9, seed) for seed in (1, 2)]
+    requests.append(Request([5, 6], exactly, 1, 3))
     parts = asyncio.run(stream(engine, requests))
-    tokens = [(0, [11]), (1, [21, 22]), (0, [12, 13]), (0, [14])]
+    tokens = [(0, [11]), (1, [21, 22]), (0, [12, 13]), (0, [14]), (2, [31])]
     assert [(part.index, part.tokens) for part in parts] == tokens
-    assert [part.finish for part in parts] == ["", "length", "", "stop"]
-    assert [part.versions for part in parts] == [[4], [4, 4], [4, 4], [4]]
+    assert [part.finish for part in parts] == ["", "length", "", "stop", "stop"]
+    assert [part.versions for part in parts] == [[4], [4, 4], [4, 4], [4], [4]]
     assert parts[2].logprobs == [-0.12, -0.13] and parts[0].cached_tokens == 1
     first, last = parts[0], parts[3]
     assert first.sent == last.sent <= first.first_token == last.first_token <= last.end
     [body] = asked
-    assert body["input_ids"] == [[5, 6]] * 2 and body["stream"] and body["return_logprob"]
+    assert body["input_ids"] == [[5, 6]] * 3 and body["stream"] and body["return_logprob"]
     rules = [(rule["max_new_tokens"], rule["sampling_seed"]) for rule in body["sampling_params"]]
-    assert rules == [(9, 1), (9, 2)]
+    assert rules == [(9, 1), (9, 2), (1, 3)]
+    assert [rule["ignore_eos"] for rule in body["sampling_params"]] == [False, False, True]
 
 
 ABORTED = {  # when -> the event, tokens that came before, tokens that are new
@@ -456,8 +460,8 @@ def test_one_answer_is_aborted_by_its_name(engine, run):
 def test_answers_of_one_request_come_when_they_are_done(engine, run):
     short, long = requests_of([PROMPT] * 2, Sampling(1.0, 30, ignore_eos=True), seeds=[1, 2])
     parts = run(stream(engine, [long._replace(limit=2 * STREAM_INTERVAL + 40), short]))
-    ends = [part.index for part in parts if part.finish]
-    assert ends == [1, 0] and sum(part.index == 0 for part in parts) > 2
+    ends = [(part.index, part.finish) for part in parts if part.finish]
+    assert ends == [(1, "stop"), (0, "stop")] and sum(part.index == 0 for part in parts) > 2
     for index, limit in enumerate((2 * STREAM_INTERVAL + 40, 30)):
         assert sum(len(part.tokens) for part in parts if part.index == index) == limit
 

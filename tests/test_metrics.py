@@ -168,7 +168,7 @@ def test_local_facts_on_a_hand_worked_step():
         == found.means
     )
     sums = dict(zip(SUMS.split(), (100, 3, 3, 3, 0, 0, 1, 0), strict=True))
-    assert found.sums | sums == found.sums
+    assert found.sums | sums | {"rollout/prompt_tokens_trained": 2 * 2} == found.sums
     assert {name: value for name, value in found.maxima.items() if value} == numbers("""
         time/serve_s=4 time/rollout_s=3 time/genrm_s=1 rollout/response_len_max=2
         rollout/waves=2 sync/received_mb=2.5""")

@@ -76,7 +76,7 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
 
 
 def test_placements_are_in_their_order():
-    """13B on 16 GPUs. Models have sizes and ranks of their own; answers are scored before others read."""
+    """13B on 16 GPUs. Models have sizes and ranks of their own; scoring hides behind others' reading."""
     rows = FIGURES["12"](PAPER._replace(quick=True))
     assert [row.kind for row in rows] == ["predicted"] * 5
     assert (rows[-1].ours, rows[-1].unit) == (3, "of 3 pairs")
@@ -84,7 +84,7 @@ def test_placements_are_in_their_order():
     ratios = [
         row.ours * each.seconds / (1024 * 2048) for row, each in zip(rows, found, strict=False)
     ]
-    assert ratios[0] == pytest.approx(1, rel=1e-3) and all(0.85 < ratio < 1.1 for ratio in ratios)
+    assert ratios[::2] == pytest.approx([1, 1], rel=1e-3) and 1 < ratios[1] < 1.1
     shapes = hybridflow.shapes_of(found[1])
     actor, critic = shapes["actor"], shapes["critic"]
     assert {*actor.ranks} | {*critic.ranks} == {*range(16)} and not {*actor.ranks} & {*critic.ranks}

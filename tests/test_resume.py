@@ -294,7 +294,7 @@ def test_what_waiting_answers_were_made_with_stays(tmp_path, state):
     for rank, name in enumerate(("not begun", state)):
         (folder / f"rank_{rank}.json").write_text(json.dumps(WAITING[name][0]))
     for name, value in dict(
-        temperature=0.7, max_new_tokens=71, video_fps=1.0, video_frames=4
+        temperature=0.7, max_new_tokens=71, answer_tokens=72, video_fps=1.0, video_frames=4
     ).items():
         line = f"--{name.replace('_', '-')} .* was made with {SETTINGS[name]}, as were answers that"
         with pytest.raises(ValueError, match=line) if WAITING[state][1] else nullcontext():

@@ -271,16 +271,17 @@ def test_a_users_models_and_prompts(tmp_path):
 
 @pytest.mark.slow
 def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
-    """On one rank. Engine and trainer disagree in 16 bits; that costs no gradient, and no KL."""
+    """On one rank, of a given length. Trainer and engine differ in 16 bits: no gradient, no KL."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3+4?"}\n' * 8)
     given = ["--model", save_model(tmp_path / "model"), "--data", tmp_path / "rows.jsonl", *SIXTEEN]
     given += ["--rule", "forbidden:7", "--steps", "1", "--dtype", "bfloat16"]
-    given += ["--max-new-tokens", "12", "--algorithm", "gspo", "kl_coef=0.01", "kl_in=reward"]
+    given += ["--answer-tokens", "12", "--algorithm", "gspo", "kl_coef=0.01", "kl_in=reward"]
     run = Run(tmp_path / "run", *given, ranks=1).ended()
     run.check_nothing_is_left()
     assert [path.name for path in (run.out / "logs").iterdir()] == ["rollout-0.log"]
     row = run.rows()[0]
     assert 1e-5 < row["train/engine_logprob_diff_mean"] < 0.05
+    assert (row["rollout/response_len_mean"], row["rollout/truncated_frac"]) == (12, 0)
     assert row["train/clip_frac"] == 0 and row["train/grad_norm"] > 0
     assert row["train/reference_kl"] == pytest.approx(0, abs=1e-6)  # at the start weights
     samples = run.rows("samples.jsonl")

@@ -1,0 +1,96 @@
+"""An engine's decode pace: so many answers of a fixed length at once, and nothing beside them.
+
+    python bench/decode.py                                         the demo's model
+    python bench/decode.py --model DIR --at-once 1024 --tokens 2048 --tp 1 --out RUN
+
+Prompts have 4 tokens. `begin` and `end` are the first and the last eighth of each answer, at least one of the
+parts of 32 tokens that engines tell. RUN/decode.json is for papers/own_runs.py.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from argparse import Namespace
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from itertools import accumulate
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.measuring import parser_of, print_table
+from config import DEMO_MODELS, WITH_CUDA, Config
+from engines.engine import Answer, Engine, Request, Sampling
+from runtime.devices import choose_device, default_device
+
+PROMPT = 4  # tokens
+
+
+async def written(given: Namespace, config: Config) -> list[Answer]:
+    """All parts of all answers of an engine, in the order in which they came."""
+    key = secrets.token_hex(32)
+    log = given.out / "logs" / "rollout-0.log"
+    engine = Engine.launch("rollout", 0, config.port, config.model, config, log, key)
+    sampling = Sampling(1.0, given.tokens, ignore_eos=True)
+    requests = []
+    for number in range(given.at_once):
+        prompt = [1 + number % 7, 1 + number // 7 % 7, 1, 1]
+        requests.append(Request(prompt, sampling, given.tokens, seed=number))
+    first = [request._replace(limit=2) for request in requests]  # kernels of this size are compiled
+    try:
+        await engine.ready(config.engine_start_s)
+        async for _ in engine.generate(first):
+            pass
+        return [part async for part in engine.generate(requests)]
+    finally:
+        await engine.close()
+
+
+def paces(parts: list[Answer]) -> dict[str, float]:
+    """Tokens a second of all answers together, after their first parts."""
+    by_answer = defaultdict(list)
+    for part in parts:
+        by_answer[part.index].append(part)
+    total = Counter()
+    for own in by_answer.values():
+        count = [*accumulate(len(part.tokens) for part in own)]
+        eighth = (count[-1] - count[0]) / 8
+        last = len(own) - 1
+        begun = bisect_left(count, count[0] + eighth)
+        ends = bisect_right(count, count[-1] - eighth) - 1
+        for name, i, k in (("begin", 0, begun), ("end", ends, last), ("in all", 0, last)):
+            total[name] += (count[k] - count[i]) / (own[k].end - own[i].end)
+    return dict(total)
+
+
+def parse(arguments: list[str]) -> Namespace:
+    parser = parser_of(__doc__, at_once=16, tokens=128, tp=1, port=30000)
+    parser.add_argument("--model", default=str(DEMO_MODELS / "written" / "actor"))
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/decode"))
+    given = parser.parse_args(arguments)
+    if given.tokens < 64:
+        parser.error("--tokens: at least 64, two parts of an answer")
+    return given
+
+
+def main(given: Namespace) -> None:
+    device = default_device()
+    sizes = dict(max_running_requests=given.at_once, max_model_len=PROMPT + given.tokens + 1)
+    settings = WITH_CUDA | sizes if device == "cuda" else sizes
+    settings |= dict(max_new_tokens=given.tokens, rollout_tp=given.tp, port=given.port)
+    config = Config(command="eval", model=given.model, device=device, **settings)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    choose_device(config)
+    (given.out / "logs").mkdir(parents=True, exist_ok=True)
+    found = paces(asyncio.run(written(given, config)))
+    rows = [[name, f"{pace:,.0f}", f"{given.at_once / pace:.4f}"] for name, pace in found.items()]
+    print_table(["", "tokens/s", "s a decode step"], rows)
+    run = f"{Path(given.model).name} on {given.tp} x {device}, {given.at_once} answers at once"
+    kept = {"fastest": found["begin"], "slowest": found["end"], "run": run}
+    (given.out / "decode.json").write_text(json.dumps(kept) + "\n")
+
+
+if __name__ == "__main__":
+    main(parse(sys.argv[1:]))
