@@ -15,6 +15,7 @@ import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import namedtuple
 from collections.abc import Callable
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,18 +56,17 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Simulated over published, less 1."""
-        return (
-            None
-            if None in (self.published, self.simulated)
-            else self.simulated / self.published - 1
-        )
+        if self.published is None or self.simulated is None:
+            return None
+        return self.simulated / self.published - 1
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
-        gpus = f"{self.gpus} GPUs" if self.gpus else ""
-        return ", ".join(filter(None, (self.system, self.setting, gpus, self.metric)))
+        return ", ".join([self.system, self.setting, f"{self.gpus} GPUs", self.metric])
+
+    def at(self, side: str) -> float | None:
+        """The value of `published` or `simulated`."""
+        return self._asdict()[side]
 
 
 class Paper(NamedTuple):
@@ -150,27 +150,19 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def table_of(rows: list[Row], published: str = "published") -> list[str]:
-    """Return Markdown. What all rows share is said above the table. published: the word for it."""
+    """Return Markdown, without columns that are empty. published: the word for it."""
+    names = ("system", "setting", "GPUs", "metric", published, "simulated", "error", "kind", "note")
     table = []
     for row in rows:
-        cells = row._asdict() | {
-            "published": number(row.published),
-            "simulated": number(row.simulated),
-            "error": "" if row.error is None else f"{row.error:+.1%}",
-        }
-        table.append({name: text.replace("|", "\\|") for name, text in cells.items()})
-    names = ("system", "setting", "gpus", "metric", "published", "simulated", "error")
-    names += ("unit", "kind", "note")
-    varied = [name for name in names if len({cells[name] for cells in table}) > 1]
-    shared = {name: table[0][name] for name in names if name not in varied and table[0][name]}
-    words = {"published": published, "gpus": "GPUs"}
-    above = "; ".join(f"{words.get(name, name)}: {text}" for name, text in shared.items())
-    lines = [
-        " | ".join(words.get(name, name) for name in varied),
-        " | ".join("---" for _ in varied),
-    ]
-    lines += [" | ".join(cells[name] for name in varied) for cells in table]
-    return [f"{above}.", "", *(f"| {line} |" for line in lines if varied), ""]
+        error = "" if row.error is None else percent(row.error, "+.1f")
+        values = (number(row.published), f"{number(row.simulated)} {row.unit}", error)
+        table.append([*row[1:5], *values, row.kind, row.note])
+    used = [any(column) for column in zip(*table, strict=True)]
+    lines = []
+    for cells in (names, ["---"] * len(names), *table):
+        shown = [cell.replace("|", "\\|") for cell in compress(cells, used)]
+        lines.append(f"| {' | '.join(shown)} |")
+    return [*lines, ""]
 
 
 def number(value: float | None) -> str:
@@ -179,12 +171,18 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if value > 999 else f"{value:.4g}"
 
 
+def percent(part: float, form: str = ".0f") -> str:
+    return f"{100 * part:{form}} %"
+
+
 def errors(rows: list[Row], kind: str = "predicted") -> str:
     """How far the rows of a kind are from what was published, which README quotes; empty without any."""
     own = [abs(row.error) for row in rows if row.kind == kind and row.error is not None]
     if not own:
         return ""
-    far = f"median error {100 * statistics.median(own):.1f} %, largest {100 * max(own):.1f} %"
+    far = (
+        f"median error {percent(statistics.median(own), '.1f')}, largest {percent(max(own), '.1f')}"
+    )
     return f"{len(own)} {kind} points: {far}"
 
 

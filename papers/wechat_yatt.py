@@ -99,7 +99,7 @@ def partial(paper: Paper) -> list[Row]:
     rows = []
     for judge, keep in cells:
         took = {s: partial_s(paper.constants, judge, SWAPS_S[0], keep, s) for s in splits}
-        sides = {"best split": min(took, key=took.__getitem__), "halves": RANKS // 2}
+        sides = {"best split": min(took, key=took.__getitem__), "half each": RANKS // 2}
         for swap_s in swaps_s:
             full_s = simulate(paper.constants, judge, "full", swap_s, keep).seconds["serve"]
             if swap_s != SWAPS_S[0]:
