@@ -6,31 +6,23 @@ A template has columns of a row, and {0}, {1} ... for the words of its setting: 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from papers.tables import Row
+from papers.tables import Row, errors
 
 COLORS = ("#3c9d4e", "#2a78b8", "#e08a1e", "#7d62a8", "#c0571a", "#8fce9a")
 GREYS = ("#8a8a8a", "#b5b5b5", "#5f5f5f")  # of what isn't simulated
 PALE = "#e6e6e6"
-CLAIMED = dict(color="#f2c14e", alpha=0.5)
+CLAIMED = dict(color="#f2c14e", alpha=0.5, zorder=3)
 SIDES = ("published", "simulated")
 FITTED = ("fitted", "follows")
 TICKS = (-70, -40, -20, -10, 0, 10, 20, 40, 100, 200)  # of the strip chart, per cent
-
-
-class Shown(NamedTuple):
-    """What a picture shows. marks: texts above bars, by row and side. published: the word for it."""
-
-    rows: list[Row]
-    marks: dict[tuple[Row, str], str]
-    legend: str  # what the marks are
-    published: str
-    claimed: list[float]  # a band
+Panels = dict[Axes, list[Row]]
+Marks = dict[tuple[Row, str], str]  # texts at rows, by side
 
 
 def words(template: str, row: Row) -> str:
@@ -45,44 +37,42 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
     return groups
 
 
-def colors_of(rows: list[Row], template: str) -> dict[str, str]:
-    """By text: colours for what is simulated, greys for the rest."""
-    names = grouped([row for row in rows if row.simulated], template)
-    rest = [name for name in grouped(rows, template) if name not in names]
-    return dict(zip(names, COLORS, strict=False)) | dict(zip(rest, GREYS, strict=False))
-
-
-def panels_of(
-    shown: Shown, colors: dict[str, str], panel: str, x: str, y: str, group: str = ""
-) -> tuple[Figure, list[tuple[Axes, list[Row]]]]:
-    """An empty picture, with a legend, and its panels with their rows; one is as wide as it has groups."""
-    panels = grouped(shown.rows, panel)
-    widths = [len(grouped(own, group)) for own in panels.values()]
+def draw(
+    rows: list[Row], marks: Marks, published: str, claimed: list[float], about: dict[str, Any]
+) -> Figure:
+    """Draw a figure's panels, by the templates of `about`. published: the word for it; claimed: a band."""
+    kinds = {}
+    for name, own in grouped(rows, about.get("part", about["bar"])).items():
+        kinds.setdefault(any(row.simulated for row in own), []).append(name)
+    colors = dict(zip(kinds.get(True, ()), COLORS, strict=False))
+    colors |= dict(zip(kinds.get(False, ()), GREYS, strict=False))
+    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    if any(row.published for row in rows):
+        handles += [Patch(fill=False, label=published), Patch(color="black", label="simulated")]
+    if any(row.kind in FITTED for row in rows):
+        look = look_of(rows[0]._replace(kind="fitted"), "simulated", "black")
+        handles.append(Patch(label="simulated, fitted", **look))
+    if claimed:
+        handles.append(Patch(label="claimed", **CLAIMED))
+    if "legend" in about:
+        handles.append(Patch(fill=False, linewidth=0, label=about["legend"]))
+    panels = grouped(rows, about["panel"])
+    widths = [len(grouped(own, about["group"])) for own in panels.values()]
     figure = Figure(figsize=(13, 4), dpi=100, layout="constrained")
     all_axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
-    all_axes[0].set_ylabel(y)
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    if any(row.published for row in shown.rows):
-        handles += [
-            Patch(fill=False, label=shown.published),
-            Patch(color="black", label="simulated"),
-        ]
-    if any(row.kind in FITTED for row in shown.rows):
-        handles.append(Patch(label="simulated, fitted", facecolor=PALE, hatch="/////"))
-    for axes, title in zip(all_axes, panels, strict=True):
+    all_axes[0].set_ylabel(about["y"])
+    for axes, (title, own) in zip(all_axes, panels.items(), strict=True):
+        DRAWN[about["how"]](axes, own, marks, colors, about)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel(x)
+        axes.set_xlabel(about["x"])
         axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(y=0.2)
-        if shown.claimed:
-            axes.axhspan(min(shown.claimed), max(shown.claimed), linewidth=2, **CLAIMED)
-    if shown.claimed:
-        handles.append(Patch(label="claimed", **CLAIMED))
-    if shown.legend:
-        handles.append(Patch(fill=False, linewidth=0, label=shown.legend))
+        axes.set_ylim(0, 1.2 * axes.dataLim.ymax)
+        if claimed:
+            axes.axhspan(min(claimed), max(claimed), linewidth=2, **CLAIMED)
+    columns = 8 if len(handles) <= 8 else 5
     look = dict(frameon=False, fontsize=9, columnspacing=1.2, handlelength=1.6)
-    figure.legend(handles=handles, ncols=8, loc="outside upper center", **look)
-    return figure, list(zip(all_axes, panels.values(), strict=True))
+    figure.legend(handles=handles, ncols=columns, loc="outside upper center", **look)
+    return figure
 
 
 def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
@@ -95,54 +85,47 @@ def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
 
 
 def bars(
-    shown: Shown, group: str, bar: str, part: str = "", per: float = 1.0, **how: str
-) -> Figure:
-    """Draw bars in groups, by templates. part: of what a bar is a stack of. per: a unit of y."""
-    colors = colors_of(shown.rows, part or bar)
-    figure, panels = panels_of(shown, colors, group=group, **how)
-    for axes, own in panels:
-        groups = grouped(own, group)
-        for place, members in enumerate(groups.values()):
-            pairs = [(stack, side) for stack in grouped(members, bar).values() for side in SIDES]
-            beside = [(stack, side) for stack, side in pairs if stack[0].at(side)]
-            width = 0.86 / max(4, len(beside))
-            for number, (stack, side) in enumerate(beside):
-                left = place + (number - (len(beside) - 1) / 2) * width
-                top = 0.0
-                for row in stack:
-                    look = look_of(row, side, colors[words(part or bar, row)])
-                    axes.bar(left, row.at(side) / per, 0.9 * width, bottom=top, **look)
-                    top += row.at(side) / per
-                mark = shown.marks.get((stack[-1], side), "")
-                look = dict(ha="center", va="bottom", fontsize=11 if len(mark) == 1 else 7.5)
-                axes.annotate(mark, (left, top), rotation=90 if len(mark) > 1 else 0, **look)
-        size = 9 if len(panels) * len(groups) < 20 else 7
-        axes.set_xticks(range(len(groups)), groups, fontsize=size)
-    return figure
+    axes: Axes, rows: list[Row], marks: Marks, colors: dict[str, str], about: dict[str, Any]
+) -> None:
+    """Draw groups of bars, each a stack of its parts."""
+    groups = grouped(rows, about["group"])
+    for place, members in enumerate(groups.values()):
+        stacks = grouped(members, about["bar"]).values()
+        beside = [(stack, side) for stack in stacks for side in SIDES if stack[0].at(side)]
+        width = 0.86 / max(4, len(beside))
+        for number, (stack, side) in enumerate(beside):
+            left = place + (number - (len(beside) - 1) / 2) * width
+            top = 0.0
+            for row in stack:
+                height = row.at(side) / about.get("per", 1)
+                look = look_of(row, side, colors[words(about.get("part", about["bar"]), row)])
+                axes.bar(left, height, 0.9 * width, bottom=top, **look)
+                top += height
+            mark = marks.get((stack[-1], side), "")
+            look = dict(rotation=90, fontsize=7.5) if len(mark) > 1 else dict(fontsize=11)
+            axes.annotate(mark, (left, top), ha="center", va="bottom", **look)
+    axes.set_xticks(range(len(groups)), groups, fontsize=9 if len(groups) < 9 else 7)
 
 
-def lines(shown: Shown, at: str, line: str, **how: str) -> Figure:
-    """Draw lines over the number `at`, by templates; a point with a mark is a star."""
-    colors = colors_of(shown.rows, line)
-    figure, panels = panels_of(shown, colors, **how)
-    for axes, own in panels:
-        for name, members in grouped(own, line).items():
-            for side, style in zip(SIDES, ("--", "-"), strict=True):
-                rows = [row for row in members if row.at(side)]
-                points = [(float(words(at, row)), row.at(side)) for row in rows]
-                for row, point in zip(rows, points, strict=True):
-                    fill = look_of(row, side, colors[name]).get("facecolor", "white")
-                    star = (row, side) in shown.marks
-                    look = dict(color=colors[name], mfc=fill, ms=15 if star else 7, zorder=3)
-                    axes.plot(*point, "*" if star else "o", **look)
-                axes.plot(*zip(*points, strict=True) or ((), ()), style, color=colors[name])
-        axes.set_ylim(bottom=0)
-    return figure
+def lines(
+    axes: Axes, rows: list[Row], marks: Marks, colors: dict[str, str], about: dict[str, Any]
+) -> None:
+    """Draw lines over a number, dashed for what was published."""
+    for name, members in grouped(rows, about["bar"]).items():
+        for side, style in zip(SIDES, ("--", "-"), strict=True):
+            own = [row for row in members if row.at(side)]
+            x = [float(words(about["at"], row)) for row in own]
+            axes.plot(x, [row.at(side) for row in own], style, color=colors[name])
+            for place, row in zip(x, own, strict=True):
+                fill = look_of(row, side, colors[name]).get("facecolor", "white")
+                star = (row, side) in marks
+                look = dict(color=colors[name], mfc=fill, ms=15 if star else 7, zorder=3)
+                axes.plot(place, row.at(side), "*" if star else "o", **look)
 
 
 def strip_chart(strips: dict[str, list[Row]]) -> Figure:
     """Draw every error, a line of dots for each strip; beyond 20 per cent the scale is logarithmic."""
-    figure = Figure(figsize=(13, 1 + 0.45 * len(strips)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(13, 1.2 + 0.42 * len(strips)), dpi=100, layout="constrained")
     axes = figure.subplots()
     for y, rows in enumerate(strips.values()):
         for place, row in enumerate(sorted(rows, key=lambda row: row.error)):
@@ -150,16 +133,21 @@ def strip_chart(strips: dict[str, list[Row]]) -> Figure:
             look = dict(color=color, mfc="none" if row.kind in FITTED else color, ms=5)
             axes.plot(100 * row.error, y + 0.12 * (place % 5 - 2), "o", **look)
     axes.set_xscale("symlog", linthresh=20, linscale=0.7)
-    axes.set_xticks(TICKS, [f"{tick:+d} %" for tick in TICKS])
+    axes.set_xticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
     axes.set_xticks([], minor=True)
     axes.axvspan(-10, 10, color=PALE, zorder=0)
     axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(strips)), strips, fontsize=8.5)
     axes.set_ylim(len(strips) - 0.4, -0.6)
-    axes.spines[["top", "left", "right"]].set_visible(False)
-    axes.set_xlabel("simulated over published")
-    kinds = "full: predicted; hollow: fitted, or it follows from fitted ones; grey: a closed form"
-    axes.set_title(f"{kinds}, without controllers", fontsize=10, loc="left")
+    axes.set_yticks(range(len(strips)), strips)
+    right = axes.secondary_yaxis("right")
+    texts = [errors(rows).replace(" (", "\n(", 1) for rows in strips.values()]
+    right.set_yticks(range(len(strips)), texts, fontsize=8)
+    for each in (axes, right):
+        each.spines[["top", "left", "right"]].set_visible(False)
+        each.tick_params(axis="y", length=0)
+    axes.set_xlabel("simulated over published, in per cent")
+    kinds = "full: predicted;  hollow: fitted, or it follows from fitted ones;  grey: a closed form"
+    figure.suptitle(f"{kinds}, without controllers", fontsize=10)
     return figure
 
 

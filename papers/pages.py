@@ -11,31 +11,30 @@ from __future__ import annotations
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from papers.drawing import DRAWN, FITTED, SIDES, Shown, grouped, strip_chart, words
+from papers.drawing import FITTED, SIDES, Marks, draw, grouped, strip_chart, words
 from papers.tables import DOCS, ROOT, Row, errors, number, percent, read_rows, table_of
 
 PAGES = ("hybridflow", "rlhfuse", "wechat_yatt", "measured")
 TIE = 0.02  # who is less behind is as good
 CLOSE = 0.1  # so close a simulated gain agrees with the published one
 Prose = dict[str, Any]  # papers/prose/NAME.toml, or one of its figures
-# a sentence, and texts above bars by row and side
-Finding = tuple[str, dict[tuple[Row, str], str]]
+Finding = tuple[str, Marks]  # a sentence, and what it marks in the picture
 
 
 def agreement(what: str, cases: dict[str, tuple[str, str, bool]]) -> str:
     """Say in which cases what was published, and what was simulated, agree."""
     wrong = [f"{name}: {one} and {two}" for name, (one, two, agrees) in cases.items() if not agrees]
-    text = f"The simulation agrees on the {what} in {len(cases) - len(wrong)} of {len(cases)} cases"
-    return f"{text}; elsewhere (simulated last): {'; '.join(wrong)}." if wrong else f"{text}."
+    text = f"The simulation agrees in {len(cases) - len(wrong)} of {len(cases)} cases on the {what}"
+    return f"{text}, not in these (simulated last): {'; '.join(wrong)}." if wrong else f"{text}."
 
 
 def best(
@@ -53,7 +52,7 @@ def best(
             behind = abs(second.simulated / first.simulated - 1)
             second_words = f"{words(named, second)}, {percent(behind)} better"
             cases[name] = (words(named, first), second_words, behind < TIE)
-    return agreement(f"{what} (to {percent(TIE)})", cases), marks
+    return agreement(f"{what} (another may be {percent(TIE)} better)", cases), marks
 
 
 def gains(
@@ -79,20 +78,20 @@ def gains(
             agrees = abs(found["simulated"][-1] / found["published"][-1] - 1) < CLOSE
             cases[name] = (marks[row, "published"], marks[row, "simulated"], agrees)
     ranges = [f"×{min(own):.2f} to ×{max(own):.2f} {side}" for side, own in found.items()]
-    sentence = agreement(f"{what} (to {percent(CLOSE)})", cases)
+    sentence = agreement(f"{what} (within {percent(CLOSE)})", cases)
     return f"{sentence} It is {' and '.join(ranges)}.", marks
 
 
-def band(rows: list[Row], claimed: list[float]) -> Finding:
+def band(rows: list[Row], claimed: list[float]) -> str:
     """How many rows gain as much as claimed?"""
     own = [row.simulated for row in rows]
     more = sum(each < min(claimed) for each in own)
     less = sum(each > max(claimed) for each in own)
-    text = f"Simulated it is {number(min(own))} to {number(max(own))}: of {len(own)} cells {more} gain "
-    return f"{text}more than claimed, {less} less, {len(own) - more - less} as much.", {}
+    text = f"Simulated it is {number(min(own))} to {number(max(own))}: more is gained than claimed in "
+    return f"{text}{more} of {len(own)} cells, less in {less}, as much in {len(own) - more - less}."
 
 
-QUESTIONS = {"best": best, "gains": gains, "band": band}
+QUESTIONS = {"best": best, "gains": gains}
 
 
 def paragraph(*sentences: str) -> list[str]:
@@ -117,37 +116,29 @@ def section(
     apart = [r for r in rows if r.figure == name and r.system in about.get("apart", ())]
     shown = own + [row._replace(simulated=None) for row in apart]
     claims = about.get("claims")
-    claimed = [r.published for r in rows if claims and r.setting.startswith(claims)]
-    found = []
+    claimed = [row.published for row in rows if claims and row.setting.startswith(claims)]
+    found = [(band(shown, claimed), {})] if claimed else []
     for question, asked in about.get("ask", {}).items():
-        given = {"claimed": claimed} if claimed else {}
-        found.append(QUESTIONS[asked.pop("question", question)](shown, **asked, **given))
+        found.append(QUESTIONS[question.split("_")[0]](shown, **asked))
     lines = [f"## {about['title']}", "", *paragraph(about["claim"], *(text for text, _ in found))]
     figure = None
-    if how := about.get("draw"):
+    if "draw" in about:
         marks = found[0][1] if found else {}
-        picture = Shown(shown, marks, how.pop("legend", ""), published, claimed)
-        figure = DRAWN[how.pop("how")](picture, **how)
-        lines += [f"![{about['title']}]({page}_{name.replace(' ', '_')}.png)", ""]
+        figure = draw(shown, marks, published, claimed, {"group": ""} | about["draw"])
+        lines += [f"![{about['title']}]({picture_of(page, name)})", ""]
     fitted = sum(row.kind in FITTED for row in own)
-    count = f"Of its points {fitted} were fitted or follow from such (hatched)." if fitted else ""
+    count = f"{fitted} points were fitted, or follow from fitted ones (hatched)." if fitted else ""
+    far = f"{errors(own)}." if errors(own) else ""
     without = dict.fromkeys(f"{r.system} ({r.note})" for r in own if r.kind == "not modelled")
     left_out = f"Not modelled: {', '.join(without)}." if without else ""
-    lines += paragraph(about.get("set_up", ""), count, far(own), about.get("misses", ""), left_out)
-    lines += [f"<details><summary>{len(own)} rows</summary>", "", *table_of(own, published)]
+    lines += paragraph(about.get("set_up", ""), count, far, about.get("misses", ""), left_out)
+    lines += [f"<details><summary>The {len(own)} numbers</summary>", "", *table_of(own, published)]
     figures = " ".join(f'"{each}"' if " " in each else each for each in about.get("rows", [name]))
     return [*lines, "</details>", "", f"    python papers/{page}.py --figure {figures}", ""], figure
 
 
-def far(rows: Iterable[Row]) -> str:
-    """Say how far rows are from what was published, fitted ones only where all are; empty without any."""
-    known = [row for row in rows if row.error is not None]
-    own = [row for row in known if row.kind not in FITTED] or known
-    if not own:
-        return ""
-    most = max(own, key=lambda row: abs(row.error))
-    text = f"{len(own)} {own[0].kind}: median error {percent(median(abs(r.error) for r in own))}"
-    return f"{text}, largest {percent(most.error, '+.0f')} ({most.name})."
+def picture_of(page: str, name: str) -> str:
+    return f"{page}_{name.replace(' ', '_')}.png"
 
 
 def strips_of(prose: Prose, rows: list[Row]) -> dict[str, list[Row]]:
@@ -156,7 +147,7 @@ def strips_of(prose: Prose, rows: list[Row]) -> dict[str, list[Row]]:
     for name, about in prose["figures"].items():
         own = [row for row in rows_of(name, about, rows) if row.error is not None]
         for label, each in grouped(own, about.get("strip", "")).items():
-            strips[f"{prose['short']}, {label}\n{far(each)}"] = each
+            strips[f"{prose['short']}, {label}"] = each
     return strips
 
 
@@ -175,8 +166,7 @@ def main() -> None:
             text, figure = section(page, name, about, prose["published"], rows)
             lines += text
             if figure:
-                path = DOCS / f"{page}_{name.replace(' ', '_')}.png"
-                figure.savefig(path, metadata={"Software": None})
+                figure.savefig(DOCS / picture_of(page, name), metadata={"Software": None})
         (DOCS / f"{page}.md").write_text("\n".join(lines), encoding="utf-8")
     order = sorted(strips.items(), key=lambda strip: strip[1][0].kind == "closed form")
     strip_chart(dict(order)).savefig(DOCS / "errors.png", metadata={"Software": None})

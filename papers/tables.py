@@ -14,7 +14,7 @@ import sys
 import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,15 +175,16 @@ def percent(part: float, form: str = ".0f") -> str:
     return f"{100 * part:{form}} %"
 
 
-def errors(rows: list[Row], kind: str = "predicted") -> str:
-    """How far the rows of a kind are from what was published, which README quotes; empty without any."""
-    own = [abs(row.error) for row in rows if row.kind == kind and row.error is not None]
+def errors(rows: Iterable[Row]) -> str:
+    """How far rows are from what was published: predicted ones, or all where none is. Empty without any."""
+    known = [row for row in rows if row.error is not None]
+    own = [row for row in known if row.kind == "predicted"] or known
     if not own:
         return ""
-    far = (
-        f"median error {percent(statistics.median(own), '.1f')}, largest {percent(max(own), '.1f')}"
-    )
-    return f"{len(own)} {kind} points: {far}"
+    far = max(own, key=lambda row: abs(row.error))
+    middle = percent(statistics.median(abs(row.error) for row in own), ".1f")
+    largest = percent(far.error, "+.1f")
+    return f"{len(own)} {own[0].kind} points: median error {middle}, largest {largest} ({far.name})"
 
 
 def command(
