@@ -17,12 +17,15 @@ from papers.tables import Row, errors
 COLORS = ("#3c9d4e", "#2a78b8", "#e08a1e", "#7d62a8", "#c0571a", "#8fce9a")
 GREYS = ("#8a8a8a", "#b5b5b5", "#5f5f5f")  # of what isn't simulated
 PALE = "#e6e6e6"
+HATCHED = dict(facecolor=PALE, hatch="/////", linewidth=0.6)
 CLAIMED = dict(color="#f2c14e", alpha=0.5, zorder=3)
 SIDES = ("published", "simulated")
 FITTED = ("fitted", "follows")
 TICKS = (-70, -40, -20, -10, 0, 10, 20, 40, 100, 200)  # of the strip chart, per cent
-Panels = dict[Axes, list[Row]]
+USUAL = dict(group="", per=1, legend=[], second="simulated")
 Marks = dict[tuple[Row, str], str]  # texts at rows, by side
+Colors = dict[str, str]  # by text
+About = dict[str, Any]  # how a figure is drawn, in papers/prose: templates and words
 
 
 def words(template: str, row: Row) -> str:
@@ -38,24 +41,22 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
 
 
 def draw(
-    rows: list[Row], marks: Marks, published: str, claimed: list[float], about: dict[str, Any]
+    rows: list[Row], marks: Marks, published: str, claimed: list[float], about: About
 ) -> Figure:
     """Draw a figure's panels, by the templates of `about`. published: the word for it; claimed: a band."""
-    kinds = {}
-    for name, own in grouped(rows, about.get("part", about["bar"])).items():
-        kinds.setdefault(any(row.simulated for row in own), []).append(name)
-    colors = dict(zip(kinds.get(True, ()), COLORS, strict=False))
-    colors |= dict(zip(kinds.get(False, ()), GREYS, strict=False))
+    about = {"part": about["bar"], **USUAL, **about}
+    palettes = {True: iter(COLORS), False: iter(GREYS)}
+    colors = {}
+    for name, own in grouped(rows, about["part"]).items():
+        colors[name] = next(palettes[any(row.simulated for row in own)])
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
     if any(row.published for row in rows):
-        handles += [Patch(fill=False, label=published), Patch(color="black", label="simulated")]
+        handles += [Patch(fill=False, label=published), Patch(color="black", label=about["second"])]
     if any(row.kind in FITTED for row in rows):
-        look = look_of(rows[0]._replace(kind="fitted"), "simulated", "black")
-        handles.append(Patch(label="simulated, fitted", **look))
+        handles.append(Patch(label="simulated, fitted", edgecolor="black", **HATCHED))
     if claimed:
         handles.append(Patch(label="claimed", **CLAIMED))
-    if "legend" in about:
-        handles.append(Patch(fill=False, linewidth=0, label=about["legend"]))
+    handles += [Patch(fill=False, linewidth=0, label=text) for text in about["legend"]]
     panels = grouped(rows, about["panel"])
     widths = [len(grouped(own, about["group"])) for own in panels.values()]
     figure = Figure(figsize=(13, 4), dpi=100, layout="constrained")
@@ -80,25 +81,23 @@ def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
     if side == "published":
         return dict(fill=False, edgecolor=color, linewidth=1.5)
     if row.kind in FITTED:
-        return dict(facecolor=PALE, edgecolor=color, hatch="/////", linewidth=0.6)
+        return dict(edgecolor=color, **HATCHED)
     return dict(facecolor=color, edgecolor=color, linewidth=0.6)
 
 
-def bars(
-    axes: Axes, rows: list[Row], marks: Marks, colors: dict[str, str], about: dict[str, Any]
-) -> None:
+def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
     """Draw groups of bars, each a stack of its parts."""
     groups = grouped(rows, about["group"])
     for place, members in enumerate(groups.values()):
         stacks = grouped(members, about["bar"]).values()
         beside = [(stack, side) for stack in stacks for side in SIDES if stack[0].at(side)]
-        width = 0.86 / max(4, len(beside))
+        width = 0.86 / max(3, len(beside))
         for number, (stack, side) in enumerate(beside):
             left = place + (number - (len(beside) - 1) / 2) * width
             top = 0.0
             for row in stack:
-                height = row.at(side) / about.get("per", 1)
-                look = look_of(row, side, colors[words(about.get("part", about["bar"]), row)])
+                height = row.at(side) / about["per"]
+                look = look_of(row, side, colors[words(about["part"], row)])
                 axes.bar(left, height, 0.9 * width, bottom=top, **look)
                 top += height
             mark = marks.get((stack[-1], side), "")
@@ -107,9 +106,7 @@ def bars(
     axes.set_xticks(range(len(groups)), groups, fontsize=9 if len(groups) < 9 else 7)
 
 
-def lines(
-    axes: Axes, rows: list[Row], marks: Marks, colors: dict[str, str], about: dict[str, Any]
-) -> None:
+def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
     """Draw lines over a number, dashed for what was published."""
     for name, members in grouped(rows, about["bar"]).items():
         for side, style in zip(SIDES, ("--", "-"), strict=True):

@@ -87,8 +87,8 @@ def band(rows: list[Row], claimed: list[float]) -> str:
     own = [row.simulated for row in rows]
     more = sum(each < min(claimed) for each in own)
     less = sum(each > max(claimed) for each in own)
-    text = f"Simulated it is {number(min(own))} to {number(max(own))}: more is gained than claimed in "
-    return f"{text}{more} of {len(own)} cells, less in {less}, as much in {len(own) - more - less}."
+    text = f"Simulated it is {number(min(own))} to {number(max(own))}: of {len(own)} cells {more} gain more"
+    return f"{text} than claimed, {less} less, {len(own) - more - less} as much."
 
 
 QUESTIONS = {"best": best, "gains": gains}
@@ -124,13 +124,14 @@ def section(
     figure = None
     if "draw" in about:
         marks = found[0][1] if found else {}
-        figure = draw(shown, marks, published, claimed, {"group": ""} | about["draw"])
+        figure = draw(shown, marks, published, claimed, about["draw"])
         lines += [f"![{about['title']}]({picture_of(page, name)})", ""]
     fitted = sum(row.kind in FITTED for row in own)
     count = f"{fitted} points were fitted, or follow from fitted ones (hatched)." if fitted else ""
     far = f"{errors(own)}." if errors(own) else ""
-    without = dict.fromkeys(f"{r.system} ({r.note})" for r in own if r.kind == "not modelled")
-    left_out = f"Not modelled: {', '.join(without)}." if without else ""
+    without = grouped([row for row in own if row.kind == "not modelled"], "{note}").items()
+    reasons = [f"{len(e)} of {', '.join(grouped(e, '{system}'))} ({note})" for note, e in without]
+    left_out = f"Not modelled: {'; '.join(reasons)}." if reasons else ""
     lines += paragraph(about.get("set_up", ""), count, far, about.get("misses", ""), left_out)
     lines += [f"<details><summary>The {len(own)} numbers</summary>", "", *table_of(own, published)]
     figures = " ".join(f'"{each}"' if " " in each else each for each in about.get("rows", [name]))

@@ -205,9 +205,8 @@ def table_3(paper: Paper) -> list[Row]:
     """The gains by the product's own search for a schedule, which bounds the memory: it isn't the least."""
     rows = []
     for point in chosen(paper, "table 3"):
-        rows.append(
-            paper.row(point, known(point, point.metric, gain(point.setting)), "closed form")
-        )
+        found = known(point, point.metric, gain(point.setting))
+        rows.append(paper.row(point, found, "closed form", point.note))
     return rows
 
 

@@ -188,35 +188,29 @@ def errors(rows: Iterable[Row]) -> str:
 
 
 def command(
-    name: str,
-    doc: str,
-    figures: Figures,
-    arguments: list[str],
-    measure: Callable | None = None,
-    every: str = "",
+    name: str, doc: str, figures: Figures, given: list[str], measure: Any = None, every: str = ""
 ) -> int:
     """Print a paper's rows; with --write, write docs/papers/rows/NAME.csv, too. Returns a status.
 
     figures: make a figure's rows, or raise UserError for a point. measure: --real calls it, with --quick.
     every: what --all adds.
     """
+    flags = {"quick": "fewer points, within seconds", "write": "docs/papers/rows"}
+    if every:
+        flags["all"] = every
+    if measure:
+        flags["real"] = "measure on this machine first"
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.set_defaults(all=False, real=False)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
     others = "CSVs of the same columns, instead of papers/published"
     parser.add_argument("--published", type=Path, nargs="+", help=others)
-    parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
-    parser.add_argument(
-        "--write", action="store_true", help="docs/papers/rows, for papers/pages.py"
-    )
-    if every:
-        parser.add_argument("--all", action="store_true", help=every)
-    if measure:
-        parser.add_argument("--real", action="store_true", help="measure on this machine first")
-    chosen = parser.parse_args(arguments)
-    other = chosen.published or chosen.quick or (every and chosen.all)
-    if chosen.write and other:
+    for flag, text in flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=text)
+    chosen = parser.parse_args(given)
+    if chosen.write and (chosen.published or chosen.quick or chosen.all):
         parser.error("--write is for the usual points: not with --published, --quick or --all")
-    if measure and chosen.real:
+    if chosen.real:
         measure(chosen.quick)
     try:
         files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
@@ -224,7 +218,7 @@ def command(
         if unknown := [point for point in points if point.figure not in figures]:
             raise UserError(f"{unknown[0].where}: its figure is none of {', '.join(figures)}")
         constants = read_constants(ROOT / f"{name}.toml")
-        paper = Paper(points, constants, chosen.quick, bool(every) and chosen.all)
+        paper = Paper(points, constants, chosen.quick, chosen.all)
         rows = [row for figure in chosen.figure for row in figures[figure](paper)]
     except (OSError, UserError) as error:
         print(error, file=sys.stderr)
@@ -234,11 +228,8 @@ def command(
         print(f"\n## {figure}\n", *table_of([r for r in rows if r.figure == figure]), sep="\n")
     if chosen.write:
         path = DOCS / "rows" / f"{name}.csv"
-        kept = (
-            [row for row in read_rows(path) if row.figure not in chosen.figure]
-            if path.exists()
-            else []
-        )
+        before = read_rows(path) if path.exists() else []
+        kept = [row for row in before if row.figure not in chosen.figure]
         order = list(figures)
         write_rows(path, sorted(rows + kept, key=lambda row: order.index(row.figure)))
     return 0

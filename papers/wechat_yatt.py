@@ -89,13 +89,10 @@ def partial_s(constants: Constants, judge: str, swap_s: float, keep: float, spli
 
 def partial(paper: Paper) -> list[Row]:
     """Each judge, part of groups kept, and seconds of a swap; partial in its best split, and in halves."""
-    cells = itertools.product(JUDGES, MORE_KEEPS if paper.every else KEEPS)
-    splits = SPLITS
-    swaps_s = SWAPS_S
-    if paper.quick:
-        cells = [("32B", 1.0)]
-        splits = SPLITS[2:4]
-        swaps_s = SWAPS_S[:1]
+    keeps = MORE_KEEPS if paper.every else KEEPS
+    cells = [("32B", 1.0)] if paper.quick else itertools.product(JUDGES, keeps)
+    splits = SPLITS[2:4] if paper.quick else SPLITS
+    swaps_s = SWAPS_S[:1] if paper.quick else SWAPS_S
     rows = []
     for judge, keep in cells:
         took = {s: partial_s(paper.constants, judge, SWAPS_S[0], keep, s) for s in splits}
@@ -103,8 +100,8 @@ def partial(paper: Paper) -> list[Row]:
         for swap_s in swaps_s:
             full_s = simulate(paper.constants, judge, "full", swap_s, keep).seconds["serve"]
             if swap_s != SWAPS_S[0]:
-                splits_left = {*sides.values()}
-                took = {s: partial_s(paper.constants, judge, swap_s, keep, s) for s in splits_left}
+                own = {*sides.values()}
+                took = {s: partial_s(paper.constants, judge, swap_s, keep, s) for s in own}
             for side, split in sides.items():
                 cell = f"{judge} judge, {keep:.0%} of groups kept, {swap_s} s to swap"
                 note = f"{split} ranks write, {RANKS - split} judge"

@@ -58,7 +58,7 @@ def test_the_gain_over_others():
 
 def test_how_much_of_a_claim_is_gained():
     rows = [row_of(None, simulated) for simulated in (0.5, 0.8, 0.9, 1.1)]
-    text = "Simulated it is 0.5 to 1.1: more is gained than claimed in 1 of 4 cells, less in 2, as much in 1."
+    text = "Simulated it is 0.5 to 1.1: of 4 cells 1 gain more than claimed, 2 less, 1 as much."
     assert band(rows, [0.838, 0.759]) == text
 
 
