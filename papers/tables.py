@@ -195,18 +195,17 @@ def command(
     figures: make a figure's rows, or raise UserError for a point. measure: --real calls it, with --quick.
     every: what --all adds.
     """
-    flags = {"quick": "fewer points, within seconds", "write": "docs/papers/rows"}
-    if every:
-        flags["all"] = every
-    if measure:
-        flags["real"] = "measure on this machine first"
+    others = "CSVs of the same columns, instead of papers/published"
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.set_defaults(all=False, real=False)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
-    others = "CSVs of the same columns, instead of papers/published"
     parser.add_argument("--published", type=Path, nargs="+", help=others)
-    for flag, text in flags.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=text)
+    parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
+    parser.add_argument("--write", action="store_true", help="docs/papers/rows, too")
+    if every:
+        parser.add_argument("--all", action="store_true", help=every)
+    if measure:
+        parser.add_argument("--real", action="store_true", help="measure on this machine first")
     chosen = parser.parse_args(given)
     if chosen.write and (chosen.published or chosen.quick or chosen.all):
         parser.error("--write is for the usual points: not with --published, --quick or --all")
