@@ -44,10 +44,11 @@ PLACEMENTS = {
 }
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
 TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"  # its settings
-NO_ROOM = "by papers/mapping.py's account of memory it doesn't fit"
+NO_ROOM = "by papers/mapping.py's account of memory it has no room"
 GENERATION = "the engines' constants were fitted on all of them"
 OTHER = "another program; no seconds of its stages are published"
-REMAX = "7B on 16 GPUs takes 42 s more than PPO, the other generation 34 s by figure 15, and no critic learns"
+REMAX = """published, 7B on 16 GPUs takes 42 s longer than PPO, though no critic learns and its second \
+generation takes 34 s by figure 15"""
 
 
 class Cost(NamedTuple):

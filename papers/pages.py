@@ -34,7 +34,7 @@ def agreement(what: str, cases: dict[str, tuple[str, str, bool]]) -> str:
     """Say in which cases what was published, and what was simulated, agree."""
     wrong = [f"{name}: {one} and {two}" for name, (one, two, agrees) in cases.items() if not agrees]
     text = f"The simulation agrees in {len(cases) - len(wrong)} of {len(cases)} cases on the {what}"
-    return f"{text}, not in these (simulated last): {'; '.join(wrong)}." if wrong else f"{text}."
+    return f"{text}, but not in (simulated last) {'; '.join(wrong)}." if wrong else f"{text}."
 
 
 def best(
@@ -52,7 +52,7 @@ def best(
             behind = abs(second.simulated / first.simulated - 1)
             second_words = f"{words(named, second)}, {percent(behind)} better"
             cases[name] = (words(named, first), second_words, behind < TIE)
-    return agreement(f"{what} (another may be {percent(TIE)} better)", cases), marks
+    return agreement(f"{what}, give or take {percent(TIE)}", cases), marks
 
 
 def gains(
@@ -78,7 +78,7 @@ def gains(
             agrees = abs(found["simulated"][-1] / found["published"][-1] - 1) < CLOSE
             cases[name] = (marks[row, "published"], marks[row, "simulated"], agrees)
     ranges = [f"×{min(own):.2f} to ×{max(own):.2f} {side}" for side, own in found.items()]
-    sentence = agreement(f"{what} (within {percent(CLOSE)})", cases)
+    sentence = agreement(f"{what}, give or take {percent(CLOSE)}", cases)
     return f"{sentence} It is {' and '.join(ranges)}.", marks
 
 
@@ -130,7 +130,7 @@ def section(
     count = f"{fitted} points were fitted, or follow from fitted ones (hatched)." if fitted else ""
     far = f"{errors(own)}." if errors(own) else ""
     without = grouped([row for row in own if row.kind == "not modelled"], "{note}").items()
-    reasons = [f"{len(e)} of {', '.join(grouped(e, '{system}'))} ({note})" for note, e in without]
+    reasons = [f"{', '.join(grouped(each, '{system}'))} ({note})" for note, each in without]
     left_out = f"Not modelled: {'; '.join(reasons)}." if reasons else ""
     lines += paragraph(about.get("set_up", ""), count, far, about.get("misses", ""), left_out)
     lines += [f"<details><summary>The {len(own)} numbers</summary>", "", *table_of(own, published)]

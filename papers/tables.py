@@ -155,8 +155,8 @@ def table_of(rows: list[Row], published: str = "published") -> list[str]:
     table = []
     for row in rows:
         error = "" if row.error is None else percent(row.error, "+.1f")
-        values = (number(row.published), f"{number(row.simulated)} {row.unit}", error)
-        table.append([*row[1:5], *values, row.kind, row.note])
+        values = (number(row.published), number(row.simulated), error, row.kind, row.note)
+        table.append([*row[1:4], f"{row.metric}, {row.unit}", *values])
     used = [any(column) for column in zip(*table, strict=True)]
     lines = []
     for cells in (names, ["---"] * len(names), *table):

@@ -29,11 +29,11 @@ def test_the_fastest_of_each_case():
     asked = dict(case="{setting}", named="{system}", what="fastest placement")
     rows = placements()
     text, marks = best(rows, **asked)
-    agreed = "on the fastest placement (another may be 2 % better)"
+    agreed = "on the fastest placement, give or take 2 %"
     assert text == f"The simulation agrees in 2 of 2 cases {agreed}."
     assert {(row.setting, row.system) for row, _ in marks} == {("7B", "split"), ("13B", "colocate")}
     text, _ = best(placements(at_7B=(3.0, 2.0), at_13B=(2.0, 2.02)), **asked)
-    elsewhere = "not in these (simulated last): 7B: split and colocate, 50 % better"
+    elsewhere = "but not in (simulated last) 7B: split and colocate, 50 % better"
     assert text == f"The simulation agrees in 1 of 2 cases {agreed}, {elsewhere}."
     text, _ = best(rows, least=True, **asked)
     assert "in 2 of 2" in text
@@ -46,7 +46,7 @@ def test_the_gain_over_others():
     asked = dict(case="{setting}", who="{system}", of="RLHFuse", what="gain")
     text, marks = gains(rows, over=["Base"], how="max", **asked)
     assert text.startswith(
-        "The simulation agrees in 1 of 1 cases on the gain (within 10 %). It is "
+        "The simulation agrees in 1 of 1 cases on the gain, give or take 10 %. It is "
     )
     assert marks == {(rows[1], "published"): "×1.30", (rows[1], "simulated"): "×1.20"}
     text, _ = gains([rows[0]._replace(simulated=None), rows[1]], over=["Base"], how="min", **asked)
