@@ -1,7 +1,7 @@
 # make run       installs into .venv, then trains the demo: 2 ranks, partial colocation; on one GPU 1, full
 # make test      installs into .venv, then lints and passes the tests of the default tier, on the CPU
 # make test-all  the same, then the slow ones; make test-long: chaos and machines, by hand
-# make papers    installs, then writes the papers' tables beside ours into docs/papers
+# make papers    installs, then simulates the papers' figures, two at a time: 8 minutes; docs/papers
 # make results   installs, then measures README's results and draws its pictures, some 20 minutes
 # make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed
 PYTHON ?= python3
@@ -35,9 +35,9 @@ test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu tests/test_gpu.py $(ARGS)
 
 papers: install
-	set -e; for paper in measured wechat_yatt rlhfuse hybridflow; do \
-	  $(BIN)/python papers/$$paper.py --write; done
-	$(BIN)/python bench/central.py --write
+	printf '%s --write\n' papers/hybridflow.py papers/wechat_yatt.py papers/rlhfuse.py bench/central.py papers/measured.py \
+	  | xargs -P 2 -L 1 $(BIN)/python
+	$(BIN)/python papers/pages.py
 
 results: install
 	$(BIN)/python bench/results.py

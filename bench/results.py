@@ -2,10 +2,10 @@
 
     python bench/results.py                all rows -> docs/results.json, README, its pictures: 30 minutes
     python bench/results.py --only modes   this row again; the others stay as they were
-    python bench/results.py --render       README alone, from docs/results.json and the papers' pages
+    python bench/results.py --render       README alone, from docs/results.json and docs/papers/rows
 
-All measured rows have to be of one commit: a table of several isn't written. The rows of the papers are read
-from docs/papers/, which `make papers` writes.
+All measured rows have to be of one commit: a table of several isn't written. The rows of the papers are
+those of docs/papers/rows, which `make papers` writes.
 """
 
 import json
@@ -24,6 +24,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.measuring import ROOT, TORCHRUN, parser_of, run_to_its_end
+from papers.tables import errors, read_rows
 
 DOCS = ROOT / "docs"
 FOLDER = ROOT / "runs" / "results"
@@ -184,21 +185,20 @@ def git(*words: str) -> str:
 
 # ---------------------------------------------------------------- the table and the pictures
 
-PAPERS = {  # page -> whose figures
-    "wechat_yatt": "SGLang on H20s, for WeChat-YATT's maps",
-    "rlhfuse": "RLHFuse",
-    "hybridflow": "HybridFlow",
+PAPERS = {  # page -> what its rows are
+    "wechat_yatt": "engines on H20s, on which WeChat-YATT's pictures stand",
+    "rlhfuse": "RLHFuse's figures",
+    "hybridflow": "HybridFlow's figures",
     "measured": "this project's engines at a set pace, which tests scheduling, not hardware",
 }
 
 
 def paper_rows(folder: Path = DOCS / "papers") -> list[str]:
-    """A row for each page of the papers: the errors of all figures that it calls predicted."""
+    """A row for each page of the papers: how far all points are that it calls predicted."""
     rows = []
     for page, name in PAPERS.items():
-        sentence = r"(\d+) predicted rows: median error ([\d.]+)%, largest ([\d.]+)%"
-        count, middle, largest = re.search(sentence, (folder / f"{page}.md").read_text()).groups()
-        found = f"{count} figures of {name}: median error {middle} %, largest {largest} %"
+        found, _, _ = errors(read_rows(folder / "rows" / f"{page}.csv")).partition(" (")
+        found = found.replace("points", f"points of {name}")
         rows.append(f"| {found} | predicted | `make papers`: [page](docs/papers/{page}.md) |")
     return rows
 

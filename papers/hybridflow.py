@@ -1,22 +1,20 @@
-"""HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, theirs beside ours.
+"""HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, published beside simulated.
 
     python papers/hybridflow.py                                       all, in five minutes
     python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
 
-Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py. Else: closed forms. The rows have
-HybridFlow's order: answers are scored while reference and critic read them. The product scores them before.
+Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py; others are closed forms. The rows have
+HybridFlow's order: answers are scored while reference and critic read them. This program scores them before.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,10 +43,11 @@ PLACEMENTS = {
 }
 SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
 TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"  # its settings
-NO_ROOM = "by our account of memory it doesn't fit"
-GENERATION = "four constants of engines were fitted on them, to errors from -20 % to +14 %"
+NO_ROOM = "by papers/mapping.py's account of memory it has no room"
+GENERATION = "the engines' constants were fitted on all of them"
 OTHER = "another program; no seconds of its stages are published"
-REMAX = "7B on 16 GPUs takes 42 s more than PPO, the other generation 34 s by figure 15, and no critic learns"
+REMAX = """published, 7B on 16 GPUs takes 42 s longer than PPO, though no critic learns and its second \
+generation takes 34 s by figure 15"""
 
 
 class Cost(NamedTuple):
@@ -173,16 +172,14 @@ def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
 
 
 def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
-    """One row of each system's points, `but` these."""
-    counts = Counter(point.system for point in paper.of(figure) if point.system not in but)
-    rows = [(f"{system}, {count} points", None, None, "") for system, count in counts.items()]
-    return [Row(figure, *row, "not modelled", why) for row in rows]
+    """The rows of all systems `but` these."""
+    points = [point for point in paper.of(figure) if point.system not in but]
+    return [paper.row(point, None, "not modelled", why) for point in points]
 
 
 def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> list[Row]:
-    """Tokens/s of each placement in its best sizes, and how many pairs of them are in the right order."""
+    """Tokens/s of each placement in its best sizes."""
     rows = []
-    compared = []  # rows, each with its setting and GPUs
     for point in asked(paper, figure, placements):
         placement = placements[point.system]
         at = setting_of(paper, point, sum(placement, ()) or PPO)
@@ -191,13 +188,6 @@ def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> l
             rows.append(paper.row(point, None, "not modelled", NO_ROOM))
             continue
         rows.append(paper.row(point, at.task.sequences * at.task.trained / step_s(at, every[0])))
-        if placement:
-            compared.append((point[2:4], rows[-1]))
-    pairs = [(a, b) for (one, a), (other, b) in combinations(compared, 2) if one == other]
-    right = sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in pairs)
-    if pairs:
-        what = f"of {len(pairs)} pairs"
-        rows.append(Row(figure, "pairs in their order", None, right, what, "predicted"))
     return rows + not_modelled(paper, figure, but=placements)
 
 
@@ -212,7 +202,7 @@ def transitions(paper: Paper) -> list[Row]:
         gathering = gpus if point.system == "DS-Chat" else pp * tp
         cost = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]]
         seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
-        kind = "predicted" if point.system == "HybridFlow" else "form"
+        kind = "predicted" if point.system == "HybridFlow" else "closed form"
         rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
     return rows + not_modelled(paper, "14", but=SYSTEMS)
 
@@ -225,7 +215,9 @@ def table_2(paper: Paper) -> list[Row]:
         if not sizes:
             raise UserError(f"{point.where}: its setting isn't as `p=1 t=8 d=2 t_g=2`")
         cost = Layout(*map(int, sizes.groups())).costs()[SYSTEMS[point.system]]
-        rows.append(paper.row(point, float(known(point, point.metric, cost._asdict())), "form"))
+        rows.append(
+            paper.row(point, float(known(point, point.metric, cost._asdict())), "closed form")
+        )
     return rows + not_modelled(paper, "table 2", but=SYSTEMS)
 
 
@@ -237,7 +229,7 @@ FIGURES = {
     "13": partial(throughput, figure="13", placements=PLACEMENTS),
     "14": transitions,
     "15": partial(not_modelled, figure="15", why=GENERATION),
-    "16": partial(not_modelled, figure="16", why="seconds of their own program"),
+    "16": partial(not_modelled, figure="16", why="seconds of HybridFlow's own search program"),
     "table 2": table_2,
 }
 

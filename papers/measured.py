@@ -1,6 +1,6 @@
 """The same workloads on real engines and on the virtual clock: does the simulation say what was measured?
 
-    python papers/measured.py            published/measured_modes.csv beside the simulation of that set-up
+    python papers/measured.py            papers/published/measured_modes.csv beside what the clock says
     python papers/measured.py --real     measure again, about 20 minutes of an idle machine, then the same
 
 Four ranks serve bench/modes.py's workloads with a pace (a decode step of 20 ms, and 1 ms a sequence). One
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -23,7 +22,6 @@ from simulation.engine import EngineCosts
 MEASURED = ROOT / "published" / "measured_modes.csv"
 NAMES = ("short", "tail", "resample", "judge-heavy")
 SIDES = ("full", "1|3", "2|2", "3|1", "fused 0.2")
-PAIR = 0.05  # two sides that differ by less are as good as each other
 
 
 def set_up_of(constants: Constants) -> SetUp:
@@ -37,22 +35,9 @@ def set_up_of(constants: Constants) -> SetUp:
 
 def rows_of(name: str, paper: Paper) -> list[Row]:
     """The rows of a workload."""
-    own = []
-    for point in paper.of(name)[:: 2 if paper.quick else 1]:
-        ours = serving_s(name, point.setting, set_up_of(paper.constants))
-        own.append(paper.row(point, ours)._replace(setting=f"{point.setting}, serving"))
-    right, apart = ordered(own)
-    if apart:
-        order = f"pairs in their order, if {PAIR:.0%} apart"
-        own.append(Row(name, order, None, right, f"of {apart}", "predicted"))
-    return own
-
-
-def ordered(rows: list[Row]) -> tuple[int, int]:
-    """Count pairs of predicted rows that were measured more than PAIR apart: those in order, and all."""
-    pairs = combinations([row for row in rows if row.kind == "predicted"], 2)
-    apart = [(a, b) for a, b in pairs if abs(a.theirs / b.theirs - 1) > PAIR]
-    return sum((a.theirs < b.theirs) == (a.ours < b.ours) for a, b in apart), len(apart)
+    points = paper.of(name)[:: 2 if paper.quick else 1]
+    at = set_up_of(paper.constants)
+    return [paper.row(point, serving_s(name, point.setting, at)) for point in points]
 
 
 def measure_modes(quick: bool) -> None:

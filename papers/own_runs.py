@@ -65,7 +65,7 @@ def measured(point: Point, folder: Path, line: str) -> tuple[float, str]:
     config, rows = read_run(folder)
     size = len(rows) * config["prompts_per_step"] * config["answers_per_prompt"]
     if point.unit == "tokens/s":
-        names = ("rollout/tokens_trained", "rollout/prompt_tokens_trained")
+        names = ("rollout/tokens", "rollout/prompt_tokens")
         size = sum(row[name] for row in rows for name in names)
     asked = vars(parse_config(shlex.split(line.partition(" run.py ")[2])))
     unlike = [name for name in ALIKE if as_text(config[name]) != as_text(asked[name])]
@@ -92,7 +92,7 @@ def add(name: str, folders: list[Path]) -> dict:
         point = points[each]
         own, run = measured(point, folder, line)
         simulated = FIGURES[row["paper"]][point.figure](Paper([point], constants))[0]
-        numbers.append((simulated.theirs, simulated.ours, own))
+        numbers.append((simulated.published, simulated.simulated, own))
         runs.append(run)
     published, simulated, own = (reduce(truediv, column) for column in zip(*numbers, strict=True))
     found = dict(published=published, simulated=simulated, measured=own)

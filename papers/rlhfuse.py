@@ -36,8 +36,6 @@ QUICK = ("1024 33/65", "33B/13B 8/4 16/8")  # settings that are left with --quic
 QUICK_TAILS = (0.2, 0.3)
 ANSWERS = 2  # of a prompt: fewer the product doesn't take
 ORDERS = 4  # of the answers, where a point names its tail: else the search would take minutes
-OTHER = "another program: no times of its stages are published"
-OTHERS = ("DeepSpeed-Chat", "ReaLHF")  # in figure 7
 
 
 class Setting(NamedTuple):
@@ -199,13 +197,7 @@ def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
         setting = fastest(steps, paper, point)
         seconds = known(point, point.metric, steps[setting])
         note = "" if point.system == "Base" else f"tail {setting.tail:g}"
-        row = paper.row(point, seconds, note=note)
-        if figure == "8":
-            stage = "training" if "training" in point.metric else "serving"
-            row = row._replace(figure=f"8 {point.system} {stage}")
-        rows.append(row)
-    if figure == "7":
-        rows += [Row(figure, name, None, None, "", "not modelled", OTHER) for name in OTHERS]
+        rows.append(paper.row(point, seconds, note=note))
     return rows
 
 
@@ -213,7 +205,8 @@ def table_3(paper: Paper) -> list[Row]:
     """The gains by the product's own search for a schedule, which bounds the memory: it isn't the least."""
     rows = []
     for point in chosen(paper, "table 3"):
-        rows.append(paper.row(point, known(point, point.metric, gain(point.setting)), "form"))
+        found = known(point, point.metric, gain(point.setting))
+        rows.append(paper.row(point, found, "closed form", point.note))
     return rows
 
 

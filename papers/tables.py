@@ -1,9 +1,9 @@
-"""Published numbers beside ours: points, constants, rows, their table and their picture.
+"""What was published beside what was simulated: points, constants, rows, and the files that they are in.
 
 Published points are in one CSV a figure, a number a row; constants in TOML, each table with its source or the
 points that it was fitted on: their rows are `fitted`. Rows that are made of these, or have the value of one,
-are marked as `follows`, others are `predicted`; `form`: by a closed form, without controllers; `measured`: by
-a run of the program; `not modelled`, with the reason.
+are `follows`, others `predicted`; `closed form`: a formula, without controllers; `not modelled`,
+with the reason. Rows are kept in docs/papers/rows, of which papers/pages.py makes the pages.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import statistics
 import sys
 import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections import Counter, namedtuple
-from collections.abc import Callable
-from itertools import compress, groupby
+from collections import namedtuple
+from collections.abc import Callable, Iterable
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from runtime.errors import UserError
 
 ROOT = Path(__file__).parent
 DOCS = ROOT.parent / "docs" / "papers"
-KINDS = ("fitted", "follows", "predicted", "form", "measured", "not modelled")
 COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
 Constants = dict[str, dict[str, Any]]  # by table
 Figures = dict[str, Callable[["Paper"], list["Row"]]]  # by name
@@ -42,32 +41,49 @@ class Point(namedtuple("Point", f"{COLUMNS},where", defaults=[""])):
 
 
 class Row(NamedTuple):
+    """A line of docs/papers/rows/*.csv."""
+
     figure: str
+    system: str
     setting: str
-    theirs: float | None  # None if it isn't published
-    ours: float | None
+    gpus: str
+    metric: str
+    published: float | None  # None if it isn't
+    simulated: float | None  # None if it isn't modelled
     unit: str
-    kind: str  # one of KINDS
+    kind: str
     note: str = ""
 
     @property
     def error(self) -> float | None:
-        return None if None in (self.theirs, self.ours) else self.ours / self.theirs - 1
+        if self.published is None or self.simulated is None:
+            return None
+        return self.simulated / self.published - 1
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.system, self.setting, f"{self.gpus} GPUs", self.metric])
+
+    def at(self, side: str) -> float | None:
+        """The value of `published` or `simulated`."""
+        return self._asdict()[side]
 
 
 class Paper(NamedTuple):
     points: list[Point]
     constants: Constants
     quick: bool = False  # fewer points are asked for
+    every: bool = False  # more of them than a page has
 
-    def row(self, point: Point, ours: float | None, kind: str = "predicted", note: str = "") -> Row:
+    def row(
+        self, point: Point, simulated: float | None, kind: str = "predicted", note: str = ""
+    ) -> Row:
         """The row of a point; `predicted` only if neither it nor its like was fitted."""
-        setting = f"{point.system}, {point.setting}, {point.gpus} GPUs, {point.metric}"
         if kind == "predicted" and point.name in fitted_on(self.constants, "follows"):
             kind = "follows"
         if kind == "predicted" and point.name in fitted_on(self.constants):
             kind = "fitted"
-        return Row(point.figure, setting, float(point.value), ours, point.unit, kind, note)
+        return Row(*point[:5], float(point.value), simulated, point.unit, kind, note)
 
     def of(self, figure: str) -> list[Point]:
         return [point for point in self.points if point.figure == figure]
@@ -111,112 +127,108 @@ def read_constants(path: Path) -> Constants:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def sections_of(rows: list[Row]) -> list[str]:
-    """Markdown, a table a figure; exact closed forms, and what isn't modelled, are a line below it."""
-    lines = []
-    for figure in dict.fromkeys(row.figure for row in rows):
-        own = [row for row in rows if row.figure == figure]
-        exact = [row for row in own if row.kind == "form" and row.theirs and abs(row.error) < 1e-9]
-        left_out = [row for row in own if row.kind == "not modelled"]
-        shown = [row for row in own if row not in exact + left_out]
-        lines += [f"## {figure}", "", *(table_of(shown) if shown else [])]
-        lines += [f"{len(exact)} closed forms agree to the last digit.", ""] if exact else []
-        for why, others in groupby(left_out, lambda row: row.note):
-            settings = [f"{row.setting} {number(row.theirs, row.unit)}".strip() for row in others]
-            lines += [f"Not modelled: {'; '.join(settings)} ({why})", ""]
-    return lines
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write a CSV, its numbers to six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(Row._fields)
+        for row in rows:
+            lines.writerow(f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row)
 
 
-def table_of(rows: list[Row]) -> list[str]:
-    """The table of a figure. What rows share is said once, above it, as are the usual kind and unit."""
-    shared = shared_by(rows)
-    kind = statistics.mode(row.kind for row in rows)
-    unit = statistics.mode(row.unit for row in rows)
-    head = ("setting", "theirs", "ours", "error", "kind", "note")
+def read_rows(path: Path) -> list[Row]:
+    """Read what `write_rows` wrote."""
+    rows = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            numbers = {}
+            for name in ("published", "simulated"):
+                numbers[name] = float(cells[name]) if cells[name] else None
+            rows.append(Row(**cells | numbers))
+    return rows
+
+
+def table_of(rows: list[Row], published: str = "published") -> list[str]:
+    """Return Markdown, without columns that are empty. published: the word for it."""
+    names = ("system", "setting", "GPUs", "metric", published, "simulated", "error", "kind", "note")
     table = []
     for row in rows:
-        setting = ", ".join(part for part in row.setting.split(", ") if part not in shared)
-        theirs = number(row.theirs, row.unit, unit)
-        ours = number(row.ours, row.unit, unit)
-        error = "" if row.error is None else f"{row.error:+.1%}"
-        own_kind = "" if row.kind == kind else row.kind
-        note = "" if row.note in shared else row.note
-        table.append((setting, theirs, ours, error, own_kind, note))
+        error = "" if row.error is None else percent(row.error, "+.1f")
+        values = (number(row.published), number(row.simulated), error, row.kind, row.note)
+        table.append([*row[1:4], f"{row.metric}, {row.unit}", *values])
     used = [any(column) for column in zip(*table, strict=True)]
-    if "kind" in compress(head, used):
-        kind += " if no other kind is named"
-    above = ", ".join([kind.capitalize(), *shared, unit])
     lines = []
-    for cells in (head, ["---"] * len(head), *table):
-        cells = [cell.replace("|", "\\|") for cell in compress(cells, used)]
-        lines.append(" | ".join(cells).rstrip(" |"))
-    return [f"{above}. {errors(rows)}".strip(), "", *lines, ""]
+    for cells in (names, ["---"] * len(names), *table):
+        shown = [cell.replace("|", "\\|") for cell in compress(cells, used)]
+        lines.append(f"| {' | '.join(shown)} |")
+    return [*lines, ""]
 
 
-def shared_by(rows: list[Row]) -> list[str]:
-    """The parts of settings, and the note, that all published rows share; of one row nothing."""
-    published = [row for row in rows if row.theirs is not None] or rows
-    parts = [[*row.setting.split(", "), row.note] for row in published]
-    if len(rows) == 1:
-        return []
-    everywhere = set(parts[0]).intersection(*parts)
-    return [part for part in parts[0] if part and part in everywhere]
-
-
-def number(value: float | None, unit: str, usual: str = "") -> str:
-    """A number and its unit, if that isn't the usual one."""
+def number(value: float | None) -> str:
     if value is None:
         return ""
-    text = f"{value:,.0f}" if value > 999 else f"{value:.4g}"
-    return text if unit == usual else f"{text} {unit}"
+    return f"{value:,.0f}" if value > 999 else f"{value:.4g}"
 
 
-def summary_of(rows: list[Row], constants: Constants) -> list[str]:
-    """The errors of all predicted rows, which README quotes; the rows of each kind."""
-    counts = Counter(row.kind for row in rows)
-    kinds = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS)
-    chosen = sum(len(values(table)) for table in constants.values() if "fitted_on" in table)
-    fitted = f"{chosen} constants were fitted on {len(fitted_on(constants))} points."
-    return [errors(rows), "", f"Rows: {kinds}. {fitted}"]
+def percent(part: float, form: str = ".0f") -> str:
+    return f"{100 * part:{form}} %"
 
 
-def errors(rows: list[Row]) -> str:
-    own = [abs(row.error) for row in rows if row.kind == "predicted" and row.error is not None]
+def errors(rows: Iterable[Row]) -> str:
+    """How far rows are from what was published: predicted ones, or all where none is. Empty without any."""
+    known = [row for row in rows if row.error is not None]
+    own = [row for row in known if row.kind == "predicted"] or known
     if not own:
         return ""
-    return f"{len(own)} predicted rows: median error {statistics.median(own):.1%}, largest {max(own):.1%}."
+    far = max(own, key=lambda row: abs(row.error))
+    middle = percent(statistics.median(abs(row.error) for row in own), ".1f")
+    largest = percent(far.error, "+.1f")
+    return f"{len(own)} {own[0].kind} points: median error {middle}, largest {largest} ({far.name})"
 
 
 def command(
-    name: str, doc: str, figures: Figures, arguments: list[str], measure: Callable | None = None
+    name: str, doc: str, figures: Figures, given: list[str], measure: Any = None, every: str = ""
 ) -> int:
-    """Print a paper's table; with --write, docs/papers/NAME.md, too. Returns a status.
+    """Print a paper's rows; with --write, write docs/papers/rows/NAME.csv, too. Returns a status.
 
     figures: make a figure's rows, or raise UserError for a point. measure: --real calls it, with --quick.
+    every: what --all adds.
     """
+    others = "CSVs of the same columns, instead of papers/published"
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.set_defaults(all=False, real=False)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
-    others = "CSVs of the same form, instead of ours"
     parser.add_argument("--published", type=Path, nargs="+", help=others)
     parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
-    parser.add_argument("--write", action="store_true", help="docs/papers/NAME.md, too")
+    parser.add_argument("--write", action="store_true", help="docs/papers/rows, too")
+    if every:
+        parser.add_argument("--all", action="store_true", help=every)
     if measure:
         parser.add_argument("--real", action="store_true", help="measure on this machine first")
-    chosen = parser.parse_args(arguments)
-    if measure and chosen.real:
+    chosen = parser.parse_args(given)
+    if chosen.write and (chosen.published or chosen.quick or chosen.all):
+        parser.error("--write is for the usual points: not with --published, --quick or --all")
+    if chosen.real:
         measure(chosen.quick)
     try:
         files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
         points = [point for file in files for point in read_points(file)]
         if unknown := [point for point in points if point.figure not in figures]:
             raise UserError(f"{unknown[0].where}: its figure is none of {', '.join(figures)}")
-        paper = Paper(points, read_constants(ROOT / f"{name}.toml"), chosen.quick)
+        constants = read_constants(ROOT / f"{name}.toml")
+        paper = Paper(points, constants, chosen.quick, chosen.all)
         rows = [row for figure in chosen.figure for row in figures[figure](paper)]
     except (OSError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
-    lines = [*summary_of(rows, paper.constants), "", *sections_of(rows)]
-    print(*lines, sep="\n")
+    print(errors(rows))
+    for figure in dict.fromkeys(row.figure for row in rows):
+        print(f"\n## {figure}\n", *table_of([r for r in rows if r.figure == figure]), sep="\n")
     if chosen.write:
-        (DOCS / f"{name}.md").write_text("\n".join([f"# {doc}", *lines, ""]))
+        path = DOCS / "rows" / f"{name}.csv"
+        before = read_rows(path) if path.exists() else []
+        kept = [row for row in before if row.figure not in chosen.figure]
+        order = list(figures)
+        write_rows(path, sorted(rows + kept, key=lambda row: order.index(row.figure)))
     return 0

@@ -124,11 +124,13 @@ class Report:
         if not self._writer:
             return
         metrics = summarize(gathered) | serving_metrics(c.state.history[-1], self.config) | stats
+        read_and_written = metrics["rollout/prompt_tokens"] + metrics["rollout/tokens"]
         metrics |= {
             "rollout/groups_per_kept": c.state.groups_per_kept,
             "rollout/lacking_groups": float(batch.missing_groups),
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
+            "perf/prompt_and_answer_tokens_per_s": read_and_written / (now - self._ended),
         }
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
         await self.written()
@@ -229,8 +231,8 @@ def local_facts(
     }
     sums = {
         "rollout/tokens": batch.tokens,
+        "rollout/prompt_tokens": sum(len(s.prompt) for s in finished),
         "rollout/tokens_trained": sum(len(s.response) for s in batch.kept),
-        "rollout/prompt_tokens_trained": sum(len(s.prompt) for s in batch.kept),
         "rollout/tokens_filtered": sum(len(s.response) for s in batch.dropped + filtered),
         "rollout/tokens_carried": sum(len(s.response) for group in batch.carried for s in group),
         "rollout/moved": batch.moved,

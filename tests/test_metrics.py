@@ -26,8 +26,8 @@ from tests.test_atomic_files import full_disk
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean
     rollout/trained_len_mean rollout/truncated_frac rollout/wrong_frac genrm/accept_frac
     genrm/false_positive_frac cost/unfiltered_mean"""
-SUMS = """rollout/tokens rollout/tokens_trained rollout/tokens_filtered rollout/tokens_carried
-    rollout/moved rollout/aborted rollout/carried_groups genrm/failed"""
+SUMS = """rollout/tokens rollout/prompt_tokens rollout/tokens_trained rollout/tokens_filtered
+    rollout/tokens_carried rollout/moved rollout/aborted rollout/carried_groups genrm/failed"""
 MAXIMA = ("rollout/response_len_max", "time/serve_s", "time/rollout_s", "time/train_s")
 FIELDS = "step prompt_id question answer_key response finish critique verdict reward cost"
 
@@ -61,7 +61,7 @@ SECOND_MEANS = columns("""
     rollout/truncated_frac=0,0,0,0,0,0 rollout/wrong_frac=1,0,0,0
     genrm/accept_frac=1,1,0,1,1 genrm/false_positive_frac=0
     cost/unfiltered_mean=0""")
-SECOND_SUMS = dict(zip(SUMS.split(), (160, 40, 20, 90, 3, 2, 1, 1), strict=True))
+SECOND_SUMS = dict(zip(SUMS.split(), (160, 12, 40, 20, 90, 3, 2, 1, 1), strict=True))
 SECOND_MAXIMA = dict(zip(MAXIMA, (90.0, 3.9, 3.5, 1.5), strict=True))
 SECOND = facts(SECOND_MEANS, SECOND_SUMS, SECOND_MAXIMA, [0.2, 0.3], dp_rank=1, work=100)
 
@@ -72,6 +72,7 @@ def test_metrics_of_hand_worked_facts():
         cost/unfiltered_mean=1/2 reward/mean=5/8 reward/unfiltered_mean=6/11
         reward/zero_std_frac=3/8 rollout/response_len_mean=350/12 rollout/response_len_max=90
         rollout/trained_len_mean=140/8 rollout/tokens=360 rollout/tokens_trained=140
+        rollout/prompt_tokens=12
         rollout/tokens_filtered=130 rollout/tokens_carried=90 rollout/truncated_frac=1/12
         rollout/moved=3 rollout/aborted=2 rollout/carried_groups=1 rollout/correct_frac=1/2
         genrm/accept_frac=6/11 genrm/failed=1 genrm/false_positive_frac=1/5 genrm/p50_s=0.3
@@ -167,8 +168,8 @@ def test_local_facts_on_a_hand_worked_step():
         genrm/false_positive_frac=0,0 cost/unfiltered_mean=""")
         == found.means
     )
-    sums = dict(zip(SUMS.split(), (100, 3, 3, 3, 0, 0, 1, 0), strict=True))
-    assert found.sums | sums | {"rollout/prompt_tokens_trained": 2 * 2} == found.sums
+    sums = dict(zip(SUMS.split(), (100, 8, 3, 3, 3, 0, 0, 1, 0), strict=True))
+    assert found.sums | sums == found.sums
     assert {name: value for name, value in found.maxima.items() if value} == numbers("""
         time/serve_s=4 time/rollout_s=3 time/genrm_s=1 rollout/response_len_max=2
         rollout/waves=2 sync/received_mb=2.5""")
@@ -314,7 +315,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full):
         step=0 eval/accuracy=0.25 eval/pass@1=0.125 eval/pass@2=0.25
         train/loss=0.5 time/step_s=4 time/serve_s=2
         split/rollout_ranks=3 rollout/groups_per_kept=1.25 rollout/lacking_groups=1
-        perf/tokens_per_s=25""")
+        perf/tokens_per_s=25 perf/prompt_and_answer_tokens_per_s=28""")
     assert {name: first[name] for name in expected} == expected
     assert last == {"step": 1, "eval/accuracy": 0.75, "eval/pass@1": 0, "eval/pass@2": 0}
     assert "steps: eval/accuracy 0.250  eval/pass@1 0.125  eval/pass@2 0.250 on" in lines[0]

@@ -50,7 +50,7 @@ def make_run(folder, seconds, **changes):
     """A run with steps of so many seconds, of 100 tokens of answers and 28 of prompts each."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    tokens = {"rollout/tokens_trained": 100, "rollout/prompt_tokens_trained": 28}
+    tokens = {"rollout/tokens": 100, "rollout/prompt_tokens": 28}
     rows = [{"step": n, "time/step_s": s} | tokens for n, s in enumerate(seconds)]
     rows.append({"step": len(rows), "eval/accuracy": 1.0})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -7,10 +7,22 @@ import sys
 import pytest
 
 from papers import tables
-from papers.tables import COLUMNS, Paper, Point, Row, command, read_constants, read_points, values
+from papers.tables import (
+    COLUMNS,
+    Paper,
+    Point,
+    Row,
+    command,
+    errors,
+    read_constants,
+    read_points,
+    read_rows,
+    values,
+    write_rows,
+)
 from tests import ROOT
 
-SUMMARY = r"^\d+ predicted rows: median error ([\d.]+)%, largest ([\d.]+)%\.$"
+SUMMARY = r"^(?:All )?\d+ predicted points: median error ([\d.]+) %, largest ([-+][\d.]+) % \("
 GOOD = "9,HybridFlow,7B,8,throughput,tokens/s,5500,0.02,FIG,arXiv,figure 9,"
 POINT = Point(*GOOD.split(","))
 SPEEDS = {"fitted_on": [POINT.name], "mfu": 0.5, "half": 2.0}
@@ -64,10 +76,10 @@ def test_the_kinds_of_rows():
     paper, other = Paper([POINT], FITTED), POINT._replace(gpus="16")
     assert paper.row(POINT, 5500.0).kind == "fitted"
     assert paper.row(other, 5500.0).kind == "predicted"
-    assert paper.row(POINT, 5500.0, "form").kind == "form"
+    assert paper.row(POINT, 5500.0, "closed form").kind == "closed form"
     assert paper.row(other, 6050.0).error == pytest.approx(0.1)
     assert paper.row(other, None).error is None
-    assert Row("9", "", None, 1.0, "", "form").error is None
+    assert paper.row(other, 1.0)._replace(published=None).error is None
     assert paper.of("9") == [POINT] and not paper.of("10")
     following = SPEEDS | {"follows": [other.name]}
     paper = Paper([], {"speeds": following})
@@ -76,31 +88,49 @@ def test_the_kinds_of_rows():
     assert values(FITTED["device"]) == {"hbm": 1}
 
 
-def test_a_summary_counts_the_predicted_alone():
-    """Over all figures, with the sign of an error left out; rows without a published value don't count."""
-    ours = {"9": (110.0, 80.0, 100.0), "10": (130.0,)}
-    rows = [Row(each, "", 100.0, v, "s", "predicted") for each, own in ours.items() for v in own]
-    rows += [Row("9", "", 100.0, 900.0, "s", kind) for kind in ("fitted", "follows", "form")]
-    rows.append(Row("9", "", None, 1.0, "s", "predicted"))
-    first, _, second = tables.summary_of(rows, FITTED)
-    assert first == "4 predicted rows: median error 15.0%, largest 30.0%."
-    assert second.startswith("Rows: 1 fitted, 1 follows, 5 predicted, 1 form, 0 measured, ")
-    assert second.endswith("2 constants were fitted on 1 points.")
+def row_of(published, simulated, kind="predicted", setting="", figure="9", system="a"):
+    return Row(figure, system, setting, "8", "time", published, simulated, "s", kind)
 
 
-def test_a_command_writes_its_page(house, capsys):
-    assert run("--write") == 0
-    page = (house / "docs" / "mine.md").read_text()
-    assert page.startswith("# A paper.\n\nMore.\n1 predicted rows: median error 100.0%")
-    assert capsys.readouterr().out in page and "HybridFlow, 7B, 8 GPUs, throughput | " in page
+def test_errors_count_the_predicted_alone():
+    """Over all figures, in the middle without its sign; rows without a published value don't count."""
+    rows = [row_of(100.0, simulated) for simulated in (110.0, 80.0, 100.0)]
+    rows.append(row_of(100.0, 130.0, setting="far", figure="10"))
+    rows += [row_of(100.0, 900.0, kind) for kind in ("fitted", "follows", "closed form")]
+    rows += [row_of(None, 1.0), row_of(1.0, None, "not modelled")]
+    far = "median error 15.0 %, largest +30.0 % (a, far, 8 GPUs, time)"
+    assert errors(rows) == f"4 predicted points: {far}"
+    assert errors(rows[4:5]).startswith("1 fitted points: median error 800.0 %")
+    assert errors(rows[-2:]) == ""
+
+
+def test_a_command_keeps_its_rows(house, capsys):
+    """With --write; other figures' rows stay. A part of the points, or others, aren't kept."""
+    figures = {"9": twice, "10": lambda paper: [row_of(1.0, 2.5, figure="10", setting="7B, x|y")]}
+    path = house / "docs" / "rows" / "mine.csv"
+    assert run("--write", figures=figures) == 0
+    (first, second) = read_rows(path)
+    assert first == Row(*POINT[:5], 5500.0, 11000.0, "tokens/s", "predicted", "")
+    assert second == row_of(1.0, 2.5, figure="10", setting="7B, x|y")
+    printed = capsys.readouterr().out
+    assert printed.startswith("2 predicted points: ") and "| +100.0 % |" in printed
+    assert "7B, x\\|y" in printed
+    write_rows(path, [first._replace(simulated=1.0), second._replace(simulated=None)])
+    assert run("--write", "--figure", "9", figures=figures) == 0
+    assert read_rows(path) == [first, second._replace(simulated=None)]
+    for other in (["--quick"], ["--published", path]):
+        with pytest.raises(SystemExit):
+            run("--write", *other)
 
 
 def test_readme_says_how_far_off_all_predicted_rows_are():
     """The median and the largest of each page, whatever stands between them."""
-    readme = (ROOT / "README.md").read_text().replace(" %", "%")
-    for page in sorted((ROOT / "docs" / "papers").glob("*.md")):
-        for median, largest in re.findall(SUMMARY, page.read_text(), re.MULTILINE):
-            assert f"{median}%" in readme and f"{largest}%" in readme, page.name
+    readme = (ROOT / "README.md").read_text()
+    pages = [page.read_text() for page in sorted((ROOT / "docs" / "papers").glob("*.md"))]
+    found = [numbers for page in pages for numbers in re.findall(SUMMARY, page, re.MULTILINE)]
+    assert len(found) == 4
+    for median, largest in found:
+        assert f"median error {median} %, largest {largest} %" in readme
 
 
 PUBLISHED = sorted((ROOT / "papers" / "published").glob("*.csv"))

@@ -27,9 +27,9 @@ def test_one_process_passes_on_every_sample_five_times():
 
 def test_an_engines_pace_is_its_closed_form(monkeypatch):
     """And what is published changes nothing of ours: not with all values the same, either."""
-    ours = [row.ours for row in FIGURES["h20"](PAPER)]
+    ours = [row.simulated for row in FIGURES["h20"](PAPER)]
     same = PAPER._replace(points=[point._replace(value="1000") for point in POINTS])
-    assert [row.ours for row in FIGURES["h20"](same)] == ours
+    assert [row.simulated for row in FIGURES["h20"](same)] == ours
     monkeypatch.setattr(paper_of_yatt, "engine_of", lambda *_: Decode(0.01, 1e-4, 1e-8))
     (row, *_) = FIGURES["h20"](PAPER)  # 1,024 at once, 100 tokens each
-    assert row.ours == pytest.approx(1024 / (0.01 + 1024 * (1e-4 + 100 * 1e-8)))
+    assert row.simulated == pytest.approx(1024 / (0.01 + 1024 * (1e-4 + 100 * 1e-8)))

@@ -1,0 +1,151 @@
+"""Pictures of rows as the papers draw them: published hollow, simulated full, hatched where fitted.
+
+A template has columns of a row, and {0}, {1} ... for the words of its setting: "{0} on {gpus} GPUs".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from papers.tables import Row, errors
+
+COLORS = ("#3c9d4e", "#2a78b8", "#e08a1e", "#7d62a8", "#c0571a", "#8fce9a")
+GREYS = ("#8a8a8a", "#b5b5b5", "#5f5f5f")  # of what isn't simulated
+PALE = "#e6e6e6"
+HATCHED = dict(facecolor=PALE, hatch="/////", linewidth=0.6)
+CLAIMED = dict(color="#f2c14e", alpha=0.5, zorder=3)
+SIDES = ("published", "simulated")
+FITTED = ("fitted", "follows")
+TICKS = (-70, -40, -20, -10, 0, 10, 20, 40, 100, 200)  # of the strip chart, per cent
+USUAL = dict(group="", per=1, legend=[], second="simulated")
+Marks = dict[tuple[Row, str], str]  # texts at rows, by side
+Colors = dict[str, str]  # by text
+About = dict[str, Any]  # how a figure is drawn, in papers/prose: templates and words
+
+
+def words(template: str, row: Row) -> str:
+    return template.format(*row.setting.split(), **row._asdict())
+
+
+def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
+    """The rows by their text, in the order in which texts appear."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(words(template, row), []).append(row)
+    return groups
+
+
+def draw(
+    rows: list[Row], marks: Marks, published: str, claimed: list[float], about: About
+) -> Figure:
+    """Draw a figure's panels, by the templates of `about`. published: the word for it; claimed: a band."""
+    about = {"part": about["bar"], **USUAL, **about}
+    palettes = {True: iter(COLORS), False: iter(GREYS)}
+    colors = {}
+    for name, own in grouped(rows, about["part"]).items():
+        colors[name] = next(palettes[any(row.simulated for row in own)])
+    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    if any(row.published for row in rows):
+        handles += [Patch(fill=False, label=published), Patch(color="black", label=about["second"])]
+    if any(row.kind in FITTED for row in rows):
+        handles.append(Patch(label="simulated, fitted", edgecolor="black", **HATCHED))
+    if claimed:
+        handles.append(Patch(label="claimed", **CLAIMED))
+    handles += [Patch(fill=False, linewidth=0, label=text) for text in about["legend"]]
+    panels = grouped(rows, about["panel"])
+    widths = [len(grouped(own, about["group"])) for own in panels.values()]
+    figure = Figure(figsize=(13, 4), dpi=100, layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]
+    all_axes[0].set_ylabel(about["y"])
+    for axes, (title, own) in zip(all_axes, panels.items(), strict=True):
+        DRAWN[about["how"]](axes, own, marks, colors, about)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(about["x"])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_ylim(0, 1.2 * axes.dataLim.ymax)
+        if claimed:
+            axes.axhspan(min(claimed), max(claimed), linewidth=2, **CLAIMED)
+    columns = 8 if len(handles) <= 8 else 5
+    look = dict(frameon=False, fontsize=9, columnspacing=1.2, handlelength=1.6)
+    figure.legend(handles=handles, ncols=columns, loc="outside upper center", **look)
+    return figure
+
+
+def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
+    """How a bar is drawn."""
+    if side == "published":
+        return dict(fill=False, edgecolor=color, linewidth=1.5)
+    if row.kind in FITTED:
+        return dict(edgecolor=color, **HATCHED)
+    return dict(facecolor=color, edgecolor=color, linewidth=0.6)
+
+
+def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
+    """Draw groups of bars, each a stack of its parts."""
+    groups = grouped(rows, about["group"])
+    for place, members in enumerate(groups.values()):
+        stacks = grouped(members, about["bar"]).values()
+        beside = [(stack, side) for stack in stacks for side in SIDES if stack[0].at(side)]
+        width = 0.86 / max(3, len(beside))
+        for number, (stack, side) in enumerate(beside):
+            left = place + (number - (len(beside) - 1) / 2) * width
+            top = 0.0
+            for row in stack:
+                height = row.at(side) / about["per"]
+                look = look_of(row, side, colors[words(about["part"], row)])
+                axes.bar(left, height, 0.9 * width, bottom=top, **look)
+                top += height
+            mark = marks.get((stack[-1], side), "")
+            look = dict(rotation=90, fontsize=7.5) if len(mark) > 1 else dict(fontsize=11)
+            axes.annotate(mark, (left, top), ha="center", va="bottom", **look)
+    axes.set_xticks(range(len(groups)), groups, fontsize=9 if len(groups) < 9 else 7)
+
+
+def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
+    """Draw lines over a number, dashed for what was published."""
+    for name, members in grouped(rows, about["bar"]).items():
+        for side, style in zip(SIDES, ("--", "-"), strict=True):
+            own = [row for row in members if row.at(side)]
+            x = [float(words(about["at"], row)) for row in own]
+            axes.plot(x, [row.at(side) for row in own], style, color=colors[name])
+            for place, row in zip(x, own, strict=True):
+                fill = look_of(row, side, colors[name]).get("facecolor", "white")
+                star = (row, side) in marks
+                look = dict(color=colors[name], mfc=fill, ms=15 if star else 7, zorder=3)
+                axes.plot(place, row.at(side), "*" if star else "o", **look)
+
+
+def strip_chart(strips: dict[str, list[Row]]) -> Figure:
+    """Draw every error, a line of dots for each strip; beyond 20 per cent the scale is logarithmic."""
+    figure = Figure(figsize=(13, 1.2 + 0.42 * len(strips)), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for y, rows in enumerate(strips.values()):
+        for place, row in enumerate(sorted(rows, key=lambda row: row.error)):
+            color = GREYS[0] if row.kind == "closed form" else COLORS[0]
+            look = dict(color=color, mfc="none" if row.kind in FITTED else color, ms=5)
+            axes.plot(100 * row.error, y + 0.12 * (place % 5 - 2), "o", **look)
+    axes.set_xscale("symlog", linthresh=20, linscale=0.7)
+    axes.set_xticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
+    axes.set_xticks([], minor=True)
+    axes.axvspan(-10, 10, color=PALE, zorder=0)
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_ylim(len(strips) - 0.4, -0.6)
+    axes.set_yticks(range(len(strips)), strips)
+    right = axes.secondary_yaxis("right")
+    texts = [errors(rows).replace(" (", "\n(", 1) for rows in strips.values()]
+    right.set_yticks(range(len(strips)), texts, fontsize=8)
+    for each in (axes, right):
+        each.spines[["top", "left", "right"]].set_visible(False)
+        each.tick_params(axis="y", length=0)
+    axes.set_xlabel("simulated over published, in per cent")
+    kinds = "full: predicted;  hollow: fitted, or it follows from fitted ones;  grey: a closed form"
+    figure.suptitle(f"{kinds}, without controllers", fontsize=10)
+    return figure
+
+
+DRAWN = {"bars": bars, "lines": lines}
