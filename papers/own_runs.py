@@ -1,4 +1,4 @@
-"""A published row on your own GPUs: what to type for it; its number beside theirs and the simulation's.
+"""A published row on your own GPUs: what to type for it; its number beside both.
 
     python papers/own_runs.py                    the rows: what to type for each, and what is assumed
     python papers/own_runs.py ROW RUN [BASE]     what runs came to: printed, and kept beside the published

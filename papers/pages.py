@@ -20,8 +20,19 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from papers import own_runs
 from papers.drawing import FITTED, SIDES, Marks, draw, grouped, strip_chart, words
-from papers.tables import DOCS, ROOT, Row, errors, number, percent, read_rows, table_of
+from papers.tables import (
+    DOCS,
+    ROOT,
+    Row,
+    errors,
+    number,
+    percent,
+    read_constants,
+    read_rows,
+    table_of,
+)
 
 PAGES = ("hybridflow", "rlhfuse", "wechat_yatt", "measured")
 TIE = 0.02  # who is less behind is as good
@@ -138,6 +149,24 @@ def section(
     return [*lines, "</details>", "", f"    python papers/{page}.py --figure {figures}", ""], figure
 
 
+def own_gpus(page: str) -> list[str]:
+    """What to type for points of a page on one's own GPUs, and what runs came to. See papers/own_runs.py."""
+    lines = []
+    for name, row in read_constants(own_runs.COMMANDS).items():
+        if row["paper"] == page:
+            lines += paragraph(f"**{name}** ({', '.join(row['points'])}).", row["assumed"])
+            for line in row["lines"]:
+                parts = textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False)
+                lines += ["    " + " \\\n      ".join(parts), ""]
+            if found := own_runs.own_rows().get(name):
+                numbers = [f"{number(found[each])} {each}" for each in (*SIDES, "measured")]
+                lines += paragraph(f"{found['run']}: {', '.join(numbers)} ({found['unit']}).")
+    if not lines:
+        return []
+    keep = "    python papers/own_runs.py NAME RUN [BASE]    # puts what runs came to beside the points"
+    return ["## On your own GPUs", "", *lines, keep, ""]
+
+
 def picture_of(page: str, name: str) -> str:
     return f"{page}_{name.replace(' ', '_')}.png"
 
@@ -168,6 +197,7 @@ def main() -> None:
             lines += text
             if figure:
                 figure.savefig(DOCS / picture_of(page, name), metadata={"Software": None})
+        lines += own_gpus(page)
         (DOCS / f"{page}.md").write_text("\n".join(lines), encoding="utf-8")
     order = sorted(strips.items(), key=lambda strip: strip[1][0].kind == "closed form")
     strip_chart(dict(order)).savefig(DOCS / "errors.png", metadata={"Software": None})
