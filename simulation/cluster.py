@@ -44,6 +44,15 @@ PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
 SCORER = genrm.JudgeFormat(str, None, full_response=True, scores=True)
 WRITER = replace(SCORER, prompt=genrm.chat_prompt, parse="right".__eq__, scores=False)
 genrm.FORMATS |= {"simulated": WRITER, "simulated scores": SCORER}
+rewards.RULES[r"simulated:(?P<keep>[\d.]+)"] = lambda sample, keep: float(
+    is_right(float(keep), 0, sample.prompt_id, sample.index)
+)
+
+
+def is_right(keep: float, seed: int, prompt_id: int, index: int) -> bool:
+    """Tell if an answer is right. All are, of a group whose rewards don't differ."""
+    differs = random.Random(repr(("keep", seed, prompt_id))).random() < keep
+    return index % 2 == 0 or not differs
 
 
 @dataclass(frozen=True)
@@ -68,10 +77,13 @@ class Workload:
     critique: Lengths
     keep: float = 1.0  # part of the groups whose rewards differ
     seed: int = 0
+    judged: int = 0  # tokens that a judge reads of each answer; 0: of its prompt and of itself
+    differ: float = (
+        1.0  # part of a group's answers that differ: a judge is asked once about those alike
+    )
 
     def is_right(self, prompt_id: int, index: int) -> bool:
-        differs = random.Random(repr(("keep", self.seed, prompt_id))).random() < self.keep
-        return index % 2 == 0 or not differs
+        return is_right(self.keep, self.seed, prompt_id, index)
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,7 @@ class Cluster:
     moves: dict[str, Moves] = field(default_factory=dict)  # by role; "train": of trainers
     speed_up: float = 1.0  # of actor and critics in one pipeline
     scores: bool = False  # the judge is a scalar reward model
+    judges: tuple[Decode, ...] = ()  # the engines of each judge; default: as decode["genrm"]
     grain: int = 1
     meeting_s: float = 1.0  # controllers that serve meet at least this often
 
@@ -141,7 +154,12 @@ class Author:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))
 
     def text_of(self, answer: list[int], **_: Any) -> str:
-        return f"{answer[-1] - 1} {len(answer)}"
+        index = answer[-1] - 1
+        if self.workload.differ < 1:
+            index %= max(2, round(self.workload.differ * self._config.answers_per_prompt))
+        judged = self.workload.judged
+        tokens = self._coarse(judged) - self._prompt if judged else len(answer)
+        return f"{index} {max(0, tokens)}"
 
     def decode(self, critique: list[int], **_: Any) -> str:
         return "right" if critique[0] else "wrong"
@@ -201,17 +219,20 @@ class Simulation:
     def _engines(self, role: str) -> list[SimulatedEngine]:
         """Make an engine on each rank that leads one in some split."""
         cluster = self.cluster
-        costs = coarse(cluster.decode[role], cluster.grain)
-        capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
+        formats = genrm.formats_of(self.config)
         moves = cluster.moves.get(role, Moves())
-        write = self._author.answer
-        judges = 0
-        if role == "genrm":
-            judges = len(self.config.judge_models)
-            write = self._author.rate if cluster.scores else self._author.critique
         engines = []
         for rank in sorted({r for split in self.splits for r in self.placement.leads(role, split)}):
-            model = self.placement.judge_of(rank, judges) if judges else 0
+            model = 0
+            decode = cluster.decode[role]
+            write = self._author.answer
+            if role == "genrm":
+                model = self.placement.judge_of(rank, len(self.config.judge_models))
+                decode = cluster.judges[model] if cluster.judges else decode
+                scores = formats[model].scores
+                write = self._author.rate if scores else self._author.critique
+            costs = coarse(decode, cluster.grain)
+            capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
             how = (model, costs, moves, capacity, write, self.clock)
             engines.append(SimulatedEngine(role, rank, *how))
         return engines
