@@ -1,9 +1,11 @@
-"""Checks before a run. `--dry-run`: who would run where, in how much memory; `check`: what is free here."""
+"""Checks before a run. `--dry-run`: who would run where, in how much memory, with `--simulate` how fast under
+each plan; `check`: what is free here."""
 
 import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
@@ -19,6 +21,7 @@ from genrm import formats_of
 from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
+from runtime.errors import UserError
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
 
@@ -58,6 +61,16 @@ def grid(rank: int, shape: Shape) -> dict[str, int]:
     rest, cp = divmod(rest, shape.cp)
     pp, dp = divmod(rest, shape.dp)
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+
+
+def simulate(arguments: list[str]) -> int:
+    """Print what the run would take under each plan, in a process of its own. Returns its status."""
+    if "--dry-run" not in arguments:
+        raise UserError("--simulate starts nothing: it goes with --dry-run")
+    root = Path(__file__).parents[1]
+    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "simulation.plans", *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode
 
 
 class Row(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.paced import SetUp, command_of, measure, serving_s
+from papers.paced import SetUp, command_of, measure, serving_s
 from papers.tables import ROOT, Constants, Paper, Row, command, read_constants
 from simulation.engine import EngineCosts
 

@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from bench.paced import serving_s
 from papers import measured
+from papers.paced import serving_s
 from papers.tables import ROOT, Paper, Row, read_constants, read_points
 
 PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.toml"))
