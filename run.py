@@ -75,8 +75,10 @@ def start(arguments: list[str], stop: Stop) -> str:
         raise UserError(f"{word} is an example now: {command}")
     if word == "check":
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
+    if "--simulate" in arguments and os.environ.get("RANK", "0") == "0":
+        dry_run.simulate(arguments)
     if "--simulate" in arguments:
-        sys.exit(dry_run.simulate(arguments) if os.environ.get("RANK", "0") == "0" else 0)
+        return ""
     config = parse_config(arguments, __doc__)
     if config.command == "eval" and "RANK" not in os.environ:
         os.environ |= ALONE

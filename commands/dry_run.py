@@ -5,11 +5,10 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -63,14 +62,14 @@ def grid(rank: int, shape: Shape) -> dict[str, int]:
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
 
 
-def simulate(arguments: list[str]) -> int:
-    """Print what the run would take under each plan, in a process of its own. Returns its status."""
+def simulate(arguments: list[str]) -> NoReturn:
+    """Become the process that prints what the run would take under each plan."""
     if "--dry-run" not in arguments:
         raise UserError("--simulate starts nothing: it goes with --dry-run")
     root = Path(__file__).parents[1]
     paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "simulation.plans", *arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}).returncode
+    os.environ["PYTHONPATH"] = paths
+    os.execv(sys.executable, [sys.executable, "-m", "simulation.plans", *arguments])
 
 
 class Row(NamedTuple):

@@ -156,7 +156,9 @@ class Author:
     def text_of(self, answer: list[int], **_: Any) -> str:
         index = answer[-1] - 1
         if self.workload.differ < 1:
-            index %= max(2, round(self.workload.differ * self._config.answers_per_prompt))
+            number, part = divmod(self.workload.differ * self._config.answers_per_prompt, 1)
+            number = max(2, number + (random.Random(repr(answer)).random() < part))
+            index = int(index % number)
         judged = self.workload.judged
         tokens = self._coarse(judged) - self._prompt if judged else len(answer)
         return f"{index} {max(0, tokens)}"

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,7 +151,7 @@ def known_of(
         asked=min(1.0, asked / max(1, sum(lengths))),
         keep=1 - fmean(row["reward/zero_std_frac"] for row in rows),
         paces={name: [*pace] for name, pace in paces.items()},
-        seconds={name: median(row[f"time/{name}_s"] for row in rows) for name in TIMES},
+        seconds={name: fmean(row[f"time/{name}_s"] for row in rows) for name in TIMES},
         learning_s=learning_s,
         engine_s=engine_s,
         trainer_s=(inside_s + max(0.0, outside_s - 2 * engine_s)) / (2 * max(held.values())),
@@ -187,7 +187,7 @@ def requests_of(events: list[tl.Event], placement: Placement, judges: int) -> di
 
 
 def learning_and_moves(events: list[tl.Event]) -> tuple[float, float, float]:
-    """Return seconds of a step, in the median of the slowest rank's: learning, and of sleeping and waking
+    """Return seconds of a step, in the mean of the slowest rank's: learning, and of sleeping and waking
     between models that learn, and between serving and learning."""
     spans = defaultdict(list)
     for span in tl.of_kind(events, "span"):
@@ -203,7 +203,7 @@ def learning_and_moves(events: list[tl.Event]) -> tuple[float, float, float]:
             of[place] += switch.end - switch.start
         facts = (whole - of["train"], of["train"], of["between"])
         slowest[step] = tuple(map(max, slowest[step], facts))
-    return tuple(map(median, zip(*slowest.values(), strict=True)))
+    return tuple(map(fmean, zip(*slowest.values(), strict=True)))
 
 
 # ---------------------------------------------------------------- the pace of engines
@@ -240,7 +240,8 @@ def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = No
         read, fixed, each = guess * np.maximum(0.0, np.linalg.lstsq(rows, right)[0])
     burst = len(took) / max(1, sum(len(bursts_of(rows, fixed)) for rows in engines))
     # a pass that reads prompts takes a decode step at least
-    return Pace(fixed, each, min(read, fixed), max(0.0, read - fixed) / max(1.0, unread * burst))
+    prefill = max(0.0, read - fixed) / max(1.0, unread * burst)
+    return Pace(*map(float, (fixed, each, min(read, fixed), prefill)))
 
 
 def bursts_of(rows: np.ndarray, step_s: float) -> np.ndarray:

@@ -41,7 +41,8 @@ from simulation.finished import APART, Drawn, Known, config_from, read_run
 
 MOST_PLANS = 20
 TAILS = (0.1, 0.2, 0.5)
-STEPS = 3  # the first isn't counted
+STEPS = (3, 20)  # at least, at most; the first isn't counted
+WORK = 2500  # of samples, and of 8 for each rank, in all steps together
 GRAINS = 256  # tokens of the longest answer, at most: one stands for several
 SETTINGS = (
     "algorithm",
@@ -105,7 +106,7 @@ def costs_like(known: Known, config: Config) -> Costs:
     work = work_of(known, config)
     own = own_config(known)
     learning = Cluster(engines_of(known, own), Passes(1e-6, stages=own.pp), **judges_of(known, own))
-    facts = run_steps(own, known.ranks, work_of(known, own), learning)
+    facts = simulation_of(own, known.ranks, work_of(known, own), learning).run()
     token_s = 1e-6 * known.learning_s / statistics.fmean(f.seconds["train"] for f in facts[1:])
     said = [f"lengths: of {sum(known.lengths):.0f} answers of its last {known.steps} steps"]
     said += [f"{known.critique:.0f} tokens a critique, {known.asked:.2f} critiques an answer"]
@@ -319,11 +320,13 @@ def thinned(items: list, most: int) -> list:
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def simulation_of(
-    config: Config, ranks: int, work: Workload, cluster: Cluster, **more
-) -> Simulation:
+def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) -> Simulation:
     """The controllers of a run. Rules beside judges take no time; without judges one stands for all."""
     settings = {name: vars(config)[name] for name in SETTINGS}
+    least, most = STEPS
+    steps = WORK // (config.prompts_per_step * config.answers_per_prompt + 8 * ranks)
+    # the last step serves nothing ahead, and isn't counted either
+    settings["steps"] = max(least, min(most, steps)) + config.ahead
     settings |= dict(
         judge=("JUDGE",) * len(config.judge), cost_judge=("JUDGE",) * len(config.cost_judge)
     )
@@ -339,15 +342,10 @@ def simulation_of(
     settings["judge_format"] = tuple(formats)
     most = work.answer.most
     longest_s = cluster.decode["rollout"].seconds(most, 1, 0)
-    # nobody sees whether they meet at once, or after a 200th of the longest answer
-    meeting_s = min(1.0, max(rollout.MEETING_INTERVAL_S, longest_s / 200))
+    # few ranks meet after a 200th of the longest answer at least, many, whose meetings cost, after a 25th
+    meeting_s = max(rollout.MEETING_INTERVAL_S, longest_s * min(ranks, 64) / 1600)
     cluster = replace(cluster, grain=max(1, most // GRAINS), meeting_s=meeting_s)
-    return Simulation(config.mode, ranks, work, cluster, **settings | more)
-
-
-def run_steps(config: Config, ranks: int, work: Workload, cluster: Cluster) -> list:
-    """The facts of a few steps."""
-    return simulation_of(config, ranks, work, cluster, steps=STEPS).run()
+    return Simulation(config.mode, ranks, work, cluster, **settings)
 
 
 def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
@@ -355,7 +353,7 @@ def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
     config = plan.config
     try:
         cluster = costs.cluster_of(config, make_placement(config, ranks))
-        run = simulation_of(config, ranks, costs.work, cluster, steps=STEPS + config.ahead)
+        run = simulation_of(config, ranks, costs.work, cluster)
     except UserError as error:
         return f"{plan.name}: {error}"
     facts = run.run()
@@ -364,7 +362,7 @@ def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
     busy_s = sum(step.seconds["train"] for step in facts) * learners
     for role, engines in run.engines.items():
         busy_s += sum(engine.batch.busy_s for engine in engines) * vars(config)[f"{role}_tp"]
-    first, *counted = facts[:STEPS]  # the last step serves nothing ahead
+    first, *counted = facts[: -1 if config.ahead else None]
     seconds = (counted[-1].ended_s - first.ended_s) / len(counted)
     mean = {}
     for name in ("serve", "train", "switch", "sync"):
