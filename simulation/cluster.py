@@ -12,9 +12,10 @@ import math
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import controller
@@ -32,6 +33,7 @@ from engines.engine import Request, Sampling, seed_of
 from reporting import timeline as tl
 from rollout import RolloutBatch
 from sample import Key, Sample
+from scheduling.layout import Placement
 from scheduling.measured import StepStats
 from simulation.clock import VirtualClock, end_all
 from simulation.costs import Decode, Passes
@@ -41,6 +43,18 @@ from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
 
 PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
+SETTINGS = (
+    "algorithm",
+    "prompts_per_step",
+    "answers_per_prompt",
+    "over_dispatch",
+    "updates_per_step",
+)
+SETTINGS += ("rollout_tp", "genrm_tp", "tp", "pp", "cp", "schedule", "seed", "placement", "ahead")
+SETTINGS += ("tail", "rollout_ranks")  # of a user's run that are a simulation's, too
+STEPS = (3, 20)  # of it, at least, at most
+WORK = 2500  # of samples, and of 8 for each rank, in all of them
+GRAINS = 256  # tokens of the longest answer, at most: one stands for several
 SCORER = genrm.JudgeFormat(str, None, full_response=True, scores=True)
 WRITER = replace(SCORER, prompt=genrm.chat_prompt, parse="right".__eq__, scores=False)
 genrm.FORMATS |= {"simulated": WRITER, "simulated scores": SCORER}
@@ -100,6 +114,15 @@ class Cluster:
     judges: tuple[Decode, ...] = ()  # the engines of each judge; default: as decode["genrm"]
     grain: int = 1
     meeting_s: float = 1.0  # controllers that serve meet at least this often
+
+
+class Costs(NamedTuple):
+    """The work of a step, and who does it how fast."""
+
+    work: Workload
+    cluster_of: Callable[[Config, Placement], Cluster]
+    said: list[str]  # what is assumed
+    device: float = 0.0  # bytes of one, if it is known
 
 
 class Author:
@@ -361,3 +384,31 @@ def coarse(costs: Decode | Passes, grain: float) -> EngineCosts | Passes:
     scaled = {name: vars(own)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
     scaled |= dict(context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain)
     return replace(own, **scaled)
+
+
+def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) -> Simulation:
+    """The controllers of a run. Rules beside judges take no time; without judges one stands for all."""
+    settings = {name: vars(config)[name] for name in SETTINGS}
+    least, most = STEPS
+    steps = WORK // (config.prompts_per_step * config.answers_per_prompt + 8 * ranks)
+    # the last step serves nothing ahead, and isn't counted either
+    settings["steps"] = max(least, min(most, steps)) + config.ahead
+    settings |= dict(
+        judge=("JUDGE",) * len(config.judge), cost_judge=("JUDGE",) * len(config.cost_judge)
+    )
+    rule = (f"simulated:{work.keep:.6f}",)
+    settings["rule"] = () if config.judge else rule
+    if "cost" in algorithm_of(config).signals and not config.cost_judge:
+        settings["cost_rule"] = rule
+    formats = []
+    for judge in genrm.formats_of(config):
+        name = "simulated scores" if judge.scores else "simulated"
+        formats.append(f"{name}, {judge.judgements}")
+        genrm.FORMATS[formats[-1]] = replace(genrm.FORMATS[name], judgements=judge.judgements)
+    settings["judge_format"] = tuple(formats)
+    most = work.answer.most
+    longest_s = cluster.decode["rollout"].seconds(most, 1, 0)
+    # few ranks meet after a 200th of the longest answer at least, many, whose meetings cost, after a 25th
+    meeting_s = max(rollout.MEETING_INTERVAL_S, longest_s * min(ranks, 64) / 1600)
+    cluster = replace(cluster, grain=max(1, most // GRAINS), meeting_s=meeting_s)
+    return Simulation(config.mode, ranks, work, cluster, **settings)

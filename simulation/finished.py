@@ -6,9 +6,11 @@ counted: engines warm up in it.
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from algorithms import algorithm_of
-from config import Config
+from config import Config, dashed
 from genrm import formats_of
 from inputs.hf_directory import read_object, readable
 from placement import make_placement
@@ -26,10 +28,14 @@ from runtime.atomic_files import complete_rows
 from runtime.errors import UserError
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, RequestStats, StepStats
-from simulation.cluster import Lengths
-from simulation.engine import FULL
+from simulation.cluster import Cluster, Costs, Lengths, Workload, simulation_of
+from simulation.costs import Passes
+from simulation.engine import FULL, EngineCosts, Moves
 
 APART = 8  # decode steps between two reads of a full engine: engines/server.py
+# settings that change what a token takes; and models, which may be others of the same size
+SAME = ("tp", "pp", "cp", "rollout_tp", "genrm_tp", "dtype", "device", "recompute", "schedule")
+ALIKE = ("model", "judge", "cost_judge", "critic")
 LAST = 10  # steps that count: lengths change as a policy learns
 LAST_SPANS = 5  # of these, those whose requests are looked at one by one
 PRIOR = 1e-3  # how much a request's guess weighs, beside what was measured of it
@@ -71,7 +77,7 @@ class Known:
     judged: int  # that a judge reads of an answer
     asked: float  # critiques of each judge for an answer: fewer than 1 where answers are alike
     keep: float  # part of the groups that are trained on
-    paces: dict[str, list[float]]  # of `rollout`, and of each judge by its number
+    paces: list[list[float]]  # each as Pace: of rollout's engines, then of each judge's
     seconds: dict[str, float]  # of TIMES, of the slowest rank
     learning_s: float  # passes and optimizers: `train` without what sleeps and wakes in it
     engine_s: float  # an engine sleeps, or wakes
@@ -128,10 +134,10 @@ def known_of(
     requests = requests_of(events, placement, len(judges))
     if ("rollout", 0) not in requests:
         raise ValueError("no request of an engine is there")
-    paces = {"rollout": pace_of(requests["rollout", 0], config, unread_of(rollout))}
+    paces = [pace_of(requests["rollout", 0], config, unread_of(rollout))]
     for number in range(len(judges)):
         own = requests.get(("genrm", number), {})
-        paces[str(number)] = pace_of(own, config, unread_of(genrm), paces["rollout"])
+        paces.append(pace_of(own, config, unread_of(genrm), paces[0]))
     learning_s, inside_s, outside_s = learning_and_moves(events)
     # in partial mode judges wake while rollout stays awake, else one role sleeps and the other wakes
     verbs = sum(step.genrm.wakes + step.rollout.wakes for step in history)
@@ -150,7 +156,7 @@ def known_of(
         judged=round(genrm.prompt_tokens / max(1, genrm.requests)),
         asked=min(1.0, asked / max(1, sum(lengths))),
         keep=1 - fmean(row["reward/zero_std_frac"] for row in rows),
-        paces={name: [*pace] for name, pace in paces.items()},
+        paces=[[*pace] for pace in paces],
         seconds={name: fmean(row[f"time/{name}_s"] for row in rows) for name in TIMES},
         learning_s=learning_s,
         engine_s=engine_s,
@@ -204,6 +210,75 @@ def learning_and_moves(events: list[tl.Event]) -> tuple[float, float, float]:
         facts = (whole - of["train"], of["train"], of["between"])
         slowest[step] = tuple(map(max, slowest[step], facts))
     return tuple(map(fmean, zip(*slowest.values(), strict=True)))
+
+
+# ---------------------------------------------------------------- the costs of a run like it
+
+
+def costs_like(known: Known, config: Config) -> Costs:
+    """The costs of a finished run. UserError if a setting that they depend on is another."""
+    there = config_from(known.settings)
+    for name in SAME:
+        was = vars(there)[name]
+        here = vars(config)[name]
+        if was != here:
+            why = "a token takes other seconds"
+            raise UserError(f"--like: --{dashed(name)} was {was} there, here it is {here}: {why}")
+    counts = (len(there.judge_models), len(config.judge_models))
+    if counts[0] != counts[1]:
+        raise UserError(f"--like: {counts[0]} judges were there, {counts[1]} are here")
+    # what a token takes to learn says a simulation of the run itself, where nothing sleeps and wakes
+    own = own_config(known)
+    cluster = cluster_like(replace(known, trainer_s=0.0), 1e-6, own)
+    facts = simulation_of(own, known.ranks, work_of(known, own), cluster).run()
+    token_s = 1e-6 * known.learning_s / fmean(step.seconds["train"] for step in facts[1:])
+    said = [f"lengths: of {sum(known.lengths):.0f} answers of its last {known.steps} steps"]
+    said += [f"{known.critique:.0f} tokens a critique, {known.asked:.2f} critiques an answer"]
+    for number, pace in enumerate(known.paces):
+        role = f"judge {number - 1}" if number else "rollout"
+        step, each, read, prefill = (f"{1000 * seconds:.3g} ms" for seconds in pace)
+        decode = f"{step} a decode step, {each} more a sequence"
+        said += [f"{role}: {decode}; {read} to read prompts, {prefill} more a token"]
+    said += [f"training: {1e6 * token_s:.3g} us a token forward, on any number of ranks"]
+    moves = f"engines sleep and wake in {known.engine_s:.2g} s, trainers in {known.trainer_s:.2g} s"
+    said += [f"{moves}; a push takes {known.seconds['sync']:.2g} s"]
+    for name in ALIKE:
+        if real(vars(there)[name]) != real(vars(config)[name]):
+            said += [f"--{dashed(name)} is another: as large as the one there"]
+    return Costs(work_of(known, config), partial(cluster_like, known, token_s), said)
+
+
+def real(value: str | tuple[str, ...]) -> list[str]:
+    """Return directories of models, wherever the run was started."""
+    return [os.path.realpath(each) for each in ([value] if isinstance(value, str) else value)]
+
+
+def own_config(known: Known) -> Config:
+    """The settings of the finished run, by the split of its last step."""
+    mode, ranks, _, tail = known.split
+    own = config_from(known.settings)
+    ranks = ranks if mode == "partial" and own.judge_models else 0
+    return replace(own, mode=mode, rollout_ranks=ranks, tail=tail or own.tail, rebalance=False)
+
+
+def work_of(known: Known, config: Config) -> Workload:
+    critique = Lengths(known.critique, 0.0, config.judge_max_new_tokens)
+    answer = Drawn(0, 0, config.max_new_tokens, tuple(known.lengths))
+    differ = known.asked if known.asked < 0.95 else 1.0
+    return Workload(known.prompt, answer, critique, known.keep, judged=known.judged, differ=differ)
+
+
+def cluster_like(known: Known, token_s: float, config: Config, _: object = None) -> Cluster:
+    engines = []
+    for fixed, each, read, prefill in known.paces:
+        most = config.max_running_requests
+        engines.append(EngineCosts(fixed, each, 0.0, prefill, most, read=read, apart=APART))
+    moves = {"genrm": Moves(known.engine_s, known.engine_s)}
+    moves["rollout"] = Moves(known.engine_s, known.engine_s, known.seconds["sync"])
+    moves["train"] = Moves(known.trainer_s, known.trainer_s)
+    roles = {"rollout": engines[0], "genrm": engines[-1]}
+    learned = Passes(token_s, stages=config.pp)
+    return Cluster(roles, learned, moves=moves, judges=tuple(engines[1:]))
 
 
 # ---------------------------------------------------------------- the pace of engines

@@ -14,8 +14,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-import tomllib
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,45 +21,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import demo.task  # noqa: F401 (it adds a judge format)
-import genrm
 import modes
-import rollout
-from algorithms import algorithm_of
 from commands import memory
 from config import Config, Parser, parse_config
-from inputs.hf_directory import read_model_config, readable
 from placement import PLACEMENTS, make_placement
 from runtime.errors import UserError, printable
-from scheduling.layout import Placement, Shape
+from scheduling.layout import Placement
 from scheduling.measured import Split
-from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
-from simulation.engine import EngineCosts, Moves
-from simulation.finished import APART, Drawn, Known, config_from, read_run
+from simulation.cluster import PHASES, Costs, simulation_of
+from simulation.finished import costs_like, own_config, read_run
+from simulation.sheet import costs_of_sheet
 
 MOST_PLANS = 20
 TAILS = (0.1, 0.2, 0.5)
-STEPS = (3, 20)  # at least, at most; the first isn't counted
-WORK = 2500  # of samples, and of 8 for each rank, in all steps together
-GRAINS = 256  # tokens of the longest answer, at most: one stands for several
-SETTINGS = (
-    "algorithm",
-    "prompts_per_step",
-    "answers_per_prompt",
-    "over_dispatch",
-    "updates_per_step",
-)
-SETTINGS += ("rollout_tp", "genrm_tp", "tp", "pp", "cp", "schedule", "seed", "placement", "ahead")
-SETTINGS += ("tail", "rollout_ranks")
-# those that change what a token takes, and models, which may be others of the same size
-SAME = ("tp", "pp", "cp", "rollout_tp", "genrm_tp", "dtype", "device", "recompute", "schedule")
-ALIKE = ("model", "judge", "cost_judge", "critic")
-PHASES = {"serve": "#2a78b8", "train": "#3c9d4e", "switch": "#9a9a9a", "push": "#8a4fb0"}
-SHEET = {  # the tables of a devices file, and their keys
-    "device": Device._fields,
-    "engine": ("weights", "kv", "prefill", "layer_s", "sequence_s"),
-    "trainer": ("mfu", "update_s"),
-}
+COLORS = {"serve": "#2a78b8", "train": "#3c9d4e", "switch": "#9a9a9a", "push": "#8a4fb0"}
 ROWS = Path(__file__).parents[1] / "docs" / "papers" / "rows" / "measured.csv"
 
 
@@ -70,191 +43,13 @@ class Plan(NamedTuple):
     config: Config
 
 
-class Costs(NamedTuple):
-    """The work of a step, and who does it how fast."""
-
-    work: Workload
-    cluster_of: Callable[[Config, Placement], Cluster]
-    said: list[str]  # what is assumed
-    device: float = 0.0  # bytes of one, if it is known
-
-
 class Result(NamedTuple):
     plan: Plan
     seconds: float  # of a step
     tokens: float  # of the answers that a step trains on, and ...
     prompts: float  # ... of their prompts
     idle: float  # part of all ranks' time
-    phases: dict[str, float]  # seconds of a step's slowest rank, by PHASES
-
-
-# ---------------------------------------------------------------- as fast as a finished run
-
-
-def costs_like(known: Known, config: Config) -> Costs:
-    """The costs of a finished run. UserError if a setting that they depend on is another."""
-    there = known.settings
-    for name in SAME:
-        if there[name] != vars(config)[name]:
-            here = f"it is {vars(config)[name]}: a token takes other seconds"
-            raise UserError(
-                f"--like: --{name.replace('_', '-')} was {there[name]} there, here {here}"
-            )
-    counts = [len(config_from(there).judge_models), len(config.judge_models)]
-    if counts[0] != counts[1]:
-        raise UserError(f"--like: {counts[0]} judges were there, {counts[1]} are here")
-    work = work_of(known, config)
-    own = own_config(known)
-    learning = Cluster(engines_of(known, own), Passes(1e-6, stages=own.pp), **judges_of(known, own))
-    facts = simulation_of(own, known.ranks, work_of(known, own), learning).run()
-    token_s = 1e-6 * known.learning_s / statistics.fmean(f.seconds["train"] for f in facts[1:])
-    said = [f"lengths: of {sum(known.lengths):.0f} answers of its last {known.steps} steps"]
-    said += [f"{known.critique:.0f} tokens a critique, {known.asked:.2f} critiques an answer"]
-    for name, (fixed, each, read, prefill) in known.paces.items():
-        role = name if name == "rollout" else f"judge {name}"
-        pace = f"{1e3 * fixed:.3g} ms a decode step and {1e3 * each:.3g} ms a sequence"
-        said.append(f"{role}: {pace}, {1e3 * read:.3g} ms to read, {1e3 * prefill:.3g} ms a token")
-    said += [f"training: {1e6 * token_s:.3g} us a token forward, whatever the number of ranks"]
-    moves = (
-        f"an engine sleeps or wakes in {known.engine_s:.3g} s, a trainer in {known.trainer_s:.3g} s"
-    )
-    said += [f"{moves}, a push takes {known.seconds['sync']:.3g} s"]
-    differs = [name for name in ALIKE if as_list(there[name]) != as_list(vars(config)[name])]
-    said += [f"--{name.replace('_', '-')} is as large as it was there" for name in differs]
-    return Costs(work, partial(cluster_like, known, token_s), said)
-
-
-def as_list(value: str | list | tuple) -> list[str]:
-    """Return model directories, wherever the run was started."""
-    return [os.path.realpath(each) for each in ([value] if isinstance(value, str) else value)]
-
-
-def work_of(known: Known, config: Config) -> Workload:
-    most = config.max_new_tokens
-    critique = Lengths(known.critique, 0.0, max(1, config.judge_max_new_tokens))
-    answer = Drawn(0, 0, most, tuple(known.lengths))
-    differ = known.asked if known.asked < 0.95 else 1.0
-    return Workload(known.prompt, answer, critique, known.keep, judged=known.judged, differ=differ)
-
-
-def own_config(known: Known) -> Config:
-    """The settings of the finished run, by the split of its last step."""
-    mode, ranks, _, tail = known.split
-    mode = dict(mode=mode, rollout_ranks=ranks if mode == "partial" else 0, rebalance=False)
-    return replace(config_from(known.settings), **mode, tail=tail or known.settings["tail"])
-
-
-def engines_of(known: Known, config: Config) -> dict[str, EngineCosts]:
-    """The engines of both roles; of several judges each has its own (judges_of)."""
-    found = {}
-    for name, (fixed, each, read, prefill) in known.paces.items():
-        most = config.max_running_requests
-        found[name] = EngineCosts(fixed, each, 0.0, prefill, most, read=read, apart=APART)
-    return {"rollout": found["rollout"], "genrm": found.get("0", found["rollout"])}
-
-
-def judges_of(known: Known, config: Config) -> dict[str, tuple[EngineCosts, ...]]:
-    judges = []
-    for number in range(len(config.judge_models)):
-        fixed, each, read, prefill = known.paces[str(number)]
-        most = config.max_running_requests
-        judges.append(EngineCosts(fixed, each, 0.0, prefill, most, read=read, apart=APART))
-    return {"judges": tuple(judges)}
-
-
-def cluster_like(known: Known, token_s: float, config: Config, placement: Placement) -> Cluster:
-    engine = Moves(known.engine_s, known.engine_s)
-    moves = {"genrm": engine, "rollout": engine._replace(push_s=known.seconds["sync"])}
-    moves["train"] = Moves(known.trainer_s, known.trainer_s)
-    learned = Passes(token_s, stages=config.pp)
-    return Cluster(engines_of(known, config), learned, moves=moves, **judges_of(known, config))
-
-
-# ---------------------------------------------------------------- as a data sheet says
-
-
-def costs_of_sheet(path: Path, config: Config) -> Costs:
-    """The costs of a devices file, and lengths that are a guess. UserError names the file and the key."""
-    where = f"--devices {path}"
-    try:
-        sheet = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{where}: {error}") from None
-    if unknown := sheet.keys() - SHEET.keys() - {"source"}:
-        raise UserError(f"{where}: {min(unknown)} is none of source, {', '.join(SHEET)}")
-    for name, keys in SHEET.items():
-        table = sheet.get(name, {})
-        if not isinstance(table, dict) or (unknown := table.keys() - {*keys}):
-            raise UserError(f"{where}: {min(unknown)} in [{name}] is none of {', '.join(keys)}")
-        for key in keys:
-            if not (isinstance(table.get(key), int | float) and 0 <= table[key] < float("inf")):
-                raise UserError(f"{where}: [{name}] needs {key}, a number")
-    models = (config.model, *config.judge_models, *([config.critic] if config.critic else []))
-    for each in models:
-        model_of(each)
-    most = config.max_new_tokens
-    answer = Lengths(most / 6, 0.8, most)
-    critique = Lengths(config.judge_max_new_tokens / 4, 0.5, config.judge_max_new_tokens)
-    keep = 0.7 if algorithm_of(config).filters else 1.0
-    work = Workload(512, answer, critique, keep)
-    said = [f"GUESSED: answers of {most / 6:.0f} tokens in the median, log-normal with sigma 0.8"]
-    said += [f"GUESSED: critiques of {critique.median:.0f}, prompts of 512 tokens"]
-    said += [f"GUESSED: {keep:.0%} of the groups are trained on; give --like RUN once you have one"]
-    said += [f"devices: {sheet.get('source', 'no source is named')}"]
-    device = sheet["device"]["memory"]
-    return Costs(work, partial(cluster_of_sheet, sheet), said, device)
-
-
-def model_of(path: str) -> Model:
-    """The sizes of a model by its config.json alone. UserError."""
-    found = read_model_config(path)
-    with readable(f"{path}/config.json"):
-        hf = found.get("text_config", found)  # of a model that sees
-        heads = hf["num_attention_heads"]
-        head = hf.get("head_dim") or hf["hidden_size"] // heads
-        keys = head * hf["num_key_value_heads"]
-        table = hf["vocab_size"] * (1 if hf.get("tie_word_embeddings") else 2)
-        layer = 2 * head * heads + 2 * keys + 3 * hf["intermediate_size"]
-        params = hf["hidden_size"] * (table + hf["num_hidden_layers"] * layer)
-        return Model(params, hf["num_hidden_layers"], hf["hidden_size"], keys)
-
-
-def cluster_of_sheet(sheet: dict, config: Config, placement: Placement) -> Cluster:
-    """UserError if an engine's weights don't fit."""
-    device = Device(**sheet["device"])
-    policy = model_of(config.model)
-    rates = {name: sheet["engine"][name] for name in ("weights", "kv", "prefill", "layer_s")}
-
-    def engine(model: Model, tp: int) -> Decode:
-        found = decode_of(model, device, tp, memory=config.mem_fraction, **rates)
-        own = dict(each=found.each + sheet["engine"]["sequence_s"])
-        return replace(found, most=config.max_running_requests, **own)
-
-    def learned(model: Model, shape: Shape) -> Passes:
-        sent = (4 + BF16_BYTES) * model.params / (shape.tp * shape.pp) * (shape.dp - 1) / shape.dp
-        band = device.link if len(shape.ranks) <= 8 else device.network
-        update = sheet["trainer"]["update_s"] + sent / band
-        how = (device, shape.tp * shape.pp, sheet["trainer"]["mfu"], shape.tp)
-        return passes_of(model, *how, stages=shape.pp, update=update)
-
-    actor = placement.actor
-    critic = model_of(config.critic or config.model)
-    states = policy.params / (actor.tp * actor.pp) * (2 + 4 + 12 / actor.dp) / device.host
-    serve = policy.bytes / config.rollout_tp
-    push = serve / (device.network if placement.is_apart else device.host)
-    judges = [model_of(path) for path in config.judge_models]
-    judge = max((each.bytes / config.genrm_tp for each in judges), default=0.0) / device.host
-    moves = {"rollout": Moves(serve / device.host, serve / device.host, push)}
-    moves |= {"genrm": Moves(judge, judge), "train": Moves(states, states)}
-    rollouts = engine(policy, config.rollout_tp)
-    return Cluster(
-        {"rollout": rollouts, "genrm": rollouts},
-        learned(policy, actor),
-        learned(critic, placement.critic),
-        learned(policy, placement.reference),
-        moves=moves,
-        judges=tuple(engine(each, config.genrm_tp) for each in judges),
-    )
+    phases: dict[str, float]  # seconds of a step's slowest rank, by COLORS
 
 
 # ---------------------------------------------------------------- plans
@@ -320,34 +115,6 @@ def thinned(items: list, most: int) -> list:
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) -> Simulation:
-    """The controllers of a run. Rules beside judges take no time; without judges one stands for all."""
-    settings = {name: vars(config)[name] for name in SETTINGS}
-    least, most = STEPS
-    steps = WORK // (config.prompts_per_step * config.answers_per_prompt + 8 * ranks)
-    # the last step serves nothing ahead, and isn't counted either
-    settings["steps"] = max(least, min(most, steps)) + config.ahead
-    settings |= dict(
-        judge=("JUDGE",) * len(config.judge), cost_judge=("JUDGE",) * len(config.cost_judge)
-    )
-    rule = (f"simulated:{work.keep:.6f}",)
-    settings["rule"] = () if config.judge else rule
-    if "cost" in algorithm_of(config).signals and not config.cost_judge:
-        settings["cost_rule"] = rule
-    formats = []
-    for judge in genrm.formats_of(config):
-        name = "simulated scores" if judge.scores else "simulated"
-        formats.append(f"{name}, {judge.judgements}")
-        genrm.FORMATS[formats[-1]] = replace(genrm.FORMATS[name], judgements=judge.judgements)
-    settings["judge_format"] = tuple(formats)
-    most = work.answer.most
-    longest_s = cluster.decode["rollout"].seconds(most, 1, 0)
-    # few ranks meet after a 200th of the longest answer at least, many, whose meetings cost, after a 25th
-    meeting_s = max(rollout.MEETING_INTERVAL_S, longest_s * min(ranks, 64) / 1600)
-    cluster = replace(cluster, grain=max(1, most // GRAINS), meeting_s=meeting_s)
-    return Simulation(config.mode, ranks, work, cluster, **settings)
-
-
 def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
     """The step that a plan takes, or why it can't be."""
     config = plan.config
@@ -365,7 +132,7 @@ def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
     first, *counted = facts[: -1 if config.ahead else None]
     seconds = (counted[-1].ended_s - first.ended_s) / len(counted)
     mean = {}
-    for name in ("serve", "train", "switch", "sync"):
+    for name in PHASES:
         mean[name] = statistics.fmean(step.seconds[name] for step in counted)
     if not config.ahead:  # what else sleeps and wakes is a part of serving or training
         between = seconds - mean["serve"] - mean["train"] - mean["sync"]
@@ -449,7 +216,7 @@ def draw(results: list[Result], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(results)), layout="constrained")
     for place, result in enumerate(results):
         left = 0.0
-        for name, color in PHASES.items():
+        for name, color in COLORS.items():
             label = name if place == 0 else None
             axes.barh(place, result.phases[name], left=left, color=color, label=label)
             left += result.phases[name]
