@@ -101,7 +101,10 @@ def read_run(run: Path) -> Known:
     rows = rows_of(run, "metrics.jsonl", "time/step_s")
     served = rows_of(run, "history.jsonl", "serve_s")
     with readable(f"{where}: history.jsonl"):
-        history = [StepStats.of_json({k: v for k, v in r.items() if k != "step"}) for r in served]
+        history = []
+        for row in served:
+            del row["step"]
+            history.append(StepStats.of_json(row))
     first = rows[-LAST_SPANS:][0]["step"]
     events = tl.read(run / "spans", first)
     with readable(f"{where}: what is in metrics.jsonl, history.jsonl, spans/"):
@@ -145,6 +148,9 @@ def known_of(
     engine_s = sum(step.swap_s for step in history) / verbs if verbs else outside_s / 2
     held = Counter(rank for shape in models_of(config, placement) for rank in shape.ranks)
     asked = genrm.requests / max(1, sum(judge.judgements for judge in judges))
+    seconds = {}
+    for name in TIMES:
+        seconds[name] = fmean(row[f"time/{name}_s"] for row in rows)
     return Known(
         settings=settings,
         ranks=ranks,
@@ -157,7 +163,7 @@ def known_of(
         asked=min(1.0, asked / max(1, sum(lengths))),
         keep=1 - fmean(row["reward/zero_std_frac"] for row in rows),
         paces=[[*pace] for pace in paces],
-        seconds={name: fmean(row[f"time/{name}_s"] for row in rows) for name in TIMES},
+        seconds=seconds,
         learning_s=learning_s,
         engine_s=engine_s,
         trainer_s=(inside_s + max(0.0, outside_s - 2 * engine_s)) / (2 * max(held.values())),
@@ -298,7 +304,8 @@ def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = No
     most = config.max_running_requests
     step_s = took.sum() / max(1.0, tokens.sum())
     # (seconds of a step, and of each sequence): at first all steps are alike
-    fixed, each = step_s, 0.0
+    fixed = step_s
+    each = 0.0
     for _ in range(5):
         columns = [columns_of(rows, fixed, each, most) for rows in engines]
         reads, beside = map(np.concatenate, zip(*columns, strict=True))

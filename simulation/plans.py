@@ -230,13 +230,18 @@ def draw(results: list[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def report(arguments: list[str]) -> None:
-    """Simulate what the words ask for, and print it. UserError."""
+def parser_of_words() -> Parser:
+    """The parser of the words that are no settings of a run."""
     parser = Parser(allow_abbrev=False, add_help=False)
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--like", type=Path)
     parser.add_argument("--devices", type=Path)
-    given, words = parser.parse_known_args(arguments)
+    return parser
+
+
+def report(arguments: list[str]) -> None:
+    """Simulate what the words ask for, and print it. UserError."""
+    given, words = parser_of_words().parse_known_args(arguments)
     if bool(given.like) == bool(given.devices):
         needed = "--like RUN, the folder of a finished run, or --devices FILE.toml"
         raise UserError(f"--simulate needs one of {needed}")
