@@ -26,6 +26,7 @@ from placement import make_placement
 from reporting import timeline as tl
 from runtime.atomic_files import complete_rows
 from runtime.errors import UserError
+from scheduling.fusion import histogram
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, RequestStats, StepStats
 from simulation.cluster import Cluster, Costs, Lengths, Workload, simulation_of
@@ -38,7 +39,7 @@ SAME = ("tp", "pp", "cp", "rollout_tp", "genrm_tp", "dtype", "device", "recomput
 ALIKE = ("model", "judge", "cost_judge", "critic")
 LAST = 10  # steps that count: lengths change as a policy learns
 LAST_SPANS = 5  # of these, those whose requests are looked at one by one
-PRIOR = 1e-3  # how much a request's guess weighs, beside what was measured of it
+PRIOR = 1e-2  # how much a request's guess weighs, beside what was measured of it
 TIMES = ("step", "serve", "train", "switch", "sync", "save")
 
 
@@ -72,9 +73,9 @@ class Known:
     split: list  # the last step's
     steps: int  # that count
     lengths: list[float]  # of the answers: see fusion.histogram
-    prompt: int  # tokens, as the next three
-    critique: float
-    judged: int  # that a judge reads of an answer
+    critiques: list[float]  # likewise, of the last steps
+    prompt: int  # tokens
+    judged: int  # tokens that a judge reads of an answer
     asked: float  # critiques of each judge for an answer: fewer than 1 where answers are alike
     keep: float  # part of the groups that are trained on
     paces: list[list[float]]  # each as Pace: of rollout's engines, then of each judge's
@@ -105,8 +106,8 @@ def read_run(run: Path) -> Known:
         for row in served:
             del row["step"]
             history.append(StepStats.of_json(row))
-    first = rows[-LAST_SPANS:][0]["step"]
-    events = tl.read(run / "spans", first)
+    newest = rows[-LAST_SPANS:]
+    events = tl.read(run / "spans", newest[0]["step"], newest[-1]["step"])
     with readable(f"{where}: what is in metrics.jsonl, history.jsonl, spans/"):
         return known_of(settings, ranks, rows, history, events)
 
@@ -138,9 +139,11 @@ def known_of(
     if ("rollout", 0) not in requests:
         raise ValueError("no request of an engine is there")
     paces = [pace_of(requests["rollout", 0], config, unread_of(rollout))]
+    critiques = []
     for number in range(len(judges)):
         own = requests.get(("genrm", number), {})
         paces.append(pace_of(own, config, unread_of(genrm), paces[0]))
+        critiques += [tokens for rows in own.values() for _, _, tokens in rows]
     learning_s, inside_s, outside_s = learning_and_moves(events)
     # in partial mode judges wake while rollout stays awake, else one role sleeps and the other wakes
     verbs = sum(step.genrm.wakes + step.rollout.wakes for step in history)
@@ -157,8 +160,8 @@ def known_of(
         split=[*history[-1].split],
         steps=len(rows),
         lengths=lengths,
+        critiques=[*histogram(critiques)] or [1],
         prompt=round(rollout.prompt_tokens / max(1, rollout.requests)),
-        critique=genrm.tokens / max(1, genrm.requests),
         judged=round(genrm.prompt_tokens / max(1, genrm.requests)),
         asked=min(1.0, asked / max(1, sum(lengths))),
         keep=1 - fmean(row["reward/zero_std_frac"] for row in rows),
@@ -239,13 +242,13 @@ def costs_like(known: Known, config: Config) -> Costs:
     facts = simulation_of(own, known.ranks, work_of(known, own), cluster).run()
     token_s = 1e-6 * known.learning_s / fmean(step.seconds["train"] for step in facts[1:])
     said = [f"lengths: of {sum(known.lengths):.0f} answers of its last {known.steps} steps"]
-    said += [f"{known.critique:.0f} tokens a critique, {known.asked:.2f} critiques an answer"]
+    said += [f"{known.asked:.2f} critiques an answer; their lengths are those there, too"]
     for number, pace in enumerate(known.paces):
         role = f"judge {number - 1}" if number else "rollout"
         step, each, read, prefill = (f"{1000 * seconds:.3g} ms" for seconds in pace)
         decode = f"{step} a decode step, {each} more a sequence"
         said += [f"{role}: {decode}; {read} to read prompts, {prefill} more a token"]
-    said += [f"training: {1e6 * token_s:.3g} us a token forward, on any number of ranks"]
+    said += [f"training: {1e6 * token_s:.3g} us a token forward, of any model, on any ranks"]
     moves = f"engines sleep and wake in {known.engine_s:.2g} s, trainers in {known.trainer_s:.2g} s"
     said += [f"{moves}; a push takes {known.seconds['sync']:.2g} s"]
     for name in ALIKE:
@@ -268,7 +271,7 @@ def own_config(known: Known) -> Config:
 
 
 def work_of(known: Known, config: Config) -> Workload:
-    critique = Lengths(known.critique, 0.0, config.judge_max_new_tokens)
+    critique = Drawn(0, 0, config.judge_max_new_tokens, tuple(known.critiques))
     answer = Drawn(0, 0, config.max_new_tokens, tuple(known.lengths))
     differ = known.asked if known.asked < 0.95 else 1.0
     return Workload(known.prompt, answer, critique, known.keep, judged=known.judged, differ=differ)
@@ -319,7 +322,12 @@ def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = No
         scale = np.sqrt(PRIOR * np.square(took).sum())
         rows = np.concatenate([matrix * guess, scale * np.eye(3)])
         right = np.concatenate([took, scale * np.ones(3)])
-        read, fixed, each = guess * np.maximum(0.0, np.linalg.lstsq(rows, right)[0])
+        found = np.linalg.lstsq(rows, right)[0]
+        if min(found) < 0:  # nothing takes less than no time: the others say it all
+            left = found > 0
+            found = np.zeros(3)
+            found[left] = np.maximum(0.0, np.linalg.lstsq(rows[:, left], right)[0])
+        read, fixed, each = guess * found
     burst = len(took) / max(1, sum(len(bursts_of(rows, fixed)) for rows in engines))
     # a pass that reads prompts takes a decode step at least
     prefill = max(0.0, read - fixed) / max(1.0, unread * burst)

@@ -24,8 +24,10 @@ CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
 # and 12,000 words were meant
 MOST_LINES = 14_720  # of the product, examples/finetune.py counted; clips took 429
 MOST_ROOT_LINES = 4_490
-MOST_OUTSIDE = 2_330  # simulation/, papers/
-MOST_BENCH = 2_590
+MOST_OUTSIDE = (
+    3_470  # simulation/, papers/; --simulate and the runs that it is held against took 1,000
+)
+MOST_BENCH = 2_320
 MOST_TEST_LINES = 19_460  # 1.30 for a line of product and of cpu/decoder.cpp; 1.15 were meant
 MOST_WORDS = 14_000  # of docs/, without the pages that a command writes
 MOST_FLAGS = 62  # of run.py rl; a clip has its frames by two: a rate, and a bound
