@@ -9,6 +9,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from config import parse_config
+from papers import plans as measured_plans
+from papers.tables import Paper, Point
 from runtime.errors import UserError
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
@@ -195,3 +197,26 @@ def test_the_words_are_run_pys():
     ):
         done = subprocess.run([sys.executable, "run.py", *words.split()], **how)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_it_says_how_far_it_was_off(tmp_path, monkeypatch):
+    """By the rows of plans that were measured; nothing is claimed without."""
+    monkeypatch.setattr(plans, "ROWS", tmp_path / "rows.csv")
+    assert "weren't checked" in plans.checked()
+    rows = ["figure,published,simulated,kind", '"plans, demo",10,12,predicted']
+    rows += ['"plans, demo",10,10,fitted', '"plans, PPO",10,9.9,predicted', "tail,1,2,predicted"]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    assert "off by 10% in the median, 20% at most (2 of" in plans.checked()
+
+
+def test_measured_plans_are_predicted_of_one(finished, tmp_path, monkeypatch):
+    known = {"plans, demo": asdict(read_run(finished))}
+    (tmp_path / "known.json").write_text(json.dumps(known))
+    monkeypatch.setattr(measured_plans, "KNOWN", tmp_path / "known.json")
+    points = []
+    for setting in ("colocate: full", "colocate: 2|2"):
+        cells = ("plans, demo", "nanoYATT", setting, "4", "step", "s", "9", "0", "RUN", "", "", "")
+        points.append(Point(*cells))
+    rows = measured_plans.rows_of("plans, demo", Paper(points, {}))
+    assert [row.kind for row in rows] == ["fitted", "predicted"] and all(row.error for row in rows)
+    assert measured_plans.rows_of("plans, PPO", Paper(points, {})) == []
