@@ -453,7 +453,7 @@ def files_of(spec: str) -> list[Path]:
 
 def truncate_to(out: Path, step: int) -> float:
     """Drop what is recorded of steps from `step` on, to be done again. Returns when the rest ended (s)."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in ("metrics.jsonl", "history.jsonl", "samples.jsonl"):
         atomic_files.keep_rows(out / name, lambda row: row["step"] < step)
     for folder in [*out.glob("checkpoints/step_*"), *out.glob("hf*/step_*")]:
         if PARTIAL in folder.name:

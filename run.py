@@ -5,6 +5,7 @@ A rank is a process, with a GPU or a part of the CPU:
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
+    WORLD_SIZE=8 python run.py --dry-run --simulate --like RUN        what a step would take, by plan
     python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
 """
@@ -74,6 +75,10 @@ def start(arguments: list[str], stop: Stop) -> str:
         raise UserError(f"{word} is an example now: {command}")
     if word == "check":
         sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
+    if "--simulate" in arguments and os.environ.get("RANK", "0") == "0":
+        dry_run.simulate(arguments)
+    if "--simulate" in arguments:
+        return ""
     config = parse_config(arguments, __doc__)
     if config.command == "eval" and "RANK" not in os.environ:
         os.environ |= ALONE

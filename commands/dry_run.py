@@ -1,4 +1,5 @@
-"""Checks before a run. `--dry-run`: who would run where, in how much memory; `check`: what is free here."""
+"""Checks before a run. `--dry-run`: who would run where, in how much memory, with `--simulate` how fast under
+each plan; `check`: what is free here."""
 
 import os
 import platform
@@ -7,7 +8,7 @@ import shutil
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import psutil
 
@@ -19,6 +20,7 @@ from genrm import formats_of
 from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
+from runtime.errors import UserError
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
 
@@ -58,6 +60,16 @@ def grid(rank: int, shape: Shape) -> dict[str, int]:
     rest, cp = divmod(rest, shape.cp)
     pp, dp = divmod(rest, shape.dp)
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+
+
+def simulate(arguments: list[str]) -> NoReturn:
+    """Become the process that prints what the run would take under each plan."""
+    if "--dry-run" not in arguments:
+        raise UserError("--simulate starts nothing: it goes with --dry-run")
+    root = Path(__file__).parents[1]
+    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = paths
+    os.execv(sys.executable, [sys.executable, "-m", "simulation.plans", *arguments])
 
 
 class Row(NamedTuple):

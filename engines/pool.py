@@ -139,8 +139,8 @@ class Pool:
 
     def pop_stats(self) -> RequestStats:
         """Return the figures of the requests since the last call; the timeline gets them, too."""
-        for rank, (sent, end, *_) in self._served:
-            self.timeline.add("span", self.role, rank, sent, end)
+        for rank, (sent, end, tokens, *_) in self._served:
+            self.timeline.add("span", self.role, rank, sent, end, tokens=tokens)
         stats = RequestStats.of([row for _, row in self._served], self._wakes)
         self._served = []
         self._wakes = 0

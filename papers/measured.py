@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.paced import SetUp, command_of, measure, serving_s
+from papers import plans
+from papers.paced import SetUp, command_of, measure, serving_s
 from papers.tables import ROOT, Constants, Paper, Row, command, read_constants
 from simulation.engine import EngineCosts
 
@@ -49,7 +50,7 @@ def measure_modes(quick: bool) -> None:
     measure([line], MEASURED, lambda _, workload, side: (workload, side))
 
 
-FIGURES = {name: partial(rows_of, name) for name in NAMES}
+FIGURES = {name: partial(rows_of, name) for name in NAMES} | plans.FIGURES
 
 if __name__ == "__main__":
     sys.exit(command("measured", __doc__, FIGURES, sys.argv[1:], measure=measure_modes))

@@ -1,14 +1,15 @@
 """Metrics and texts of a step.
 
 Controllers send small facts to rank 0, which works out the metrics and writes them. Files under --out:
-metrics.jsonl (an object a step), samples.jsonl, tensorboard/; at the end trace.json and timeline.png.
+metrics.jsonl (an object a step), history.jsonl (what it measured while it served), samples.jsonl,
+tensorboard/; at the end trace.json and timeline.png.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import comb
 from pathlib import Path
@@ -123,7 +124,8 @@ class Report:
         gathered = await self.world.gather_on_0(facts)
         if not self._writer:
             return
-        metrics = summarize(gathered) | serving_metrics(c.state.history[-1], self.config) | stats
+        served = c.state.history[-1]
+        metrics = summarize(gathered) | serving_metrics(served, self.config) | stats
         read_and_written = metrics["rollout/prompt_tokens"] + metrics["rollout/tokens"]
         metrics |= {
             "rollout/groups_per_kept": c.state.groups_per_kept,
@@ -134,7 +136,7 @@ class Report:
         }
         shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
         await self.written()
-        work = partial(self._write, step, metrics | self._evaluated, shown)
+        work = partial(self._write, step, metrics | self._evaluated, served, shown)
         self._writing = asyncio.get_running_loop().run_in_executor(None, work)
         self._evaluated = {}
         self._ended = now
@@ -147,11 +149,12 @@ class Report:
                 f"are lacking after {batch.waves} waves: too many had equal rewards"
             )
 
-    def _write(self, step: int, metrics: Metrics, shown: list[Sample]) -> None:
+    def _write(self, step: int, metrics: Metrics, served: StepStats, shown: list[Sample]) -> None:
         for sample in shown:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
             row["response"] = self.decode(sample.response)
             atomic_files.append(self.out / "samples.jsonl", [row])
+        atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
         self._writer.write(step, metrics)
 
     async def written(self) -> None:

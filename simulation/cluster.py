@@ -12,9 +12,10 @@ import math
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import controller
@@ -32,6 +33,7 @@ from engines.engine import Request, Sampling, seed_of
 from reporting import timeline as tl
 from rollout import RolloutBatch
 from sample import Key, Sample
+from scheduling.layout import Placement
 from scheduling.measured import StepStats
 from simulation.clock import VirtualClock, end_all
 from simulation.costs import Decode, Passes
@@ -41,9 +43,30 @@ from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
 
 PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
+SETTINGS = (
+    "algorithm",
+    "prompts_per_step",
+    "answers_per_prompt",
+    "over_dispatch",
+    "updates_per_step",
+)
+SETTINGS += ("rollout_tp", "genrm_tp", "tp", "pp", "cp", "schedule", "seed", "placement", "ahead")
+SETTINGS += ("tail", "rollout_ranks")  # of a user's run that are a simulation's, too
+STEPS = (3, 20)  # of it, at least, at most
+WORK = 2500  # of samples, and of 8 for each rank, in all of them
+GRAINS = 256  # tokens of the longest answer, at most: one stands for several
 SCORER = genrm.JudgeFormat(str, None, full_response=True, scores=True)
 WRITER = replace(SCORER, prompt=genrm.chat_prompt, parse="right".__eq__, scores=False)
 genrm.FORMATS |= {"simulated": WRITER, "simulated scores": SCORER}
+rewards.RULES[r"simulated:(?P<keep>[\d.]+)"] = lambda sample, keep: float(
+    is_right(float(keep), 0, sample.prompt_id, sample.index)
+)
+
+
+def is_right(keep: float, seed: int, prompt_id: int, index: int) -> bool:
+    """Tell if an answer is right. All are, of a group whose rewards don't differ."""
+    differs = random.Random(repr(("keep", seed, prompt_id))).random() < keep
+    return index % 2 == 0 or not differs
 
 
 @dataclass(frozen=True)
@@ -68,10 +91,13 @@ class Workload:
     critique: Lengths
     keep: float = 1.0  # part of the groups whose rewards differ
     seed: int = 0
+    judged: int = 0  # tokens that a judge reads of each answer; 0: of its prompt and of itself
+    differ: float = (
+        1.0  # part of a group's answers that differ: a judge is asked once about those alike
+    )
 
     def is_right(self, prompt_id: int, index: int) -> bool:
-        differs = random.Random(repr(("keep", self.seed, prompt_id))).random() < self.keep
-        return index % 2 == 0 or not differs
+        return is_right(self.keep, self.seed, prompt_id, index)
 
 
 @dataclass(frozen=True)
@@ -85,8 +111,18 @@ class Cluster:
     moves: dict[str, Moves] = field(default_factory=dict)  # by role; "train": of trainers
     speed_up: float = 1.0  # of actor and critics in one pipeline
     scores: bool = False  # the judge is a scalar reward model
+    judges: tuple[Decode, ...] = ()  # the engines of each judge; default: as decode["genrm"]
     grain: int = 1
     meeting_s: float = 1.0  # controllers that serve meet at least this often
+
+
+class Costs(NamedTuple):
+    """The work of a step, and who does it how fast."""
+
+    work: Workload
+    cluster_of: Callable[[Config, Placement], Cluster]
+    said: list[str]  # what is assumed
+    device: float = 0.0  # bytes of one, if it is known
 
 
 class Author:
@@ -143,7 +179,14 @@ class Author:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))
 
     def text_of(self, answer: list[int], **_: Any) -> str:
-        return f"{answer[-1] - 1} {len(answer)}"
+        index = answer[-1] - 1
+        if self.workload.differ < 1:
+            number, part = divmod(self.workload.differ * self._config.answers_per_prompt, 1)
+            number = max(2, number + (random.Random(repr(answer)).random() < part))
+            index = int(index % number)
+        judged = self.workload.judged
+        tokens = self._coarse(judged) - self._prompt if judged else len(answer)
+        return f"{index} {max(0, tokens)}"
 
     def decode(self, critique: list[int], **_: Any) -> str:
         return "right" if critique[0] else "wrong"
@@ -203,17 +246,20 @@ class Simulation:
     def _engines(self, role: str) -> list[SimulatedEngine]:
         """Make an engine on each rank that leads one in some split."""
         cluster = self.cluster
-        costs = coarse(cluster.decode[role], cluster.grain)
-        capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
+        formats = genrm.formats_of(self.config)
         moves = cluster.moves.get(role, Moves())
-        write = self._author.answer
-        judges = 0
-        if role == "genrm":
-            judges = len(self.config.judge_models)
-            write = self._author.rate if cluster.scores else self._author.critique
         engines = []
         for rank in sorted({r for split in self.splits for r in self.placement.leads(role, split)}):
-            model = self.placement.judge_of(rank, judges) if judges else 0
+            model = 0
+            decode = cluster.decode[role]
+            write = self._author.answer
+            if role == "genrm":
+                model = self.placement.judge_of(rank, len(self.config.judge_models))
+                decode = cluster.judges[model] if cluster.judges else decode
+                scores = formats[model].scores
+                write = self._author.rate if scores else self._author.critique
+            costs = coarse(decode, cluster.grain)
+            capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
             how = (model, costs, moves, capacity, write, self.clock)
             engines.append(SimulatedEngine(role, rank, *how))
         return engines
@@ -340,3 +386,31 @@ def coarse(costs: Decode | Passes, grain: float) -> EngineCosts | Passes:
     scaled = {name: vars(own)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
     scaled |= dict(context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain)
     return replace(own, **scaled)
+
+
+def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) -> Simulation:
+    """The controllers of a run. Rules beside judges take no time; without judges one stands for all."""
+    settings = {name: vars(config)[name] for name in SETTINGS}
+    least, most = STEPS
+    steps = WORK // (config.prompts_per_step * config.answers_per_prompt + 8 * ranks)
+    # the last step serves nothing ahead, and isn't counted either
+    settings["steps"] = max(least, min(most, steps)) + config.ahead
+    settings |= dict(
+        judge=("JUDGE",) * len(config.judge), cost_judge=("JUDGE",) * len(config.cost_judge)
+    )
+    rule = (f"simulated:{work.keep:.6f}",)
+    settings["rule"] = () if config.judge else rule
+    if "cost" in algorithm_of(config).signals and not config.cost_judge:
+        settings["cost_rule"] = rule
+    formats = []
+    for judge in genrm.formats_of(config):
+        name = "simulated scores" if judge.scores else "simulated"
+        formats.append(f"{name}, {judge.judgements}")
+        genrm.FORMATS[formats[-1]] = replace(genrm.FORMATS[name], judgements=judge.judgements)
+    settings["judge_format"] = tuple(formats)
+    most = work.answer.most
+    longest_s = cluster.decode["rollout"].seconds(most, 1, 0)
+    # few ranks meet after a 200th of the longest answer at least, many, whose meetings cost, after a 25th
+    meeting_s = max(rollout.MEETING_INTERVAL_S, longest_s * min(ranks, 64) / 1600)
+    cluster = replace(cluster, grain=max(1, most // GRAINS), meeting_s=meeting_s)
+    return Simulation(config.mode, ranks, work, cluster, **settings)

@@ -19,6 +19,7 @@ from algorithms import ALGORITHMS, Settings
 from config import dashed, parse_config
 from examples import finetune
 from examples.finetune import FinetuneConfig
+from simulation import plans
 from tests import ROOT
 from training import model
 
@@ -26,7 +27,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
-ROOMS = ("bench", "papers", "reporting", "tests", "tests/runs")
+ROOMS = ("bench", "papers", "reporting", "simulation", "tests", "tests/runs")
 PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
 FINETUNE = "examples/finetune.py"
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
@@ -105,6 +106,10 @@ def check_run(words: list[str]) -> None:
         finetune.placement_of(finetune.parse_command(arguments), ranks)
         return
     arguments = words[words.index("run.py") + 1 :]
+    if "--simulate" in arguments:
+        parser = plans.parser_of_words()
+        ranks = int(words[0].removeprefix("WORLD_SIZE="))
+        _, arguments = parser.parse_known_args(arguments)
     config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)
     if words[0].endswith("torchrun"):
         run.check_settings(config, ranks)

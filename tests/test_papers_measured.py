@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from bench.paced import serving_s
 from papers import measured
+from papers.paced import serving_s
 from papers.tables import ROOT, Paper, read_constants, read_points
 
 PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.toml"))

@@ -148,6 +148,7 @@ def test_parts_of_an_answer_come_as_one():
         assert answer.logprobs == [-token / 1000 for token in answer.tokens]
         assert (answer.sent, answer.end, answer.finish) == (0, length, "stop")
     assert stats.tokens == sum(lengths.values()) and len(spans) == stats.requests == 3
+    assert [span.args["tokens"] for span in spans] == sorted(lengths.values())
 
 
 def test_its_own_tokens_are_not_counted_twice():

@@ -21,6 +21,7 @@ from tests.support.fakes import FakeWorld
 
 CONFIG = replace(parse_config([]), model="M", judge=("J",))
 SETTINGS = vars(CONFIG)
+RECORDS = ("metrics.jsonl", "history.jsonl", "samples.jsonl")
 FILES = {"common.json", "megatron/__0_0.distcp"}
 
 
@@ -45,7 +46,7 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
     timed = [{"time/step_s": 1.0}] * 40 + [{}]
     facts = [{"step": step, "x": 0.1 + step} | timed[step] for step in range(rows)]
     lines = [json.dumps(row) + "\n" for row in facts]
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in RECORDS:
         (out / name).write_text("".join(lines) + '{"step": 25, "x": 0.')
     for step in range(rows):
         events = [timeline.Event("span", "train", 0, step, step + 0.5, step)]
@@ -111,7 +112,7 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
     point, lines = prepared(out)
     assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5)
     assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
-    assert steps_of(out / "metrics.jsonl") == steps_of(out / "samples.jsonl") == list(range(20))
+    assert [steps_of(out / name) for name in RECORDS] == [list(range(20))] * 3
     assert [event.step for event in timeline.read(out / "spans")] == [n // 2 for n in range(40)]
     row = json.loads((out / "metrics.jsonl").read_text().splitlines()[3])
     assert row == {"step": 3, "x": 3.1, "time/step_s": 1.0}

@@ -1,0 +1,364 @@
+"""What a finished run tells of the next one: lengths, and the seconds that its engines and trainers took.
+
+Its folder has it all: config.json, metrics.jsonl, history.jsonl and the newest spans. The first step isn't
+counted: engines warm up in it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from algorithms import algorithm_of
+from config import Config, dashed
+from genrm import formats_of
+from inputs.hf_directory import read_object, readable
+from placement import make_placement
+from reporting import timeline as tl
+from runtime.atomic_files import complete_rows
+from runtime.errors import UserError
+from scheduling.fusion import histogram
+from scheduling.layout import Placement, Shape
+from scheduling.measured import ROLES, RequestStats, StepStats
+from simulation.cluster import Cluster, Costs, Lengths, Workload, simulation_of
+from simulation.costs import Passes
+from simulation.engine import FULL, EngineCosts, Moves
+
+APART = 8  # decode steps between two reads of a full engine: engines/server.py
+# settings that change what a token takes; and models, which may be others of the same size
+SAME = ("tp", "pp", "cp", "rollout_tp", "genrm_tp", "dtype", "device", "recompute", "schedule")
+ALIKE = ("model", "judge", "cost_judge", "critic")
+LAST = 10  # steps that count: lengths change as a policy learns
+LAST_SPANS = 5  # of these, those whose requests are looked at one by one
+PRIOR = 1e-2  # how much a request's guess weighs, beside what was measured of it
+TIMES = ("step", "serve", "train", "switch", "sync", "save")
+
+
+@dataclass(frozen=True)
+class Drawn(Lengths):
+    """Lengths out of a `fusion.histogram`. A text's is always the same."""
+
+    counts: tuple[float, ...] = ()
+
+    def of(self, *text: object) -> int:
+        place = random.Random(repr(text))
+        (number,) = place.choices(range(len(self.counts)), self.counts)
+        return max(1, min(self.most, round(2 ** ((number + place.uniform(-0.5, 0.5)) / 4))))
+
+
+class Pace(NamedTuple):
+    """Seconds of an engine: a decode step, more for each sequence, to read prompts, more for each token."""
+
+    fixed: float
+    each: float
+    read: float
+    prefill: float
+
+
+@dataclass(frozen=True)
+class Known:
+    """The facts of a run. As JSON they are a page's own copy of it."""
+
+    settings: dict[str, Any]  # of Config
+    ranks: int
+    split: list  # the last step's
+    steps: int  # that count
+    lengths: list[float]  # of the answers: see fusion.histogram
+    critiques: list[float]  # likewise, of the last steps
+    prompt: int  # tokens
+    judged: int  # tokens that a judge reads of an answer
+    asked: float  # critiques of each judge for an answer: fewer than 1 where answers are alike
+    keep: float  # part of the groups that are trained on
+    paces: list[list[float]]  # each as Pace: of rollout's engines, then of each judge's
+    seconds: dict[str, float]  # of TIMES, of the slowest rank
+    learning_s: float  # passes and optimizers: `train` without what sleeps and wakes in it
+    engine_s: float  # an engine sleeps, or wakes
+    trainer_s: float  # a trainer sleeps, or wakes
+
+
+def read_run(run: Path) -> Known:
+    """Read a run's folder. UserError, which names the file, if it isn't one that served and trained."""
+    where = f"--like {run}"
+    if not (run / "config.json").is_file():
+        raise UserError(f"{where}: no config.json in it: name the folder of a finished run")
+    found = read_object(run / "config.json", where)
+    names = {field.name for field in fields(Config)}
+    with readable(f"{where}: config.json"):
+        settings = {name: value for name, value in found.items() if name in names}
+        ranks = int(found["ranks"])
+        kind = settings["command"]
+    if kind != "rl" or settings["rollout_only"] or settings["train_only"]:
+        half = "half a loop" if kind == "rl" else kind
+        raise UserError(f"{where}: a run of {half}: one is needed that served and trained")
+    rows = rows_of(run, "metrics.jsonl", "time/step_s")
+    served = rows_of(run, "history.jsonl", "serve_s")
+    with readable(f"{where}: history.jsonl"):
+        history = []
+        for row in served:
+            del row["step"]
+            history.append(StepStats.of_json(row))
+    newest = rows[-LAST_SPANS:]
+    events = tl.read(run / "spans", newest[0]["step"], newest[-1]["step"])
+    with readable(f"{where}: what is in metrics.jsonl, history.jsonl, spans/"):
+        return known_of(settings, ranks, rows, history, events)
+
+
+def rows_of(run: Path, name: str, key: str) -> list[dict]:
+    """Return the rows of the last steps that have this key. UserError if there is none that counts."""
+    where = f"--like {run}"
+    if not (run / name).is_file():
+        raise UserError(f"{where}: no {name} in it: run some steps of this version")
+    with readable(f"{where}: {name}"):
+        rows = [row for row in complete_rows(run / name) if key in row]
+    counted = [row for row in rows if row["step"] > 0][-LAST:]
+    if not counted:
+        raise UserError(f"{where}: {name} has {len(rows)} steps, and the first isn't counted")
+    return counted
+
+
+def known_of(
+    settings: dict, ranks: int, rows: list[dict], history: list[StepStats], events: list[tl.Event]
+) -> Known:
+    """Put the facts together. ValueError if no request of an engine is in the spans."""
+    config = config_from(settings)
+    placement = make_placement(config, ranks)
+    judges = formats_of(config)[: len(config.judge_models)]
+    rollout = RequestStats.total([step.rollout for step in history])
+    genrm = RequestStats.total([step.genrm for step in history])
+    lengths = [*map(sum, zip_longest(*(step.lengths for step in history), fillvalue=0))]
+    requests = requests_of(events, placement, len(judges))
+    if ("rollout", 0) not in requests:
+        raise ValueError("no request of an engine is there")
+    paces = [pace_of(requests["rollout", 0], config, unread_of(rollout))]
+    critiques = []
+    for number in range(len(judges)):
+        own = requests.get(("genrm", number), {})
+        paces.append(pace_of(own, config, unread_of(genrm), paces[0]))
+        critiques += [tokens for rows in own.values() for _, _, tokens in rows]
+    learning_s, inside_s, outside_s = learning_and_moves(events)
+    # in partial mode judges wake while rollout stays awake, else one role sleeps and the other wakes
+    verbs = sum(step.genrm.wakes + step.rollout.wakes for step in history)
+    verbs *= 1 if history[-1].split.mode == "partial" else 2
+    engine_s = sum(step.swap_s for step in history) / verbs if verbs else outside_s / 2
+    held = Counter(rank for shape in models_of(config, placement) for rank in shape.ranks)
+    asked = genrm.requests / max(1, sum(judge.judgements for judge in judges))
+    seconds = {}
+    for name in TIMES:
+        seconds[name] = fmean(row[f"time/{name}_s"] for row in rows)
+    return Known(
+        settings=settings,
+        ranks=ranks,
+        split=[*history[-1].split],
+        steps=len(rows),
+        lengths=lengths,
+        critiques=[*histogram(critiques)] or [1],
+        prompt=round(rollout.prompt_tokens / max(1, rollout.requests)),
+        judged=round(genrm.prompt_tokens / max(1, genrm.requests)),
+        asked=min(1.0, asked / max(1, sum(lengths))),
+        keep=1 - fmean(row["reward/zero_std_frac"] for row in rows),
+        paces=[[*pace] for pace in paces],
+        seconds=seconds,
+        learning_s=learning_s,
+        engine_s=engine_s,
+        trainer_s=(inside_s + max(0.0, outside_s - 2 * engine_s)) / (2 * max(held.values())),
+    )
+
+
+def config_from(settings: dict[str, Any]) -> Config:
+    """Return settings as they were before JSON made lists of tuples."""
+    return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+def models_of(config: Config, placement: Placement) -> list[Shape]:
+    """Return the shape of each model that is trained, or read for training."""
+    algorithm = algorithm_of(config)
+    references = [placement.reference] if algorithm.kl_coef else []
+    return [placement.actor, *[placement.critic] * len(algorithm.critics), *references]
+
+
+def unread_of(stats: RequestStats) -> float:
+    """Return the tokens of a request's prompt that its engine had to read."""
+    return (stats.prompt_tokens - stats.cached_tokens) / max(1, stats.requests)
+
+
+def requests_of(events: list[tl.Event], placement: Placement, judges: int) -> dict:
+    """Return rows [start, end, tokens] of each engine: by role and judge, then by its rank."""
+    found = defaultdict(lambda: defaultdict(list))
+    for span in tl.of_kind(events, "span"):
+        if span.name in ROLES:
+            model = placement.judge_of(span.rank, judges) if span.name == "genrm" else 0
+            row = (span.start, span.end, span.args["tokens"])
+            found[span.name, model][span.rank].append(row)
+    return found
+
+
+def learning_and_moves(events: list[tl.Event]) -> tuple[float, float, float]:
+    """Return seconds of a step, in the mean of the slowest rank's: learning, and of sleeping and waking
+    between models that learn, and between serving and learning."""
+    spans = defaultdict(list)
+    for span in tl.of_kind(events, "span"):
+        if span.name in ("serve", "train", "switch"):
+            spans[span.step, span.rank].append(span)
+    slowest = defaultdict(lambda: (0.0, 0.0, 0.0))
+    for (step, _), own in spans.items():
+        whole = tl.seconds(own, "train")
+        of = dict(train=0.0, serve=0.0, between=0.0)
+        for switch in (span for span in own if span.name == "switch"):
+            around = [s.name for s in own if s.start <= switch.start and switch.end <= s.end]
+            place = next((name for name in around if name != "switch"), "between")
+            of[place] += switch.end - switch.start
+        facts = (whole - of["train"], of["train"], of["between"])
+        slowest[step] = tuple(map(max, slowest[step], facts))
+    return tuple(map(fmean, zip(*slowest.values(), strict=True)))
+
+
+# ---------------------------------------------------------------- the costs of a run like it
+
+
+def costs_like(known: Known, config: Config) -> Costs:
+    """The costs of a finished run. UserError if a setting that they depend on is another."""
+    there = config_from(known.settings)
+    for name in SAME:
+        was = vars(there)[name]
+        here = vars(config)[name]
+        if was != here:
+            why = "a token takes other seconds"
+            raise UserError(f"--like: --{dashed(name)} was {was} there, here it is {here}: {why}")
+    counts = (len(there.judge_models), len(config.judge_models))
+    if counts[0] != counts[1]:
+        raise UserError(f"--like: {counts[0]} judges were there, {counts[1]} are here")
+    # what a token takes to learn says a simulation of the run itself, where nothing sleeps and wakes
+    own = own_config(known)
+    cluster = cluster_like(replace(known, trainer_s=0.0), 1e-6, own)
+    facts = simulation_of(own, known.ranks, work_of(known, own), cluster).run()
+    token_s = 1e-6 * known.learning_s / fmean(step.seconds["train"] for step in facts[1:])
+    said = [f"lengths: of {sum(known.lengths):.0f} answers of its last {known.steps} steps"]
+    said += [f"{known.asked:.2f} critiques an answer; their lengths are those there, too"]
+    for number, pace in enumerate(known.paces):
+        role = f"judge {number - 1}" if number else "rollout"
+        step, each, read, prefill = (f"{1000 * seconds:.3g} ms" for seconds in pace)
+        decode = f"{step} a decode step, {each} more a sequence"
+        said += [f"{role}: {decode}; {read} to read prompts, {prefill} more a token"]
+    said += [f"training: {1e6 * token_s:.3g} us a token forward, of any model, on any ranks"]
+    moves = f"engines sleep and wake in {known.engine_s:.2g} s, trainers in {known.trainer_s:.2g} s"
+    said += [f"{moves}; a push takes {known.seconds['sync']:.2g} s"]
+    for name in ALIKE:
+        if real(vars(there)[name]) != real(vars(config)[name]):
+            said += [f"--{dashed(name)} is another: as large as the one there"]
+    return Costs(work_of(known, config), partial(cluster_like, known, token_s), said)
+
+
+def real(value: str | tuple[str, ...]) -> list[str]:
+    """Return directories of models, wherever the run was started."""
+    return [os.path.realpath(each) for each in ([value] if isinstance(value, str) else value)]
+
+
+def own_config(known: Known) -> Config:
+    """The settings of the finished run, by the split of its last step."""
+    mode, ranks, _, tail = known.split
+    own = config_from(known.settings)
+    ranks = ranks if mode == "partial" and own.judge_models else 0
+    return replace(own, mode=mode, rollout_ranks=ranks, tail=tail or own.tail, rebalance=False)
+
+
+def work_of(known: Known, config: Config) -> Workload:
+    critique = Drawn(0, 0, config.judge_max_new_tokens, tuple(known.critiques))
+    answer = Drawn(0, 0, config.max_new_tokens, tuple(known.lengths))
+    differ = known.asked if known.asked < 0.95 else 1.0
+    return Workload(known.prompt, answer, critique, known.keep, judged=known.judged, differ=differ)
+
+
+def cluster_like(known: Known, token_s: float, config: Config, _: object = None) -> Cluster:
+    engines = []
+    for fixed, each, read, prefill in known.paces:
+        most = config.max_running_requests
+        engines.append(EngineCosts(fixed, each, 0.0, prefill, most, read=read, apart=APART))
+    moves = {"genrm": Moves(known.engine_s, known.engine_s)}
+    moves["rollout"] = Moves(known.engine_s, known.engine_s, known.seconds["sync"])
+    moves["train"] = Moves(known.trainer_s, known.trainer_s)
+    roles = {"rollout": engines[0], "genrm": engines[-1]}
+    learned = Passes(token_s, stages=config.pp)
+    return Cluster(roles, learned, moves=moves, judges=tuple(engines[1:]))
+
+
+# ---------------------------------------------------------------- the pace of engines
+
+
+def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = None) -> Pace:
+    """Fit what requests took: reads of prompts, and decode steps, each longer for those beside it.
+
+    engines: requests_of one model; unread: tokens of a prompt. Least squares, with a weak guess: half of a
+    step is fixed, or the proportions of `like`. It decides where all requests were alike.
+    """
+    engines = [np.array(rows, dtype=float) for rows in engines.values()]
+    if not engines:
+        return like
+    took = np.concatenate([rows[:, 1] - rows[:, 0] for rows in engines])
+    tokens = np.concatenate([rows[:, 2] for rows in engines])
+    most = config.max_running_requests
+    step_s = took.sum() / max(1.0, tokens.sum())
+    # (seconds of a step, and of each sequence): at first all steps are alike
+    fixed = step_s
+    each = 0.0
+    for _ in range(5):
+        columns = [columns_of(rows, fixed, each, most) for rows in engines]
+        reads, beside = map(np.concatenate, zip(*columns, strict=True))
+        # reads of prompts, decode steps, sequences of all steps
+        matrix = np.stack([reads, tokens, beside * tokens], axis=1)
+        load = max(1.0, (beside * tokens).sum() / max(1.0, tokens.sum()))
+        guess = np.array([step_s, step_s / 2, step_s / 2 / load])
+        if like:
+            guess = np.array([like.fixed + like.each * load, like.fixed, like.each])
+            guess *= took.sum() / max(1e-9, (matrix @ guess).sum())
+        scale = np.sqrt(PRIOR * np.square(took).sum())
+        rows = np.concatenate([matrix * guess, scale * np.eye(3)])
+        right = np.concatenate([took, scale * np.ones(3)])
+        found = np.linalg.lstsq(rows, right)[0]
+        if min(found) < 0:  # nothing takes less than no time: the others say it all
+            left = found > 0
+            found = np.zeros(3)
+            found[left] = np.maximum(0.0, np.linalg.lstsq(rows[:, left], right)[0])
+        read, fixed, each = guess * found
+    burst = len(took) / max(1, sum(len(bursts_of(rows, fixed)) for rows in engines))
+    # a pass that reads prompts takes a decode step at least
+    prefill = max(0.0, read - fixed) / max(1.0, unread * burst)
+    return Pace(*map(float, (fixed, each, min(read, fixed), prefill)))
+
+
+def bursts_of(rows: np.ndarray, step_s: float) -> np.ndarray:
+    """Return when requests came that an engine reads together: within a decode step."""
+    bursts = []
+    for start in np.sort(rows[:, 0]):
+        if not bursts or start > bursts[-1] + step_s:
+            bursts.append(start)
+    return np.array(bursts)
+
+
+def columns_of(rows: np.ndarray, fixed: float, each: float, most: int) -> tuple:
+    """Return for each request of an engine: reads of prompts in its life, and the sequences of its steps."""
+    edges = np.unique(rows[:, :2])
+    beside = np.searchsorted(np.sort(rows[:, 0]), edges[:-1], side="right")
+    beside = beside - np.searchsorted(np.sort(rows[:, 1]), edges[:-1], side="right")
+    beside = np.clip(beside, 1, most)
+    steps = np.diff(edges) / (fixed + each * beside + 1e-12)
+
+    def during(values: np.ndarray) -> np.ndarray:
+        total = np.concatenate([[0.0], np.cumsum(values)])
+        return total[np.searchsorted(edges, rows[:, 1])] - total[np.searchsorted(edges, rows[:, 0])]
+
+    bursts = bursts_of(rows, fixed + each * beside.mean())
+    ends = np.searchsorted(bursts, rows[:, 1])
+    reads = 1.0 + np.maximum(0, ends - np.searchsorted(bursts, rows[:, 0], side="right"))
+    # a full engine reads once in so many steps
+    full = 1 + rows[:, 2] / APART
+    mean = during(steps * beside) / np.maximum(1e-12, during(steps))
+    return np.where(mean >= FULL, np.minimum(reads, full), reads), mean

@@ -1,0 +1,296 @@
+"""What would my run take? The settings of a run, by modes and placements, on the virtual clock.
+
+    WORLD_SIZE=8 python run.py --dry-run --simulate --like runs/mine SETTINGS      as fast as a finished run
+    WORLD_SIZE=8 python run.py --dry-run --simulate --devices FILE.toml SETTINGS   as a data sheet says
+
+run.py starts this as a process of its own: `python -m simulation.plans`. Loop, modes and placements are the
+product's; engines and trainers take the seconds that the finished run or FILE says. OUT/plans.png shows it.
+"""
+
+from __future__ import annotations
+
+import csv
+import multiprocessing
+import os
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import demo.task  # noqa: F401 (it adds a judge format)
+import modes
+from commands import memory
+from config import Config, Parser, parse_config
+from placement import PLACEMENTS, make_placement
+from runtime.errors import UserError, printable
+from scheduling.layout import Placement
+from scheduling.measured import Split
+from simulation.cluster import PHASES, Costs, simulation_of
+from simulation.finished import costs_like, own_config, read_run
+from simulation.sheet import costs_of_sheet
+
+MOST_PLANS = 20
+TAILS = (0.1, 0.2, 0.5)
+COLORS = {"serve": "#2a78b8", "train": "#3c9d4e", "switch": "#9a9a9a", "push": "#8a4fb0"}
+ROWS = Path(__file__).parents[1] / "docs" / "papers" / "rows" / "measured.csv"
+
+
+class Plan(NamedTuple):
+    name: str  # for people
+    config: Config
+
+
+class Result(NamedTuple):
+    plan: Plan
+    seconds: float  # of a step
+    tokens: float  # of the answers that a step trains on, and ...
+    prompts: float  # ... of their prompts
+    idle: float  # part of all ranks' time
+    phases: dict[str, float]  # seconds of a step's slowest rank, by COLORS
+
+
+# ---------------------------------------------------------------- plans
+
+
+def plans_of(config: Config, ranks: int) -> tuple[list[Plan], list[str]]:
+    """The plans that are tried, and what is left out. Of the first placement nearly all modes are."""
+    left_out = []
+    places = []
+    for name in dict.fromkeys((config.placement, *PLACEMENTS)):
+        try:
+            placement = make_placement(replace(config, placement=name, ahead=0), ranks)
+        except UserError as error:
+            left_out.append(str(error).removeprefix("--placement "))
+            continue
+        for ahead in range(1 + placement.is_apart):
+            own = replace(config, placement=name, ahead=ahead, rebalance=False)
+            splits = splits_of(own, placement)
+            if splits:
+                places.append((f"{name}, ahead" if ahead else name, own, splits))
+    plans = []
+    for number, (words, own, splits) in enumerate(places):
+        cuts = [split for split in splits if split.mode == "partial" and split.genrm]
+        others = [split for split in splits if split not in cuts]
+        room = 1
+        if number:
+            others = [split for split in others if split.tail in (0, config.tail)]
+        else:
+            room = MOST_PLANS - len(others) - 3 * (len(places) - 1)
+        chosen = thinned(cuts, max(1, room))
+        if len(chosen) < len(cuts):
+            left_out.append(f"{len(cuts) - len(chosen)} of {len(cuts)} splits of {words}")
+        for split in splits:
+            if split in others or split in chosen:
+                mode = dict(mode=split.mode, tail=split.tail or own.tail, rollout_ranks=0)
+                if split in cuts:
+                    mode["rollout_ranks"] = split.rollout
+                text = f"{words}: {split}" if config.judge_models else words
+                plans.append(Plan(text, replace(own, **mode)))
+    return plans, left_out
+
+
+def splits_of(config: Config, placement: Placement) -> list[Split]:
+    """All splits of all modes. Without a judge there is one."""
+    ranks = len(placement.engines)
+    if not config.judge_models:
+        return [Split("partial", ranks, 0)]
+    found = []
+    for mode in ("full", "partial"):
+        found += modes.MODES[mode].splits(placement, config)
+    if ranks > placement.unit:
+        tails = sorted({config.tail, *TAILS} - {0.0})
+        found += [Split("fused", ranks, ranks, tail) for tail in tails]
+    return [split for split in found if placement.serves_all(split, len(config.judge_models))]
+
+
+def thinned(items: list, most: int) -> list:
+    """So many of them, evenly spaced; the one in the middle, of one."""
+    if len(items) <= most:
+        return items
+    if most == 1:
+        return [items[(len(items) - 1) // 2]]
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+
+
+def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
+    """The step that a plan takes, or why it can't be."""
+    config = plan.config
+    try:
+        cluster = costs.cluster_of(config, make_placement(config, ranks))
+        run = simulation_of(config, ranks, costs.work, cluster)
+    except UserError as error:
+        return f"{plan.name}: {error}"
+    facts = run.run()
+    whole_s = facts[-1].ended_s
+    learners = len(run.placement.learners)
+    busy_s = sum(step.seconds["train"] for step in facts) * learners
+    for role, engines in run.engines.items():
+        busy_s += sum(engine.batch.busy_s for engine in engines) * vars(config)[f"{role}_tp"]
+    first, *counted = facts[: -1 if config.ahead else None]
+    seconds = (counted[-1].ended_s - first.ended_s) / len(counted)
+    mean = {}
+    for name in PHASES:
+        mean[name] = statistics.fmean(step.seconds[name] for step in counted)
+    if not config.ahead:  # what else sleeps and wakes is a part of serving or training
+        between = seconds - mean["serve"] - mean["train"] - mean["sync"]
+        mean["switch"] = min(mean["switch"], max(0.0, between))
+    mean["push"] = mean.pop("sync")
+    tokens = statistics.fmean(step.stats.rollout.tokens for step in counted) * run.cluster.grain
+    answers = statistics.fmean(sum(step.stats.lengths) for step in counted)
+    prompts = answers * costs.work.prompt
+    return Result(plan, seconds, tokens, prompts, 1 - busy_s / (ranks * whole_s), mean)
+
+
+# ---------------------------------------------------------------- for people
+
+
+def memory_of(config: Config, ranks: int, device: float) -> str:
+    """The GB that a device needs, or without CUDA the host. device: bytes, if they are known."""
+    from training.memory import peaks_of, with_micro_batch
+
+    try:
+        placement, splits = modes.place(config, ranks)
+        config = with_micro_batch(config)
+        needs = memory.needs_of(config, placement, splits)
+        need = needs[-1] if config.device == "cuda" else needs[0]
+        if config.device == "cuda" and device:
+            peaks = peaks_of(config, placement, splits, device)
+            need = need._replace(needed=max(peaks.values()), free=device)
+    except UserError as error:
+        return f"? ({error})"
+    return f"{need.needed / 1e9:.1f} GB{' TOO LITTLE' if need.needed > need.free else ''}"
+
+
+def table_of(results: list[Result], memories: list[str]) -> list[str]:
+    head = ("plan", "s a step", "answer tokens/s", "with prompts", "idle", "memory")
+    rows = [head]
+    for result, needed in zip(results, memories, strict=True):
+        speed = result.tokens / result.seconds
+        whole = (result.tokens + result.prompts) / result.seconds
+        mark = " *" if result.plan.config.ahead else ""
+        rows.append(
+            (
+                result.plan.name + mark,
+                f"{result.seconds:.3g}",
+                f"{speed:,.0f}",
+                f"{whole:,.0f}",
+                f"{result.idle:.0%}",
+                needed,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        right = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append(f"  {name.ljust(widths[0])}  {right}".rstrip())
+    return lines
+
+
+def checked() -> str:
+    """Say how far such predictions were off, of plans that were measured on this project's machine."""
+    if not ROWS.is_file():
+        return "Such predictions weren't checked against real runs yet."
+    with ROWS.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["figure"].startswith("plans")]
+    errors = []
+    for row in rows:
+        if row["kind"] == "predicted":
+            errors.append(abs(float(row["simulated"]) / float(row["published"]) - 1))
+    if not errors:
+        return "Such predictions weren't checked against real runs yet."
+    far = f"{statistics.median(errors):.0%} in the median, {max(errors):.0%} at most"
+    where = "docs/papers/measured.md, plans that were measured on paced ranks"
+    return f"Such predictions were off by {far} ({len(errors)} of {where})."
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """Bars of the plans by phases; a mark where a step ends: what is beside it reaches further."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(results)), layout="constrained")
+    for place, result in enumerate(results):
+        left = 0.0
+        for name, color in COLORS.items():
+            label = name if place == 0 else None
+            axes.barh(place, result.phases[name], left=left, color=color, label=label)
+            left += result.phases[name]
+        axes.plot([result.seconds] * 2, [place - 0.45, place + 0.45], color="black")
+    axes.plot([], [], color="black", label="a step ends")
+    axes.set_yticks(range(len(results)), [result.plan.name for result in results])
+    axes.invert_yaxis()
+    axes.set(xlabel="simulated seconds of a step, of the slowest rank")
+    axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def parser_of_words() -> Parser:
+    """The parser of the words that are no settings of a run."""
+    parser = Parser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--like", type=Path)
+    parser.add_argument("--devices", type=Path)
+    return parser
+
+
+def report(arguments: list[str]) -> None:
+    """Simulate what the words ask for, and print it. UserError."""
+    given, words = parser_of_words().parse_known_args(arguments)
+    if bool(given.like) == bool(given.devices):
+        needed = "--like RUN, the folder of a finished run, or --devices FILE.toml"
+        raise UserError(f"--simulate needs one of {needed}")
+    if given.devices and "--device" not in words:
+        words += ["--device", "cuda"]
+    config = parse_config(words)
+    ranks = int(os.environ.get("WORLD_SIZE", "2"))
+    if config.command != "rl" or config.rollout_only or config.train_only:
+        raise UserError("--simulate is for whole runs, that serve and train")
+    modes.place(config, ranks)
+    known = given.like and read_run(given.like)
+    costs = costs_like(known, config) if known else costs_of_sheet(given.devices, config)
+    plans, left_out = plans_of(config, ranks)
+    work = partial(simulate, costs, ranks)
+    own = Plan("its own", own_config(known)) if known else None
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as processes:
+        again = processes.submit(simulate, costs, known.ranks, own) if known else None
+        found = [*processes.map(work, plans)]
+    results = sorted((r for r in found if isinstance(r, Result)), key=lambda r: r.seconds)
+    left_out += [r for r in found if isinstance(r, str)]
+    memories = [memory_of(result.plan.config, ranks, costs.device) for result in results]
+    samples = f"{config.prompts_per_step} prompts of {config.answers_per_prompt} answers"
+    print(f"SIMULATED on {ranks} ranks (WORLD_SIZE), steps of {samples}, the fastest plan first:")
+    print(*table_of(results, memories), sep="\n")
+    if any(result.plan.config.ahead for result in results):
+        print("  * answers are one update old: --ahead 1 trains on other numbers")
+    print(*(f"  left out: {text}" for text in left_out), sep="\n", end="\n" if left_out else "")
+    print("assumed:", *costs.said, "nothing else runs on these devices", sep="\n  ")
+    print("  saves and evaluations aren't counted; rules take no time")
+    if again:
+        seconds = known.seconds["step"] - known.seconds["save"]
+        ours = again.result().seconds
+        off = f"simulated {ours:.3g}, {ours / seconds - 1:+.0%}"
+        print(f"  a step of {given.like} itself: {seconds:.3g} s, {off}")
+    print(checked())
+    path = Path(config.out, "plans.png")
+    draw(results, path)
+    print(f"wrote {path}; nothing was started")
+
+
+def main(arguments: list[str]) -> int:
+    """Returns a status: 2 for a user's error, said in one line."""
+    try:
+        report(arguments)
+    except UserError as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""What a step would take under each plan: by a finished run's folder, or by a data sheet."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from config import parse_config
+from papers import plans as measured_plans
+from papers.tables import Paper, Point
+from runtime.errors import UserError
+from simulation import plans
+from simulation.cluster import Cluster, Lengths, Simulation, Workload
+from simulation.costs import Passes
+from simulation.engine import EngineCosts, Moves
+from simulation.finished import APART, config_from, costs_like, read_run
+from simulation.plans import Plan, main, plans_of, simulate
+from tests import ROOT
+
+H20 = ROOT / "examples" / "h20.toml"
+ROLLOUT = EngineCosts(0.02, 0.001, read=0.02, apart=APART)
+JUDGE = EngineCosts(0.03, 0.004, read=0.03, apart=APART)
+CLUSTER = Cluster(
+    dict(rollout=ROLLOUT, genrm=JUDGE),
+    Passes(3e-4),
+    moves=dict(rollout=Moves(0.4, 0.4, 0.2), genrm=Moves(0.4, 0.4), train=Moves(0.3, 0.3)),
+    meeting_s=0.05,
+)
+WORK = Workload(20, Lengths(60, 0.6, 200), Lengths(30, 0.0, 60), keep=0.8)
+SIZES = dict(prompts_per_step=16, answers_per_prompt=8)
+RANKS = 4
+
+
+def simulated(mode, steps=8, work=WORK, cluster=CLUSTER, **settings):
+    return Simulation(mode, RANKS, work, cluster, steps=steps, **SIZES | settings)
+
+
+def seconds_of(facts):
+    return (facts[-1].ended_s - facts[0].ended_s) / (len(facts) - 1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder that a run in full mode leaves, as far as its next one is told of it."""
+    out = tmp_path_factory.mktemp("run")
+    (out / "spans").mkdir()
+    run = simulated("full", algorithm=("ppo",))
+    for c in run.controllers:
+        c.timeline.folder = out / "spans"
+    facts = run.run()
+    (out / "config.json").write_text(json.dumps(asdict(run.config) | {"ranks": RANKS}))
+    metrics, history = [], []
+    for number, step in enumerate(facts):
+        began = facts[number - 1].ended_s if number else 0.0
+        times = {f"time/{name}_s": step.seconds[name] for name in ("save", *plans.PHASES)}
+        times |= {"time/step_s": step.ended_s - began, "reward/zero_std_frac": 0.2}
+        metrics.append(json.dumps({"step": number} | times) + "\n")
+        history.append(json.dumps({"step": number} | asdict(step.stats)) + "\n")
+    (out / "metrics.jsonl").write_text("".join(metrics))
+    (out / "history.jsonl").write_text("".join(history))
+    return out
+
+
+PLANS = [
+    dict(mode="full"),
+    dict(mode="partial", rollout_ranks=1),
+    dict(mode="partial", rollout_ranks=3),
+    dict(mode="fused", tail=0.2),
+    dict(mode="full", placement="split"),
+    dict(mode="full", placement="standalone", ahead=1),
+]
+
+
+def test_a_run_tells_what_other_plans_take(finished):
+    """Nobody says what an engine's step takes: requests do, of one mode, and a simulation of it."""
+    known = read_run(finished)
+    rollout, _ = known.paces
+    assert rollout[:2] == pytest.approx([0.02, 0.001], rel=0.15)
+    assert known.keep == 0.8 and known.seconds["sync"] == pytest.approx(0.2)
+    assert known.engine_s == pytest.approx(0.4, rel=0.1)
+    for settings in PLANS:
+        true = simulated(**settings, algorithm=("ppo",)).run()
+        true = seconds_of(true[:-1] if "ahead" in settings else true)
+        config = replace(config_from(known.settings), **settings)
+        ours = simulate(costs_like(known, config), RANKS, Plan("", config))
+        assert ours.seconds == pytest.approx(true, rel=0.12), settings
+
+
+def test_a_judge_is_asked_once_about_answers_that_are_alike():
+    for differ, asked in ((1.0, 8), (0.5, 4)):
+        work = replace(WORK, keep=1.0, differ=differ, judged=40)
+        (step,) = simulated("full", steps=1, work=work).run()
+        assert step.stats.genrm.requests == 16 * asked
+        assert step.stats.genrm.prompt_tokens == 40 * step.stats.genrm.requests
+
+
+def test_judges_have_engines_of_their_own():
+    cluster = replace(CLUSTER, judges=(JUDGE, replace(JUDGE, fixed=0.3)))
+    run = simulated("partial", cluster=cluster, judge=("a", "b"), steps=1, rollout_ranks=2)
+    assert {e.model: e.costs.fixed for e in run.engines["genrm"]} == {0: 0.03, 1: 0.3}
+
+
+def test_the_plans_of_many_ranks():
+    config = parse_config(["--algorithm", "ppo"])
+    found, left_out = plans_of(config, 64)
+    names = [plan.name for plan in found]
+    assert len(names) == len({*names}) == 20
+    assert {"colocate: full", "colocate: 32|32", "split: full", "standalone, ahead: full"} < {
+        *names
+    }
+    assert "56 of 63 splits of colocate" in left_out
+    found, left_out = plans_of(parse_config(["--placement", "engines=0 actor=1"]), 2)
+    assert [plan.name for plan in found][:2] == [
+        "engines=0 actor=1: full",
+        "engines=0 actor=1, ahead: full",
+    ]
+    assert any("has no critic" in line for line in left_out)
+
+
+def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
+    """A plan is a placement then; rewards differ as often as they are said to."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = str(ROOT / "demo" / "models" / "written" / "actor")
+    words = ["--devices", str(H20), "--model", model, "--rule", "right", "--max-new-tokens", "64"]
+    words += ["--out", str(tmp_path), "--prompts-per-step", "4", "--max-model-len", "256"]
+    assert main(["--dry-run", "--simulate", *words]) == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert [line.split("  ")[1] for line in lines[2:5]].count("colocate") == 1
+    assert "GUESSED" in said and "* answers are one update old" in said
+    assert (tmp_path / "plans.png").stat().st_size > 1000
+
+
+def broken(run, tmp_path, name, text):
+    """A copy of a run with another file; None: without it."""
+    for path in run.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / name).unlink()
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+SFT = json.dumps({"ranks": 2, "command": "sft"})
+UNFIT = [
+    ("config.json", None, "no config.json in it"),
+    ("config.json", '{"ranks": 2', "config.json is not valid JSON"),
+    ("config.json", SFT, "a run of sft"),
+    ("history.jsonl", None, "no history.jsonl in it"),
+    ("history.jsonl", '{"step": 0, "serve_s": 1.0}\n', "has 1 steps, and the first isn't counted"),
+    ("history.jsonl", '{"step": 1, "serve_s": 1.0}\n', "history.jsonl: 'rollout'"),
+    ("metrics.jsonl", '{"step": 1\n', "metrics.jsonl:1: not valid JSON"),
+    ("spans", None, "no request of an engine"),
+]
+
+
+@pytest.mark.parametrize("name,text,said", UNFIT)
+def test_a_folder_that_tells_nothing(finished, tmp_path, name, text, said):
+    with pytest.raises(UserError, match=rf"^--like |{said}") as caught:
+        read_run(broken(finished, tmp_path, name, text))
+    assert said in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+SHEETS = [
+    ("[device", "--devices .*: "),
+    ("[devices]\n", "devices is none of source, device"),
+    ("flops = 1", "flops is none of"),
+    (H20.read_text() + "more = 1\n", r"more in \[trainer\] is none of mfu, update_s"),
+    (H20.read_text().replace("hbm = 4.0e12", ""), r"\[device\] needs hbm, a number"),
+]
+
+
+@pytest.mark.parametrize("text,said", SHEETS)
+def test_a_devices_file_that_is_not_one(tmp_path, text, said):
+    (tmp_path / "d.toml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        plans.costs_of_sheet(tmp_path / "d.toml", parse_config([]))
+
+
+def test_a_setting_that_changes_what_a_token_takes(finished):
+    known = read_run(finished)
+    with pytest.raises(UserError, match="--tp was 1 there, here it is 2"):
+        costs_like(known, replace(config_from(known.settings), tp=2))
+
+
+def test_the_words_are_run_pys():
+    """Taken before the settings are read, which know none of them; a mistake is a line."""
+    how = dict(cwd=ROOT, capture_output=True, text=True, env=os.environ | {"WORLD_SIZE": "2"})
+    for words, said in (
+        ("--simulate --like x", "it goes with --dry-run"),
+        ("--dry-run --simulate", "--simulate needs one of --like RUN"),
+        ("--dry-run --simulate --like none", "--like none: no config.json in it"),
+        ("--dry-run --like x", "unrecognized arguments: --like x"),
+    ):
+        done = subprocess.run([sys.executable, "run.py", *words.split()], **how)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_it_says_how_far_it_was_off(tmp_path, monkeypatch):
+    """By the rows of plans that were measured; nothing is claimed without."""
+    monkeypatch.setattr(plans, "ROWS", tmp_path / "rows.csv")
+    assert "weren't checked" in plans.checked()
+    rows = ["figure,published,simulated,kind", '"plans, demo",10,12,predicted']
+    rows += ['"plans, demo",10,10,fitted', '"plans, PPO",10,9.9,predicted', "tail,1,2,predicted"]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    assert "off by 10% in the median, 20% at most (2 of" in plans.checked()
+
+
+def test_measured_plans_are_predicted_of_one(finished, tmp_path, monkeypatch):
+    known = {"plans, demo": asdict(read_run(finished))}
+    (tmp_path / "known.json").write_text(json.dumps(known))
+    monkeypatch.setattr(measured_plans, "KNOWN", tmp_path / "known.json")
+    points = []
+    for setting in ("colocate: full", "colocate: 2|2"):
+        cells = ("plans, demo", "nanoYATT", setting, "4", "step", "s", "9", "0", "RUN", "", "", "")
+        points.append(Point(*cells))
+    rows = measured_plans.rows_of("plans, demo", Paper(points, {}))
+    assert [row.kind for row in rows] == ["fitted", "predicted"] and all(row.error for row in rows)
+    assert measured_plans.rows_of("plans, PPO", Paper(points, {})) == []
