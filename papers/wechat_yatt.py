@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,10 +58,7 @@ def engine_of(constants: Constants, model: Model, tp: int) -> Decode:
     """An engine of tp H20s."""
     h20 = Device(**values(constants["h20"]))
     assumed = {name: constants["assumed"][name] for name in ("weights", "prefill")}
-    fitted = values(constants["engine"])
-    sequence_s = fitted.pop("sequence_s")
-    decode = decode_of(model, h20, tp, **assumed, **fitted)
-    return replace(decode, each=decode.each + sequence_s)
+    return decode_of(model, h20, tp, **assumed, **values(constants["engine"]))
 
 
 def simulate(

@@ -14,15 +14,15 @@ from papers.tables import Paper, Point
 from runtime.errors import UserError
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import Passes
-from simulation.engine import EngineCosts, Moves
+from simulation.costs import Decode, Passes
+from simulation.engine import Moves
 from simulation.finished import APART, config_from, costs_like, read_run
 from simulation.plans import Plan, main, plans_of, simulate
 from tests import ROOT
 
 H20 = ROOT / "examples" / "h20.toml"
-ROLLOUT = EngineCosts(0.02, 0.001, read=0.02, apart=APART)
-JUDGE = EngineCosts(0.03, 0.004, read=0.03, apart=APART)
+ROLLOUT = Decode(0.02, 0.001, read=0.02, apart=APART)
+JUDGE = Decode(0.03, 0.004, read=0.03, apart=APART)
 CLUSTER = Cluster(
     dict(rollout=ROLLOUT, genrm=JUDGE),
     Passes(3e-4),
