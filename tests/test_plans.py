@@ -202,10 +202,12 @@ def test_the_words_are_run_pys():
 def test_it_says_how_far_it_was_off(tmp_path, monkeypatch):
     """By the rows of plans that were measured; nothing is claimed without."""
     monkeypatch.setattr(plans, "ROWS", tmp_path / "rows.csv")
+    rows = ["figure,published,simulated,kind", "tail,1,2,predicted"]
+    plans.ROWS.write_text("\n".join(rows))
     assert "weren't checked" in plans.checked()
-    rows = ["figure,published,simulated,kind", '"plans, demo",10,12,predicted']
-    rows += ['"plans, demo",10,10,fitted', '"plans, PPO",10,9.9,predicted', "tail,1,2,predicted"]
-    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    rows += ['"plans, demo",10,12,predicted', '"plans, demo",10,10,fitted']
+    rows += ['"plans, PPO",10,9.9,predicted']
+    plans.ROWS.write_text("\n".join(rows))
     assert "off by 10% in the median, 20% at most (2 of" in plans.checked()
 
 
