@@ -4,8 +4,8 @@
     WORLD_SIZE=8 python run.py --dry-run --simulate --devices FILE.toml SETTINGS   as a data sheet says
 
 run.py starts this as a process of its own: `python -m simulation.plans`. Loop, modes and placements are the
-product's; engines and trainers take the seconds that the finished run or FILE says. OUT/plans.png has a bar of
-each plan.
+product's; engines and trainers take the seconds that the finished run or FILE says. OUT/plans.png has a bar
+of each plan.
 """
 
 from __future__ import annotations
