@@ -58,7 +58,7 @@ class Cost(NamedTuple):
 
 
 def table_2(pp: int, tp: int, copies: int, parts: int) -> dict[str, Cost]:
-    """Compute table 2, of training by `pp` stages of `tp` shards in so many copies, and engines of `parts` ranks.
+    """Compute table 2, for training by `pp` stages of `tp` shards in so many copies, and engines of `parts`.
 
     Stages are taken for equal, and all tensors for cut by tensor parallelism. DeepSpeed-Chat gathers the
     model over all ranks, HybridFlow-V over each model-parallel group.
@@ -73,7 +73,7 @@ def table_2(pp: int, tp: int, copies: int, parts: int) -> dict[str, Cost]:
 
 
 class Setting(NamedTuple):
-    """Models by role, the GPUs, what a step is, and what the GPUs come to: the arguments of mapping."""
+    """What a point is about, in the order in which papers/mapping.py takes it. models: by role."""
 
     models: dict[str, Model]
     gpus: int
@@ -82,7 +82,7 @@ class Setting(NamedTuple):
 
 
 def shapes_of(found: Mapping) -> dict[str, Shape]:
-    """The ranks and sizes of each role: those of the actor's set come first, then the scorers'."""
+    """The ranks and sizes of each role. The actor's set has the first ranks, then comes the scorers'."""
     shapes = {}
     first = 0
     served = ("actor", "reward")
@@ -94,7 +94,7 @@ def shapes_of(found: Mapping) -> dict[str, Shape]:
 
 
 def step_s(at: Setting, found: Mapping) -> float:
-    """Seconds of a step of the controllers."""
+    """Simulate a step. Returns its seconds."""
     models, gpus, task, speeds = at
     sizes = {role: each for choice in found.choices for role, each in choice.sizes.items()}
     (own,) = (choice for choice in found.choices if "actor" in choice.sizes)
@@ -199,7 +199,7 @@ def transitions(paper: Paper) -> list[Row]:
 
 
 def rows_of_table_2(paper: Paper) -> list[Row]:
-    """Parts of the model's bytes M, of each GPU."""
+    """The rows of table 2, by its closed form."""
     rows = []
     for point in asked(paper, "table 2", SYSTEMS):
         sizes = re.fullmatch(SETTING_OF_TABLE_2, point.setting)

@@ -72,8 +72,8 @@ class Row(NamedTuple):
 class Paper(NamedTuple):
     points: list[Point]
     constants: Constants
-    quick: bool = False  # fewer points are asked for
-    every: bool = False  # more of them than a page has
+    quick: bool = False  # --quick: fewer points
+    every: bool = False  # --all: more points than a page has
 
     def row(
         self, point: Point, simulated: float | None, kind: str = "predicted", note: str = ""
@@ -96,7 +96,7 @@ def values(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
-    """The names of points; key: or `follows`."""
+    """The names of the points that any table was fitted on. key: `follows`, for those that follow from it."""
     return {name for table in constants.values() for name in table.get(key, ())}
 
 

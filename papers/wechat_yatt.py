@@ -84,7 +84,7 @@ def partial_s(constants: Constants, judge: str, swap_s: float, keep: float, spli
 
 
 def partial(paper: Paper) -> list[Row]:
-    """Each judge, part of groups kept, and seconds of a swap; partial in its best split, and in halves."""
+    """Partial over full, in the best split and in halves, by judge, part of groups kept and swap."""
     keeps = MORE_KEEPS if paper.every else KEEPS
     cells = [("32B", 1.0)] if paper.quick else itertools.product(JUDGES, keeps)
     splits = SPLITS[2:4] if paper.quick else SPLITS
@@ -107,11 +107,11 @@ def partial(paper: Paper) -> list[Row]:
 
 
 class Link:
-    """One process's way in and out: first come, first served."""
+    """The network of one process: first come, first served."""
 
     def __init__(self, bytes_per_s: float):
         self._bytes_per_s = bytes_per_s
-        self._free = 0.0  # when it is
+        self._free = 0.0  # the time from which on it is free
 
     async def carry(self, size: float) -> None:
         now = asyncio.get_running_loop().time()

@@ -86,7 +86,7 @@ class Workload:
     critique: Lengths
     keep: float = 1.0  # part of the groups whose rewards differ
     seed: int = 0
-    judged: int = 0  # tokens that a judge reads of each answer; 0: of its prompt and of itself
+    judged: int = 0  # tokens that a judge reads for an answer; 0: those of its prompt and its own
     differ: float = 1.0  # part of a group's answers that differ: judges see each text once
 
     def is_right(self, prompt_id: int, index: int) -> bool:
@@ -119,7 +119,7 @@ class Costs(NamedTuple):
 
 
 class Author:
-    """The author of all texts: of engines and of prompts. It is the judges' tokenizer, too.
+    """The author of all texts, those of engines and the prompts. It also stands in for the judges' tokenizer.
 
     A prompt's first token is its number. An answer's tokens are all its index + 1, and its text is its index
     and its length; a judge's prompt begins with both numbers, and its first token is the verdict.
@@ -145,7 +145,7 @@ class Author:
         return Prompt([prompt_id] + [0] * (self._prompt - 1), str(prompt_id), None)
 
     def _index(self, prompt_id: int, seed: int) -> int:
-        """The answer of its group that a seed stands for; the last may be greedy."""
+        """The number of the answer that has this seed. There is one more than the group's: a greedy one."""
         if prompt_id not in self._indices:
             indices = range(self._config.answers_per_prompt + 1)
             seeds = {seed_of(self._config.seed, prompt_id, index): index for index in indices}
@@ -153,7 +153,7 @@ class Author:
         return self._indices[prompt_id][seed]
 
     def answer(self, request: Request) -> Reply:
-        """The rest of one that may have been begun."""
+        """The rest of an answer, part of which may be in the prompt already."""
         work = self.workload
         prompt_id = request.prompt[0]
         index = self._index(prompt_id, request.seed)
@@ -161,7 +161,7 @@ class Author:
         return Reply([index + 1] * (tokens + self._prompt - len(request.prompt)))
 
     def critique(self, request: Request) -> Reply:
-        """The rest of one that may have been begun."""
+        """The rest of a critique, part of which may be in the prompt already."""
         work = self.workload
         which = request.prompt[:2]
         tokens = self._coarse(work.critique.of("critique", work.seed, *which))
@@ -188,14 +188,14 @@ class Author:
         return " ".join(turn["content"] for turn in turns)
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        numbers = re.findall(r"\d+", text) or (0, 0, 0)  # other words say nothing
+        numbers = re.findall(r"\d+", text) or (0, 0, 0)  # some texts have none
         prompt_id, index, tokens = map(int, numbers)
         return {"input_ids": [prompt_id, index] + [0] * max(0, self._prompt + tokens - 2)}
 
 
 @dataclass
 class StepFacts:
-    """The facts of a step."""
+    """What a step came to."""
 
     waves: int = 0
     stats: StepStats | None = None  # with the split
@@ -208,7 +208,7 @@ class StepFacts:
 class Simulation:
     """The real controllers of a run, on one loop. settings: of Config, their lengths coarse.
 
-    It takes the place of their Report, and of their Checkpoints, of which it writes none.
+    It stands in for the controllers' Report, and for their Checkpoints, of which it writes none.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Simulation:
             self.controllers.append(self._controller(world, **models))
 
     def _engines(self, role: str) -> list[SimulatedEngine]:
-        """Make an engine on each rank that leads one in some split."""
+        """Make a role's engines, one on each rank that leads one in any split."""
         cluster = self.cluster
         formats = genrm.formats_of(self.config)
         moves = cluster.moves.get(role, Moves())
@@ -300,7 +300,7 @@ class Simulation:
             checkpoints=self,
             peers=peers,
         )
-        # as a run has learnt after some steps
+        # a run finds this out in its first steps
         c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
         return c
 
@@ -321,7 +321,7 @@ class Simulation:
             self.clock.run_until_complete(all_ranks())
         return self.steps
 
-    # ---- controllers tell it
+    # ---- what controllers call, as their Report and Checkpoints
 
     def note(self, text: str) -> None: ...
 
@@ -350,7 +350,7 @@ class Simulation:
 
 
 def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -> Config:
-    """The settings of a run whose answers all end by themselves, before the most that they may have."""
+    """The settings of a run. Its answers all end by themselves, before they reach --max-new-tokens."""
     grain = cluster.grain
     most = workload.answer.most // grain + 2
     judge_most = workload.critique.most // grain + 2

@@ -21,7 +21,7 @@ from simulation.clock import VirtualClock
 from simulation.costs import Decode
 
 LOGPROB = -0.5  # of every token
-LEAST = 1e-6  # of a decode step: less is rounding
+LEAST = 1e-6  # part of a decode step; smaller ones are rounding errors
 FULL = 16  # sequences from which an engine doesn't read prompts between any two decode steps
 
 
@@ -33,7 +33,7 @@ class Reply(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Seconds of the hand-overs of an engine or a trainer."""
+    """Seconds that it takes to hand a device over."""
 
     sleep_s: float = 0.0
     wake_s: float = 0.0
@@ -161,7 +161,7 @@ class Batch:
         return self.read_at + apart / self.costs.steps
 
     def _has_room(self) -> bool:
-        """Tell whether there is room for the first that waits; not if nobody does."""
+        """Tell whether there is room for the first sequence that waits; False if none waits."""
         if not self.waiting or len(self.live) == self.costs.most:
             return False
         return self.room_used + self.waiting[0].room <= self.costs.kv_tokens

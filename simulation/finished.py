@@ -65,23 +65,23 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a run. As JSON they are a page's own copy of it."""
+    """What a run tells. It can be kept as JSON, so that the run's folder isn't needed again."""
 
     settings: dict[str, Any]  # of Config
     ranks: int
     split: list  # the last step's
-    steps: int  # that count
+    steps: int  # how many counted
     lengths: list[float]  # of the answers: see fusion.histogram
-    critiques: list[float]  # likewise, of the last steps
+    critiques: list[float]  # likewise, but of the last LAST_SPANS steps
     prompt: int  # tokens
     judged: int  # tokens that a judge reads of an answer
     asked: float  # critiques of each judge for an answer: fewer than 1 where answers are alike
     keep: float  # part of the groups that are trained on
     paces: list[list[float]]  # each as Pace: of rollout's engines, then of each judge's
-    seconds: dict[str, float]  # of TIMES, of the slowest rank
-    learning_s: float  # passes and optimizers: `train` without what sleeps and wakes in it
-    engine_s: float  # an engine sleeps, or wakes
-    trainer_s: float  # a trainer sleeps, or wakes
+    seconds: dict[str, float]  # of the slowest rank, by TIMES
+    learning_s: float  # of `train`, without what sleeps and wakes in it
+    engine_s: float  # in which an engine falls asleep, or wakes
+    trainer_s: float  # in which a trainer falls asleep, or wakes
 
 
 def read_run(run: Path) -> Known:
@@ -126,7 +126,7 @@ def rows_of(path: Path, key: str, where: str) -> list[dict]:
 def known_of(
     settings: dict, ranks: int, rows: list[dict], history: list[StepStats], events: list[tl.Event]
 ) -> Known:
-    """Put the facts together. ValueError if no request of an engine is in the spans."""
+    """Work out what a run tells of the rows and spans that it left. ValueError if an engine's are missing."""
     config = config_from(settings)
     placement = make_placement(config, ranks)
     judges = formats_of(config)[: len(config.judge_models)]
@@ -231,7 +231,7 @@ def costs_like(known: Known, config: Config) -> Costs:
     judges = len(there.judge_models)
     if judges != len(config.judge_models):
         raise UserError(f"--like: {judges} judges were there, {len(config.judge_models)} are here")
-    # seconds of a token: by a simulation of the run itself, of which nothing sleeps and wakes in training
+    # the run itself is simulated with trainers that never sleep, to see how many tokens learning_s is for
     own = own_config(known)
     cluster = cluster_like(replace(known, trainer_s=0.0), 1e-6, own)
     facts = simulation_of(own, known.ranks, work_of(known, own), cluster).run()
@@ -253,7 +253,7 @@ def costs_like(known: Known, config: Config) -> Costs:
 
 
 def real(value: str | tuple[str, ...]) -> list[str]:
-    """Return directories of models as seen from anywhere."""
+    """Return absolute directories of models."""
     return [os.path.realpath(each) for each in ([value] if isinstance(value, str) else value)]
 
 
@@ -290,10 +290,10 @@ def cluster_like(known: Known, token_s: float, config: Config, _: object = None)
 
 
 def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = None) -> Pace:
-    """Fit what requests took: reads of prompts, and decode steps, each longer for those beside it.
+    """Fit the seconds of requests by reads of prompts and by decode steps, longer with more sequences.
 
-    engines: requests_of one model; unread: tokens of a prompt. Least squares, with a weak guess: half of a
-    step is fixed, or the proportions of `like`. It decides where all requests were alike.
+    engines: requests_of one model; unread: tokens of a prompt. Least squares, with a weak guess that decides
+    where all requests were alike: half of a step is fixed, or the proportions are those of `like`.
     """
     engines = [np.array(rows, dtype=float) for rows in engines.values()]
     if not engines:
@@ -302,7 +302,7 @@ def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = No
     tokens = np.concatenate([rows[:, 2] for rows in engines])
     most = config.max_running_requests
     step_s = took.sum() / max(1.0, tokens.sum())
-    # (seconds of a step, and of each sequence): at first all steps are alike
+    # seconds of a step, and more for each sequence; in the beginning all steps are alike
     fixed = step_s
     each = 0.0
     for _ in range(5):
@@ -355,7 +355,7 @@ def columns_of(rows: np.ndarray, fixed: float, each: float, most: int) -> tuple:
     bursts = bursts_of(rows, fixed + each * beside.mean())
     ends = np.searchsorted(bursts, rows[:, 1])
     reads = 1.0 + np.maximum(0, ends - np.searchsorted(bursts, rows[:, 0], side="right"))
-    # a full engine reads once in so many steps
+    # a full engine reads prompts once in APART steps
     full = 1 + rows[:, 2] / APART
     mean = during(steps * beside) / np.maximum(1e-12, during(steps))
     return np.where(mean >= FULL, np.minimum(reads, full), reads), mean
