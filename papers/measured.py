@@ -10,18 +10,17 @@ the figures of papers/plans.py, too, which measures them itself.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.measuring import run_to_its_end
-from bench.workloads import ANSWERS, CRITIQUE, PROMPTS, WORKLOADS, is_kept, length_of
+from bench.measuring import column
+from bench.modes import by_workload, run_sides
+from bench.workloads import ANSWERS, CRITIQUE, PROMPTS, WORKLOADS, Side, is_kept, length_of
 from papers import plans
 from papers.tables import ROOT, Constants, Paper, Row, command, keep_measured, read_constants
 from rollout import MEETING_INTERVAL_S
@@ -91,21 +90,17 @@ def rows_of(name: str, paper: Paper) -> list[Row]:
 
 
 def measure(quick: bool) -> None:
-    """Measure with bench/modes.py, in a quick run the first workload alone."""
+    """Measure as bench/modes.py does, in a quick run the first workload alone."""
     at = read_constants(ROOT / "measured.toml")["set_up"]
-    words = ["--ranks", RANKS, "--repeats", 1, "--moving", 0, "--sides", *SIDES]
-    words += ["--pace", f"{1000 * at['fixed']:g},{1000 * at['each']:g}"]
-    words += ["--workloads", *NAMES[: 1 if quick else None]]
-    words += ["--figure", "runs/bench/measured.png"]
-    run_to_its_end([sys.executable, "bench/modes.py", *words])
-    rows = json.loads((ROOT.parent / "runs" / "bench" / f"modes-{RANKS}.json").read_text())
-    seconds = defaultdict(list)
-    for row in rows:
-        if row["step"] > 0:
-            seconds[row["workload"], row["side"]].append(row["metrics"]["time/serve_s"])
-    for (name, side), took in seconds.items():
-        what = (name, "nanoYATT", side, str(RANKS), "serving", "s")
-        keep_measured(MEASURED, what, took, statistics.median(took), "papers/measured.py --real")
+    pace = f"{1000 * at['fixed']:g},{1000 * at['each']:g}"
+    loads = NAMES[: 1 if quick else None]
+    sides = [Side(name, side, 0, [side], STEPS) for name in loads for side in SIDES]
+    for name, found in by_workload(run_sides(sides, RANKS, pace)).items():
+        for side, steps in found.items():
+            took = column(steps, "time/serve_s")
+            what = (name, "nanoYATT", side, str(RANKS), "serving", "s")
+            middle = statistics.median(took)
+            keep_measured(MEASURED, what, took, middle, "papers/measured.py --real")
 
 
 FIGURES = {name: partial(rows_of, name) for name in NAMES} | plans.FIGURES

@@ -36,7 +36,7 @@ from simulation.sheet import costs_of_sheet
 MOST_PLANS = 20
 TAILS = (0.1, 0.2, 0.5)
 COLORS = {"serve": "#2a78b8", "train": "#3c9d4e", "switch": "#9a9a9a", "push": "#8a4fb0"}
-# plans that were measured, beside what was said of them before
+# plans that were measured, beside their predictions
 ROWS = Path(__file__).parents[1] / "docs" / "papers" / "rows" / "measured.csv"
 
 
