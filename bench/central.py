@@ -6,13 +6,13 @@
 Partial colocation at equal work a rank. A node of 8 ranks is a unit: a controller, engines over 8 devices, a
 model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are filtered. Three ways:
 
-    ours       nothing goes through one process: counted, of the real controllers in the simulation
+    parallel   nothing goes through one process: counted, of the real controllers in the simulation
     split      the same, and half of the units train an actor, the others a critic (--placement split)
     central    everything goes through one controller (HybridFlow's kind): a closed form over the same counts
 
-The closed form is kind: a sample comes to the one process once and leaves it once. Of ours no image passes
-from controller to controller. `sent` are a controller's own facts and samples; what it passes on of others'
-facts it has `heard`.
+The closed form is kind: a sample comes to the one process once and leaves it once. With parallel controllers
+no image passes from controller to controller. `sent` are a controller's own facts and samples; what it passes
+on of others' facts it has `heard`.
 """
 
 import argparse
@@ -197,7 +197,7 @@ class Scaled(Simulation):
         dealt = network.bytes_dealt + network.samples_dealt * self.media
         requests = sum(self.requests.values()) / 2
         return {
-            "ours": Busiest(*(max(counter.values()) for counter in counters)),
+            "parallel": Busiest(*(max(counter.values()) for counter in counters)),
             "central": Busiest(sum(self.drawn.values()), dealt, dealt, requests),
         }
 
@@ -215,13 +215,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--media", type=float, default=0.0, metavar="MB", help="of a sample")
     chosen = parser.parse_args(arguments)
-    rows = {"ours": [], "split": [], "central": []}
+    rows = {"parallel": [], "split": [], "central": []}
     for ranks in QUICK if chosen.quick else RANKS:
         run = Scaled(ranks, 1e6 * chosen.media)
         run.run()
         split = Scaled(ranks, **SPLIT)
         split.run()
-        for way, busiest in (run.ways() | {"split": split.ways()["ours"]}).items():
+        for way, busiest in (run.ways() | {"split": split.ways()["parallel"]}).items():
             rows[way].append(row_of(way, ranks, busiest))
         print(f"up to {ranks:,} ranks: done", flush=True)
     lines = ["| way | ranks | samples | sent MB | heard MB | requests |", "|---|" + "--:|" * 5]

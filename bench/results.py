@@ -61,7 +61,7 @@ def modes_values(printed: str, seconds: float) -> Values:
 
 def central_values(printed: str, seconds: float) -> Values:
     """The samples that a controller holds, and those of a central one, at each number of ranks."""
-    ways = ("ours", "central")
+    ways = ("parallel", "central")
     return {way: numbers_in(rf"\| {way} \| [\d,]+ \| ([\d,]+) \|", printed) for way in ways}
 
 
@@ -116,8 +116,8 @@ ROWS = {
         modes_values,
     ),
     "central": Row(
-        "From 64 to 4,096 ranks a controller holds {ours_low:,.0f} to {ours_high:,.0f} samples at once; a "
-        "central one would hold {central_low:,.0f} to {central_high:,.0f}",
+        "From 64 to 4,096 ranks a controller holds {parallel_low:,.0f} to {parallel_high:,.0f} samples at "
+        "once; a central one would hold {central_low:,.0f} to {central_high:,.0f}",
         "docs/papers/scale.md",
         "python bench/central.py",
         central_values,

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -36,6 +37,7 @@ from papers.tables import (
 
 PAGES = ("hybridflow", "rlhfuse", "wechat_yatt", "measured")
 TIE = 0.02  # who is less behind is as good
+APART = 0.05  # what is measured closer is as fast
 CLOSE = 0.1  # so close a simulated gain agrees with the published one
 Prose = dict[str, Any]  # papers/prose/NAME.toml, or one of its figures
 Finding = tuple[str, Marks]  # a sentence, and what it marks in the picture
@@ -102,7 +104,18 @@ def band(rows: list[Row], claimed: list[float]) -> str:
     return f"{text} than claimed, {less} less, {len(own) - more - less} as much."
 
 
-QUESTIONS = {"best": best, "gains": gains}
+def order(rows: list[Row], case: str) -> Finding:
+    """Of predicted rows of a case whose published numbers differ, how many pairs are in the same order?"""
+    right = []
+    for own in grouped([row for row in rows if row.kind == "predicted"], case).values():
+        for one, two in combinations(own, 2):
+            if abs(one.published / two.published - 1) > APART:
+                right.append((one.published < two.published) == (one.simulated < two.simulated))
+    text = f"Of {len(right)} pairs that were measured more than {percent(APART)} apart"
+    return f"{text}, {sum(right)} are in the same order.", {}
+
+
+QUESTIONS = {"best": best, "gains": gains, "order": order}
 
 
 def paragraph(*sentences: str) -> list[str]:

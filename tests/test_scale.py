@@ -11,12 +11,12 @@ from bench import central
 @pytest.fixture(scope="module")
 def found():
     """way -> figures by ranks, which double from one to the next."""
-    ways = {"ours": [], "split": [], "central": []}
+    ways = {"parallel": [], "split": [], "central": []}
     for ranks in central.QUICK:
         run, split = central.Scaled(ranks), central.Scaled(ranks, **central.SPLIT)
         run.run()
         split.run()
-        for way, busiest in (run.ways() | {"split": split.ways()["ours"]}).items():
+        for way, busiest in (run.ways() | {"split": split.ways()["parallel"]}).items():
             ways[way].append(busiest)
     return ways
 
@@ -27,30 +27,31 @@ def growth(of_way, name):
     return [b / a for a, b in pairwise(values)]
 
 
-def test_what_ours_holds_and_sends_is_flat(found):
+def test_what_a_controller_holds_and_sends_is_flat(found):
     """Within a tenth of the mean: of 8 units each keeps an eighth at home. So where models are split."""
-    for way, name in product(("ours", "split"), ("samples", "sent")):
+    for way, name in product(("parallel", "split"), ("samples", "sent")):
         values = [getattr(busiest, name) for busiest in found[way]]
         assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name
         assert all(quotient < 1.15 for quotient in growth(found[way], "requests"))
     sent = [
-        split.sent / ours.sent for split, ours in zip(found["split"], found["ours"], strict=True)
+        split.sent / parallel.sent
+        for split, parallel in zip(found["split"], found["parallel"], strict=True)
     ]
     assert all(2.5 < ratio < 4 for ratio in sent)  # a sample to an actor and a critic, and columns
 
 
 def test_what_grows_is_counted(found):
-    """Through one process all goes with the ranks. Of ours, others' facts grow: few beside the samples."""
+    """Through one process all goes with the ranks; else others' facts grow: few beside the samples."""
     for name in ("samples", "sent", "heard", "requests"):
         assert growth(found["central"], name) == pytest.approx([2.0, 2.0], rel=0.12), name
-    assert all(1 < quotient < 1.2 for quotient in growth(found["ours"], "heard"))
-    row = central.row_of("ours", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
-    assert row == "| ours | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"
+    assert all(1 < quotient < 1.2 for quotient in growth(found["parallel"], "heard"))
+    row = central.row_of("parallel", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
+    assert row == "| parallel | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"
 
 
 @pytest.mark.slow
 def test_media_go_through_one_controller_alone():
-    """1 MB each: none of ours (fakes.py asserts it of every simulated run); the one process all."""
+    """1 MB each: controllers send none (fakes.py asserts it of every simulated run); the one process all."""
     for ranks in (64, 128):
         plain, with_media = (central.Scaled(ranks, media) for media in (0.0, 1e6))
         steps = [run.run()[0] for run in (plain, with_media)]
@@ -58,4 +59,4 @@ def test_media_go_through_one_controller_alone():
         kept = central.PROMPTS * central.ANSWERS * ranks // central.UNIT
         more = with_media.ways()["central"].sent - plain.ways()["central"].sent
         assert more == pytest.approx(kept * 1e6)
-        assert with_media.ways()["ours"] == plain.ways()["ours"]
+        assert with_media.ways()["parallel"] == plain.ways()["parallel"]
