@@ -66,11 +66,12 @@ PLANS = {  # figure -> plan -> words of run.py; the first one's run is what --li
 
 def rows_of(figure: str, paper: Paper) -> list[Row]:
     """The rows of a figure. That of the run that --like is given is fitted."""
+    known = json.loads(KNOWN.read_text())
     rows = []
     for point in paper.of(figure)[:: 2 if paper.quick else 1]:
-        known = Known(**json.loads(KNOWN.read_text())[figure])
         config = parse_config([*COMMON, *PLANS[figure][point.setting]])
-        ours = simulate(costs_like(known, config), RANKS, Plan(point.setting, config)).seconds
+        costs = costs_like(Known(**known[figure]), config)
+        ours = simulate(costs, RANKS, Plan(point.setting, config)).seconds
         kind = "fitted" if point.setting == next(iter(PLANS[figure])) else "predicted"
         rows.append(paper.row(point, ours, kind))
     return rows
