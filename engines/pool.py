@@ -134,7 +134,8 @@ class Pool:
     def _record(self, answer: Answer, request: Request) -> Answer:
         """Keep the answer's times and sizes for `pop_stats`, and return it."""
         sizes = (len(answer.tokens), len(request.prompt), answer.cached_tokens)
-        self._served.append((answer.rank, (answer.sent, answer.end, *sizes)))
+        is_whole = answer.finish != "abort"
+        self._served.append((answer.rank, (answer.sent, answer.end, *sizes, is_whole)))
         return answer
 
     def pop_stats(self) -> RequestStats:

@@ -8,7 +8,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 ROLES = ("rollout", "genrm")
-Request = tuple[float, float, int, int, int]  # sent, end, tokens, prompt tokens, cached tokens
+# sent, end, tokens, prompt tokens, cached tokens, whether it wasn't aborted: the rest is another row
+Request = tuple[float, float, int, int, int, bool]
 
 
 class Split(NamedTuple):
@@ -36,14 +37,14 @@ class RequestStats:
     in_flight: float = 0.0  # requests in flight as a request sees them: mean over request-seconds
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    requests: int = 0
+    requests: int = 0  # one that moves is counted once
     wakes: int = 0  # times that the role's engines woke up while serving
 
     @staticmethod
     def of(requests: Iterable[Request], wakes: int = 0) -> RequestStats:
         """Sum up what one controller requested."""
-        columns = [*zip(*requests, strict=True)] or [()] * 5
-        sent, ends, tokens, prompt_tokens, cached_tokens = columns
+        columns = [*zip(*requests, strict=True)] or [()] * 6
+        sent, ends, tokens, prompt_tokens, cached_tokens, are_whole = columns
         edges = [(time, 1) for time in sent] + [(time, -1) for time in ends]
         in_flight = 0
         last = request_s = second_moment = 0.0
@@ -54,7 +55,7 @@ class RequestStats:
             last = time
         mean = second_moment / max(request_s, 1e-9)
         longest = max(tokens, default=0)
-        sizes = (sum(prompt_tokens), sum(cached_tokens), len(tokens))
+        sizes = (sum(prompt_tokens), sum(cached_tokens), sum(are_whole))
         return RequestStats(sum(tokens), longest, request_s, mean, *sizes, wakes)
 
     @staticmethod

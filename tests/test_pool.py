@@ -305,6 +305,20 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
     assert seconds == pytest.approx(400 + 300, abs=3)
 
 
+def test_a_request_that_moves_is_counted_once():
+    """Or critiques would seem shorter in a mode that moves them."""
+    engine = engine_of(0, {1: 98})
+
+    async def work(pool):
+        at(30.5, lambda: asyncio.ensure_future(pool.abort()))
+        await ask(pool, [1])
+        await ask(pool, [1])
+        return pool.pop_stats()
+
+    stats, _ = run_alone([engine], work)
+    assert (stats.requests, stats.tokens) == (1, 30 + 98)
+
+
 @pytest.mark.parametrize("move", [False, True])
 def test_what_waits_at_a_busy_engine_moves_to_one_that_joins(move):
     """Its part of the newest goes on there, from the tokens that it has."""

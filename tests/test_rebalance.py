@@ -112,7 +112,7 @@ def test_what_was_slower_is_measured_again_for_another_load():
 
 def test_request_stats_by_hand():
     """4 s and 2 s that overlap for 2 s: 6 request-seconds; as they see it (2 x 2 + 2 x 4) / 6 in flight."""
-    stats = RequestStats.of([(0.0, 4.0, 40, 10, 5), (1.0, 3.0, 20, 10, 0)], wakes=1)
+    stats = RequestStats.of([(0.0, 4.0, 40, 10, 5, True), (1.0, 3.0, 20, 10, 0, True)], wakes=1)
     assert stats == RequestStats(60, 40, 6.0, 10 / 6, 20, 5, 2, 1)
     total = RequestStats.total([stats, stats, RequestStats.of([])])
     assert total == RequestStats(120, 40, 12.0, 20 / 6, 40, 10, 4, 1)
