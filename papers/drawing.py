@@ -23,7 +23,7 @@ CLAIMED = dict(color="#f6dc9a", zorder=0)
 SIDES = ("published", "simulated")
 FITTED = ("fitted", "follows")
 FORMULA = "without controllers"  # in the name of a strip
-TICKS = (-70, -40, -20, -10, 0, 10, 20, 40, 100, 200)  # of the strip chart, per cent
+TICKS = (-50, -20, -10, 0, 10, 20, 50, 200)  # of the strip chart, per cent
 USUAL = dict(group="", per=1, legend=[], second="simulated", even=None)  # even: where a line is
 Marks = dict[tuple[Row, str], str]  # texts at rows, by side
 Colors = dict[str, str]  # by text
@@ -52,9 +52,10 @@ def draw(
     for name, own in grouped(rows, about["part"]).items():
         other = palettes[any(row.simulated for row in own)]
         colors[name] = COLOR_OF.get(name) or next(other)
-    first = next(iter(colors.values()))
-    key = first if len(colors) == 1 else GREYS[2]  # of one system nothing is to be told apart
-    handles = [Patch(color=color, label=name) for name, color in colors.items() if key != color]
+    handles = [Patch(color=color, label=name) for name, color in colors.items()]
+    key = GREYS[2]
+    if len(colors) == 1:  # there is nothing to be told apart
+        key = handles.pop().get_facecolor()
     if about["how"] == "bars" and any(row.published for row in rows):
         outline = Patch(fill=False, edgecolor=key, linewidth=1.5, label=f"outline: {published}")
         handles += [outline, Patch(color=key, label=f"filled: {about['second']}")]
@@ -110,10 +111,12 @@ def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About
                 top += height
                 mark = marks.get((row, side), "")
                 look = dict(rotation=90, fontsize=8) if len(mark) > 1 else dict(fontsize=11)
-                if row != stack[-1]:  # on its own part, below the next
-                    look |= dict(va="top", color="black" if side == "published" else "white")
-                look = dict(va="bottom", ha="center", textcoords="offset points") | look
-                axes.annotate(mark, (left, top), (0, 3 if look["va"] == "bottom" else -3), **look)
+                look |= dict(ha="center", textcoords="offset points")
+                if mark and row == stack[-1]:
+                    axes.annotate(mark, (left, top), (0, 2), va="bottom", **look)
+                elif mark:  # on its own part, below the next
+                    look["bbox"] = dict(facecolor="white", linewidth=0, pad=0.6)
+                    axes.annotate(mark, (left, top), (0, -4), va="top", **look)
     many = dict(fontsize=8, rotation=45, ha="right", rotation_mode="anchor")
     axes.set_xticks(range(len(groups)), groups, **many if len(groups) > 8 else {})
 

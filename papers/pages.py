@@ -130,21 +130,12 @@ def order(rows: list[Row], case: str, named: str, of: Sequence[str] = ()) -> Fin
                 count += 1
                 if (one.published < two.published) != (one.simulated < two.simulated):
                     wrong.append(f"{name} ({words(named, one)}, {words(named, two)})")
-    first = f"{count - len(wrong)} of {count} pairs that are more than {percent(APART)} apart are in the same order."
+    pairs = f"{count} pairs that are more than {percent(APART)} apart"
+    first = f"{count - len(wrong)} of {pairs} are in the same order."
     return [first, f"Not so: {'; '.join(wrong)}."] if wrong else [first], {}
 
 
-def change(rows: list[Row], case: str, at: str, ends: Sequence[str], what: str) -> Finding:
-    """How much do the rows of a case change from one end to the other? case, at: templates."""
-    changes = []
-    for name, own in grouped(rows, case).items():
-        first, last = (grouped(own, at)[end][0] for end in ends)
-        both = [f"{percent(last.at(s) / first.at(s) - 1, '+.1f')} {s}" for s in SIDES]
-        changes.append(f"{name} {', '.join(both)}")
-    return [f"{what}: {'; '.join(changes)}."], {}
-
-
-QUESTIONS = {"best": best, "gains": gains, "order": order, "change": change}
+QUESTIONS = {"best": best, "gains": gains, "order": order}
 
 
 def paragraph(*sentences: str) -> list[str]:
@@ -195,8 +186,11 @@ def section(
     left_out = f"Not simulated: {'; '.join(reasons)}." if reasons else ""
     lines += paragraph(about.get("set_up", ""), count, far, about.get("misses", ""), left_out)
     listed = [row._replace(note="") if row.kind == "not modelled" else row for row in own]
-    lines += [f"<details><summary>The {len(own)} numbers</summary>", ""]
-    lines += table_of(listed, published)
+    lines += [
+        f"<details><summary>The {len(own)} numbers</summary>",
+        "",
+        *table_of(listed, published),
+    ]
     figures = " ".join(f'"{each}"' if " " in each else each for each in about.get("rows", [name]))
     lines += ["</details>", "", f"    python papers/{page}.py --figure {figures}", ""]
     return lines, figure, said
@@ -209,10 +203,9 @@ def own_gpus(page: str, rows: list[Row]) -> list[str]:
     for name, about in read_constants(own_runs.COMMANDS).items():
         if about["paper"] != page:
             continue
-        beside = []
-        for row in map(points.get, about["points"]):
-            beside.append(f"{row.name}: {number(row.published)} {row.unit}")
-        lines += paragraph(f"**{name}** compares with {'; '.join(beside)}.", about["assumed"])
+        found = [points[each] for each in about["points"]]
+        beside = "; ".join(f"{row.name}: {number(row.published)} {row.unit}" for row in found)
+        lines += paragraph(f"**{name}** compares with {beside}.", about["assumed"])
         folders = " ".join(["RUN", "BASE"][: len(about["lines"])])
         for line in (*about["lines"], f"python papers/own_runs.py {name} {folders}"):
             parts = textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False)
@@ -249,8 +242,8 @@ def main() -> None:
         strips |= strips_of(prose, rows)
         every += rows
         index.append(f"- [{prose['title']}]({page}.md): {prose['of']}{errors(rows)}")
-        lines = [f"# {prose['title']}", "", *paragraph(prose["intro"])]
-        lines += [f"All {errors(rows)}{prose['which']}.", ""]
+        all_errors = f"All {errors(rows)}{prose['which']}."
+        lines = [f"# {prose['title']}", "", *paragraph(prose["intro"]), all_errors, ""]
         for name, about in prose["figures"].items():
             text, figure, found = section(page, name, about, prose["published"], rows)
             lines += text
