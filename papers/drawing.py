@@ -79,7 +79,7 @@ def draw(
             axes.axhline(about["even"], color="black", linewidth=0.8, linestyle=":")
         if claimed:
             axes.axhspan(min(claimed), max(claimed), linewidth=2, **CLAIMED)
-    columns = 8 if len(handles) <= 8 else 5
+    columns = 8 if len(handles) < 8 else 5
     look = dict(frameon=False, fontsize=9, columnspacing=1.2, handlelength=1.6)
     figure.legend(handles=handles, ncols=columns, loc="outside upper center", **look)
     return figure

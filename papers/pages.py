@@ -119,20 +119,16 @@ def band(rows: list[Row], claimed: list[float]) -> str:
     return f"{text} than claimed, {len(own) - more - less} as much, {less} less."
 
 
-def order(rows: list[Row], case: str, named: str, of: Sequence[str] = ()) -> Finding:
+def order(rows: list[Row], case: str, of: Sequence[str] = ()) -> Finding:
     """Of predicted rows of a case whose published numbers differ, how many pairs are in the same order?"""
-    wrong = []
-    count = 0
+    right = []
     compared = [r for r in rows if r.kind == "predicted" and r.system in (of or [r.system])]
-    for name, own in grouped(compared, case).items():
+    for own in grouped(compared, case).values():
         for one, two in combinations(own, 2):
             if abs(one.published / two.published - 1) > APART:
-                count += 1
-                if (one.published < two.published) != (one.simulated < two.simulated):
-                    wrong.append(f"{name} ({words(named, one)}, {words(named, two)})")
-    pairs = f"{count} pairs that are more than {percent(APART)} apart"
-    first = f"{count - len(wrong)} of {pairs} are in the same order."
-    return [first, f"Not so: {'; '.join(wrong)}."] if wrong else [first], {}
+                right.append((one.published < two.published) == (one.simulated < two.simulated))
+    pairs = f"{len(right)} predicted pairs that are published more than {percent(APART)} apart"
+    return [f"{sum(right)} of {pairs} are in the same order."], {}
 
 
 QUESTIONS = {"best": best, "gains": gains, "order": order}
@@ -169,6 +165,7 @@ def section(
     said = {}
     for question, asked in about.get("ask", {}).items():
         found, own_marks = QUESTIONS[question.split("_")[0]](shown, **asked)
+        found = [text.replace("published", published) for text in found]
         sentences += found
         marks |= own_marks
         said[question] = found[0]
@@ -178,13 +175,16 @@ def section(
         figure = draw(shown, marks, published, claimed, about["draw"])
         lines += [f"![{about['title']}]({picture_of(page, name)})", ""]
     fitted = sum(row.kind in FITTED for row in own)
-    count = f"{fitted} points were fitted, or follow from fitted ones." if fitted else ""
-    far = f"{errors(own)}." if errors(own) else ""
+    count = f"Points that were fitted, or follow from fitted ones: {fitted}." if fitted else ""
+    parts = grouped(own, about.get("apiece", "")).items()
+    far = [f"{part}{errors(each)}." for part, each in parts if errors(each)]
     without = grouped([row for row in own if row.kind == "not modelled"], "{note}").items()
     template = about.get("left_out", "{system}")
-    reasons = [f"{', '.join(grouped(each, template))} ({note})" for note, each in without]
+    reasons = [
+        f"{', '.join(grouped(each, template))} ({note})" for note, each in without if template
+    ]
     left_out = f"Not simulated: {'; '.join(reasons)}." if reasons else ""
-    lines += paragraph(about.get("set_up", ""), count, far, about.get("misses", ""), left_out)
+    lines += paragraph(about.get("set_up", ""), count, *far, about.get("misses", ""), left_out)
     listed = [row._replace(note="") if row.kind == "not modelled" else row for row in own]
     lines += [
         f"<details><summary>The {len(own)} numbers</summary>",
@@ -204,12 +204,13 @@ def own_gpus(page: str, rows: list[Row]) -> list[str]:
         if about["paper"] != page:
             continue
         found = [points[each] for each in about["points"]]
-        beside = "; ".join(f"{row.name}: {number(row.published)} {row.unit}" for row in found)
+        beside = "; ".join(f"{row.name} ({number(row.published)} {row.unit})" for row in found)
         lines += paragraph(f"**{name}** compares with {beside}.", about["assumed"])
         folders = " ".join(["RUN", "BASE"][: len(about["lines"])])
         for line in (*about["lines"], f"python papers/own_runs.py {name} {folders}"):
             parts = textwrap.wrap(line, 100, break_long_words=False, break_on_hyphens=False)
-            lines += ["    " + " \\\n      ".join(parts), ""]
+            code = "    " + " \\\n      ".join(parts)
+            lines += [code, ""] if code not in lines else []
         if found := own_runs.own_rows().get(name):
             numbers = [f"{number(found[each])} {each}" for each in (*SIDES, "measured")]
             lines += paragraph(f"{found['run']}: {', '.join(numbers)} ({found['unit']}).")
