@@ -52,10 +52,9 @@ def draw(
     for name, own in grouped(rows, about["part"]).items():
         other = palettes[any(row.simulated for row in own)]
         colors[name] = COLOR_OF.get(name) or next(other)
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    key = GREYS[2]
-    if len(colors) == 1:  # there is nothing to be told apart
-        key = handles.pop().get_facecolor()
+    several = len(colors) > 1  # to be told apart
+    handles = [Patch(color=color, label=name) for name, color in colors.items() if several]
+    key = GREYS[2] if several else next(iter(colors.values()))
     if about["how"] == "bars" and any(row.published for row in rows):
         outline = Patch(fill=False, edgecolor=key, linewidth=1.5, label=f"outline: {published}")
         handles += [outline, Patch(color=key, label=f"filled: {about['second']}")]

@@ -44,11 +44,16 @@ Prose = dict[str, Any]  # papers/prose/NAME.toml, or one of its figures
 Finding = tuple[list[str], Marks]  # sentences, and what they mark in the picture
 
 
-def agreement(what: str, cases: dict[str, tuple[str, bool]]) -> list[str]:
-    """Say in how many predicted cases `what` is so, and what both sides are where it isn't."""
-    wrong = [f"{name} ({both})" for name, (both, agrees) in cases.items() if not agrees]
-    first = f"{what} in {len(cases) - len(wrong)} of {len(cases)} predicted cases."
-    return [first, f"Not so: {'; '.join(wrong)}."] if wrong else [first]
+def agreement(what: str, cases: dict[str, tuple[str, bool, bool]]) -> list[str]:
+    """Say how often `what` is so. cases: the words of both sides, if it is so, if a point is predicted."""
+    fitted = [agrees for _, agrees, predicted in cases.values() if not predicted]
+    wrong = [
+        f"{name} ({both})" for name, (both, agrees, new) in cases.items() if new and not agrees
+    ]
+    count = len(cases) - len(fitted)
+    sentences = [f"{what} in {count - len(wrong)} of {count} predicted cases."]
+    sentences += [f"Not so: {'; '.join(wrong)}."] if wrong else []
+    return sentences + ([f"Where fitted, in {sum(fitted)} of {len(fitted)}."] if fitted else [])
 
 
 def best(
@@ -67,11 +72,11 @@ def best(
         ratios = [first.at(side) / second.at(side) for side in SIDES]
         leads = [max(ratio, 1 / ratio) - 1 for ratio in ratios]
         texts = [words(named, each) for each in (first, second)]
-        both = f"published: {texts[0]} {percent(leads[0])} ahead of {texts[1]}; "
+        both = f"{texts[0]} {percent(leads[0])} ahead of {texts[1]}; "
         both += f"simulated: {texts[1]} {percent(leads[1])} ahead"
-        if any(row.kind == "predicted" for row in compared):
-            cases[name] = (both, max(leads) < TIE)
-    return agreement(f"The simulation names the published {what}", cases), marks
+        predicted = any(row.kind == "predicted" for row in compared)
+        cases[name] = (both, max(leads) < TIE, predicted)
+    return agreement(f"The simulation names the {what}", cases), marks
 
 
 def gains(
@@ -84,7 +89,6 @@ def gains(
     """
     marks = {}
     cases = {}
-    fitted = []
     found = {side: [] for side in SIDES}
     for name, own in grouped(rows, case).items():
         mine = [row for row in own if words(who, row) == of and row.error is not None]
@@ -97,13 +101,9 @@ def gains(
                 marks[row, side] = f"×{found[side][-1]:.2f}"
             agrees = abs(found["simulated"][-1] / found["published"][-1] - 1) < CLOSE
             both = "; ".join(f"{side} {marks[row, side]}" for side in SIDES)
-            if any(each.kind == "predicted" for each in (row, *beside)):
-                cases[name] = (both, agrees)
-            else:
-                fitted.append(agrees)
+            predicted = any(each.kind == "predicted" for each in (row, *beside))
+            cases[name] = (both, agrees, predicted)
     sentences = agreement(f"The {what} is within {percent(CLOSE)} of the published", cases)
-    if fitted:
-        sentences.append(f"Of {len(fitted)} fitted cases it is in {sum(fitted)}.")
     ranges = [f"×{min(own):.2f} to ×{max(own):.2f} {side}" for side, own in found.items()]
     return [*sentences, f"All are {' and '.join(ranges)}."], marks
 
@@ -127,7 +127,7 @@ def order(rows: list[Row], case: str, of: Sequence[str] = ()) -> Finding:
         for one, two in combinations(own, 2):
             if abs(one.published / two.published - 1) > APART:
                 right.append((one.published < two.published) == (one.simulated < two.simulated))
-    pairs = f"{len(right)} predicted pairs that are published more than {percent(APART)} apart"
+    pairs = f"{len(right)} predicted pairs that are more than {percent(APART)} apart"
     return [f"{sum(right)} of {pairs} are in the same order."], {}
 
 
@@ -149,10 +149,10 @@ def rows_of(name: str, about: Prose, rows: list[Row]) -> list[Row]:
 
 def section(
     page: str, name: str, about: Prose, published: str, rows: list[Row]
-) -> tuple[list[str], Figure | None, dict[str, str]]:
+) -> tuple[list[str], Figure | None, list[str]]:
     """A figure: what is claimed, whether the simulation agrees, the picture, what misses, the rows.
 
-    Also returns the first sentence of each answer, by question.
+    Also returns the sentences that say whether it agrees.
     """
     own = rows_of(name, about, rows)
     # of systems that stand apart, what is published is drawn
@@ -162,13 +162,10 @@ def section(
     claimed = [row.published for row in rows if claims and row.setting.startswith(claims)]
     sentences = [band(shown, claimed)] if claimed else []
     marks = {}
-    said = {}
     for question, asked in about.get("ask", {}).items():
         found, own_marks = QUESTIONS[question.split("_")[0]](shown, **asked)
-        found = [text.replace("published", published) for text in found]
         sentences += found
         marks |= own_marks
-        said[question] = found[0]
     lines = [f"## {about['title']}", "", *paragraph(about["claim"], *sentences)]
     figure = None
     if "draw" in about:
@@ -193,7 +190,7 @@ def section(
     ]
     figures = " ".join(f'"{each}"' if " " in each else each for each in about.get("rows", [name]))
     lines += ["</details>", "", f"    python papers/{page}.py --figure {figures}", ""]
-    return lines, figure, said
+    return lines, figure, sentences
 
 
 def own_gpus(page: str, rows: list[Row]) -> list[str]:
@@ -236,7 +233,7 @@ def main() -> None:
     strips = {}
     every = []
     index = []
-    said = {}  # by page, figure and question
+    said = {}  # whether it agrees, by page and figure
     for page in PAGES:
         prose = tomllib.loads((ROOT / "prose" / f"{page}.toml").read_text(encoding="utf-8"))
         rows = read_rows(DOCS / "rows" / f"{page}.csv")
@@ -246,9 +243,9 @@ def main() -> None:
         all_errors = f"All {errors(rows)}{prose['which']}."
         lines = [f"# {prose['title']}", "", *paragraph(prose["intro"]), all_errors, ""]
         for name, about in prose["figures"].items():
-            text, figure, found = section(page, name, about, prose["published"], rows)
+            text, figure, sentences = section(page, name, about, prose["published"], rows)
             lines += text
-            said |= {f"{page} {name} {question}": first for question, first in found.items()}
+            said[f"{page} {name}"] = " ".join(sentences[:1])
             if figure:
                 figure.savefig(DOCS / picture_of(page, name), metadata={"Software": None})
         lines += own_gpus(page, rows)
@@ -259,11 +256,9 @@ def main() -> None:
     tenths = [percent(part, ".1f") for part in quantiles(own, n=10, method="inclusive")]
     counts = dict(count=len(own), half=tenths[4], most=tenths[8])
     counts["without"] = sum(row.kind == "not modelled" for row in every)
-    off = {}  # the least and the largest error of a placement, and of a placement on so many GPUs
-    placed = [row for row in every if row.figure in PLACED and row.error is not None]
-    for name, group in (grouped(placed, "{system}") | grouped(placed, "{system} {gpus}")).items():
-        found = [percent(choose(row.error for row in group), "+.0f") for choose in (min, max)]
-        off[name] = " to ".join(found)
+    placed = [row for row in every if row.figure in PLACED]
+    places = grouped(placed, "{system}") | grouped(placed, "{system} on {gpus}")
+    off = {name: errors(each).split(": ")[1].split(" (")[0] for name, each in places.items()}
     text = (ROOT / "prose" / "README.md").read_text(encoding="utf-8")
     filled = text.format(pages="\n".join(index), said=said, off=off, **counts)
     (DOCS / "README.md").write_text(filled, encoding="utf-8")
