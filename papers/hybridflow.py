@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -41,8 +40,8 @@ PLACEMENTS = {
     "standalone": tuple((role,) for role in PPO),
     "HybridFlow": (),  # the best of all
 }
-SYSTEMS = {"DS-Chat": "DeepSpeed-Chat", "HybridFlow-V": "HybridFlow-V", "HybridFlow": "HybridFlow"}
-TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"  # its settings
+SYSTEMS = ("DS-Chat", "HybridFlow-V", "HybridFlow")  # of table 2
+SETTING_OF_TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"
 NO_ROOM = "by papers/mapping.py's account of memory it has no room"
 GENERATION = "the engines' constants were fitted on all of them"
 OTHER = "another program; no seconds of its stages are published"
@@ -58,31 +57,23 @@ class Cost(NamedTuple):
     redundant: Fraction  # its shard, if it lies outside of its part
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Training by `pp` stages of `tp` shards, `copies` times; engines of `parts` ranks. Pure."""
+def table_2(pp: int, tp: int, copies: int, parts: int) -> dict[str, Cost]:
+    """Compute table 2, for training by `pp` stages of `tp` shards in so many copies, and engines of `parts`.
 
-    pp: int
-    tp: int
-    copies: int
-    parts: int = 1
-
-    def costs(self) -> dict[str, Cost]:
-        """Compute table 2, which takes stages for equal and all tensors for cut by tensor parallelism.
-
-        DeepSpeed-Chat gathers the model over all ranks, HybridFlow-V over each model-parallel group.
-        """
-        part = Fraction(1, self.parts)
-        shard = Fraction(1, self.pp * self.tp)
-        return {
-            "DeepSpeed-Chat": Cost(1 - shard / self.copies, Fraction(1), shard / self.copies),
-            "HybridFlow-V": Cost(1 - shard, Fraction(1), shard),
-            "HybridFlow": Cost(part - shard, part, Fraction(0)),
-        }
+    Stages are taken for equal, and all tensors for cut by tensor parallelism. DeepSpeed-Chat gathers the
+    model over all ranks, HybridFlow-V over each model-parallel group.
+    """
+    part = Fraction(1, parts)
+    shard = Fraction(1, pp * tp)
+    return {
+        "DS-Chat": Cost(1 - shard / copies, Fraction(1), shard / copies),
+        "HybridFlow-V": Cost(1 - shard, Fraction(1), shard),
+        "HybridFlow": Cost(part - shard, part, Fraction(0)),
+    }
 
 
 class Setting(NamedTuple):
-    """Models by role, the GPUs, what a step is, and what the GPUs come to: the arguments of mapping."""
+    """What a point is about, in the order in which papers/mapping.py takes it. models: by role."""
 
     models: dict[str, Model]
     gpus: int
@@ -91,7 +82,7 @@ class Setting(NamedTuple):
 
 
 def shapes_of(found: Mapping) -> dict[str, Shape]:
-    """The ranks and sizes of each role: those of the actor's set come first, then the scorers'."""
+    """The ranks and sizes of each role. The actor's set has the first ranks, then comes the scorers'."""
     shapes = {}
     first = 0
     served = ("actor", "reward")
@@ -103,7 +94,7 @@ def shapes_of(found: Mapping) -> dict[str, Shape]:
 
 
 def step_s(at: Setting, found: Mapping) -> float:
-    """Seconds of a step of the controllers."""
+    """Simulate a step. Returns its seconds."""
     models, gpus, task, speeds = at
     sizes = {role: each for choice in found.choices for role, each in choice.sizes.items()}
     (own,) = (choice for choice in found.choices if "actor" in choice.sizes)
@@ -200,24 +191,23 @@ def transitions(paper: Paper) -> list[Row]:
         if gpus % (pp * tp):
             raise UserError(f"{point.where}: {pp} x {tp} parts don't divide {gpus} GPUs")
         gathering = gpus if point.system == "DS-Chat" else pp * tp
-        cost = Layout(pp, tp, gpus // (pp * tp), parts).costs()[SYSTEMS[point.system]]
+        cost = table_2(pp, tp, gpus // (pp * tp), parts)[point.system]
         seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
         kind = "predicted" if point.system == "HybridFlow" else "closed form"
         rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
     return rows + not_modelled(paper, "14", but=SYSTEMS)
 
 
-def table_2(paper: Paper) -> list[Row]:
-    """Parts of the model's bytes M, of each GPU."""
+def rows_of_table_2(paper: Paper) -> list[Row]:
+    """The rows of table 2, by its closed form."""
     rows = []
     for point in asked(paper, "table 2", SYSTEMS):
-        sizes = re.fullmatch(TABLE_2, point.setting)
+        sizes = re.fullmatch(SETTING_OF_TABLE_2, point.setting)
         if not sizes:
             raise UserError(f"{point.where}: its setting isn't as `p=1 t=8 d=2 t_g=2`")
-        cost = Layout(*map(int, sizes.groups())).costs()[SYSTEMS[point.system]]
-        rows.append(
-            paper.row(point, float(known(point, point.metric, cost._asdict())), "closed form")
-        )
+        cost = table_2(*map(int, sizes.groups()))[point.system]
+        part = float(known(point, point.metric, cost._asdict()))
+        rows.append(paper.row(point, part, "closed form"))
     return rows + not_modelled(paper, "table 2", but=SYSTEMS)
 
 
@@ -230,7 +220,7 @@ FIGURES = {
     "14": transitions,
     "15": partial(not_modelled, figure="15", why=GENERATION),
     "16": partial(not_modelled, figure="16", why="seconds of HybridFlow's own search program"),
-    "table 2": table_2,
+    "table 2": rows_of_table_2,
 }
 
 if __name__ == "__main__":

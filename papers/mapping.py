@@ -76,9 +76,9 @@ class Mapping(NamedTuple):
 
 
 def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
-    """An update reduces float32 gradients and gathers the weights between copies."""
+    """A trainer of these sizes."""
     pp, tp, dp, _ = sizes
-    sent = (4 + BF16_BYTES) * model.params / (pp * tp) * (dp - 1) / dp
+    sent = model.updated_bytes(pp * tp, dp)
     update = speeds.update_s + sent / speeds.band(pp * tp * dp)
     mfu = speeds.mfu_of(model)
     return passes_of(model, speeds.device, pp * tp, mfu, tp, stages=pp, update=update)

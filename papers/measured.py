@@ -1,56 +1,109 @@
 """The same workloads on real engines and on the virtual clock: does the simulation say what was measured?
 
-    python papers/measured.py            papers/published/measured_modes.csv beside what the clock says
+    python papers/measured.py            papers/published/measured_*.csv beside what the clock says
     python papers/measured.py --real     measure again, about 20 minutes of an idle machine, then the same
 
 Four ranks serve bench/modes.py's workloads with a pace (a decode step of 20 ms, and 1 ms a sequence). One
-constant was fitted, on the workload `short` alone. Paced engines test scheduling, not hardware.
+constant was fitted, on the workload `short` alone. Paced engines test scheduling, not hardware. The page has
+the figures of papers/plans.py, too, which measures them itself.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.measuring import column
+from bench.modes import by_workload, run_sides
+from bench.workloads import ANSWERS, CRITIQUE, PROMPTS, WORKLOADS, Side, is_kept, length_of
 from papers import plans
-from papers.paced import SetUp, command_of, measure, serving_s
-from papers.tables import ROOT, Constants, Paper, Row, command, read_constants
-from simulation.engine import EngineCosts
+from papers.tables import ROOT, Constants, Paper, Row, command, keep_measured, read_constants
+from rollout import MEETING_INTERVAL_S
+from simulation.cluster import Cluster, Lengths, Simulation, Workload, simulated_format
+from simulation.costs import Decode, Passes
+from simulation.engine import Moves
 
 MEASURED = ROOT / "published" / "measured_modes.csv"
 NAMES = ("short", "tail", "resample", "judge-heavy")
 SIDES = ("full", "1|3", "2|2", "3|1", "fused 0.2")
+RANKS = 4
+STEPS = 5  # the first isn't counted
+MOST = 200  # tokens of an answer
 
 
-def set_up_of(constants: Constants) -> SetUp:
-    """The set-up of this page."""
-    own = constants["set_up"]
-    read_s = own["fixed"] + own["each"]
-    decode = EngineCosts(own["fixed"], own["each"], read=read_s, apart=own["apart"])
+@dataclass(frozen=True)
+class GivenLengths(Lengths):
+    """The lengths of the answers of a workload of bench/modes.py."""
+
+    name: str = "short"
+
+    def of(self, *text: object) -> int:
+        return length_of(self.name, *text[-2:])
+
+
+@dataclass(frozen=True)
+class GivenWork(Workload):
+    """A workload of bench/modes.py, whose answers are right where they are right there."""
+
+    name: str = "short"
+
+    def is_right(self, prompt_id: int, index: int) -> bool:
+        return bool(index % 2) or not is_kept(self.name, prompt_id)
+
+
+def serving_s(
+    constants: Constants, name: str, side: str, steps: int = STEPS, first_counted: int = 1
+) -> float:
+    """Seconds of serving a step of a workload, in the median. side: as bench/modes.py names it."""
+    at = constants["set_up"]
+    read_s = at["fixed"] + at["each"]
+    decode = Decode(at["fixed"], at["each"], read=read_s, apart=at["apart"])
     roles = dict.fromkeys(("rollout", "genrm"), decode)
-    return SetUp(roles, own["prompt"], (200, 32), constants["engine"]["swap_s"])
+    half_s = constants["engine"]["swap_s"] / 2
+    moves = dict.fromkeys(roles, Moves(half_s, half_s))
+    cluster = Cluster(roles, Passes(0.0), moves=moves, meeting_s=MEETING_INTERVAL_S)
+    load = WORKLOADS[name]
+    answer = GivenLengths(0, 0, MOST, name)
+    critique = Lengths(CRITIQUE, 0, CRITIQUE)
+    work = GivenWork(at["prompt"], answer, critique, load.keep, name=name)
+    settings = dict(prompts_per_step=PROMPTS, answers_per_prompt=ANSWERS, steps=steps)
+    settings["judge_format"] = (simulated_format(load.judgements),)
+    mode, _, tail = side.partition(" ")
+    if tail:
+        settings["tail"] = float(tail)
+    if "|" in side:
+        mode = "partial"
+        settings["rollout_ranks"] = int(side.partition("|")[0])
+    counted = Simulation(mode, RANKS, work, cluster, **settings).run()[first_counted:]
+    return statistics.median(step.seconds["serve"] for step in counted)
 
 
 def rows_of(name: str, paper: Paper) -> list[Row]:
     """The rows of a workload."""
     points = paper.of(name)[:: 2 if paper.quick else 1]
-    at = set_up_of(paper.constants)
-    return [paper.row(point, serving_s(name, point.setting, at)) for point in points]
+    return [paper.row(p, serving_s(paper.constants, name, p.setting)) for p in points]
 
 
-def measure_modes(quick: bool) -> None:
-    """Measure with bench/modes.py, in a quick run the first workload alone."""
-    at = set_up_of(read_constants(ROOT / "measured.toml"))
-    names = NAMES[: 1 if quick else None]
-    sides = ["--moving", 0, "--sides", *SIDES, "--workloads", *names]
-    line = command_of(at, dict.fromkeys(at.decode, at.prompt), *sides)
-    measure([line], MEASURED, lambda _, workload, side: (workload, side))
+def measure(quick: bool) -> None:
+    """Measure as bench/modes.py does, in a quick run the first workload alone."""
+    at = read_constants(ROOT / "measured.toml")["set_up"]
+    pace = f"{1000 * at['fixed']:g},{1000 * at['each']:g}"
+    loads = NAMES[: 1 if quick else None]
+    sides = [Side(name, side, 0, [side], STEPS) for name in loads for side in SIDES]
+    for name, found in by_workload(run_sides(sides, RANKS, pace)).items():
+        for side, steps in found.items():
+            took = column(steps, "time/serve_s")
+            what = (name, "nanoYATT", side, str(RANKS), "serving", "s")
+            middle = statistics.median(took)
+            keep_measured(MEASURED, what, took, middle, "papers/measured.py --real")
 
 
 FIGURES = {name: partial(rows_of, name) for name in NAMES} | plans.FIGURES
 
 if __name__ == "__main__":
-    sys.exit(command("measured", __doc__, FIGURES, sys.argv[1:], measure=measure_modes))
+    sys.exit(command("measured", __doc__, FIGURES, sys.argv[1:], measure=measure))

@@ -16,17 +16,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import as_text, dashed, parse_config
+from inputs.hf_directory import read_object
 from papers import hybridflow, rlhfuse, wechat_yatt
 from papers.tables import ROOT, Paper, Point, read_constants, read_points
+from runtime.atomic_files import complete_rows
 from runtime.errors import UserError
 
 COMMANDS = ROOT / "published" / "commands.toml"
 KEPT = ROOT / "published" / "own_runs.json"
-FIGURES = {"hybridflow": hybridflow.FIGURES, "rlhfuse": rlhfuse.figures()}
-FIGURES["wechat_yatt"] = wechat_yatt.FIGURES
+FIGURES = {
+    "hybridflow": hybridflow.FIGURES,
+    "rlhfuse": rlhfuse.figures(),
+    "wechat_yatt": wechat_yatt.FIGURES,
+}
 WARM_UP = 3  # steps, in which kernels are compiled
-ALIKE = ("algorithm", "mode", "tail", "schedule", "updates_per_step", "prompts_per_step")
-ALIKE += ("answers_per_prompt", "max_new_tokens", "answer_tokens")
+# settings that a row is about: of a step's samples, of how it is served and trained on
+SAMPLES = ("prompts_per_step", "answers_per_prompt", "max_new_tokens", "answer_tokens")
+LOOP = ("algorithm", "mode", "tail", "schedule", "updates_per_step")
 
 
 def own_rows() -> dict[str, dict]:
@@ -34,49 +40,35 @@ def own_rows() -> dict[str, dict]:
     return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 
-def read_run(folder: Path) -> tuple[dict, list[dict]]:
-    """A run's settings, and the metrics of its counted steps. UserError if there are none."""
-    path = folder / "metrics.jsonl"
-    rows = []
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        for line in path.read_text().splitlines():
-            rows.append(json.loads(line))
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}: no folder of a run") from None
-    except ValueError:
-        raise UserError(f"{path}:{len(rows) + 1} is cut off") from None
-    if "device_name" not in config:
-        raise UserError(f"{folder} is of an older version, which names no device")
-    counted = [row for row in rows if "time/step_s" in row][WARM_UP:]
-    if not counted:
-        raise UserError(f"{path}: no step after the first {WARM_UP}, which don't count")
-    return config, counted
-
-
 def measured(point: Point, folder: Path, line: str) -> tuple[float, str]:
-    """A run's number in a point's unit, and what the run was. UserError if it has none."""
-    if point.figure == "h20":
-        path = folder / "decode.json"
-        if not path.exists():
-            raise UserError(f"{path}: no such file: bench/decode.py writes it")
-        found = json.loads(path.read_text())
+    """A run's number in a point's unit, and what the run was. UserError if there is none."""
+    is_decode = point.figure == "h20"
+    name = "decode.json" if is_decode else "config.json"
+    if not (folder / name).is_file():
+        raise UserError(f"{folder}: no {name} in it, which its line to type leaves there")
+    found = read_object(folder / name, str(folder))
+    if is_decode:
         return found[point.metric], found["run"]
-    config, rows = read_run(folder)
-    size = len(rows) * config["prompts_per_step"] * config["answers_per_prompt"]
+    if "device_name" not in found:
+        raise UserError(f"{folder} is of an older version, which names no device")
+    rows = [row for row in complete_rows(folder / "metrics.jsonl") if "time/step_s" in row]
+    counted = rows[WARM_UP:]
+    if not counted:
+        raise UserError(f"{folder}: no step after the first {WARM_UP}, which don't count")
+    size = len(counted) * found["prompts_per_step"] * found["answers_per_prompt"]
     if point.unit == "tokens/s":
         names = ("rollout/tokens", "rollout/prompt_tokens")
-        size = sum(row[name] for row in rows for name in names)
+        size = sum(row[name] for row in counted for name in names)
     asked = vars(parse_config(shlex.split(line.partition(" run.py ")[2])))
-    unlike = [name for name in ALIKE if as_text(config[name]) != as_text(asked[name])]
-    others = " ".join(f"--{dashed(name)} {as_text(config[name])}" for name in unlike)
-    run = f"{Path(config['model']).name} on {config['ranks']} x {config['device_name']}"
-    run += f", {len(rows)} steps" + f", unlike the line to type: {others}" * bool(others)
-    return size / sum(row["time/step_s"] for row in rows), run
+    unlike = [name for name in LOOP + SAMPLES if as_text(found[name]) != as_text(asked[name])]
+    others = " ".join(f"--{dashed(name)} {as_text(found[name])}" for name in unlike)
+    run = f"{Path(found['model']).name} on {found['ranks']} x {found['device_name']}"
+    run += f", {len(counted)} steps" + f", unlike the line to type: {others}" * bool(others)
+    return size / sum(row["time/step_s"] for row in counted), run
 
 
 def add(name: str, folders: list[Path]) -> dict:
-    """Put what runs came to beside the row, a ratio if it has two points; keep it. UserError: it can't be."""
+    """Put the number of runs beside a row, a ratio if it has two points, and keep it. UserError."""
     rows = read_constants(COMMANDS)
     if name not in rows:
         raise UserError(f"{name} is none of {', '.join(rows)}")

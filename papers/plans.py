@@ -1,24 +1,21 @@
-"""What --simulate --like says of other plans than it was told of, beside what these took.
+"""What --simulate --like says of other plans than the one that it knows, beside what these took.
 
-    python papers/plans.py --real [--out DIR]      measure on an idle machine, half an hour, then the rows
-    python papers/measured.py                      the rows alone, as part of its page
+    python papers/plans.py --real [--out DIR]      measure on an idle machine, half an hour
+    python papers/measured.py                      the rows, as a part of its page
 
 Four paced ranks (a decode step of 40 ms, and 2 ms a sequence; 0.8 ms to learn from a token forward) run the
-demo and PPO under each plan. The folder of one run, `colocate: full`, tells --like all that it knows: its
-row is fitted, all others are predicted. A plan that has been measured isn't measured again.
+demo and PPO under each plan. The folder of one run of each, `colocate: full`, is all that --like is given:
+its row is fitted, all others are predicted. A plan whose run is in DIR isn't measured again.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -29,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import controller
 import run
-from bench.measuring import TORCHRUN
-from config import Config, parse_config
+from bench.measuring import parser_of, run_ranks
+from config import parse_config
 from controller import Controller, train
 from engines.engine import Engine
-from papers.tables import COLUMNS, ROOT, Paper, Point, Row, read_points
+from papers.tables import ROOT, Paper, Row, keep_measured
 from runtime.atomic_files import complete_rows
 from sample import flat
 from scheduling.dealing import MiniBatches
@@ -41,16 +38,16 @@ from simulation.finished import Known, read_run
 from simulation.plans import Plan, costs_like, simulate
 
 POINTS = ROOT / "published" / "measured_plans.csv"
-KNOWN = ROOT / "published" / "measured_plans.json"  # what the runs told that were learnt from
+KNOWN = ROOT / "published" / "measured_plans.json"  # what --like knows, by figure
 RANKS = 4
 STEPS = 7  # the first isn't counted
 PACE_MS = "40,2"  # of engines: see bench/paced_server.py
 LEARNING_S = 0.0008  # of a token forward
-# all steps have one load: nothing is learnt
+# nothing is learnt, so that all steps have one load
 COMMON = ["--lr", "1e-12", "--save-every", "0", "--eval-every", "1000", "--steps", str(STEPS)]
 PPO = ["--algorithm", "ppo"]
 APART = ["--mode", "full", "--placement", "standalone"]
-PLANS = {  # figure -> plan -> words of run.py; that which comes first is learnt from
+PLANS = {  # figure -> plan -> words of run.py; the first one's run is what --like is given
     "plans, demo": {
         "colocate: full": ["--mode", "full"],
         **{f"colocate: {n}|{4 - n}": ["--rollout-ranks", str(n)] for n in (1, 2, 3)},
@@ -67,20 +64,13 @@ PLANS = {  # figure -> plan -> words of run.py; that which comes first is learnt
 }
 
 
-def config_of(figure: str, name: str, *more: str) -> Config:
-    return parse_config([*COMMON, *PLANS[figure][name], *more])
-
-
 def rows_of(figure: str, paper: Paper) -> list[Row]:
-    """The rows of a figure. One that was learnt from is fitted."""
-    points = paper.of(figure)
-    if not points:
-        return []
-    known = Known(**json.loads(KNOWN.read_text())[figure])
+    """The rows of a figure. That of the run that --like is given is fitted."""
+    known = json.loads(KNOWN.read_text())
     rows = []
-    for point in points[:: 2 if paper.quick else 1]:
-        config = config_of(figure, point.setting)
-        costs = costs_like(known, config)
+    for point in paper.of(figure)[:: 2 if paper.quick else 1]:
+        config = parse_config([*COMMON, *PLANS[figure][point.setting]])
+        costs = costs_like(Known(**known[figure]), config)
         ours = simulate(costs, RANKS, Plan(point.setting, config)).seconds
         kind = "fitted" if point.setting == next(iter(PLANS[figure])) else "predicted"
         rows.append(paper.row(point, ours, kind))
@@ -94,7 +84,7 @@ FIGURES = {figure: partial(rows_of, figure) for figure in PLANS}
 
 
 def at_pace(work: Callable, forwards: int) -> Callable:
-    """Make a trainer's work last as long as so many passes forward."""
+    """Return a trainer's work that lasts as long as so many passes forward."""
 
     def paced_work(mini_batches: MiniBatches, *more: Any) -> Any:
         tokens = sum(len(sample.prompt) + len(sample.response) for sample in flat(mini_batches))
@@ -107,7 +97,7 @@ def at_pace(work: Callable, forwards: int) -> Callable:
 
 
 async def paced(c: Controller) -> bool:
-    """Take the place of controller.train: models learn at a pace."""
+    """Train as controller.train does, whose place this takes, but at a pace."""
     for model in (c.devices.actor, *c.devices.critics):
         model.update = at_pace(model.update, 3)
     for critic in c.devices.critics:
@@ -115,60 +105,41 @@ async def paced(c: Controller) -> bool:
     return await train(c)
 
 
-def measure(figure: str, name: str, out: Path, port: int) -> list[float]:
-    """Run a plan, unless that was done. Returns the seconds of the steps that count."""
+def measure(figure: str, name: str, out: Path, port: int) -> None:
+    """Run a plan, unless its run is in `out`. Keep its point, and of the run for --like what that tells."""
     rows = [*complete_rows(out / "metrics.jsonl")]
     if not rows or rows[-1]["step"] < STEPS:
         words = [*COMMON, *PLANS[figure][name], "--resume", "never", "--out", out, "--port", port]
-        command = [TORCHRUN, "--nproc-per-node", RANKS, "--master-port", port - 1, __file__, *words]
-        env = os.environ | {"BENCH_PACE_MS": PACE_MS, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*map(str, command)], env=env, cwd=ROOT.parent, check=True)
+        run_ranks(RANKS, [__file__, *words], env={"BENCH_PACE_MS": PACE_MS})
         rows = [*complete_rows(out / "metrics.jsonl")]
-    counted = [row for row in rows if 0 < row["step"] < STEPS]
+    seconds = [row["time/step_s"] for row in rows if 0 < row["step"] < STEPS]
     if "ahead" in name:
-        counted.pop()  # the last step serves no other
-    return [row["time/step_s"] for row in counted]
-
-
-def main(arguments: list[str]) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--real", action="store_true", help="measure what wasn't measured yet")
-    default = Path(tempfile.gettempdir(), "nanoyatt-plans")
-    parser.add_argument("--out", type=Path, default=default, help="folder of the runs")
-    parser.add_argument("--port", type=int, default=32000)
-    parser.add_argument("--figure", nargs="+", choices=PLANS, default=[*PLANS])
-    parser.add_argument("--plans", nargs="+", help="these alone")
-    given = parser.parse_args(arguments)
-    for figure in given.figure if given.real else ():
-        for name in given.plans or PLANS[figure]:
-            out = given.out / f"{figure} {name}".replace(",", "").replace(" ", "_")
-            keep(figure, name, measure(figure, name, out, given.port), out)
-    paper = Paper(read_points(POINTS), {})
-    for row in [row for figure in given.figure for row in FIGURES[figure](paper)]:
-        print(f"{row.figure}, {row.setting}: {row.error:+.1%} {row.kind}")
-
-
-def keep(figure: str, name: str, seconds: list[float], out: Path) -> None:
-    """Write a plan's point, and what its run tells if it is learnt from."""
-    points = {point.name: point for point in read_points(POINTS)} if POINTS.exists() else {}
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        seconds.pop()  # the last step serves no other
+    what = (figure, "nanoYATT", name, str(RANKS), "step", "s")
     middle = statistics.fmean(seconds)  # some steps have one wave more
-    what = (figure, "nanoYATT", name, str(RANKS), "step", "s", f"{middle:.3f}")
-    how = (f"{(high - low) / middle:.3f}", "RUN", "papers/plans.py --real", "-")
-    point = Point(*what, *how, f"{len(seconds)} steps")
-    points[point.name] = point
-    with POINTS.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([COLUMNS.split(","), *(each[:-1] for each in points.values())])
+    keep_measured(POINTS, what, seconds, middle, "papers/plans.py --real")
     if name == next(iter(PLANS[figure])):
         known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
         known[figure] = asdict(read_run(out))
         KNOWN.write_text(json.dumps(known, indent=1) + "\n")
 
 
+def main() -> None:
+    parser = parser_of(__doc__, port=32000)
+    parser.add_argument("--real", action="store_true", required=True, help="measure")
+    default = Path(tempfile.gettempdir(), "nanoyatt-plans")
+    parser.add_argument("--out", type=Path, default=default, help="folder of the runs")
+    given = parser.parse_args()
+    for figure, plans in PLANS.items():
+        for name in plans:
+            out = given.out / f"{figure} {name}".replace(",", "").replace(" ", "_")
+            measure(figure, name, out, given.port)
+
+
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # of torchrun: a rank of a run
+    if "RANK" in os.environ:  # this is a rank of a run
         controller.train = paced
         Engine.module = "bench.paced_server"
         run.main(sys.argv[1:])
     else:
-        main(sys.argv[1:])
+        main()

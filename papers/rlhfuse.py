@@ -43,7 +43,7 @@ class Setting(NamedTuple):
     actor: str  # billions of parameters
     critic: str
     tail: float | None = None
-    # of the answers, that seconds are the mean of: who writes the longest is chance
+    # seconds are the mean over so many orders of the answers: which rank has the longest is chance
     orders: int = 1
 
 
@@ -60,7 +60,7 @@ def setting_of(point: Point) -> Setting:
 
 @dataclass(frozen=True)
 class Quantiles(Lengths):
-    """The `count` answers of a step are quantiles of the log-normal: no lucky draw."""
+    """Lengths of the `count` answers of a step that are quantiles of the log-normal, so that none is luck."""
 
     count: int = 1
 
@@ -104,7 +104,7 @@ def gain(name: str) -> dict[str, float]:
     if not pipes:
         raise UserError(f"`{name}` is no instance of {INSTANCES}")
     latency, memory, _ = pipeline.evaluate(pipes, pipeline.fused(pipes))
-    # others are copies, at the same time
+    # all other pipes are copies, which run at the same time
     serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])
     return {"speed-up": serial / latency, "memory": memory / pipeline.base_memory(pipes)}
 
@@ -174,7 +174,7 @@ def simulate(constants: Constants, setting: Setting) -> dict[str, float]:
 
 
 def fastest(steps: dict[Setting, dict], paper: Paper, point: Point) -> Setting:
-    """The setting with its tail; Base has none, and where none is named, it is the best of a few."""
+    """The setting with its tail: 0 for Base, and the fastest of a few where none is named."""
     setting = setting_of(point)
     tails = QUICK_TAILS if paper.quick else TAILS
     if paper.quick:

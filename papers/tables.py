@@ -80,8 +80,8 @@ class Row(NamedTuple):
 class Paper(NamedTuple):
     points: list[Point]
     constants: Constants
-    quick: bool = False  # fewer points are asked for
-    every: bool = False  # more of them than a page has
+    quick: bool = False  # --quick: fewer points
+    every: bool = False  # --all: more points than a page has
 
     def row(
         self, point: Point, simulated: float | None, kind: str = "predicted", note: str = ""
@@ -104,7 +104,7 @@ def values(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
-    """The names of points; key: or `follows`."""
+    """The names of the points that any table was fitted on. key: `follows`, for those that follow from it."""
     return {name for table in constants.values() for name in table.get(key, ())}
 
 
@@ -122,6 +122,23 @@ def read_points(path: Path) -> list[Point]:
         except (TypeError, ValueError, csv.Error) as error:
             raise UserError(f"{path}:{lines.line_num}: {error} (columns: {COLUMNS})") from None
     return points
+
+
+def keep_measured(
+    path: Path, what: tuple[str, ...], seconds: list[float], middle: float, source: str
+) -> None:
+    """Put a measured point into a CSV, where it replaces that of its name.
+
+    what: its cells from figure to unit; middle: of the seconds; source: the command that measured.
+    """
+    points = {point.name: point for point in read_points(path)} if path.exists() else {}
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    precision = f"{(high - low) / middle:.3f}"
+    note = f"{len(seconds)} steps"
+    point = Point(*what, f"{middle:.3f}", precision, "RUN", source, "-", note)
+    points[point.name] = point
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([COLUMNS.split(","), *(each[:-1] for each in points.values())])
 
 
 def known(point: Point, name: str, table: dict[str, Any]) -> Any:

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -59,10 +58,7 @@ def engine_of(constants: Constants, model: Model, tp: int) -> Decode:
     """An engine of tp H20s."""
     h20 = Device(**values(constants["h20"]))
     assumed = {name: constants["assumed"][name] for name in ("weights", "prefill")}
-    fitted = values(constants["engine"])
-    sequence_s = fitted.pop("sequence_s")
-    decode = decode_of(model, h20, tp, **assumed, **fitted)
-    return replace(decode, each=decode.each + sequence_s)
+    return decode_of(model, h20, tp, **assumed, **values(constants["engine"]))
 
 
 def simulate(
@@ -88,7 +84,7 @@ def partial_s(constants: Constants, judge: str, swap_s: float, keep: float, spli
 
 
 def partial(paper: Paper) -> list[Row]:
-    """Each judge, part of groups kept, and seconds of a swap; partial in its best split, and in halves."""
+    """Partial over full, in the best split and in halves, by judge, part of groups kept and swap."""
     keeps = MORE_KEEPS if paper.every else KEEPS
     cells = [("32B", 1.0)] if paper.quick else itertools.product(JUDGES, keeps)
     splits = SPLITS[2:4] if paper.quick else SPLITS
@@ -111,11 +107,11 @@ def partial(paper: Paper) -> list[Row]:
 
 
 class Link:
-    """One process's way in and out: first come, first served."""
+    """The network of one process: first come, first served."""
 
     def __init__(self, bytes_per_s: float):
         self._bytes_per_s = bytes_per_s
-        self._free = 0.0  # when it is
+        self._free = 0.0  # the time from which on it is free
 
     async def carry(self, size: float) -> None:
         now = asyncio.get_running_loop().time()

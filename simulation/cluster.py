@@ -37,23 +37,18 @@ from scheduling.layout import Placement
 from scheduling.measured import StepStats
 from simulation.clock import VirtualClock, end_all
 from simulation.costs import Decode, Passes
-from simulation.engine import EngineCosts, Moves, Reply, SimulatedEngine
+from simulation.engine import Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
 
 PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
-SETTINGS = (
-    "algorithm",
-    "prompts_per_step",
-    "answers_per_prompt",
-    "over_dispatch",
-    "updates_per_step",
-)
-SETTINGS += ("rollout_tp", "genrm_tp", "tp", "pp", "cp", "schedule", "seed", "placement", "ahead")
-SETTINGS += ("tail", "rollout_ranks")  # of a user's run that are a simulation's, too
-STEPS = (3, 20)  # of it, at least, at most
-WORK = 2500  # of samples, and of 8 for each rank, in all of them
+# settings that a simulation takes from a user's run: of its samples, of serving, of training
+SAMPLES = ("algorithm", "seed", "prompts_per_step", "answers_per_prompt", "over_dispatch")
+SERVING = ("placement", "ahead", "tail", "rollout_ranks", "rollout_tp", "genrm_tp")
+TRAINING = ("updates_per_step", "schedule", "tp", "pp", "cp")
+STEPS = (3, 20)  # of such a simulation, at least and at most
+WORK = 2500  # samples of all of these steps, where a rank counts as 8 samples a step
 GRAINS = 256  # tokens of the longest answer, at most: one stands for several
 SCORER = genrm.JudgeFormat(str, None, full_response=True, scores=True)
 WRITER = replace(SCORER, prompt=genrm.chat_prompt, parse="right".__eq__, scores=False)
@@ -91,10 +86,8 @@ class Workload:
     critique: Lengths
     keep: float = 1.0  # part of the groups whose rewards differ
     seed: int = 0
-    judged: int = 0  # tokens that a judge reads of each answer; 0: of its prompt and of itself
-    differ: float = (
-        1.0  # part of a group's answers that differ: a judge is asked once about those alike
-    )
+    judged: int = 0  # tokens that a judge reads for an answer; 0: those of its prompt and its own
+    differ: float = 1.0  # part of a group's answers that differ: judges see each text once
 
     def is_right(self, prompt_id: int, index: int) -> bool:
         return is_right(self.keep, self.seed, prompt_id, index)
@@ -117,16 +110,16 @@ class Cluster:
 
 
 class Costs(NamedTuple):
-    """The work of a step, and who does it how fast."""
+    """What a user's run would cost, as far as that is known."""
 
     work: Workload
     cluster_of: Callable[[Config, Placement], Cluster]
-    said: list[str]  # what is assumed
-    device: float = 0.0  # bytes of one, if it is known
+    assumptions: list[str]  # for people
+    device: float = 0.0  # bytes of a device's memory; 0: not known
 
 
 class Author:
-    """The author of all texts: of engines and of prompts. It is the judges' tokenizer, too.
+    """The author of all texts, those of engines and the prompts. It also stands in for the judges' tokenizer.
 
     A prompt's first token is its number. An answer's tokens are all its index + 1, and its text is its index
     and its length; a judge's prompt begins with both numbers, and its first token is the verdict.
@@ -152,7 +145,7 @@ class Author:
         return Prompt([prompt_id] + [0] * (self._prompt - 1), str(prompt_id), None)
 
     def _index(self, prompt_id: int, seed: int) -> int:
-        """The answer of its group that a seed stands for; the last may be greedy."""
+        """The number of the answer that has this seed. There is one more than the group's: a greedy one."""
         if prompt_id not in self._indices:
             indices = range(self._config.answers_per_prompt + 1)
             seeds = {seed_of(self._config.seed, prompt_id, index): index for index in indices}
@@ -160,7 +153,7 @@ class Author:
         return self._indices[prompt_id][seed]
 
     def answer(self, request: Request) -> Reply:
-        """The rest of one that may have been begun."""
+        """The rest of an answer, part of which may be in the prompt already."""
         work = self.workload
         prompt_id = request.prompt[0]
         index = self._index(prompt_id, request.seed)
@@ -168,7 +161,7 @@ class Author:
         return Reply([index + 1] * (tokens + self._prompt - len(request.prompt)))
 
     def critique(self, request: Request) -> Reply:
-        """The rest of one that may have been begun."""
+        """The rest of a critique, part of which may be in the prompt already."""
         work = self.workload
         which = request.prompt[:2]
         tokens = self._coarse(work.critique.of("critique", work.seed, *which))
@@ -195,14 +188,14 @@ class Author:
         return " ".join(turn["content"] for turn in turns)
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        numbers = re.findall(r"\d+", text) or (0, 0, 0)  # other words say nothing
+        numbers = re.findall(r"\d+", text) or (0, 0, 0)  # some texts have none
         prompt_id, index, tokens = map(int, numbers)
         return {"input_ids": [prompt_id, index] + [0] * max(0, self._prompt + tokens - 2)}
 
 
 @dataclass
 class StepFacts:
-    """The facts of a step."""
+    """What a step came to."""
 
     waves: int = 0
     stats: StepStats | None = None  # with the split
@@ -215,7 +208,7 @@ class StepFacts:
 class Simulation:
     """The real controllers of a run, on one loop. settings: of Config, their lengths coarse.
 
-    It takes the place of their Report, and of their Checkpoints, of which it writes none.
+    It stands in for the controllers' Report, and for their Checkpoints, of which it writes none.
     """
 
     def __init__(
@@ -244,7 +237,7 @@ class Simulation:
             self.controllers.append(self._controller(world, **models))
 
     def _engines(self, role: str) -> list[SimulatedEngine]:
-        """Make an engine on each rank that leads one in some split."""
+        """Make a role's engines, one on each rank that leads one in any split."""
         cluster = self.cluster
         formats = genrm.formats_of(self.config)
         moves = cluster.moves.get(role, Moves())
@@ -307,7 +300,7 @@ class Simulation:
             checkpoints=self,
             peers=peers,
         )
-        # as a run has learnt after some steps
+        # a run finds this out in its first steps
         c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
         return c
 
@@ -328,7 +321,7 @@ class Simulation:
             self.clock.run_until_complete(all_ranks())
         return self.steps
 
-    # ---- controllers tell it
+    # ---- what controllers call, as their Report and Checkpoints
 
     def note(self, text: str) -> None: ...
 
@@ -357,7 +350,7 @@ class Simulation:
 
 
 def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -> Config:
-    """The settings of a run whose answers all end by themselves, before the most that they may have."""
+    """The settings of a run. Its answers all end by themselves, before they reach --max-new-tokens."""
     grain = cluster.grain
     most = workload.answer.most // grain + 2
     judge_most = workload.critique.most // grain + 2
@@ -378,39 +371,42 @@ def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -
     return Config(**own | settings)
 
 
-def coarse(costs: Decode | Passes, grain: float) -> EngineCosts | Passes:
+def coarse(costs: Decode | Passes, grain: float) -> Decode | Passes:
     """The same, where one token of the simulation stands for `grain` real ones."""
     if isinstance(costs, Passes):
         return replace(costs, token=costs.token * grain, square=costs.square * grain**2)
-    own = EngineCosts(**vars(costs))
-    scaled = {name: vars(own)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
+    scaled = {name: vars(costs)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
     scaled |= dict(context=costs.context * grain**2, kv_tokens=costs.kv_tokens / grain)
-    return replace(own, **scaled)
+    return replace(costs, **scaled)
 
 
 def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) -> Simulation:
-    """The controllers of a run. Rules beside judges take no time; without judges one stands for all."""
-    settings = {name: vars(config)[name] for name in SETTINGS}
+    """A simulation of a user's run. Rules take no time; where there is no judge, one stands for all."""
+    settings = {name: vars(config)[name] for name in SAMPLES + SERVING + TRAINING}
     least, most = STEPS
     steps = WORK // (config.prompts_per_step * config.answers_per_prompt + 8 * ranks)
-    # the last step serves nothing ahead, and isn't counted either
+    # with --ahead the last step serves no other, and isn't counted
     settings["steps"] = max(least, min(most, steps)) + config.ahead
-    settings |= dict(
-        judge=("JUDGE",) * len(config.judge), cost_judge=("JUDGE",) * len(config.cost_judge)
-    )
+    settings["judge"] = ("JUDGE",) * len(config.judge)
+    settings["cost_judge"] = ("JUDGE",) * len(config.cost_judge)
+    formats = genrm.formats_of(config)
+    names = [simulated_format(judge.judgements, judge.scores) for judge in formats]
+    settings["judge_format"] = tuple(names)
     rule = (f"simulated:{work.keep:.6f}",)
     settings["rule"] = () if config.judge else rule
     if "cost" in algorithm_of(config).signals and not config.cost_judge:
         settings["cost_rule"] = rule
-    formats = []
-    for judge in genrm.formats_of(config):
-        name = "simulated scores" if judge.scores else "simulated"
-        formats.append(f"{name}, {judge.judgements}")
-        genrm.FORMATS[formats[-1]] = replace(genrm.FORMATS[name], judgements=judge.judgements)
-    settings["judge_format"] = tuple(formats)
     most = work.answer.most
     longest_s = cluster.decode["rollout"].seconds(most, 1, 0)
     # few ranks meet after a 200th of the longest answer at least, many, whose meetings cost, after a 25th
     meeting_s = max(rollout.MEETING_INTERVAL_S, longest_s * min(ranks, 64) / 1600)
     cluster = replace(cluster, grain=max(1, most // GRAINS), meeting_s=meeting_s)
     return Simulation(config.mode, ranks, work, cluster, **settings)
+
+
+def simulated_format(judgements: int, scores: bool = False) -> str:
+    """Add the format of a simulated judge to FORMATS. Returns its name."""
+    like = "simulated scores" if scores else "simulated"
+    name = f"{like}, {judgements}"
+    genrm.FORMATS[name] = replace(genrm.FORMATS[like], judgements=judgements)
+    return name

@@ -49,26 +49,45 @@ class Model(NamedTuple):
         """Bytes of one token forward through a rank's link: two all-reduces a layer, in rings of tp."""
         return 2 * self.layers * 2 * (tp - 1) / tp * BF16_BYTES * self.hidden
 
+    def updated_bytes(self, ranks: int, copies: int) -> float:
+        """Bytes that a rank sends in an update of a model on so many ranks: float32 gradients are reduced
+        over its copies, weights gathered."""
+        return (4 + BF16_BYTES) * self.params / ranks * (copies - 1) / copies
+
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode step of b sequences with c tokens in all takes `fixed + each * b + context * c` seconds."""
+    """An engine: a decode step of b sequences with c tokens in all takes `fixed + each * b + context * c`
+    seconds. Between two steps prompts are read in one pass, for which all sequences wait."""
 
     fixed: float
     each: float = 0.0
     context: float = 0.0
-    prefill: float = 0.0  # seconds a prompt token
+    prefill: float = 0.0  # seconds to read a prompt token
     most: int = 256  # sequences at once
     kv_tokens: float = math.inf  # room for contexts
+    read: float = 0.0  # seconds of a pass that reads prompts; `prefill` is on top
+    apart: int = 0  # decode steps between two such passes, from engine.FULL sequences on
+    steps: int = 1  # decode steps that one token of the simulation stands for
 
-    def seconds(self, tokens: float, batch: int, context: float) -> float:
-        """Seconds until each sequence of a batch with `context` tokens in all has so many more.
+    def _pace(self, batch: int, context: float) -> tuple[float, float]:
+        """Return (p, q): after p * v + q * v**2 seconds each sequence has v tokens more.
 
         The k-th of n steps reads (k - 1) * batch tokens more than the first, all n * (n - 1) / 2 * batch.
         """
-        first = self.fixed + self.each * batch + self.context * context
         slope = self.context * batch
-        return (first - slope / 2 + slope / 2 * tokens) * tokens
+        first = self.fixed + self.each * batch + self.context * context
+        return first - slope / (2 * self.steps), slope / 2
+
+    def seconds(self, tokens: float, batch: int, context: float) -> float:
+        """Seconds until each sequence of a batch with `context` tokens in all has so many more."""
+        p, q = self._pace(batch, context)
+        return (p + q * tokens) * tokens
+
+    def tokens(self, seconds: float, batch: int, context: float) -> float:
+        """The inverse of `seconds`."""
+        p, q = self._pace(batch, context)
+        return 2 * seconds / (p + math.sqrt(p * p + 4 * q * seconds)) if p and seconds else 0.0
 
 
 def decode_of(
@@ -81,12 +100,14 @@ def decode_of(
     kv: float = 1.0,
     prefill: float = 1.0,
     layer_s: float = 0.0,
+    sequence_s: float = 0.0,
     reduce_s: float = 0.0,
 ) -> Decode:
     """An engine of tp devices. UserError if the model doesn't fit into `memory`, a part of theirs.
 
     weights, kv: parts of the bandwidth at which they are read; prefill: part of the FLOPs reading prompts.
-    layer_s: more seconds of a layer in a step; reduce_s: of an all-reduce for each doubling of its ranks.
+    layer_s, sequence_s: more seconds of a layer and of a sequence in a step; reduce_s: of an all-reduce for
+    each doubling of its ranks.
     """
     room = memory * device.memory * tp - model.bytes
     if room <= 0:
@@ -96,7 +117,7 @@ def decode_of(
     layer_s += 2 * reduce_s * math.log2(tp)
     return Decode(
         fixed=model.layers * layer_s + model.bytes / tp / (weights * device.hbm),
-        each=model.flops / tp / device.flops + reducing,
+        each=model.flops / tp / device.flops + reducing + sequence_s,
         context=model.kv_bytes / tp / (kv * device.hbm),
         prefill=model.flops / tp / (prefill * device.flops) + reducing,
         kv_tokens=room / model.kv_bytes,

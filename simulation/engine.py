@@ -1,7 +1,7 @@
 """Engines that take the seconds that a cost model says: continuous batching on the virtual clock.
 
 All sequences of an engine gain tokens together. Between two events the batch is fixed and contexts grow with
-every token, so that time is a quadratic in the tokens gained, with a closed inverse (EngineCosts): there are
+every token, so that time is a quadratic in the tokens gained, with a closed inverse (Decode): there are
 events where a sequence ends or comes, none for a token.
 """
 
@@ -21,32 +21,8 @@ from simulation.clock import VirtualClock
 from simulation.costs import Decode
 
 LOGPROB = -0.5  # of every token
-LEAST = 1e-6  # of a decode step: less is rounding
+LEAST = 1e-6  # part of a decode step; smaller ones are rounding errors
 FULL = 16  # sequences from which an engine doesn't read prompts between any two decode steps
-
-
-@dataclass(frozen=True)
-class EngineCosts(Decode):
-    """The costs of a decode step, and of reading prompts, for which all wait."""
-
-    read: float = 0.0  # seconds for all that are read at once; `prefill` is on top
-    apart: int = 0  # decode steps between two such passes, from FULL sequences on
-    steps: int = 1  # decode steps that one token of the simulation stands for
-
-    def _pace(self, batch: int, context: float) -> tuple[float, float]:
-        """(p, q): after p * v + q * v**2 seconds each sequence has v tokens more; see Decode.seconds."""
-        slope = self.context * batch
-        first = self.fixed + self.each * batch + self.context * context
-        return first - slope / (2 * self.steps), slope / 2
-
-    def seconds(self, tokens: float, batch: int, context: float) -> float:
-        p, q = self._pace(batch, context)
-        return (p + q * tokens) * tokens
-
-    def tokens(self, seconds: float, batch: int, context: float) -> float:
-        """The inverse of `seconds`."""
-        p, q = self._pace(batch, context)
-        return 2 * seconds / (p + math.sqrt(p * p + 4 * q * seconds)) if p and seconds else 0.0
 
 
 class Reply(NamedTuple):
@@ -57,7 +33,7 @@ class Reply(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Seconds of the hand-overs of an engine or a trainer."""
+    """Seconds that it takes to hand a device over."""
 
     sleep_s: float = 0.0
     wake_s: float = 0.0
@@ -89,7 +65,7 @@ class Batch:
     read in one pass, for which all wait; a scorer's sequence has no tokens, and ends there.
     """
 
-    def __init__(self, costs: EngineCosts, clock: VirtualClock):
+    def __init__(self, costs: Decode, clock: VirtualClock):
         self.costs = costs
         # heap of (tokens gained at its end, number against ties, itself)
         self.live: list[tuple[float, int, Sequence]] = []
@@ -185,7 +161,7 @@ class Batch:
         return self.read_at + apart / self.costs.steps
 
     def _has_room(self) -> bool:
-        """Tell whether there is room for the first that waits; not if nobody does."""
+        """Tell whether there is room for the first sequence that waits; False if none waits."""
         if not self.waiting or len(self.live) == self.costs.most:
             return False
         return self.room_used + self.waiting[0].room <= self.costs.kv_tokens
@@ -212,7 +188,7 @@ class SimulatedEngine:
     role: str
     rank: int
     model: int
-    costs: EngineCosts
+    costs: Decode
     moves: Moves
     capacity: int
     write: Callable[[Request], Reply]
@@ -272,9 +248,8 @@ class SimulatedEngine:
         self.batch.cut_off(lambda sequence: sequence.name == name)
 
     async def sleep(self) -> None:
-        assert not (self.batch.live or self.batch.waiting), (
-            "put to sleep while answers were in flight"
-        )
+        in_flight = self.batch.live or self.batch.waiting
+        assert not in_flight, "put to sleep while answers were in flight"
         await asyncio.sleep(self.moves.sleep_s)
         self.awake = False
 

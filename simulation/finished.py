@@ -1,6 +1,6 @@
 """What a finished run tells of the next one: lengths, and the seconds that its engines and trainers took.
 
-Its folder has it all: config.json, metrics.jsonl, history.jsonl and the newest spans. The first step isn't
+They come from its folder: config.json, metrics.jsonl, history.jsonl, the newest spans. The first step isn't
 counted: engines warm up in it.
 """
 
@@ -11,7 +11,6 @@ import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -27,25 +26,25 @@ from reporting import timeline as tl
 from runtime.atomic_files import complete_rows
 from runtime.errors import UserError
 from scheduling.fusion import histogram
-from scheduling.layout import Placement, Shape
+from scheduling.layout import Placement
 from scheduling.measured import ROLES, RequestStats, StepStats
 from simulation.cluster import Cluster, Costs, Lengths, Workload, simulation_of
-from simulation.costs import Passes
-from simulation.engine import FULL, EngineCosts, Moves
+from simulation.costs import Decode, Passes
+from simulation.engine import FULL, Moves
 
 APART = 8  # decode steps between two reads of a full engine: engines/server.py
-# settings that change what a token takes; and models, which may be others of the same size
+# settings that change the seconds of a token
 SAME = ("tp", "pp", "cp", "rollout_tp", "genrm_tp", "dtype", "device", "recompute", "schedule")
-ALIKE = ("model", "judge", "cost_judge", "critic")
+MODELS = ("model", "judge", "cost_judge", "critic")  # settings; others of the same size will do
 LAST = 10  # steps that count: lengths change as a policy learns
-LAST_SPANS = 5  # of these, those whose requests are looked at one by one
-PRIOR = 1e-2  # how much a request's guess weighs, beside what was measured of it
+LAST_SPANS = 5  # of these, the newest, whose requests are looked at one by one
+PRIOR = 1e-2  # weight of the guess beside what was measured
 TIMES = ("step", "serve", "train", "switch", "sync", "save")
 
 
 @dataclass(frozen=True)
 class Drawn(Lengths):
-    """Lengths out of a `fusion.histogram`. A text's is always the same."""
+    """Lengths drawn from a `fusion.histogram`. A text's is always the same."""
 
     counts: tuple[float, ...] = ()
 
@@ -56,51 +55,53 @@ class Drawn(Lengths):
 
 
 class Pace(NamedTuple):
-    """Seconds of an engine: a decode step, more for each sequence, to read prompts, more for each token."""
+    """The pace of an engine, in seconds."""
 
-    fixed: float
-    each: float
-    read: float
-    prefill: float
+    fixed: float  # of a decode step
+    each: float  # more for a sequence
+    read: float  # of a pass that reads prompts
+    prefill: float  # more for a token of them
 
 
 @dataclass(frozen=True)
 class Known:
-    """The facts of a run. As JSON they are a page's own copy of it."""
+    """What a run tells. It can be kept as JSON, so that the run's folder isn't needed again."""
 
     settings: dict[str, Any]  # of Config
     ranks: int
     split: list  # the last step's
-    steps: int  # that count
+    steps: int  # how many counted
     lengths: list[float]  # of the answers: see fusion.histogram
-    critiques: list[float]  # likewise, of the last steps
+    critiques: list[float]  # likewise, but of the last LAST_SPANS steps
     prompt: int  # tokens
     judged: int  # tokens that a judge reads of an answer
     asked: float  # critiques of each judge for an answer: fewer than 1 where answers are alike
     keep: float  # part of the groups that are trained on
     paces: list[list[float]]  # each as Pace: of rollout's engines, then of each judge's
-    seconds: dict[str, float]  # of TIMES, of the slowest rank
-    learning_s: float  # passes and optimizers: `train` without what sleeps and wakes in it
-    engine_s: float  # an engine sleeps, or wakes
-    trainer_s: float  # a trainer sleeps, or wakes
+    seconds: dict[str, float]  # of the slowest rank, by TIMES
+    learning_s: float  # of `train`, without what sleeps and wakes in it
+    engine_s: float  # in which an engine falls asleep, or wakes
+    trainer_s: float  # in which a trainer falls asleep, or wakes
 
 
 def read_run(run: Path) -> Known:
     """Read a run's folder. UserError, which names the file, if it isn't one that served and trained."""
     where = f"--like {run}"
-    if not (run / "config.json").is_file():
-        raise UserError(f"{where}: no config.json in it: name the folder of a finished run")
+    for name in ("config.json", "metrics.jsonl", "history.jsonl"):
+        if not (run / name).is_file():
+            needed = "the folder of a finished run of this version is needed"
+            raise UserError(f"{where}: no {name} in it: {needed}")
     found = read_object(run / "config.json", where)
     names = {field.name for field in fields(Config)}
+    settings = {name: value for name, value in found.items() if name in names}
     with readable(f"{where}: config.json"):
-        settings = {name: value for name, value in found.items() if name in names}
+        config = config_from(settings)
         ranks = int(found["ranks"])
-        kind = settings["command"]
-    if kind != "rl" or settings["rollout_only"] or settings["train_only"]:
-        half = "half a loop" if kind == "rl" else kind
-        raise UserError(f"{where}: a run of {half}: one is needed that served and trained")
-    rows = rows_of(run, "metrics.jsonl", "time/step_s")
-    served = rows_of(run, "history.jsonl", "serve_s")
+    if config.command != "rl" or config.rollout_only or config.train_only:
+        kind = f"a run of {config.command}, or half of one"
+        raise UserError(f"{where}: {kind}: one is needed that served and trained")
+    rows = rows_of(run / "metrics.jsonl", "time/step_s", where)
+    served = rows_of(run / "history.jsonl", "serve_s", where)
     with readable(f"{where}: history.jsonl"):
         history = []
         for row in served:
@@ -112,29 +113,26 @@ def read_run(run: Path) -> Known:
         return known_of(settings, ranks, rows, history, events)
 
 
-def rows_of(run: Path, name: str, key: str) -> list[dict]:
+def rows_of(path: Path, key: str, where: str) -> list[dict]:
     """Return the rows of the last steps that have this key. UserError if there is none that counts."""
-    where = f"--like {run}"
-    if not (run / name).is_file():
-        raise UserError(f"{where}: no {name} in it: run some steps of this version")
-    with readable(f"{where}: {name}"):
-        rows = [row for row in complete_rows(run / name) if key in row]
+    with readable(f"{where}: {path.name}"):
+        rows = [row for row in complete_rows(path) if key in row]
     counted = [row for row in rows if row["step"] > 0][-LAST:]
     if not counted:
-        raise UserError(f"{where}: {name} has {len(rows)} steps, and the first isn't counted")
+        raise UserError(f"{where}: {path.name} has {len(rows)} steps, and the first isn't counted")
     return counted
 
 
 def known_of(
     settings: dict, ranks: int, rows: list[dict], history: list[StepStats], events: list[tl.Event]
 ) -> Known:
-    """Put the facts together. ValueError if no request of an engine is in the spans."""
+    """Work out what a run tells of the rows and spans that it left. ValueError if an engine's are missing."""
     config = config_from(settings)
     placement = make_placement(config, ranks)
     judges = formats_of(config)[: len(config.judge_models)]
-    rollout = RequestStats.total([step.rollout for step in history])
-    genrm = RequestStats.total([step.genrm for step in history])
-    lengths = [*map(sum, zip_longest(*(step.lengths for step in history), fillvalue=0))]
+    total = StepStats.total(history)
+    rollout = total.rollout
+    genrm = total.genrm
     requests = requests_of(events, placement, len(judges))
     if ("rollout", 0) not in requests:
         raise ValueError("no request of an engine is there")
@@ -146,10 +144,15 @@ def known_of(
         critiques += [tokens for rows in own.values() for _, _, tokens in rows]
     learning_s, inside_s, outside_s = learning_and_moves(events)
     # in partial mode judges wake while rollout stays awake, else one role sleeps and the other wakes
-    verbs = sum(step.genrm.wakes + step.rollout.wakes for step in history)
-    verbs *= 1 if history[-1].split.mode == "partial" else 2
-    engine_s = sum(step.swap_s for step in history) / verbs if verbs else outside_s / 2
-    held = Counter(rank for shape in models_of(config, placement) for rank in shape.ranks)
+    moves = sum(step.genrm.wakes + step.rollout.wakes for step in history)
+    moves *= 1 if history[-1].split.mode == "partial" else 2
+    engine_s = sum(step.swap_s for step in history) / moves if moves else outside_s / 2
+    # models that sleep and wake for training, by rank
+    algorithm = algorithm_of(config)
+    shapes = [placement.actor] + [placement.critic] * len(algorithm.critics)
+    if algorithm.kl_coef:
+        shapes.append(placement.reference)
+    held = Counter(rank for shape in shapes for rank in shape.ranks)
     asked = genrm.requests / max(1, sum(judge.judgements for judge in judges))
     seconds = {}
     for name in TIMES:
@@ -159,11 +162,11 @@ def known_of(
         ranks=ranks,
         split=[*history[-1].split],
         steps=len(rows),
-        lengths=lengths,
+        lengths=[*total.lengths],
         critiques=[*histogram(critiques)] or [1],
         prompt=round(rollout.prompt_tokens / max(1, rollout.requests)),
         judged=round(genrm.prompt_tokens / max(1, genrm.requests)),
-        asked=min(1.0, asked / max(1, sum(lengths))),
+        asked=min(1.0, asked / max(1, sum(total.lengths))),
         keep=1 - fmean(row["reward/zero_std_frac"] for row in rows),
         paces=[[*pace] for pace in paces],
         seconds=seconds,
@@ -174,15 +177,8 @@ def known_of(
 
 
 def config_from(settings: dict[str, Any]) -> Config:
-    """Return settings as they were before JSON made lists of tuples."""
+    """Return the settings of a config.json, whose lists were tuples."""
     return Config(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
-
-
-def models_of(config: Config, placement: Placement) -> list[Shape]:
-    """Return the shape of each model that is trained, or read for training."""
-    algorithm = algorithm_of(config)
-    references = [placement.reference] if algorithm.kl_coef else []
-    return [placement.actor, *[placement.critic] * len(algorithm.critics), *references]
 
 
 def unread_of(stats: RequestStats) -> float:
@@ -202,21 +198,20 @@ def requests_of(events: list[tl.Event], placement: Placement, judges: int) -> di
 
 
 def learning_and_moves(events: list[tl.Event]) -> tuple[float, float, float]:
-    """Return seconds of a step, in the mean of the slowest rank's: learning, and of sleeping and waking
-    between models that learn, and between serving and learning."""
+    """Return seconds of a step, each the mean of the slowest ranks': learning, sleeping and waking between
+    models that learn, sleeping and waking between serving and learning."""
     spans = defaultdict(list)
     for span in tl.of_kind(events, "span"):
         if span.name in ("serve", "train", "switch"):
             spans[span.step, span.rank].append(span)
     slowest = defaultdict(lambda: (0.0, 0.0, 0.0))
     for (step, _), own in spans.items():
-        whole = tl.seconds(own, "train")
-        of = dict(train=0.0, serve=0.0, between=0.0)
+        moved = Counter()
+        phases = [span for span in own if span.name != "switch"]
         for switch in (span for span in own if span.name == "switch"):
-            around = [s.name for s in own if s.start <= switch.start and switch.end <= s.end]
-            place = next((name for name in around if name != "switch"), "between")
-            of[place] += switch.end - switch.start
-        facts = (whole - of["train"], of["train"], of["between"])
+            around = [s.name for s in phases if s.start <= switch.start and switch.end <= s.end]
+            moved[around[0] if around else "between"] += switch.end - switch.start
+        facts = (tl.seconds(own, "train") - moved["train"], moved["train"], moved["between"])
         slowest[step] = tuple(map(max, slowest[step], facts))
     return tuple(map(fmean, zip(*slowest.values(), strict=True)))
 
@@ -225,7 +220,7 @@ def learning_and_moves(events: list[tl.Event]) -> tuple[float, float, float]:
 
 
 def costs_like(known: Known, config: Config) -> Costs:
-    """The costs of a finished run. UserError if a setting that they depend on is another."""
+    """The costs of a run like a finished one. UserError if a setting that they depend on is another."""
     there = config_from(known.settings)
     for name in SAME:
         was = vars(there)[name]
@@ -233,37 +228,37 @@ def costs_like(known: Known, config: Config) -> Costs:
         if was != here:
             why = "a token takes other seconds"
             raise UserError(f"--like: --{dashed(name)} was {was} there, here it is {here}: {why}")
-    counts = (len(there.judge_models), len(config.judge_models))
-    if counts[0] != counts[1]:
-        raise UserError(f"--like: {counts[0]} judges were there, {counts[1]} are here")
-    # what a token takes to learn says a simulation of the run itself, where nothing sleeps and wakes
+    judges = len(there.judge_models)
+    if judges != len(config.judge_models):
+        raise UserError(f"--like: {judges} judges were there, {len(config.judge_models)} are here")
+    # the run itself is simulated with trainers that never sleep, to see how many tokens learning_s is for
     own = own_config(known)
     cluster = cluster_like(replace(known, trainer_s=0.0), 1e-6, own)
     facts = simulation_of(own, known.ranks, work_of(known, own), cluster).run()
     token_s = 1e-6 * known.learning_s / fmean(step.seconds["train"] for step in facts[1:])
-    said = [f"lengths: of {sum(known.lengths):.0f} answers of its last {known.steps} steps"]
-    said += [f"{known.asked:.2f} critiques an answer; their lengths are those there, too"]
+    lines = [f"lengths: of {sum(known.lengths):.0f} answers of its last {known.steps} steps"]
+    lines.append(f"{known.asked:.2f} critiques an answer; their lengths are those there, too")
     for number, pace in enumerate(known.paces):
         role = f"judge {number - 1}" if number else "rollout"
         step, each, read, prefill = (f"{1000 * seconds:.3g} ms" for seconds in pace)
         decode = f"{step} a decode step, {each} more a sequence"
-        said += [f"{role}: {decode}; {read} to read prompts, {prefill} more a token"]
-    said += [f"training: {1e6 * token_s:.3g} us a token forward, of any model, on any ranks"]
+        lines.append(f"{role}: {decode}; {read} to read prompts, {prefill} more a token")
+    lines.append(f"training: {1e6 * token_s:.3g} us a token forward, of any model, on any ranks")
     moves = f"engines sleep and wake in {known.engine_s:.2g} s, trainers in {known.trainer_s:.2g} s"
-    said += [f"{moves}; a push takes {known.seconds['sync']:.2g} s"]
-    for name in ALIKE:
+    lines.append(f"{moves}; a push takes {known.seconds['sync']:.2g} s")
+    for name in MODELS:
         if real(vars(there)[name]) != real(vars(config)[name]):
-            said += [f"--{dashed(name)} is another: as large as the one there"]
-    return Costs(work_of(known, config), partial(cluster_like, known, token_s), said)
+            lines.append(f"--{dashed(name)} is another: as large as the one there")
+    return Costs(work_of(known, config), partial(cluster_like, known, token_s), lines)
 
 
 def real(value: str | tuple[str, ...]) -> list[str]:
-    """Return directories of models, wherever the run was started."""
+    """Return absolute directories of models."""
     return [os.path.realpath(each) for each in ([value] if isinstance(value, str) else value)]
 
 
 def own_config(known: Known) -> Config:
-    """The settings of the finished run, by the split of its last step."""
+    """The settings of the finished run, fixed to the split of its last step."""
     mode, ranks, _, tail = known.split
     own = config_from(known.settings)
     ranks = ranks if mode == "partial" and own.judge_models else 0
@@ -271,6 +266,7 @@ def own_config(known: Known) -> Config:
 
 
 def work_of(known: Known, config: Config) -> Workload:
+    """The texts of a run whose lengths are those of the finished one."""
     critique = Drawn(0, 0, config.judge_max_new_tokens, tuple(known.critiques))
     answer = Drawn(0, 0, config.max_new_tokens, tuple(known.lengths))
     differ = known.asked if known.asked < 0.95 else 1.0
@@ -278,26 +274,26 @@ def work_of(known: Known, config: Config) -> Workload:
 
 
 def cluster_like(known: Known, token_s: float, config: Config, _: object = None) -> Cluster:
-    engines = []
-    for fixed, each, read, prefill in known.paces:
-        most = config.max_running_requests
-        engines.append(EngineCosts(fixed, each, 0.0, prefill, most, read=read, apart=APART))
-    moves = {"genrm": Moves(known.engine_s, known.engine_s)}
-    moves["rollout"] = Moves(known.engine_s, known.engine_s, known.seconds["sync"])
-    moves["train"] = Moves(known.trainer_s, known.trainer_s)
-    roles = {"rollout": engines[0], "genrm": engines[-1]}
-    learned = Passes(token_s, stages=config.pp)
-    return Cluster(roles, learned, moves=moves, judges=tuple(engines[1:]))
+    """Engines and trainers as fast as the finished run's. token_s: of a token forward."""
+    how = dict(most=config.max_running_requests, apart=APART)
+    rollout, *judges = [Decode(**Pace(*pace)._asdict(), **how) for pace in known.paces]
+    moves = {
+        "rollout": Moves(known.engine_s, known.engine_s, known.seconds["sync"]),
+        "genrm": Moves(known.engine_s, known.engine_s),
+        "train": Moves(known.trainer_s, known.trainer_s),
+    }
+    roles = {"rollout": rollout, "genrm": rollout}
+    return Cluster(roles, Passes(token_s, stages=config.pp), moves=moves, judges=tuple(judges))
 
 
 # ---------------------------------------------------------------- the pace of engines
 
 
 def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = None) -> Pace:
-    """Fit what requests took: reads of prompts, and decode steps, each longer for those beside it.
+    """Fit the seconds of requests by reads of prompts and by decode steps, longer with more sequences.
 
-    engines: requests_of one model; unread: tokens of a prompt. Least squares, with a weak guess: half of a
-    step is fixed, or the proportions of `like`. It decides where all requests were alike.
+    engines: requests_of one model; unread: tokens of a prompt. Least squares, with a weak guess that decides
+    where all requests were alike: half of a step is fixed, or the proportions are those of `like`.
     """
     engines = [np.array(rows, dtype=float) for rows in engines.values()]
     if not engines:
@@ -306,7 +302,7 @@ def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = No
     tokens = np.concatenate([rows[:, 2] for rows in engines])
     most = config.max_running_requests
     step_s = took.sum() / max(1.0, tokens.sum())
-    # (seconds of a step, and of each sequence): at first all steps are alike
+    # seconds of a step, and more for each sequence; in the beginning all steps are alike
     fixed = step_s
     each = 0.0
     for _ in range(5):
@@ -323,7 +319,7 @@ def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = No
         rows = np.concatenate([matrix * guess, scale * np.eye(3)])
         right = np.concatenate([took, scale * np.ones(3)])
         found = np.linalg.lstsq(rows, right)[0]
-        if min(found) < 0:  # nothing takes less than no time: the others say it all
+        if min(found) < 0:  # nothing takes less than no time: it is left out
             left = found > 0
             found = np.zeros(3)
             found[left] = np.maximum(0.0, np.linalg.lstsq(rows[:, left], right)[0])
@@ -335,7 +331,7 @@ def pace_of(engines: dict, config: Config, unread: float, like: Pace | None = No
 
 
 def bursts_of(rows: np.ndarray, step_s: float) -> np.ndarray:
-    """Return when requests came that an engine reads together: within a decode step."""
+    """Return when each burst of requests began: those within a decode step are read together."""
     bursts = []
     for start in np.sort(rows[:, 0]):
         if not bursts or start > bursts[-1] + step_s:
@@ -344,7 +340,8 @@ def bursts_of(rows: np.ndarray, step_s: float) -> np.ndarray:
 
 
 def columns_of(rows: np.ndarray, fixed: float, each: float, most: int) -> tuple:
-    """Return for each request of an engine: reads of prompts in its life, and the sequences of its steps."""
+    """Return for each request of an engine: passes that read prompts while it ran, and sequences beside it
+    in the mean."""
     edges = np.unique(rows[:, :2])
     beside = np.searchsorted(np.sort(rows[:, 0]), edges[:-1], side="right")
     beside = beside - np.searchsorted(np.sort(rows[:, 1]), edges[:-1], side="right")
@@ -358,7 +355,7 @@ def columns_of(rows: np.ndarray, fixed: float, each: float, most: int) -> tuple:
     bursts = bursts_of(rows, fixed + each * beside.mean())
     ends = np.searchsorted(bursts, rows[:, 1])
     reads = 1.0 + np.maximum(0, ends - np.searchsorted(bursts, rows[:, 0], side="right"))
-    # a full engine reads once in so many steps
+    # a full engine reads prompts once in APART steps
     full = 1 + rows[:, 2] / APART
     mean = during(steps * beside) / np.maximum(1e-12, during(steps))
     return np.where(mean >= FULL, np.minimum(reads, full), reads), mean

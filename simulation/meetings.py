@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Network:
-    """The network of all ranks, which takes no time. Of each meeting it is told what every rank brings."""
+    """The network of all ranks, which takes no time. Each meeting passes it what all ranks bring."""
 
     meetings: int = 0  # so far
 

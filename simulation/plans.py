@@ -4,7 +4,8 @@
     WORLD_SIZE=8 python run.py --dry-run --simulate --devices FILE.toml SETTINGS   as a data sheet says
 
 run.py starts this as a process of its own: `python -m simulation.plans`. Loop, modes and placements are the
-product's; engines and trainers take the seconds that the finished run or FILE says. OUT/plans.png shows it.
+product's; engines and trainers take the seconds that the finished run or FILE says. OUT/plans.png has a bar
+of each plan.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from simulation.sheet import costs_of_sheet
 MOST_PLANS = 20
 TAILS = (0.1, 0.2, 0.5)
 COLORS = {"serve": "#2a78b8", "train": "#3c9d4e", "switch": "#9a9a9a", "push": "#8a4fb0"}
+# plans that were measured, beside their predictions
 ROWS = Path(__file__).parents[1] / "docs" / "papers" / "rows" / "measured.csv"
 
 
@@ -56,7 +58,8 @@ class Result(NamedTuple):
 
 
 def plans_of(config: Config, ranks: int) -> tuple[list[Plan], list[str]]:
-    """The plans that are tried, and what is left out. Of the first placement nearly all modes are."""
+    """The plans that are tried, and what is left out. Of the first placement nearly all splits are tried, of
+    each other one about three."""
     left_out = []
     places = []
     for name in dict.fromkeys((config.placement, *PLACEMENTS)):
@@ -67,28 +70,25 @@ def plans_of(config: Config, ranks: int) -> tuple[list[Plan], list[str]]:
             continue
         for ahead in range(1 + placement.is_apart):
             own = replace(config, placement=name, ahead=ahead, rebalance=False)
-            splits = splits_of(own, placement)
-            if splits:
+            if splits := splits_of(own, placement):
                 places.append((f"{name}, ahead" if ahead else name, own, splits))
     plans = []
-    for number, (words, own, splits) in enumerate(places):
+    for name, own, splits in places:
         cuts = [split for split in splits if split.mode == "partial" and split.genrm]
         others = [split for split in splits if split not in cuts]
-        room = 1
-        if number:
+        room = MOST_PLANS - len(others) - 3 * (len(places) - 1)
+        if plans:
             others = [split for split in others if split.tail in (0, config.tail)]
-        else:
-            room = MOST_PLANS - len(others) - 3 * (len(places) - 1)
+            room = 1
         chosen = thinned(cuts, max(1, room))
         if len(chosen) < len(cuts):
-            left_out.append(f"{len(cuts) - len(chosen)} of {len(cuts)} splits of {words}")
+            left_out.append(f"{len(cuts) - len(chosen)} of {len(cuts)} splits of {name}")
         for split in splits:
             if split in others or split in chosen:
-                mode = dict(mode=split.mode, tail=split.tail or own.tail, rollout_ranks=0)
-                if split in cuts:
-                    mode["rollout_ranks"] = split.rollout
-                text = f"{words}: {split}" if config.judge_models else words
-                plans.append(Plan(text, replace(own, **mode)))
+                rollout_ranks = split.rollout if split in cuts else 0
+                tail = split.tail or own.tail
+                plan = replace(own, mode=split.mode, tail=tail, rollout_ranks=rollout_ranks)
+                plans.append(Plan(f"{name}: {split}" if config.judge_models else name, plan))
     return plans, left_out
 
 
@@ -107,7 +107,7 @@ def splits_of(config: Config, placement: Placement) -> list[Split]:
 
 
 def thinned(items: list, most: int) -> list:
-    """So many of them, evenly spaced; the one in the middle, of one."""
+    """At most so many of the items, evenly spaced. A single one is that in the middle."""
     if len(items) <= most:
         return items
     if most == 1:
@@ -116,7 +116,7 @@ def thinned(items: list, most: int) -> list:
 
 
 def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
-    """The step that a plan takes, or why it can't be."""
+    """What a step takes under a plan; a text if the plan can't be."""
     config = plan.config
     try:
         cluster = costs.cluster_of(config, make_placement(config, ranks))
@@ -134,7 +134,8 @@ def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
     mean = {}
     for name in PHASES:
         mean[name] = statistics.fmean(step.seconds[name] for step in counted)
-    if not config.ahead:  # what else sleeps and wakes is a part of serving or training
+    # "switch" is between the phases: what sleeps and wakes within serving or training is counted there
+    if not config.ahead:
         between = seconds - mean["serve"] - mean["train"] - mean["sync"]
         mean["switch"] = min(mean["switch"], max(0.0, between))
     mean["push"] = mean.pop("sync")
@@ -165,22 +166,13 @@ def memory_of(config: Config, ranks: int, device: float) -> str:
 
 
 def table_of(results: list[Result], memories: list[str]) -> list[str]:
-    head = ("plan", "s a step", "answer tokens/s", "with prompts", "idle", "memory")
-    rows = [head]
+    """The lines of a table of plans."""
+    rows = [("plan", "s a step", "answer tokens/s", "with prompts", "idle", "memory")]
     for result, needed in zip(results, memories, strict=True):
-        speed = result.tokens / result.seconds
-        whole = (result.tokens + result.prompts) / result.seconds
-        mark = " *" if result.plan.config.ahead else ""
-        rows.append(
-            (
-                result.plan.name + mark,
-                f"{result.seconds:.3g}",
-                f"{speed:,.0f}",
-                f"{whole:,.0f}",
-                f"{result.idle:.0%}",
-                needed,
-            )
-        )
+        name = result.plan.name + " *" * result.plan.config.ahead
+        answers = f"{result.tokens / result.seconds:,.0f}"
+        whole = f"{(result.tokens + result.prompts) / result.seconds:,.0f}"
+        rows.append((name, f"{result.seconds:.3g}", answers, whole, f"{result.idle:.0%}", needed))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for name, *cells in rows:
@@ -190,14 +182,10 @@ def table_of(results: list[Result], memories: list[str]) -> list[str]:
 
 
 def checked() -> str:
-    """Say how far such predictions were off, of plans that were measured on this project's machine."""
-    if not ROWS.is_file():
-        return "Such predictions weren't checked against real runs yet."
-    with ROWS.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["figure"].startswith("plans")]
+    """Say how far such predictions were off for the plans that were measured."""
     errors = []
-    for row in rows:
-        if row["kind"] == "predicted":
+    for row in csv.DictReader(ROWS.read_text(encoding="utf-8").splitlines()):
+        if row["figure"].startswith("plans") and row["kind"] == "predicted":
             errors.append(abs(float(row["simulated"]) / float(row["published"]) - 1))
     if not errors:
         return "Such predictions weren't checked against real runs yet."
@@ -207,7 +195,7 @@ def checked() -> str:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Bars of the plans by phases; a mark where a step ends: what is beside it reaches further."""
+    """Draw a bar of each plan by phases, and a mark where its step ends: with --ahead phases overlap."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -269,7 +257,7 @@ def report(arguments: list[str]) -> None:
     if any(result.plan.config.ahead for result in results):
         print("  * answers are one update old: --ahead 1 trains on other numbers")
     print(*(f"  left out: {text}" for text in left_out), sep="\n", end="\n" if left_out else "")
-    print("assumed:", *costs.said, "nothing else runs on these devices", sep="\n  ")
+    print("assumed:", *costs.assumptions, "nothing else runs on these devices", sep="\n  ")
     print("  saves and evaluations aren't counted; rules take no time")
     if again:
         seconds = known.seconds["step"] - known.seconds["save"]

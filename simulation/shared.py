@@ -38,9 +38,9 @@ class Once:
 
 
 class SharedSampler(DynamicSampler):
-    """A sampler whose questions, each a pass over a step's prompts, are answered once, on a page for all.
+    """A sampler that shares its answers with those of all ranks: each takes a pass over a step's prompts.
 
-    The same events come on every rank, and each turns the page.
+    Answers are kept by the events before them, which are the same on every rank.
     """
 
     def __init__(self, *arguments: float, page: dict, **more: float):

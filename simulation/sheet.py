@@ -13,9 +13,10 @@ from inputs.hf_directory import read_model_config, readable
 from runtime.errors import UserError
 from scheduling.layout import Placement, Shape
 from simulation.cluster import Cluster, Costs, Lengths, Workload
-from simulation.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
+from simulation.costs import Decode, Device, Model, Passes, decode_of, passes_of
 from simulation.engine import Moves
 
+MACHINE = 8  # devices that `link` connects
 SHEET = {  # its tables, and their keys
     "device": Device._fields,
     "engine": ("weights", "kv", "prefill", "layer_s", "sequence_s"),
@@ -39,26 +40,27 @@ def costs_of_sheet(path: Path, config: Config) -> Costs:
         for key in keys:
             if not (isinstance(table.get(key), int | float) and 0 <= table[key] < float("inf")):
                 raise UserError(f"{where}: [{name}] needs {key}, a number")
-    models = (config.model, *config.judge_models, *([config.critic] if config.critic else []))
-    for each in models:
-        model_of(each)
+    for directory in (config.model, *config.judge_models, config.critic or config.model):
+        model_of(directory)
     most = config.max_new_tokens
     answer = Lengths(most / 6, 0.8, most)
     critique = Lengths(config.judge_max_new_tokens / 4, 0.5, config.judge_max_new_tokens)
     keep = 0.7 if algorithm_of(config).filters else 1.0
+    assumptions = [
+        f"GUESSED: answers of {answer.median:.0f} tokens in the median, log-normal with sigma 0.8",
+        f"GUESSED: critiques of {critique.median:.0f}, prompts of 512 tokens",
+        f"GUESSED: {keep:.0%} of the groups are trained on; give --like RUN once you have one",
+        f"devices: {sheet.get('source', 'no source is named')}",
+    ]
+    cluster_of = partial(cluster_of_sheet, sheet)
     work = Workload(512, answer, critique, keep)
-    said = [f"GUESSED: answers of {most / 6:.0f} tokens in the median, log-normal with sigma 0.8"]
-    said += [f"GUESSED: critiques of {critique.median:.0f}, prompts of 512 tokens"]
-    said += [f"GUESSED: {keep:.0%} of the groups are trained on; give --like RUN once you have one"]
-    said += [f"devices: {sheet.get('source', 'no source is named')}"]
-    device = sheet["device"]["memory"]
-    return Costs(work, partial(cluster_of_sheet, sheet), said, device)
+    return Costs(work, cluster_of, assumptions, sheet["device"]["memory"])
 
 
-def model_of(path: str) -> Model:
+def model_of(directory: str) -> Model:
     """The sizes of a model by its config.json alone. UserError."""
-    found = read_model_config(path)
-    with readable(f"{path}/config.json"):
+    found = read_model_config(directory)
+    with readable(f"{directory}/config.json"):
         hf = found.get("text_config", found)  # of a model that sees
         heads = hf["num_attention_heads"]
         head = hf.get("head_dim") or hf["hidden_size"] // heads
@@ -70,38 +72,38 @@ def model_of(path: str) -> Model:
 
 
 def cluster_of_sheet(sheet: dict, config: Config, placement: Placement) -> Cluster:
-    """UserError if an engine's weights don't fit."""
+    """The engines and trainers of a run on these devices. UserError if an engine's weights don't fit."""
     device = Device(**sheet["device"])
     policy = model_of(config.model)
-    rates = {name: sheet["engine"][name] for name in ("weights", "kv", "prefill", "layer_s")}
+    judges = [model_of(directory) for directory in config.judge_models]
 
     def engine(model: Model, tp: int) -> Decode:
-        found = decode_of(model, device, tp, memory=config.mem_fraction, **rates)
-        own = dict(each=found.each + sheet["engine"]["sequence_s"])
-        return replace(found, most=config.max_running_requests, **own)
+        decode = decode_of(model, device, tp, memory=config.mem_fraction, **sheet["engine"])
+        return replace(decode, most=config.max_running_requests)
 
-    def learned(model: Model, shape: Shape) -> Passes:
-        sent = (4 + BF16_BYTES) * model.params / (shape.tp * shape.pp) * (shape.dp - 1) / shape.dp
-        band = device.link if len(shape.ranks) <= 8 else device.network
-        update = sheet["trainer"]["update_s"] + sent / band
-        how = (device, shape.tp * shape.pp, sheet["trainer"]["mfu"], shape.tp)
-        return passes_of(model, *how, stages=shape.pp, update=update)
+    def trainer(model: Model, shape: Shape) -> Passes:
+        ranks = shape.tp * shape.pp
+        band = device.link if len(shape.ranks) <= MACHINE else device.network
+        update = sheet["trainer"]["update_s"] + model.updated_bytes(ranks, shape.dp) / band
+        how = dict(stages=shape.pp, update=update)
+        return passes_of(model, device, ranks, sheet["trainer"]["mfu"], shape.tp, **how)
 
     actor = placement.actor
-    critic = model_of(config.critic or config.model)
-    states = policy.params / (actor.tp * actor.pp) * (2 + 4 + 12 / actor.dp) / device.host
-    serve = policy.bytes / config.rollout_tp
-    push = serve / (device.network if placement.is_apart else device.host)
-    judges = [model_of(path) for path in config.judge_models]
-    judge = max((each.bytes / config.genrm_tp for each in judges), default=0.0) / device.host
-    moves = {"rollout": Moves(serve / device.host, serve / device.host, push)}
-    moves |= {"genrm": Moves(judge, judge), "train": Moves(states, states)}
-    rollouts = engine(policy, config.rollout_tp)
+    of_rollout = policy.bytes / config.rollout_tp  # bytes of a device, as all of these
+    of_judge = max((judge.bytes / config.genrm_tp for judge in judges), default=0.0)
+    of_actor = policy.params / (actor.tp * actor.pp) * (2 + 4 + 12 / actor.dp)
+    push_s = of_rollout / (device.network if placement.is_apart else device.host)
+    moves = {
+        "rollout": Moves(of_rollout / device.host, of_rollout / device.host, push_s),
+        "genrm": Moves(of_judge / device.host, of_judge / device.host),
+        "train": Moves(of_actor / device.host, of_actor / device.host),
+    }
+    rollout = engine(policy, config.rollout_tp)
     return Cluster(
-        {"rollout": rollouts, "genrm": rollouts},
-        learned(policy, actor),
-        learned(critic, placement.critic),
-        learned(policy, placement.reference),
+        {"rollout": rollout, "genrm": rollout},
+        trainer(policy, actor),
+        trainer(model_of(config.critic or config.model), placement.critic),
+        trainer(policy, placement.reference),
         moves=moves,
-        judges=tuple(engine(each, config.genrm_tp) for each in judges),
+        judges=tuple(engine(judge, config.genrm_tp) for judge in judges),
     )

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sample import Sample, flat
+from scheduling.dealing import MiniBatches
 from scheduling.layout import Shape
 from simulation.costs import Passes
 from simulation.engine import LOGPROB, Moves
 from simulation.meetings import SimulatedWorld
-
-MiniBatches = list[list[list[Sample]]]
 
 
 @dataclass(eq=False)

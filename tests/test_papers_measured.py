@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from papers import measured
-from papers.paced import serving_s
+from papers.measured import serving_s
 from papers.tables import ROOT, Paper, read_constants, read_points
 
 PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.toml"))
@@ -31,6 +31,5 @@ BEST = [("tail-judged", "fused 0.2"), ("judge-heavy", "full"), ("resample", "fus
 @pytest.mark.parametrize("name,best", BEST)
 def test_auto_ends_near_the_best(name, best):
     """Also where each prompt that is read holds up what is written, so that modes have other paces."""
-    at = measured.set_up_of(PAPER.constants)
-    of_auto = serving_s(name, "auto", at, steps=22, first_counted=14)
-    assert of_auto < 1.05 * serving_s(name, best, at)
+    of_auto = serving_s(PAPER.constants, name, "auto", steps=22, first_counted=14)
+    assert of_auto < 1.05 * serving_s(PAPER.constants, name, best)

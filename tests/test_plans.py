@@ -14,15 +14,15 @@ from papers.tables import Paper, Point
 from runtime.errors import UserError
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import Passes
-from simulation.engine import EngineCosts, Moves
+from simulation.costs import Decode, Passes
+from simulation.engine import Moves
 from simulation.finished import APART, config_from, costs_like, read_run
 from simulation.plans import Plan, main, plans_of, simulate
 from tests import ROOT
 
 H20 = ROOT / "examples" / "h20.toml"
-ROLLOUT = EngineCosts(0.02, 0.001, read=0.02, apart=APART)
-JUDGE = EngineCosts(0.03, 0.004, read=0.03, apart=APART)
+ROLLOUT = Decode(0.02, 0.001, read=0.02, apart=APART)
+JUDGE = Decode(0.03, 0.004, read=0.03, apart=APART)
 CLUSTER = Cluster(
     dict(rollout=ROLLOUT, genrm=JUDGE),
     Passes(3e-4),
@@ -202,10 +202,12 @@ def test_the_words_are_run_pys():
 def test_it_says_how_far_it_was_off(tmp_path, monkeypatch):
     """By the rows of plans that were measured; nothing is claimed without."""
     monkeypatch.setattr(plans, "ROWS", tmp_path / "rows.csv")
+    rows = ["figure,published,simulated,kind", "tail,1,2,predicted"]
+    plans.ROWS.write_text("\n".join(rows))
     assert "weren't checked" in plans.checked()
-    rows = ["figure,published,simulated,kind", '"plans, demo",10,12,predicted']
-    rows += ['"plans, demo",10,10,fitted', '"plans, PPO",10,9.9,predicted', "tail,1,2,predicted"]
-    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    rows += ['"plans, demo",10,12,predicted', '"plans, demo",10,10,fitted']
+    rows += ['"plans, PPO",10,9.9,predicted']
+    plans.ROWS.write_text("\n".join(rows))
     assert "off by 10% in the median, 20% at most (2 of" in plans.checked()
 
 

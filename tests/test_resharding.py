@@ -13,7 +13,7 @@ import torch.distributed as dist
 import training  # noqa: F401  makes Megatron importable without CUDA
 from actor import Actor
 from examples.make_demo.closing import close
-from papers.hybridflow import Layout
+from papers.hybridflow import table_2
 from tests.support.plain import make_model
 from tests.workers.parallel import actor_config, gathered
 from tests.workers.start import train_layouts
@@ -21,18 +21,18 @@ from training.hf_weights import HFWeights
 
 
 @pytest.mark.parametrize(
-    "layout, deepspeed, vanilla, ours",
+    "sizes, deepspeed, vanilla, ours",
     [
-        (Layout(1, 4, 2, 2), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("1/4", "1/2", 0)),
-        (Layout(8, 8, 1, 8), ("63/64", 1, "1/64"), ("63/64", 1, "1/64"), ("7/64", "1/8", 0)),
-        (Layout(2, 2, 2, 1), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("3/4", 1, 0)),
-        (Layout(1, 1, 4, 1), ("3/4", 1, "1/4"), (0, 1, 1), (0, 1, 0)),
+        ((1, 4, 2, 2), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("1/4", "1/2", 0)),
+        ((8, 8, 1, 8), ("63/64", 1, "1/64"), ("63/64", 1, "1/64"), ("7/64", "1/8", 0)),
+        ((2, 2, 2, 1), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("3/4", 1, 0)),
+        ((1, 1, 4, 1), ("3/4", 1, "1/4"), (0, 1, 1), (0, 1, 0)),
     ],
 )
-def test_table_2_by_hand(layout, deepspeed, vanilla, ours):
+def test_table_2_by_hand(sizes, deepspeed, vanilla, ours):
     costs = [tuple(map(Fraction, cost)) for cost in (deepspeed, vanilla, ours)]
-    assert list(layout.costs()) == ["DeepSpeed-Chat", "HybridFlow-V", "HybridFlow"]
-    assert [tuple(cost) for cost in layout.costs().values()] == costs
+    assert list(table_2(*sizes)) == ["DS-Chat", "HybridFlow-V", "HybridFlow"]
+    assert [tuple(cost) for cost in table_2(*sizes).values()] == costs
 
 
 LAYOUTS = {  # name -> model, ranks, sizes
@@ -101,7 +101,7 @@ def test_a_push_brings_each_rank_what_it_lacks_and_nothing_twice(found, name):
     """Tensors bit for bit, collectives' bytes as in table 2; norms apart, which tp doesn't cut."""
     model, ranks, sizes = LAYOUTS[name]
     pp, tp = sizes.get("pp", 1), sizes.get("tp", 1)
-    cost = Layout(pp, tp, ranks // (pp * tp), 1).costs()["HybridFlow"].received
+    cost = table_2(pp, tp, ranks // (pp * tp), 1)["HybridFlow"].received
     for rank in found[name]:
         assert not rank["missing"] and not rank["wrong"]
         assert rank["received"] == rank["carried"]

@@ -13,12 +13,12 @@ from sample import Sample
 from scheduling.layout import Shape
 from simulation.clock import VirtualClock, end_all
 from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
-from simulation.costs import Device, Model, Passes, passes_of
-from simulation.engine import FULL, Batch, EngineCosts, Moves, Reply, Sequence, SimulatedEngine
+from simulation.costs import Decode, Device, Model, Passes, passes_of
+from simulation.engine import FULL, Batch, Moves, Reply, Sequence, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.trainers import SimulatedTrainer, forward_s, update_s
 
-DECODE = EngineCosts(fixed=0.01, each=2e-4, context=1e-7, prefill=5e-6, most=32, kv_tokens=60_000)
+DECODE = Decode(fixed=0.01, each=2e-4, context=1e-7, prefill=5e-6, most=32, kv_tokens=60_000)
 JUDGE = replace(DECODE, fixed=0.02)
 WORK = Workload(256, Lengths(300, 0.8, 2048), Lengths(120, 0.5, 480), keep=0.7)
 PASSES = Passes(2e-5, 1e-9, update=0.2)
@@ -135,7 +135,7 @@ def random_workload(seed):
     speeds |= dict(read=rng.choice([0, 0.02]), apart=rng.choice([0, 3, 8]))
     most = rng.randint(1, rng.choice([8, 24]))
     kv_tokens = rng.choice([float("inf"), longest * rng.uniform(1, 4)])
-    costs = EngineCosts(**speeds, most=most, kv_tokens=kv_tokens)
+    costs = Decode(**speeds, most=most, kv_tokens=kv_tokens)
     return costs, arrivals, sorted(rng.uniform(0, 2 * now + 1) for _ in range(rng.randint(0, 2)))
 
 
@@ -218,7 +218,7 @@ def test_training_seconds():
     assert forward_s(passes, [[500, 500], []]) == pytest.approx((one - 1.0) / 3)
     grainy = coarse(passes, 10)
     assert update_s(grainy, [[50, 50]]) == pytest.approx(one)
-    decode = EngineCosts(fixed=2.0, each=0.3, context=0.1)
+    decode = Decode(fixed=2.0, each=0.3, context=0.1)
     assert coarse(decode, 10).seconds(5, 4, 20) == pytest.approx(decode.seconds(50, 4, 200))
 
 

@@ -24,9 +24,7 @@ CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
 # and 12,000 words were meant
 MOST_LINES = 14_720  # of the product, examples/finetune.py counted; clips took 429
 MOST_ROOT_LINES = 4_490
-MOST_OUTSIDE = (
-    3_750  # simulation/, papers/: own pages, --simulate, the runs that both are held against
-)
+MOST_OUTSIDE = 3_870  # simulation/, papers/: own pages, --simulate, measured runs beside both
 MOST_BENCH = 2_320
 MOST_TEST_LINES = 19_460  # 1.30 for a line of product and of cpu/decoder.cpp; 1.15 were meant
 MOST_WORDS = 14_000  # of docs/, without the pages that a command writes
