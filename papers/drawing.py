@@ -117,7 +117,8 @@ def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About
                     look["bbox"] = dict(facecolor="white", linewidth=0, pad=0.6)
                     axes.annotate(mark, (left, top), (0, -4), va="top", **look)
     many = dict(fontsize=8, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set_xticks(range(len(groups)), groups, **many if len(groups) > 8 else {})
+    long = sum(map(len, groups)) > 60
+    axes.set_xticks(range(len(groups)), groups, **many if long else {})
 
 
 def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
