@@ -47,9 +47,7 @@ Finding = tuple[list[str], Marks]  # sentences, and what they mark in the pictur
 def agreement(what: str, cases: dict[str, tuple[str, bool, bool]]) -> list[str]:
     """Say how often `what` is so. cases: the words of both sides, if it is so, if a point is predicted."""
     fitted = [agrees for _, agrees, predicted in cases.values() if not predicted]
-    wrong = [
-        f"{name} ({both})" for name, (both, agrees, new) in cases.items() if new and not agrees
-    ]
+    wrong = [f"{name} ({both})" for name, (both, ok, new) in cases.items() if new and not ok]
     count = len(cases) - len(fitted)
     sentences = [f"{what} in {count - len(wrong)} of {count} predicted cases."]
     sentences += [f"Not so: {'; '.join(wrong)}."] if wrong else []
@@ -113,10 +111,8 @@ def band(rows: list[Row], claimed: list[float]) -> str:
     own = [row.simulated for row in rows]
     more = sum(each < min(claimed) for each in own)
     less = sum(each > max(claimed) for each in own)
-    text = (
-        f"Simulated it is {min(own):.2f} to {max(own):.2f}: of {len(own)} settings {more} gain more"
-    )
-    return f"{text} than claimed, {len(own) - more - less} as much, {less} less."
+    text = f"Simulated it is {min(own):.2f} to {max(own):.2f}: of {len(own)} settings {more} gain"
+    return f"{text} more than claimed, {len(own) - more - less} as much, {less} less."
 
 
 def order(rows: list[Row], case: str, of: Sequence[str] = ()) -> Finding:
