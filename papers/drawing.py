@@ -1,4 +1,4 @@
-"""Pictures of rows as the papers draw them: published hollow, simulated full, hatched where fitted.
+"""Pictures of rows as the papers draw them: an outline is published, filled simulated, hatched fitted.
 
 A template has columns of a row, and {0}, {1} ... for the words of its setting: "{0} on {gpus} GPUs".
 """
@@ -12,17 +12,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from papers.tables import Row, errors
+from papers.tables import ROOT, Row, errors, read_constants
 
-COLORS = ("#3c9d4e", "#2a78b8", "#e08a1e", "#7d62a8", "#c0571a", "#8fce9a")
+COLORS = ("#3c9d4e", "#2a78b8", "#e08a1e")
+COLOR_OF = read_constants(ROOT / "prose" / "colors.toml")["parts"]
 GREYS = ("#8a8a8a", "#b5b5b5", "#5f5f5f")  # of what isn't simulated
 PALE = "#e6e6e6"
 HATCHED = dict(facecolor=PALE, hatch="/////", linewidth=0.6)
-CLAIMED = dict(color="#f2c14e", alpha=0.5, zorder=3)
+CLAIMED = dict(color="#f6dc9a", zorder=0)
 SIDES = ("published", "simulated")
 FITTED = ("fitted", "follows")
-TICKS = (-70, -40, -20, -10, 0, 10, 20, 40, 100, 200)  # of the strip chart, per cent
-USUAL = dict(group="", per=1, legend=[], second="simulated")
+FORMULA = "without controllers"  # in the name of a strip
+TICKS = (-50, -20, -10, 0, 10, 20, 50, 200)  # of the strip chart, per cent
+USUAL = dict(group="", per=1, legend=[], second="simulated", even=None)  # even: where a line is
 Marks = dict[tuple[Row, str], str]  # texts at rows, by side
 Colors = dict[str, str]  # by text
 About = dict[str, Any]  # how a figure is drawn, in papers/prose: templates and words
@@ -48,12 +50,16 @@ def draw(
     palettes = {True: iter(COLORS), False: iter(GREYS)}
     colors = {}
     for name, own in grouped(rows, about["part"]).items():
-        colors[name] = next(palettes[any(row.simulated for row in own)])
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    if any(row.published for row in rows):
-        handles += [Patch(fill=False, label=published), Patch(color="black", label=about["second"])]
-    if any(row.kind in FITTED for row in rows):
-        handles.append(Patch(label="simulated, fitted", edgecolor="black", **HATCHED))
+        other = palettes[any(row.simulated for row in own)]
+        colors[name] = COLOR_OF.get(name) or next(other)
+    several = len(colors) > 1  # to be told apart
+    handles = [Patch(color=color, label=name) for name, color in colors.items() if several]
+    key = GREYS[2] if several else next(iter(colors.values()))
+    if about["how"] == "bars" and any(row.published for row in rows):
+        outline = Patch(fill=False, edgecolor=key, linewidth=1.5, label=f"outline: {published}")
+        handles += [outline, Patch(color=key, label=f"filled: {about['second']}")]
+    if about["how"] == "bars" and any(row.kind in FITTED for row in rows):
+        handles.append(Patch(label="hatched: fitted", edgecolor=key, **HATCHED))
     if claimed:
         handles.append(Patch(label="claimed", **CLAIMED))
     handles += [Patch(fill=False, linewidth=0, label=text) for text in about["legend"]]
@@ -68,9 +74,11 @@ def draw(
         axes.set_xlabel(about["x"])
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(0, 1.2 * axes.dataLim.ymax)
+        if about["even"]:
+            axes.axhline(about["even"], color="black", linewidth=0.8, linestyle=":")
         if claimed:
             axes.axhspan(min(claimed), max(claimed), linewidth=2, **CLAIMED)
-    columns = 8 if len(handles) <= 8 else 5
+    columns = 8 if len(handles) < 8 else 5
     look = dict(frameon=False, fontsize=9, columnspacing=1.2, handlelength=1.6)
     figure.legend(handles=handles, ncols=columns, loc="outside upper center", **look)
     return figure
@@ -100,10 +108,17 @@ def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About
                 look = look_of(row, side, colors[words(about["part"], row)])
                 axes.bar(left, height, 0.9 * width, bottom=top, **look)
                 top += height
-            mark = marks.get((stack[-1], side), "")
-            look = dict(rotation=90, fontsize=7.5) if len(mark) > 1 else dict(fontsize=11)
-            axes.annotate(mark, (left, top), ha="center", va="bottom", **look)
-    axes.set_xticks(range(len(groups)), groups, fontsize=9 if len(groups) < 9 else 7)
+                mark = marks.get((row, side), "")
+                look = dict(rotation=90, fontsize=8) if len(mark) > 1 else dict(fontsize=11)
+                look |= dict(ha="center", textcoords="offset points")
+                if mark and row == stack[-1]:
+                    axes.annotate(mark, (left, top), (0, 2), va="bottom", **look)
+                elif mark:  # on its own part, below the next
+                    look["bbox"] = dict(facecolor="white", linewidth=0, pad=0.6)
+                    axes.annotate(mark, (left, top), (0, -4), va="top", **look)
+    many = dict(fontsize=8, rotation=45, ha="right", rotation_mode="anchor")
+    long = sum(map(len, groups)) > 60
+    axes.set_xticks(range(len(groups)), groups, **many if long else {})
 
 
 def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
@@ -112,11 +127,13 @@ def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: Abou
         for side, style in zip(SIDES, ("--", "-"), strict=True):
             own = [row for row in members if row.at(side)]
             x = [float(words(about["at"], row)) for row in own]
-            axes.plot(x, [row.at(side) for row in own], style, color=colors[name])
+            color = GREYS[2] if side == "published" else colors[name]
+            axes.plot(x, [row.at(side) for row in own], style, color=color)
             for place, row in zip(x, own, strict=True):
-                fill = look_of(row, side, colors[name]).get("facecolor", "white")
                 star = (row, side) in marks
-                look = dict(color=colors[name], mfc=fill, ms=15 if star else 7, zorder=3)
+                look = dict(color=color, ms=15 if star else 8, zorder=3, mfcalt="white")
+                hollow = "none" if side == "published" else "full"
+                look["fillstyle"] = "left" if row.kind in FITTED and hollow == "full" else hollow
                 axes.plot(place, row.at(side), "*" if star else "o", **look)
 
 
@@ -124,11 +141,12 @@ def strip_chart(strips: dict[str, list[Row]]) -> Figure:
     """Draw every error, a line of dots for each strip; beyond 20 per cent the scale is logarithmic."""
     figure = Figure(figsize=(13, 1.2 + 0.42 * len(strips)), dpi=100, layout="constrained")
     axes = figure.subplots()
-    for y, rows in enumerate(strips.values()):
+    for y, (name, rows) in enumerate(strips.items()):
         for place, row in enumerate(sorted(rows, key=lambda row: row.error)):
-            color = GREYS[0] if row.kind == "closed form" else COLORS[0]
-            look = dict(color=color, mfc="none" if row.kind in FITTED else color, ms=5)
-            axes.plot(100 * row.error, y + 0.12 * (place % 5 - 2), "o", **look)
+            look = dict(color=GREYS[0] if FORMULA in name else COLORS[0], ms=4.5)
+            look["fillstyle"] = "none" if row.kind in FITTED else "full"
+            # equal ones are seen side by side
+            axes.plot(100 * row.error, y + 0.7 * (0.618 * place % 1 - 0.5), "o", **look)
     axes.set_xscale("symlog", linthresh=20, linscale=0.7)
     axes.set_xticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
     axes.set_xticks([], minor=True)
@@ -142,9 +160,10 @@ def strip_chart(strips: dict[str, list[Row]]) -> Figure:
     for each in (axes, right):
         each.spines[["top", "left", "right"]].set_visible(False)
         each.tick_params(axis="y", length=0)
-    axes.set_xlabel("simulated over published, in per cent")
-    kinds = "full: predicted;  hollow: fitted, or it follows from fitted ones;  grey: a closed form"
-    figure.suptitle(f"{kinds}, without controllers", fontsize=10)
+    meaning = "error: simulated minus published, % of published (scale compressed beyond 20 %)"
+    axes.set_xlabel(f"{meaning}\nright of 0: tokens/s and samples/s too fast, seconds too slow")
+    kinds = "filled: predicted;   hollow: fitted, or follows from fitted ones;   grey dots: not simulated"
+    figure.suptitle(f"{kinds}, a formula or a search;   grey band: within 10 %", fontsize=10)
     return figure
 
 

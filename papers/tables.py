@@ -2,8 +2,9 @@
 
 Published points are in one CSV a figure, a number a row; constants in TOML, each table with its source or the
 points that it was fitted on: their rows are `fitted`. Rows that are made of these, or have the value of one,
-are `follows`, others `predicted`; `closed form`: a formula, without controllers; `not modelled`,
-with the reason. Rows are kept in docs/papers/rows, of which papers/pages.py makes the pages.
+are `follows`, others `predicted`; `closed form`: a formula, without controllers; `simulated`: nothing is
+published; `not modelled`, with the reason. Rows are kept in docs/papers/rows, of which papers/pages.py makes
+the pages.
 """
 
 from __future__ import annotations
@@ -61,8 +62,15 @@ class Row(NamedTuple):
         return self.simulated / self.published - 1
 
     @property
+    def devices(self) -> str:
+        """For example `1 GPU`, `64 GPUs`; this program's own points were measured on ranks."""
+        unit = "rank" if self.system == "nanoYATT" else "GPU"
+        return f"{self.gpus} {unit}{'s' * (self.gpus != '1')}"
+
+    @property
     def name(self) -> str:
-        return ", ".join([self.system, self.setting, f"{self.gpus} GPUs", self.metric])
+        figure = f"figure {self.figure}" if self.figure.isdecimal() else self.figure
+        return f"{figure}: {self.system}, {self.setting}, {self.devices}, {self.metric}"
 
     def at(self, side: str) -> float | None:
         """The value of `published` or `simulated`."""
@@ -168,15 +176,17 @@ def read_rows(path: Path) -> list[Row]:
 
 def table_of(rows: list[Row], published: str = "published") -> list[str]:
     """Return Markdown, without columns that are empty. published: the word for it."""
-    names = ("system", "setting", "GPUs", "metric", published, "simulated", "error", "kind", "note")
+    names = ("figure", "system", "setting", "on", "metric", published, "simulated", "error", "kind")
+    several = len({row.figure for row in rows}) > 1
     table = []
     for row in rows:
         error = "" if row.error is None else percent(row.error, "+.1f")
+        what = (row.figure if several else "", row.system, row.setting, row.devices)
         values = (number(row.published), number(row.simulated), error, row.kind, row.note)
-        table.append([*row[1:4], f"{row.metric}, {row.unit}", *values])
+        table.append([*what, f"{row.metric}, {row.unit}", *values])
     used = [any(column) for column in zip(*table, strict=True)]
     lines = []
-    for cells in (names, ["---"] * len(names), *table):
+    for cells in ((*names, "note"), ["---"] * 10, *table):
         shown = [cell.replace("|", "\\|") for cell in compress(cells, used)]
         lines.append(f"| {' | '.join(shown)} |")
     return [*lines, ""]
@@ -199,6 +209,8 @@ def errors(rows: Iterable[Row]) -> str:
     if not own:
         return ""
     far = max(own, key=lambda row: abs(row.error))
+    if not far.error:
+        return f"{len(own)} {own[0].kind} points, all exact"
     middle = percent(statistics.median(abs(row.error) for row in own), ".1f")
     largest = percent(far.error, "+.1f")
     return f"{len(own)} {own[0].kind} points: median error {middle}, largest {largest} ({far.name})"

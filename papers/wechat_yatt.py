@@ -102,7 +102,7 @@ def partial(paper: Paper) -> list[Row]:
                 cell = f"{judge} judge, {keep:.0%} of groups kept, {swap_s} s to swap"
                 note = f"{split} ranks write, {RANKS - split} judge"
                 what = (side, cell, str(RANKS), "serving", None, took[split] / full_s)
-                rows.append(Row("partial", *what, "x full", "predicted", note))
+                rows.append(Row("partial", *what, "x full", "simulated", note))
     return rows
 
 
@@ -160,7 +160,7 @@ def central(paper: Paper) -> list[Row]:
         central_s = step_s(paper.constants, Link(rate).carry, mb * 1e6, DISPATCHES)
         cell = f"{mb:g} MB a sample, a central process of {rate / 1e9:g} GB/s"
         what = ("parallel", cell, str(RANKS), "step", None, beside[mb] / central_s)
-        rows.append(Row("central", *what, "x central", "predicted"))
+        rows.append(Row("central", *what, "x central", "simulated"))
     return rows
 
 

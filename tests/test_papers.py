@@ -98,10 +98,11 @@ def test_errors_count_the_predicted_alone():
     rows.append(row_of(100.0, 130.0, setting="far", figure="10"))
     rows += [row_of(100.0, 900.0, kind) for kind in ("fitted", "follows", "closed form")]
     rows += [row_of(None, 1.0), row_of(1.0, None, "not modelled")]
-    far = "median error 15.0 %, largest +30.0 % (a, far, 8 GPUs, time)"
+    far = "median error 15.0 %, largest +30.0 % (figure 10: a, far, 8 GPUs, time)"
     assert errors(rows) == f"4 predicted points: {far}"
     assert errors(rows[4:5]).startswith("1 fitted points: median error 800.0 %")
     assert errors(rows[-2:]) == ""
+    assert errors(rows[2:3]) == "1 predicted points, all exact"
 
 
 def test_a_command_keeps_its_rows(house, capsys):
