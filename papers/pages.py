@@ -111,8 +111,8 @@ def band(rows: list[Row], claimed: list[float]) -> str:
     own = [row.simulated for row in rows]
     more = sum(each < min(claimed) for each in own)
     less = sum(each > max(claimed) for each in own)
-    text = f"Simulated it is {min(own):.2f} to {max(own):.2f}: of {len(own)} settings {more} gain"
-    return f"{text} more than claimed, {len(own) - more - less} as much, {less} less."
+    text = f"Simulated it is {min(own):.2f} to {max(own):.2f}. Of {len(own)} settings {more} come out below"
+    return f"{text} what is claimed, {len(own) - more - less} as claimed, {less} above."
 
 
 def order(rows: list[Row], case: str, of: Sequence[str] = ()) -> Finding:
