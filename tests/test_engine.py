@@ -454,7 +454,7 @@ def test_one_answer_is_aborted_by_its_name(engine, run):
 
     finishes = run(work())
     assert [k for k in sorted(finishes) if finishes[k] == "abort"] == [3, 79]
-    assert set(finishes.values()) == {"abort", "length"}
+    assert set(finishes.values()) == {"abort", "stop"}
 
 
 def test_answers_of_one_request_come_when_they_are_done(engine, run):
