@@ -45,7 +45,9 @@ def measured(point: Point, folder: Path, line: str) -> tuple[float, str]:
     is_decode = point.figure == "h20"
     name = "decode.json" if is_decode else "config.json"
     if not (folder / name).is_file():
-        raise UserError(f"{folder}: no {name} in it, which its line to type leaves there")
+        raise UserError(
+            f"{folder}: no {name} in it: name the folder that a run of this point wrote"
+        )
     found = read_object(folder / name, str(folder))
     if is_decode:
         return found[point.metric], found["run"]

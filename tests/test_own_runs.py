@@ -100,8 +100,8 @@ def test_paces_by_hand():
 BAD = {  # arguments, RUN behind them -> the line
     "9": "9 is none of hybridflow-7b-8, rlhfuse-1024-13-33, h20-begin, h20-end",
     "rlhfuse-1024-13-33": "rlhfuse-1024-13-33 takes 2 folders, one of each line to type",
-    "hybridflow-7b-8": "RUN: no config.json in it, which its line to type leaves there",
-    "h20-end": "RUN: no decode.json in it, which its line to type leaves there",
+    "hybridflow-7b-8": "RUN: no config.json in it: name the folder that a run of this point wrote",
+    "h20-end": "RUN: no decode.json in it: name the folder that a run of this point wrote",
 }
 
 
