@@ -3,7 +3,8 @@
 # make test-all  the same, then the slow ones; make test-long: chaos and machines, by hand
 # make papers    installs, then simulates the papers' figures, two at a time: 8 minutes; docs/papers
 # make results   installs, then measures README's results and draws its pictures, some 20 minutes
-# make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed
+# make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed.
+#                PART=trainer (3 minutes), engine or demo: that alone; PYTHON=python3: without .venv
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -31,8 +32,10 @@ test-all: test
 test-long: install
 	$(PYTEST) -m long tests
 
-test-gpu: install
-	$(BIN)/python -m pytest -q -m gpu tests/test_gpu.py $(ARGS)
+# with a PYTHON of your own nothing is installed: it has what it needs
+test-gpu: $(if $(findstring file,$(origin PYTHON)),install)
+	$(if $(findstring file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m pytest -q \
+	  -m '$(if $(PART),gpu(part="$(PART)"),gpu)' tests/test_gpu.py $(ARGS)
 
 papers: install
 	printf '%s --write\n' papers/hybridflow.py papers/wechat_yatt.py papers/rlhfuse.py bench/central.py papers/measured.py \

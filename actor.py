@@ -67,6 +67,8 @@ class Actor(Trainer):
         proximal = self._proximal_logprobs(mini_batches)
         entropy_learns = self.algorithm.entropy_coef > 0
         options = {"temperature": self.config.temperature, "entropy_learns": entropy_learns}
+        if not entropy_learns:  # else a chunk that is kept would take twice the memory
+            options["kept"] = self.config.kept_chunks
         read = partial(lm_head.read_targets, self.gpt, **options)
         steps = []
         for number, micro_batches in enumerate(mini_batches):
@@ -160,7 +162,7 @@ class Actor(Trainer):
 
     def own_logprobs(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """The same at temperature 1, the model's own."""
-        return lm_head.read_targets(self.gpt, batch, hidden, 1.0)[0]
+        return lm_head.read_targets(self.gpt, batch, hidden, 1.0, kept=self.config.kept_chunks)[0]
 
     def cross_entropy_loss(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
         """The mean of -log p(token) over targets, as TRL's SFTTrainer with completion_only_loss."""

@@ -35,7 +35,8 @@ def setting(
 
 
 # what differs with --device cuda from Config's defaults; below, what else suits a GPU
-WITH_CUDA = dict(dtype="bfloat16", deterministic=False, max_running_requests=256)
+WITH_CUDA = dict(dtype="bfloat16", deterministic=False, max_running_requests=512)
+AS_FITS = -1  # of --recompute
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Config:
 
     command: str = "rl"  # a row of COMMANDS; the first word of the command line
     max_running_requests: int = 128  # answers that one engine decodes at once; no flag
+    kept_chunks: int = 0  # of logits, beside the last, that aren't made again (lm_head.py); no flag
     preset: str = setting("", "of PRESETS; default: tiny, the demo, or base with --model", "run")
     out: str = setting("", "folder of the run's files; default: runs/<preset>-<mode>", "run")
     seed: int = setting(0, "of the order of prompts, and of sampling", "run")
@@ -106,7 +108,12 @@ class Config:
     cp: int = setting(1, "context-parallel ranks", "training", low=1)
     sp: bool = setting(False, "sequence parallelism beside tp", "training")
     schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
-    recompute: bool = setting(False, "keep layers' inputs, compute the rest again", "training")
+    recompute: int = setting(
+        0,
+        "layers of a rank that keep their input alone; -1: as few as fit",
+        "training",
+        low=AS_FITS,
+    )
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
     answer_tokens: int = setting(
@@ -140,6 +147,10 @@ class Config:
     @property
     def asks_engines(self) -> bool:
         return self.command in ("rl", "eval") and not self.train_only
+
+    def recomputed(self, layers: int) -> int:
+        """Return how many of a stage's layers keep their input alone, and are computed again."""
+        return layers if self.recompute == AS_FITS else min(self.recompute, layers)
 
     @property
     def token_budget(self) -> int:
@@ -223,8 +234,8 @@ DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 DEMOS = {"tiny": "written", "images": "drawn", "video": "filmed"}  # preset -> folder of its models
 DEMO = dict(lr=5e-4, lr_decay_to=0.1)
 DEMO |= dict(max_model_len=256, max_new_tokens=72, judge_max_new_tokens=100)
-ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=True)
-ON_CUDA |= dict(max_tokens_per_micro_batch=16384, prompts_per_step=64)
+ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=AS_FITS)
+ON_CUDA |= dict(prompts_per_step=64)
 # a preset is what differs from Config's defaults
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 

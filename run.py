@@ -136,6 +136,7 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
         world, progress = await opened.enter_async_context(joined(config))
         config = await world.run(resolved, config, placement)
         memory.check_fits(config, placement, splits)
+        config = memory.settled(config, placement, splits)
         fleet = await opened.enter_async_context(Fleet(config, world))
         c = await build(config, placement, splits, world, progress, fleet, stop)
         stopped = await fleet.while_up(work(c))

@@ -22,8 +22,9 @@ from scheduling.pipeline import schedule_of
 LIBRARIES = {"cpu": (740e6, 345e6, 170e6), "cuda": (200e6, 900e6, 4e9)}
 SHARED = 16e6  # of /dev/shm, besides what is on its way through it
 NCCL = 128e6  # of it, a rank with CUDA; an estimate
-SIZES = (24e9, 48e9, 80e9, 141e9)  # of devices, tried in their order where there is none
-PASSES = "--recompute, a smaller --max-tokens-per-micro-batch or --max-model-len, --tp with --sp"
+# of devices, tried in their order where there is none; torch finds 85.0 in one that is sold as 80
+SIZES = (24e9, 48e9, 85e9, 141e9)
+PASSES = "--recompute -1, a smaller --max-tokens-per-micro-batch or --max-model-len, --tp with --sp"
 HINTS = {"memory": f"fewer ranks, {PASSES}", "/dev/shm": "docker run --shm-size"}
 HINTS["a device"] = f"more ranks, another --mem-fraction, {PASSES}"
 
@@ -89,8 +90,7 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     needs = [Need("memory", sum(parts.values()), memory, parts)]
     needs.append(Need("/dev/shm", SHARED + sum(shared.values()), shm, shared))
     if config.device == "cuda":
-        number = int(os.environ.get("LOCAL_RANK", "0"))
-        sizes = SIZES if is_elsewhere else [cuda.get_device_properties(number).total_memory]
+        sizes = SIZES if is_elsewhere else [device_bytes()]
         tried = []
         for size in sizes:
             peaks = peaks_of(config, placement, splits, size)
@@ -99,9 +99,24 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     return needs
 
 
+def device_bytes() -> int:
+    from torch import cuda
+
+    return cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+
+
+def settled(config: Config, placement: Placement, splits: list[Split]) -> Config:
+    """Return the settings that depend on the memory of this rank's GPU, if it has one."""
+    from training.memory import with_recompute
+
+    if config.device == "cpu":
+        return config
+    return with_recompute(config, placement, splits, device_bytes())
+
+
 def table(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
     """The lines of --dry-run: a rank's part of each model, then what each place needs."""
-    from training.memory import engines_of, trainers_of
+    from training.memory import engines_of, trainers_of, with_recompute
 
     lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
     trainers = trainers_of(config, placement)
@@ -109,7 +124,13 @@ def table(config: Config, placement: Placement, splits: list[Split]) -> list[str
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in model.parts.items())
         lines.append(f"    {name}: {each}; together {model.total / 1e6:.1f}")
     lines.append("  about GB that are needed, what for, and whether those that are free will do:")
-    return lines + [f"    {need}" for need in needs_of(config, placement, splits)]
+    needs = needs_of(config, placement, splits)
+    lines += [f"    {need}" for need in needs]
+    if config.device == "cuda":
+        there = with_recompute(config, placement, splits, needs[-1].free)
+        again = f"--recompute {there.recompute} and {there.kept_chunks} chunks of logits kept"
+        lines.append(f"  where a device has {needs[-1].free / 1e9:.1f} GB: {again}")
+    return lines
 
 
 def check_fits(config: Config, placement: Placement, splits: list[Split]) -> None:

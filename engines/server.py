@@ -88,6 +88,8 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
     flags = {
         "base-gpu-id": os.environ["LOCAL_RANK"],
         "mem-fraction-static": config.mem_fraction,
+        # by default a GPU of less than 60 GB has graphs of at most 48 answers, and decodes more without
+        "cuda-graph-max-bs-decode": config.max_running_requests,
         "enable-memory-saver": None,
         # prefill graphs give wrong values (sgl-project/sglang#37606)
         "disable-prefill-cuda-graph": None,
@@ -130,14 +132,15 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
-    """Return our variables without torchrun's, from which SGLang would join our process group.
+    """Return our variables without the trainers' and torchrun's, from which SGLang would join our group.
 
     key: what requests must show; anybody may read a command line. private: the server's own folder, for
     sockets and the file by which its processes meet; by default they meet on a port that anybody reaches.
     """
-    torchrun = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    ours = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    ours += ("CUDA_DEVICE_MAX_CONNECTIONS",)
     inherited = os.environ.items()
-    environment = {name: value for name, value in inherited if not name.startswith(torchrun)}
+    environment = {name: value for name, value in inherited if not name.startswith(ours)}
     environment["NANOYATT_PARENT"] = str(os.getpid())
     environment["NANOYATT_API_KEY"] = key
     environment["PYTHONWARNINGS"] = "ignore"

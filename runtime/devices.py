@@ -77,6 +77,8 @@ def choose_device(config: Config) -> None:
     os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
     # processes that compile, of each rank and server; torch's default is one a core
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    if config.sp:  # so that a tensor-parallel rank's messages start before the products beside them
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from torch import cuda
 
     if not cuda.is_available():

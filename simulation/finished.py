@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from algorithms import algorithm_of
-from config import Config, dashed
+from config import AS_FITS, Config, dashed
 from genrm import formats_of
 from inputs.hf_directory import read_object, readable
 from placement import make_placement
@@ -225,7 +225,7 @@ def costs_like(known: Known, config: Config) -> Costs:
     for name in SAME:
         was = vars(there)[name]
         here = vars(config)[name]
-        if was != here:
+        if here not in (was, AS_FITS):
             why = "a token takes other seconds"
             raise UserError(f"--like: --{dashed(name)} was {was} there, here it is {here}: {why}")
     judges = len(there.judge_models)

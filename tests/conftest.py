@@ -49,7 +49,7 @@ def pytest_addoption(parser) -> None:
 def pytest_configure(config) -> None:
     config.addinivalue_line("markers", "slow: of `make test-all`, not of `make test`")
     config.addinivalue_line("markers", "long: of `make test-long` alone")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; see test_gpu.py")
+    config.addinivalue_line("markers", "gpu(part): needs a CUDA device; see test_gpu.py")
 
 
 def pytest_unconfigure() -> None:
@@ -61,7 +61,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
     """After `-m gpu` a table: what, passed or not, its figures or why it was skipped. A file has more."""
-    if config.option.markexpr != "gpu":
+    if not config.option.markexpr.startswith("gpu"):
         return
     import torch
 

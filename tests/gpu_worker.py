@@ -26,7 +26,7 @@ if sys.argv[2] == "cpu":
 
 import torch
 
-from config import Config
+from config import AS_FITS, Config
 from engines.engine import Answer, Engine, Request, Sampling
 from inputs import hf_directory
 from modes import place
@@ -191,7 +191,7 @@ def training_pass(recompute: str = "") -> None:
     from actor import Actor
     from training.memory import trainer_parts
 
-    actor = Actor(settings(recompute=bool(recompute)), MODEL)
+    actor = Actor(settings(recompute=AS_FITS if recompute else 0), MODEL)
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
     packed = [[sequence] * (SIZE.micro_batch // SIZE.sequence)] * 2
     for _ in range(2):  # compiles, makes AdamW's state

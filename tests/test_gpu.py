@@ -1,6 +1,8 @@
 """What only a CUDA device can show: `make test-gpu`, which ends in a table.
 
-Skipped without a device. `--dry` has it all run on a CPU, small, where the device's memory isn't looked at.
+Three parts: `trainer`, `engine`, `demo` (`make test-gpu PART=trainer`). A part that lacks something, a device
+or what its kernels are compiled with, is skipped with that reason. `--dry` has it all run on a CPU, small,
+where the device's memory isn't looked at.
 Each check is a part of what gpu_worker.py does in a process of its own; a process that several tests read is
 started once.
 """
@@ -8,6 +10,7 @@ started once.
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -24,20 +27,26 @@ from tests.gpu_model import SIZES, make_model
 from tests.workers.start import run_command, run_worker
 from training.memory import RESIDENT
 
-needs_device = pytest.mark.gpu
+# what a part needs is what a run of its command does: a trainer's no engine's packages and no nvcc
+COMMAND = {"trainer": "sft", "engine": "rl", "demo": "rl"}
+of_trainer = pytest.mark.gpu(part="trainer")
+of_engine = pytest.mark.gpu(part="engine")
+of_demo = pytest.mark.gpu(part="demo")
 GB = 1e9
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def device(request) -> str:
     if request.config.getoption("dry"):
         return "cpu"
     if not (torch.cuda.is_available() or why_unusable()):
         pytest.skip("needs a CUDA device")
+    part = request.node.get_closest_marker("gpu").kwargs["part"]
+    config = replace(parse_config(["--device", "cuda"]), command=COMMAND[part])
     try:
-        devices.choose_device(parse_config(["--device", "cuda"]))
+        devices.choose_device(config)
     except UserError as error:
-        pytest.exit(str(error), 1)
+        pytest.skip(str(error))
     return "cuda"
 
 
@@ -102,7 +111,7 @@ def test_the_script_of_a_trainer_runs_dry(work):
     assert nap["lost"] == nap["repeated"] == nap["napped"] == 0 < nap["moved"]
 
 
-@needs_device
+@of_trainer
 def test_a_trainer_that_sleeps_gives_its_memory_back(device, work, record):
     """Weights, gradients and optimizer, as --dry-run counts them."""
     found = work(device, "nap")("release")
@@ -110,7 +119,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_back(device, work, record):
     assert device == "cpu" or found["given_back"] > 0.95 * found["states"]
 
 
-@needs_device
+@of_trainer
 def test_a_trainer_that_slept_lost_nothing(device, work, record):
     """Weights and optimizer bit for bit; the next update equal, or as near as one that is repeated."""
     found = work(device, "nap")("nap", "napped")
@@ -120,7 +129,7 @@ def test_a_trainer_that_slept_lost_nothing(device, work, record):
     assert found["napped"] <= 2 * found["repeated"]
 
 
-@needs_device
+@of_trainer
 @pytest.mark.parametrize("recompute", ["", "recompute"])
 def test_a_training_pass(device, work, record, recompute):
     """Forward and backward of full micro-batches; a step's memory is at most what --dry-run says."""
@@ -131,7 +140,7 @@ def test_a_training_pass(device, work, record, recompute):
     assert memory["peak"] < 1.1 * memory["predicted"]
 
 
-@needs_device
+@of_engine
 def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
     """Weights and KV cache; what stays is within what --dry-run allows for."""
     found = work(device, "serve")("release")
@@ -141,7 +150,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
     assert left < RESIDENT
 
 
-@needs_device
+@of_engine
 def test_engine_and_trainer_agree(device, work, record):
     """On answers that the engine sampled, both with the weights of the directory."""
     found = work(device, "serve")("agreement")
@@ -149,7 +158,7 @@ def test_engine_and_trainer_agree(device, work, record):
     assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
 
 
-@needs_device
+@of_engine
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_push_arrives(device, work, record, tp):
     """Of updated weights, over CUDA IPC: the engine agrees with the trainer, and didn't before."""
@@ -163,7 +172,7 @@ def test_a_push_arrives(device, work, record, tp):
     assert device == "cpu" or found["room"] > 0.9 * found["weights"]
 
 
-@needs_device
+@of_engine
 def test_both_engines_and_a_trainer_share_a_device(device, work, record):
     """Full mode: what each process keeps while it sleeps, and the most that a push holds at once."""
     found = work(device, "full")("asleep", "rollout", "genrm", "actor")
@@ -174,7 +183,7 @@ def test_both_engines_and_a_trainer_share_a_device(device, work, record):
     assert push["peak"] < 1.1 * push["predicted"]
 
 
-@needs_device
+@of_engine
 def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
     """One seed, alone and among others, greedy ones among them."""
     found = work(device, "same")("deterministic")
@@ -183,7 +192,7 @@ def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
     assert found["same_tokens"] == found["answers"]
 
 
-@needs_device
+@of_engine
 def test_a_judge_that_slept_lost_nothing(device, work, record):
     """Nobody pushes it: its weights come back from pinned host memory."""
     found = work(device, "same")("judge", "given_back")
@@ -193,10 +202,10 @@ def test_a_judge_that_slept_lost_nothing(device, work, record):
     assert device == "cpu" or found["given_back"] > found["weights"]
 
 
-@needs_device
+@of_demo
 def test_the_demo_on_one_device(device, tmp_path, record):
     """Full colocation: rollout, judge and training take turns."""
-    launch = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "1"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     launch += [str(ROOT / "run.py"), "--mode", "full", "--steps", "3", "--device", device]
     run_command([*launch, "--out", str(tmp_path / "out"), "--port", "32100"], timeout_s=1500)
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]

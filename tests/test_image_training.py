@@ -22,7 +22,7 @@ from training.trainer import as_sequences
 LR = 1e-3
 SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64)
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
-FIRST = {"tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": True})}
+FIRST = {"tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": -1})}
 # name -> ranks, sizes
 EVERY = {"dp2": (2, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
 EVERY |= {"tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True})}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from config import AS_FITS
 from tests.support.plain import make_model, make_samples
 from tests.test_actor import actor_config, make_actor, update  # noqa: F401
 from tests.workers.parallel import far, weights_of
@@ -45,7 +46,7 @@ def kept_by(actor) -> int:
     return sum(size for size, _ in found.values())
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [0, AS_FITS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # noqa: F811
     """A token: by KEPT within 2 %; recomputed, the layer's input alone."""
@@ -61,12 +62,21 @@ def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypatch, entropy_coef):  # noqa: F811
     """Loss, statistics and weights after a step in float32, against one chunk that keeps all:
-    within 1e-6. Recomputed alone, to the last bit."""
+    within 1e-6. Layers that are computed again and chunks that are kept, to the last bit."""
     model = make_model(tmp_path / "model", "qwen3", tied=True)
     found = []
-    for rows, recompute in ((10**6, False), (10**6, True), (7, False), (7, True)):
+    ways = [
+        (10**6, 0, 0),
+        (10**6, 1, 0),
+        (10**6, AS_FITS, 0),
+        (7, 0, 0),
+        (7, 0, 2),
+        (7, AS_FITS, 99),
+    ]
+    for rows, recompute, kept in ways:
         monkeypatch.setattr(lm_head, "CHUNK_BYTES", rows * 4 * 64)
-        actor = make_actor(model, recompute=recompute, entropy_coef=entropy_coef)
+        how = dict(recompute=recompute, kept_chunks=kept, entropy_coef=entropy_coef)
+        actor = make_actor(model, **how)
         samples = make_samples(0)
         for sample, logprobs in zip(samples, actor.read_tokens([samples]), strict=True):
             sample.logprobs, sample.versions = logprobs, [0] * len(logprobs)
@@ -74,7 +84,10 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
         timeless = {name: value for name, value in metrics.items() if "seconds" not in name}
         found.append((timeless, weights_of(actor), actor.ddp.buffers[0].grad_data.clone()))
     (metrics, weights, gradient), *others = found
-    assert others[0][0] == metrics and torch.equal(others[0][2], gradient)
+    for layers in others[:2]:
+        assert layers[0] == metrics and torch.equal(layers[2], gradient)
+    for chunks in others[3:]:
+        assert chunks[0] == others[2][0] and torch.equal(chunks[2], others[2][2])
     assert gradient.abs().max() > 1e-3
     for other, others_weights, others_gradient in others:
         assert other == pytest.approx(metrics, abs=1e-6, rel=1e-5)

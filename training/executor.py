@@ -105,13 +105,15 @@ def run(works: list[Work], schedule: str) -> None:
 
 
 def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
-    """Run this rank's tasks in their order, each until the device is done with it."""
+    """Run this rank's tasks in their order; with CUDA the device does so behind this thread."""
+    clock = Clock(works[0].trainer.device)
+    ran = []
     kept = {}  # forward task -> (what it was given, what it made of it), for the way back
     last = {task.pipe: task for task in tasks if task.backward}  # of each: a later one replaces
     for task in tasks:
         work = works[task.pipe]
         received = messages.receive(task)
-        start = now(work.trainer.device)
+        start = clock.mark()
         if task.backward:
             pair = task._replace(backward=False)
             result = go_back(work, kept.pop(pair), received, task == last[task.pipe])
@@ -120,17 +122,38 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
             result = go_forward(work, task, received, task.stage == last_stage)
             if not work.forward_only:
                 kept[task] = (received, result)
-        work.passes.append(Pass(work.trainer.title, task, start, now(work.trainer.device)))
+        ran.append((work, task, start, clock.mark()))
         messages.send(task, result)
         del received, result  # else they would be held while the next task's are waited for
     messages.finish()
+    for work, task, start, end in ran:
+        work.passes.append(Pass(work.trainer.title, task, clock.time(start), clock.time(end)))
 
 
-def now(device: torch.device) -> float:
-    """The time, by time.monotonic, once a device has run what it was given."""
-    if device.type == "cuda":  # as Megatron's own schedules wait at each message
-        torch.cuda.current_stream().synchronize()
-    return time.monotonic()
+class Clock:
+    """Times of what a device was given. A GPU marks them as it goes on: nothing waits for it in between."""
+
+    def __init__(self, device: torch.device):
+        self.has_gpu = device.type == "cuda"
+        if self.has_gpu:
+            torch.cuda.current_stream().synchronize()
+            self.first = self.mark()
+        self.began = time.monotonic()
+
+    def mark(self) -> float | torch.cuda.Event:
+        """Mark the place after all that the device was given so far."""
+        if not self.has_gpu:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def time(self, mark: float | torch.cuda.Event) -> float:
+        """Return when the device came to a mark, by time.monotonic. Waits until it has."""
+        if not self.has_gpu:
+            return mark
+        mark.synchronize()
+        return self.began + self.first.elapsed_time(mark) / 1000
 
 
 def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: bool) -> Tensor:

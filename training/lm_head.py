@@ -2,9 +2,9 @@
 
 Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
 Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
-made again for the gradient (torch.utils.checkpoint); all but the last one's, which the gradient needs first:
-two copies of a chunk live at once, six where the entropy learns. Chunks are of all tokens, prompts' too: with
-one chunk the sums have the same bits as without.
+made again for the gradient (torch.utils.checkpoint); not the last one's, which the gradient needs first, nor
+those that memory has room for. While one is made again two copies of it live, six where the entropy learns.
+Chunks are of all tokens, prompts' too: with one chunk the sums have the same bits as without.
 """
 
 from functools import partial
@@ -39,13 +39,19 @@ def leave_out_logits(gpt: GPTModel) -> None:
 
 
 def read_targets(
-    gpt: GPTModel, batch: MicroBatch, hidden: Tensor, temperature: float, entropy_learns=False
+    gpt: GPTModel,
+    batch: MicroBatch,
+    hidden: Tensor,
+    temperature: float,
+    entropy_learns: bool = False,
+    kept: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
     hidden: [1, T, hidden], the output of `gpt`. temperature: SGLang, too, reports log_softmax(logits /
     temperature). entropy_learns: whether the entropies have a gradient, which costs four more copies of a
-    chunk. Collective over the tensor-parallel group, both ways.
+    chunk. kept: chunks beside the last that aren't made again. Collective over the tensor-parallel group,
+    both ways.
     """
     weight = gpt.output_layer.weight  # [vocab / tp, hidden]
     if gpt.share_embeddings_and_output_weights:
@@ -53,11 +59,13 @@ def read_targets(
     rows = max(1, CHUNK_BYTES // (4 * len(weight)))
     read = partial(_read_chunk, weight, temperature, entropy_learns, gpt.pg_collection.tp)
     columns = (hidden[0], batch.targets)
-    *chunks, last = zip(*(column.split(rows) for column in columns), strict=True)
+    chunks = list(zip(*(column.split(rows) for column in columns), strict=True))
     parts = []
-    for chunk in chunks:
-        parts.append(checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False))
-    parts.append(read(*last))
+    for number, chunk in enumerate(chunks):
+        if number + kept < len(chunks) - 1:
+            parts.append(checkpoint(read, *chunk, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(read(*chunk))
     logprobs, entropies = zip(*parts, strict=True)
     chosen = batch.slots != NO_TARGET
     return torch.cat(logprobs)[chosen], torch.cat(entropies)[chosen]

@@ -1,15 +1,17 @@
 """The memory of models, about: bytes of their parts on a rank, what a device holds when, a pass that fits."""
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
 from algorithms import algorithm_of
-from config import Config
+from config import AS_FITS, Config
 from engines.server import context_length, kv_tokens
 from engines.wire import BUCKET_BYTES
+from images.reader import sees
 from inputs.hf_directory import checkpoint_shapes
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
@@ -24,6 +26,8 @@ ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
 
 # of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
 RESIDENT = 2_500_000_000
+# the part of a GPU that training may fill: an allocator leaves gaps, and a forecast may miss
+FULL = 0.9
 # of an engine's further rank on its lead's device, where it reads what is pushed
 CONTEXT = 500_000_000
 
@@ -106,16 +110,17 @@ def activations(shapes: Shapes, config: Config, tokens: int) -> int:
     """Bytes of the micro-batches of so many tokens that a pipeline's first rank keeps, less a tower's."""
     keys = [shape[0] for name, shape in shapes.items() if name.endswith(".k_proj.weight")]
     feed_forward = [n for name, (n, *_) in shapes.items() if re.search("layers.*gate_proj", name)]
-    layers = len(keys)
+    layers = len(keys) // config.pp  # of a stage
     widths = (embedding(shapes)[1], keys[0], feed_forward[0])
     whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
     cuts = (whole, config.tp, config.tp)
     parts = zip(KEPT[config.device, config.dtype], widths, cuts, strict=True)
     kept = sum(size * width // cut for size, width, cut in parts)
-    if config.recompute:  # the layers' inputs, and all of the one that is computed again
-        kept += layers * BYTES[config.dtype] * widths[0] // whole
-        layers = 1
-    return kept * layers * tokens // config.cp
+    again = config.recomputed(layers)
+    inputs = again * BYTES[config.dtype] * widths[0] // whole
+    # as many micro-batches as there are stages; and all of a layer while it is computed again
+    everything = config.pp * (inputs + (layers - again) * kept) + min(again, 1) * kept
+    return everything * tokens // config.cp
 
 
 def embedding(shapes: Shapes) -> list[int]:
@@ -134,6 +139,32 @@ def with_micro_batch(config: Config) -> Config:
         tokens = max(tokens, context_length(config.model, config), config.max_new_tokens + 1)
     tokens = min(tokens, config.max_tokens_per_micro_batch)
     return replace(config, max_tokens_per_micro_batch=tokens)
+
+
+def with_recompute(
+    config: Config, placement: Placement, splits: list[Split], device: float
+) -> Config:
+    """Settle --recompute -1 on a GPU of so many bytes: as few layers as fit, then as many chunks of logits.
+
+    For the time that it saves a chunk takes more memory than a layer. A model that sees computes all layers
+    again: the memory of its tower isn't counted.
+    """
+    from training.lm_head import CHUNK_BYTES
+
+    if config.recompute != AS_FITS or not trainers_of(config, placement):
+        return config
+
+    def room(layers: int) -> float:
+        peaks = peaks_of(replace(config, recompute=layers), placement, splits, device)
+        return FULL * device - max(size for name, size in peaks.items() if "training" in name)
+
+    shapes = checkpoint_shapes(config.model)
+    layers = most = sum(name.endswith(".k_proj.weight") for name in shapes)
+    if not sees(config.model):
+        layers = bisect_left(range(most), 0, key=room)
+    logits = 4 * config.max_tokens_per_micro_batch * embedding(shapes)[0] // placement.actor.tp
+    chunks = min(max(0, room(layers)), logits) // CHUNK_BYTES
+    return replace(config, recompute=layers, kept_chunks=int(chunks))
 
 
 def peaks_of(config: Config, placement: Placement, splits: list[Split], device: float) -> Parts:

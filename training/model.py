@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.jit import jit_fuser
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -41,7 +42,6 @@ from training.packing import MicroBatch
 from training.vision import Packing, VisionModel, deep_features
 
 OUTPUT = "lm_head.weight"
-RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 # an engine of several ranks says that it sleeps when the first of them does: the others get so long
 RELEASE_S = 10.0
@@ -72,6 +72,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
+rotate_at_once = jit_fuser(rotate)  # one kernel, compiled when it is first called
+
+
 class PackedAttention(MegatronModule):
     """Rotary embedding, then causal attention within each sequence of a packed micro-batch."""
 
@@ -83,8 +86,9 @@ class PackedAttention(MegatronModule):
     def forward(self, query, key, value, mask, *, packed_seq_params: Packing, **unused) -> Tensor:
         """Return [tokens, heads, dim], of key and value [tokens, kv heads, dim] (collective: `cp_group`)."""
         batch = packed_seq_params.batch
-        query = rotate(query, *packed_seq_params.rope)
-        key = rotate(key, *packed_seq_params.rope)
+        turn = rotate_at_once if query.is_cuda else rotate
+        query = turn(query, *packed_seq_params.rope)
+        key = turn(key, *packed_seq_params.rope)
         if self.cp_group.size() > 1:
             key = self._gather(key, batch)
             value = self._gather(value, batch)
@@ -176,6 +180,10 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
     """Describe the model to Megatron. UserError if the parallel sizes do not divide it."""
     check_sizes(hf, config)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
+    recompute = {}
+    if layers := config.recomputed(hf["num_hidden_layers"] // config.pp):  # the stage's first ones
+        recompute = dict(recompute_granularity="full", recompute_method="block")
+        recompute["recompute_num_layers"] = layers
     return TransformerConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -204,7 +212,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         moe_token_dispatcher_type="alltoall",  # ... which Megatron accepts only with this
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
-        **(RECOMPUTE if config.recompute else {}),
+        **recompute,
         # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass
         bias_activation_fusion=torch.cuda.is_available(),
         **FAMILIES[hf["model_type"]].layers,
