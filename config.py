@@ -79,6 +79,9 @@ class Config:
     )
     rebalance: bool = setting(False, "move ranks between roles (fused: the tail) by load", "loop")
     eval_data: str = setting("", "prompts with an `answer`; default: some rows of --data", "loop")
+    log_samples: int = setting(
+        2, "answers of a step to look at: samples.jsonl, TensorBoard", "loop", low=0
+    )
     rollout_only: bool = setting(False, "generate and judge alone, to OUT/replay.jsonl", "halves")
     train_only: bool = setting(False, "train on the samples of --replay, without engines", "halves")
     replay: str = setting("", "what a --rollout-only run wrote", "halves")

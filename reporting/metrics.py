@@ -14,7 +14,10 @@ from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from textwrap import indent
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
 
 from config import Config
 from genrm import none_right
@@ -31,10 +34,10 @@ if TYPE_CHECKING:
     from controller import Controller
     from rollout import RolloutBatch
 
-SAMPLES_PER_STEP = 2  # written to samples.jsonl, each of another group
 STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
+TEXTS = ("question", "answer_key", "response", "critique")
 # spans that have a time/*_s
 PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")
 # no costs, judges, keys
@@ -44,19 +47,22 @@ Metrics = dict[str, float | str]  # by name; texts such as a split's
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard's curves under `out`. Only metrics.jsonl has texts.
+    """Writes metrics.jsonl and TensorBoard's files under `out`. Metrics that are texts are no curves.
 
-    purge_step: TensorBoard forgets what an earlier try wrote from there on.
+    purge_step: where this try begins. TensorBoard forgets what an earlier one wrote from there on.
     """
 
-    def __init__(self, out: Path, purge_step: int | None = None):
+    def __init__(self, out: Path, purge_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
 
         self._path = out / "metrics.jsonl"
         self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Write row k: what k updates came to, and the update that followed. RunLost if the disk is full."""
+    def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
+        """Write row k: what k updates came to, and the update that followed. RunLost if the disk is full.
+
+        samples: Markdown that TensorBoard shows as the step's text.
+        """
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_exact = isinstance(value, str) or float(value).is_integer()
@@ -66,12 +72,27 @@ class MetricsWriter:
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
                     self._board.add_scalar(name, value, step)
+            if samples:
+                self._board.add_text("samples", samples, step)
             self._board.flush()
         except OSError as error:
             raise RunLost(f"{self._board.log_dir} can't be written: {error.strerror}") from None
 
+    def show(self, step: int, path: Path) -> None:
+        """Add a PNG to TensorBoard's images. OSError if the disk is full."""
+        from PIL import Image  # only rank 0 shows one
+
+        pixels = numpy.asarray(Image.open(path))
+        self._board.add_image(path.stem, pixels, step, dataformats="HWC")
+
     def close(self) -> None:
         self._board.close()
+
+
+def as_markdown(row: dict[str, Any]) -> str:
+    """Return a row of samples.jsonl for people. Its texts are indented: nothing in them is markup."""
+    texts = [f"{name}:\n\n{indent(row[name], '    ')}" for name in TEXTS if row[name]]
+    return "\n\n".join([f"## prompt {row['prompt_id']}: reward {row['reward']:g}", *texts])
 
 
 @dataclass
@@ -93,7 +114,7 @@ class Report:
         self._writer = None
         self._writing: Awaitable[None] | None = None  # the rows of the newest step
         if self.world.rank == 0:
-            self._writer = MetricsWriter(self.out, self.found and self.found.step)
+            self._writer = MetricsWriter(self.out, self.found.step if self.found else 0)
         if self.found:
             self.progress.resume_at(self.found.step)
 
@@ -134,7 +155,8 @@ class Report:
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
             "perf/prompt_and_answer_tokens_per_s": read_and_written / (now - self._ended),
         }
-        shown = batch.kept[:: self.config.answers_per_prompt][:SAMPLES_PER_STEP]
+        # of each group its first answer, then of each its second, ...
+        shown = sorted(batch.kept, key=lambda sample: sample.index)[: self.config.log_samples]
         await self.written()
         work = partial(self._write, step, metrics | self._evaluated, served, shown)
         self._writing = asyncio.get_running_loop().run_in_executor(None, work)
@@ -150,12 +172,13 @@ class Report:
             )
 
     def _write(self, step: int, metrics: Metrics, served: StepStats, shown: list[Sample]) -> None:
+        rows = []
         for sample in shown:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-            row["response"] = self.decode(sample.response)
-            atomic_files.append(self.out / "samples.jsonl", [row])
+            rows.append(row | {"response": self.decode(sample.response)})
+        atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
-        self._writer.write(step, metrics)
+        self._writer.write(step, metrics, "\n\n".join(map(as_markdown, rows)))
 
     async def written(self) -> None:
         """Return once all rows are written. Not collective. RunLost if the disk is full."""
@@ -180,10 +203,12 @@ class Report:
 
         # first: a run that has it did all its steps, and isn't gone on with
         self._writer.write(self.config.steps, self._evaluated)
+        picture = self.out / "timeline.png"
         try:
-            self._writer.close()
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
-            figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(self.out / "timeline.png")
+            figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
+            self._writer.show(self.config.steps, picture)
+            self._writer.close()
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
 

@@ -1,6 +1,7 @@
 """What examples/ shows: each short enough to be read at a glance, and run on fakes and a virtual clock."""
 
 import importlib
+import re
 import runpy
 import sys
 from unittest.mock import patch
@@ -10,12 +11,15 @@ import torch
 
 import algorithms
 import data
+import genrm
 import modes
 import placement
 import rewards
 import run
 from tests import ROOT
-from tests.support.fakes import simulate, to_text
+from tests.support import fakes
+from tests.support.fakes import simulate, text_answer, to_text
+from tests.test_genrm import Characters
 
 EXAMPLES = ROOT / "examples"
 BENCH = ROOT / "bench"
@@ -28,6 +32,7 @@ def tables():
         patch.dict(algorithms.ALGORITHMS),
         patch.dict(placement.PLACEMENTS),
         patch.dict(modes.MODES),
+        patch.dict(genrm.FORMATS),
     ):
         yield
 
@@ -93,6 +98,32 @@ def test_a_placement_of_one_s_own_runs(monkeypatch):
     assert kept(apart, 2) == kept(together, 2)
     learned = [c.devices.critics[0].version for c in apart]
     assert learned == [2, 2, 2]
+
+
+CRITIQUES = {"Points: 10": 1.0, "points: 3\n**Points:** 7.5/10": 0.75, "Points: 0.": 0.0}
+CRITIQUES |= dict.fromkeys(("Points: 11", "Points: -3", "It is good."))
+
+
+def test_a_judge_of_one_s_own_runs(monkeypatch):
+    """The reward is a tenth of its points for the whole response; above 5 it accepts."""
+    arguments = ["--judge-format", "points"]
+    assert run_example("my_judge.py", monkeypatch, *arguments) == [arguments]
+    parse = genrm.FORMATS["points"].parse
+    assert {critique: parse(critique) for critique in CRITIQUES} == CRITIQUES
+
+    def judge(prompt, index, sampling):
+        response, begun = re.search(
+            r"Response:\n *>(\d+)(.*)$", to_text(prompt), re.DOTALL
+        ).groups()
+        return text_answer(f"So so.\nPoints: {int(response[-1])}", begun=begun)
+
+    monkeypatch.setattr(fakes, "FakeTokenizer", Characters)
+    room = dict(max_model_len=2000, max_new_tokens=100)
+    controllers, _ = simulate("partial", 2, verdict=judge, judge_format=("points",), **room)
+    assert kept(controllers, 3)
+    for sample in (s for c in controllers for s in c.report.steps[2][1].kept):
+        points = int(to_text(sample.response)[-1])
+        assert (sample.reward, sample.verdict) == (points / 10, points > 5)
 
 
 def test_a_reward_of_one_s_own_runs():

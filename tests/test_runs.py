@@ -16,7 +16,7 @@ from tests.support.launched import LONGEST_S, Run, free_ports, rows_done, saved
 from tests.support.models import save_model
 from tests.support.vision import encoded_picture, make_vision_model
 
-SHORT = ("--prompts-per-step", "4", "--eval-every", "3", "--save-every", "1")
+SHORT = ("--log-samples", "20", "--prompts-per-step", "4", "--eval-every", "3", "--save-every", "1")
 THREE = (*SHORT, "--steps", "3")
 FIVE = (*SHORT, "--steps", "5")
 DEMO = DEMO_MODELS / "written"

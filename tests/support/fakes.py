@@ -8,6 +8,7 @@ import asyncio
 import copy
 import pickle
 import random
+import re
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -565,8 +566,8 @@ def judge_on(prompt, index, sampling):
 
 
 def number_in(prompt):
-    """Of a question: its answer."""
-    return int(to_text(prompt).split("+")[0])
+    """Of a question, also in what a judge is asked: its answer."""
+    return int(re.search(r"(\d+)\+", to_text(prompt))[1])
 
 
 def at_random_paces(seed):
