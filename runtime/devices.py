@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,8 @@ DRIVER = Path("/sys/module/nvidia/version")
 OLDEST_DRIVER = 580
 VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
+OLDEST_NVCC = (12, 8)  # older ones lack flags that SGLang and flashinfer give
+RELEASE = re.compile(r"release (\d+)\.(\d+)")  # nvcc says of itself
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
 # of torch's allocator; the second is the older name
@@ -102,6 +105,7 @@ class Tool(NamedTuple):
     name: str
     install: str
     is_there: bool
+    found: str = "there"
 
 
 def tools(config: Config) -> list[Tool]:
@@ -118,19 +122,55 @@ def tools(config: Config) -> list[Tool]:
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         packages = " ".join(missing or PACKAGES)
         rows += [
-            Tool("nvcc", "apt install cuda-toolkit-13-0, or set CUDA_HOME", has_nvcc()),
+            nvcc(),
             Tool(LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
             Tool(packages, "pip install -r requirements.txt", not missing),
         ]
     return rows
 
 
-def has_nvcc() -> bool:
-    """True if nvcc is where SGLang looks."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if not named and shutil.which("nvcc"):
-        return True
-    return Path(named or CUDA_FOLDER, "bin", "nvcc").is_file()
+def nvcc() -> Tool:
+    """The compiler of kernels. Its row names each one that was found; the first new enough is taken."""
+    found = [f"{major}.{minor} in {home}" for home, (major, minor) in toolkits().items()]
+    names = ", ".join(found) or "none"
+    wanted = "12.8 or newer, by pip install -r requirements.txt or in CUDA_HOME"
+    return Tool("nvcc", f"{wanted}; found: {names}", bool(cuda_home()), names)
+
+
+def toolkits() -> dict[Path, tuple[int, int]]:
+    """Return folders with bin/nvcc, and its version: what CUDA_HOME names, else PATH's, /usr/local's, pip's."""
+    folders = [CUDA_FOLDER, *(Path(folder).parent for folder in cuda_libraries())]
+    if on_path := shutil.which("nvcc"):
+        folders.insert(0, Path(on_path).resolve().parents[1])
+    if named := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        folders = [Path(named)]
+    found = {}
+    for home in folders:
+        if (compiler := home / "bin" / "nvcc").is_file():
+            said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+            release = RELEASE.search(said)
+            found[home] = (int(release[1]), int(release[2])) if release else (0, 0)
+    return found
+
+
+def cuda_home() -> str:
+    """Return the toolkit that engines compile with, empty if there is none; pip's as a folder of links.
+
+    SGLang and flashinfer link with -L$CUDA_HOME/lib64 -lcudart, but pip has lib/libcudart.so.13. The links
+    stay beside it, for the path is part of what engines cache. No kernel made so has run on a GPU yet.
+    """
+    home = next((home for home, found in toolkits().items() if found >= OLDEST_NVCC), None)
+    if home is None or str(home / "lib") not in cuda_libraries():
+        return str(home or "")
+    links = home.with_name(f"{home.name}-links")
+    targets = {name: home / name for name in ("bin", "include", "nvvm")}
+    for library in home.glob("lib/lib*.so.*"):
+        targets[f"lib64/{library.name.partition('.so')[0]}.so"] = library
+    (links / "lib64").mkdir(parents=True, exist_ok=True)
+    for name, target in targets.items():
+        with suppress(FileExistsError):  # of an earlier run, or another rank's
+            (links / name).symlink_to(target)
+    return str(links)
 
 
 def has_cpp20() -> bool:
