@@ -138,7 +138,7 @@ def nvcc() -> Tool:
 
 
 def toolkits() -> dict[Path, tuple[int, int]]:
-    """Return folders with bin/nvcc, and its version: what CUDA_HOME names, else PATH's, /usr/local's, pip's."""
+    """Return where an nvcc is, and its version: in what CUDA_HOME names, else PATH's, /usr/local's, pip's."""
     folders = [CUDA_FOLDER, *(Path(folder).parent for folder in cuda_libraries())]
     if on_path := shutil.which("nvcc"):
         folders.insert(0, Path(on_path).resolve().parents[1])
