@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Collection
 from typing import NamedTuple
 
 from config import Config
@@ -42,25 +41,21 @@ class Need(NamedTuple):
     def __str__(self) -> str:
         each = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in self.parts.items())
         room = "TOO LITTLE" if self.needed > self.free else "enough"
-        room = (
-            f"{self.free / 1e9:.1f} is {room}" if self.free < math.inf else "no such machine here"
-        )
+        room = f"{self.free / 1e9:.1f} is {room}" if self.free < math.inf else "unknown here"
         return f"{self.place}: {self.needed / 1e9:.1f} ({each}); {room}"
 
 
-def host_parts(
-    config: Config, placement: Placement, splits: list[Split], here: Collection[int]
-) -> dict[str, float]:
+def host_parts(config: Config, placement: Placement, splits: list[Split], here: set[int]) -> dict:
     """The bytes that the ranks of one machine, and their engines, take of its memory."""
     from training.memory import engines_of, trainers_of
 
     once, rank, engine = LIBRARIES[config.device]
-    parts = Counter({"libraries": once + rank * len({*placement.everyone} & {*here})})
+    parts = Counter({"libraries": once + rank * len(here.intersection(placement.everyone))})
     saves = config.command == "rl" and config.save_every > 0
     models = trainers_of(config, placement) | engines_of(config, placement, splits)
     for name, model in models.items():
         role = name.split()[0]
-        holders = len({*model.ranks} & {*here})
+        holders = len(here.intersection(model.ranks))
         if role in ROLES:
             holders *= placement.tp(role)  # from those that lead engines to all
             parts["libraries"] += engine * holders
@@ -76,9 +71,9 @@ def host_parts(
             # a process writes them as they were, while the rank changes them
             if saves and is_state and "optimizer" in model.parts:
                 shape = placement.critic if name.endswith("critic") else placement.actor
-                # of the weights on a GPU a rank copies what no other rank saves
-                shares = part == "weights" and config.device == "cuda"
-                parts["checkpoints"] += size / (shape.dp * shape.cp) if shares else size
+                # of weights on a GPU a rank copies only those that no other rank saves
+                is_share = part == "weights" and config.device == "cuda"
+                parts["checkpoints"] += size / (shape.dp * shape.cp) if is_share else size
     return dict(parts)
 
 
@@ -91,18 +86,17 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     is_elsewhere = config.device == "cuda" and not cuda.is_available()
     first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(placement.everyone)))
-    here = range(first, first + ranks)  # on this machine
+    here = {*range(first, first + ranks)}  # on this machine
     parts = host_parts(config, placement, splits, here)
     shared = {"NCCL": NCCL * ranks}
     if config.device == "cpu":
-        leads = [{*placement.leads("rollout", split)} for split in splits]
-        engines = max((len(each & {*here}) for each in leads), default=0)
+        leads = [here.intersection(placement.leads("rollout", split)) for split in splits]
+        engines = max(map(len, leads), default=0)
         shared = {"weights on their way": bucket_bytes(config) * engines}
     free = (free_memory(), shutil.disk_usage("/dev/shm").free)
     memory, shm = (math.inf, math.inf) if is_elsewhere else free
-    needs = [
-        Need("memory" if config.device == "cpu" else "a host", sum(parts.values()), memory, parts)
-    ]
+    place = "memory" if config.device == "cpu" else "a host"
+    needs = [Need(place, sum(parts.values()), memory, parts)]
     needs.append(Need("/dev/shm", SHARED + sum(shared.values()), shm, shared))
     if config.device == "cuda":
         number = int(os.environ.get("LOCAL_RANK", "0"))

@@ -26,7 +26,6 @@ OLDEST_DRIVER = 580
 VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 OLDEST_NVCC = (12, 8)  # older ones lack flags that SGLang and flashinfer give
-RELEASE = re.compile(r"release (\d+)\.(\d+)")  # nvcc says of itself
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
 # of torch's allocator; the second is the older name
@@ -121,20 +120,15 @@ def tools(config: Config) -> list[Tool]:
         has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         packages = " ".join(missing or PACKAGES)
+        found = [f"{version[0]}.{version[1]} in {home}" for home, version in toolkits().items()]
+        nvccs = ", ".join(found) or "none"
+        wanted = "12.8 or newer, by pip install -r requirements.txt or in CUDA_HOME"
         rows += [
-            nvcc(),
+            Tool("nvcc", f"{wanted}; found: {nvccs}", bool(cuda_home()), nvccs),
             Tool(LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
             Tool(packages, "pip install -r requirements.txt", not missing),
         ]
     return rows
-
-
-def nvcc() -> Tool:
-    """The compiler of kernels. Its row names each one that was found; the first new enough is taken."""
-    found = [f"{major}.{minor} in {home}" for home, (major, minor) in toolkits().items()]
-    names = ", ".join(found) or "none"
-    wanted = "12.8 or newer, by pip install -r requirements.txt or in CUDA_HOME"
-    return Tool("nvcc", f"{wanted}; found: {names}", bool(cuda_home()), names)
 
 
 def toolkits() -> dict[Path, tuple[int, int]]:
@@ -148,7 +142,7 @@ def toolkits() -> dict[Path, tuple[int, int]]:
     for home in folders:
         if (compiler := home / "bin" / "nvcc").is_file():
             said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-            release = RELEASE.search(said)
+            release = re.search(r"release (\d+)\.(\d+)", said)
             found[home] = (int(release[1]), int(release[2])) if release else (0, 0)
     return found
 

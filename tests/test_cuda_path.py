@@ -385,13 +385,13 @@ def test_a_host_has_what_sleeps(models, device_of, monkeypatch, mode, rollout, j
     and what a process saves of it, of the weights one copy. An engine on 2 ranks has its weights once."""
     config = settings(models["7B"], "--mode", mode)
     placed, parameters = place(config, 8), 7_615_616_512
-    parts = memory.host_parts(config, *placed, range(8))
+    parts = memory.host_parts(config, *placed, {*range(8)})
     assert parts.pop("checkpoints") == (2 + 12) * parameters
     assert parts.pop("libraries") == 0.2e9 + 8 * 0.9e9 + 2 * judges * 4e9
     weights = 2 * parameters * (8 + rollout + judges)
     assert parts == {"weights": weights, "optimizer": 12 * parameters}
     wide = settings(models["7B"], "--mode", mode, "--genrm-tp", "2")
-    parts = memory.host_parts(wide, *place(wide, 8), range(8))
+    parts = memory.host_parts(wide, *place(wide, 8), {*range(8)})
     assert parts["weights"] == weights - parameters * judges
     # a machine of the last 4 ranks, where judges are, too
     for name, value in {"RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
@@ -408,7 +408,7 @@ def test_a_host_has_what_sleeps(models, device_of, monkeypatch, mode, rollout, j
 
 
 def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
-    """Before its memory goes to the device: of a rank with the actor, and of one that has its engine alone."""
+    """Before memory is freed: a rank with the actor, and one that has its engine alone."""
     done = []
     for name in ("ipc_collect", "empty_cache"):
         monkeypatch.setattr(f"torch.cuda.{name}", partial(done.append, name))
