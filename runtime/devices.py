@@ -151,19 +151,21 @@ def cuda_home() -> str:
     """Return the toolkit that engines compile with, empty if there is none; pip's as a folder of links.
 
     SGLang and flashinfer link with -L$CUDA_HOME/lib64 -lcudart, but pip has lib/libcudart.so.13. The links
-    stay beside it, for the path is part of what engines cache. No kernel made so has run on a GPU yet.
+    stay beside it: engines cache kernels by the path. Kernels made so haven't run on a GPU yet. UserError.
     """
     home = next((home for home, found in toolkits().items() if found >= OLDEST_NVCC), None)
     if home is None or str(home / "lib") not in cuda_libraries():
         return str(home or "")
     links = home.with_name(f"{home.name}-links")
     targets = {name: home / name for name in ("bin", "include", "nvvm")}
-    for library in home.glob("lib/lib*.so.*"):
-        targets[f"lib64/{library.name.partition('.so')[0]}.so"] = library
-    (links / "lib64").mkdir(parents=True, exist_ok=True)
-    for name, target in targets.items():
-        with suppress(FileExistsError):  # of an earlier run, or another rank's
-            (links / name).symlink_to(target)
+    targets["lib64/libcudart.so"] = home / "lib" / LIBCUDART
+    try:
+        (links / "lib64").mkdir(parents=True, exist_ok=True)
+        for name, target in targets.items():
+            with suppress(FileExistsError):  # of an earlier run, or another rank's
+                (links / name).symlink_to(target)
+    except OSError as error:
+        raise UserError(f"{links}: {error.strerror}: set CUDA_HOME to a CUDA toolkit") from None
     return str(links)
 
 

@@ -264,7 +264,12 @@ def test_engines_get_a_toolkit_that_is_new_enough(machine, monkeypatch, on_path,
         assert (links / "bin" / "nvcc").samefile(pip / "bin" / "nvcc")
         assert (links / "lib64" / "libcudart.so").samefile(pip / "lib" / devices.LIBCUDART)
         assert (links / "nvvm").readlink() == pip / "nvvm"
-    devices.choose_device(settings("m"))
+        shutil.rmtree(links)
+        links.touch()
+        with pytest.raises(UserError, match="cu13-links: Not a directory: set CUDA_HOME to a"):
+            devices.choose_device(settings("m"))
+    else:
+        devices.choose_device(settings("m"))
 
 
 def test_check_says_what_a_gpu_is_missing(machine, monkeypatch):
