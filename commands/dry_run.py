@@ -152,5 +152,5 @@ def graphics(config: Config) -> list[Row]:
     rows = [Row("GPU", state, is_there)]
     rows.append(Row("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
     for tool in devices.tools(config):
-        rows.append(Row(tool.name, "there" if tool.is_there else tool.install, tool.is_there))
+        rows.append(Row(tool.name, tool.found if tool.is_there else tool.install, tool.is_there))
     return rows

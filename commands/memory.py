@@ -14,11 +14,12 @@ from engines import server
 from runtime.errors import UserError
 from runtime.free_memory import free_memory
 from scheduling.layout import Placement
-from scheduling.measured import Split
+from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
 
-# of the host, for libraries: what runs once, a rank, an engine. On a CPU engines are forks of one process, so
-# that what they share counts once (measured: docs/real_model.md); with CUDA each loads its own (an estimate)
+# of the host, for libraries: what runs once, a rank, an engine on a rank. On a CPU engines are forks of one
+# process, so that what they share counts once (measured: docs/real_model.md); with CUDA each loads its own
+# (an estimate)
 LIBRARIES = {"cpu": (740e6, 345e6, 170e6), "cuda": (200e6, 900e6, 4e9)}
 SHARED = 16e6  # of /dev/shm, besides what is on its way through it
 NCCL = 128e6  # of it, a rank with CUDA; an estimate
@@ -26,6 +27,7 @@ NCCL = 128e6  # of it, a rank with CUDA; an estimate
 SIZES = (24e9, 48e9, 85e9, 141e9)
 PASSES = "--recompute -1, a smaller --max-tokens-per-micro-batch or --max-model-len, --tp with --sp"
 HINTS = {"memory": f"fewer ranks, {PASSES}", "/dev/shm": "docker run --shm-size"}
+HINTS["a host"] = "--mode partial, a larger --genrm-tp, --save-every 0"
 HINTS["a device"] = f"more ranks, another --mem-fraction, {PASSES}"
 
 
@@ -40,25 +42,27 @@ class Need(NamedTuple):
     def __str__(self) -> str:
         each = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in self.parts.items())
         room = "TOO LITTLE" if self.needed > self.free else "enough"
-        if self.free < math.inf:
-            room = f"{self.free / 1e9:.1f} is {room}"
+        room = f"{self.free / 1e9:.1f} is {room}" if self.free < math.inf else "unknown here"
         return f"{self.place}: {self.needed / 1e9:.1f} ({each}); {room}"
 
 
-def host_parts(config: Config, placement: Placement, splits: list[Split]) -> dict[str, float]:
-    """The bytes that all ranks and engines take of a host, if they are on one machine."""
+def host_parts(config: Config, placement: Placement, splits: list[Split], here: set[int]) -> dict:
+    """The bytes that the ranks of one machine, and their engines, take of its memory."""
     from training.memory import engines_of, trainers_of
 
-    engines = engines_of(config, placement, splits)
     once, rank, engine = LIBRARIES[config.device]
-    servers = sum(len(model.ranks) for model in engines.values())
-    parts = Counter({"libraries": once + rank * len(placement.everyone) + engine * servers})
+    parts = Counter({"libraries": once + rank * len(here.intersection(placement.everyone))})
     saves = config.command == "rl" and config.save_every > 0
-    for name, model in (trainers_of(config, placement) | engines).items():
+    models = trainers_of(config, placement) | engines_of(config, placement, splits)
+    for name, model in models.items():
         role = name.split()[0]
+        holders = len(here.intersection(model.ranks))
+        if role in ROLES:
+            holders *= placement.tp(role)  # from those that lead engines to all
+            parts["libraries"] += engine * holders
         waits = role != "rollout" or server.backs_up(role, config)
         for part, size in model.parts.items():
-            size *= len(model.ranks)
+            size *= holders
             is_state = part in ("weights", "optimizer")
             # one model learns after the other, where the last one's passes were
             takes_turns = part in ("activations", "loss") and not schedule_of(config).fuses
@@ -67,7 +71,10 @@ def host_parts(config: Config, placement: Placement, splits: list[Split]) -> dic
                 parts[part] = max(parts[part], size) if takes_turns else parts[part] + size
             # a process writes them as they were, while the rank changes them
             if saves and is_state and "optimizer" in model.parts:
-                parts["checkpoints"] += size
+                shape = placement.critic if name.endswith("critic") else placement.actor
+                # of weights on a GPU a rank copies only those that no other rank saves
+                is_share = part == "weights" and config.device == "cuda"
+                parts["checkpoints"] += size / (shape.dp * shape.cp) if is_share else size
     return dict(parts)
 
 
@@ -78,16 +85,19 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     from training.memory import bucket_bytes, peaks_of
 
     is_elsewhere = config.device == "cuda" and not cuda.is_available()
-    world = os.environ.get("WORLD_SIZE", "1")
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) / int(world)  # part of the ranks
-    parts = {name: size * here for name, size in host_parts(config, placement, splits).items()}
-    shared = {"NCCL": NCCL * len(placement.everyone) * here}
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(placement.everyone)))
+    here = {*range(first, first + ranks)}  # on this machine
+    parts = host_parts(config, placement, splits, here)
+    shared = {"NCCL": NCCL * ranks}
     if config.device == "cpu":
-        engines = max((len(placement.leads("rollout", split)) for split in splits), default=0)
-        shared = {"weights on their way": bucket_bytes(config) * engines * here}
+        leads = [here.intersection(placement.leads("rollout", split)) for split in splits]
+        engines = max(map(len, leads), default=0)
+        shared = {"weights on their way": bucket_bytes(config) * engines}
     free = (free_memory(), shutil.disk_usage("/dev/shm").free)
     memory, shm = (math.inf, math.inf) if is_elsewhere else free
-    needs = [Need("memory", sum(parts.values()), memory, parts)]
+    place = "memory" if config.device == "cpu" else "a host"
+    needs = [Need(place, sum(parts.values()), memory, parts)]
     needs.append(Need("/dev/shm", SHARED + sum(shared.values()), shm, shared))
     if config.device == "cuda":
         sizes = SIZES if is_elsewhere else [device_bytes()]

@@ -22,7 +22,7 @@ from config import Config
 from images.reader import sees
 from inputs.hf_directory import read_model_config
 from runtime import rendezvous
-from runtime.devices import cuda_libraries
+from runtime.devices import cuda_home, cuda_libraries
 from runtime.errors import UserError
 from runtime.shutdown import starting_deaf
 from scheduling.measured import ROLES
@@ -153,6 +153,7 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
         # it compiles kernels with `ninja`, which pip puts beside Python, in a folder outside PATH
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+        environment["CUDA_HOME"] = cuda_home()
         # the memory saver is loaded before Python, and needs libcudart, which may be pip's alone
         folders = [*cuda_libraries(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         environment["LD_LIBRARY_PATH"] = ":".join(folders)

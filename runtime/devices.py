@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ DRIVER = Path("/sys/module/nvidia/version")
 OLDEST_DRIVER = 580
 VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
+OLDEST_NVCC = (12, 8)  # older ones lack flags that SGLang and flashinfer give
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
 # of torch's allocator; the second is the older name
@@ -104,6 +106,7 @@ class Tool(NamedTuple):
     name: str
     install: str
     is_there: bool
+    found: str = "there"
 
 
 def tools(config: Config) -> list[Tool]:
@@ -119,20 +122,53 @@ def tools(config: Config) -> list[Tool]:
         has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         packages = " ".join(missing or PACKAGES)
+        found = [f"{version[0]}.{version[1]} in {home}" for home, version in toolkits().items()]
+        nvccs = ", ".join(found) or "none"
+        wanted = "12.8 or newer, by pip install -r requirements.txt or in CUDA_HOME"
         rows += [
-            Tool("nvcc", "apt install cuda-toolkit-13-0, or set CUDA_HOME", has_nvcc()),
+            Tool("nvcc", f"{wanted}; found: {nvccs}", bool(cuda_home()), nvccs),
             Tool(LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
             Tool(packages, "pip install -r requirements.txt", not missing),
         ]
     return rows
 
 
-def has_nvcc() -> bool:
-    """True if nvcc is where SGLang looks."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if not named and shutil.which("nvcc"):
-        return True
-    return Path(named or CUDA_FOLDER, "bin", "nvcc").is_file()
+def toolkits() -> dict[Path, tuple[int, int]]:
+    """Return where an nvcc is, and its version: in what CUDA_HOME names, else PATH's, /usr/local's, pip's."""
+    folders = [CUDA_FOLDER, *(Path(folder).parent for folder in cuda_libraries())]
+    if on_path := shutil.which("nvcc"):
+        folders.insert(0, Path(on_path).resolve().parents[1])
+    if named := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        folders = [Path(named)]
+    found = {}
+    for home in folders:
+        if (compiler := home / "bin" / "nvcc").is_file():
+            said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+            release = re.search(r"release (\d+)\.(\d+)", said)
+            found[home] = (int(release[1]), int(release[2])) if release else (0, 0)
+    return found
+
+
+def cuda_home() -> str:
+    """Return the toolkit that engines compile with, empty if there is none; pip's as a folder of links.
+
+    SGLang and flashinfer link with -L$CUDA_HOME/lib64 -lcudart, but pip has lib/libcudart.so.13. The links
+    stay beside it: engines cache kernels by the path. Kernels made so haven't run on a GPU yet. UserError.
+    """
+    home = next((home for home, found in toolkits().items() if found >= OLDEST_NVCC), None)
+    if home is None or str(home / "lib") not in cuda_libraries():
+        return str(home or "")
+    links = home.with_name(f"{home.name}-links")
+    targets = {name: home / name for name in ("bin", "include", "nvvm")}
+    targets["lib64/libcudart.so"] = home / "lib" / LIBCUDART
+    try:
+        (links / "lib64").mkdir(parents=True, exist_ok=True)
+        for name, target in targets.items():
+            with suppress(FileExistsError):  # of an earlier run, or another rank's
+                (links / name).symlink_to(target)
+    except OSError as error:
+        raise UserError(f"{links}: {error.strerror}: set CUDA_HOME to a CUDA toolkit") from None
+    return str(links)
 
 
 def has_cpp20() -> bool:

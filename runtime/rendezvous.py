@@ -47,8 +47,8 @@ def init_method(config: Config) -> dict:
     import torch.distributed as dist
 
     interface = interface_of(config.host)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, interface)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else eth1 would take eth10, too
     # its buffers stay on the device; SGLang does without, too
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     rank = int(os.environ["RANK"])

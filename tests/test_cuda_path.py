@@ -31,6 +31,7 @@ from runtime.errors import UserError
 from scheduling.layout import Shape
 from tests import ROOT
 from tests.support.fakes import LEFTOVERS, simulate
+from training.elsewhere import Elsewhere
 from training.lm_head import CHUNK_BYTES
 from training.memory import (
     CONTEXT,
@@ -41,6 +42,7 @@ from training.memory import (
     trainers_of,
     with_recompute,
 )
+from training.trainer import Trainer
 
 H200 = 141e9  # bytes
 QWEN_7B = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28)
@@ -166,6 +168,9 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     assert re.search(r"a device: .*; (85|141)\.0 is enough", table)
 
 
+NVCC = "echo 'Cuda compilation tools, release {0}, V{0}.88'"
+
+
 def pip_libraries(home: Path) -> Path:
     """What `pip install` of the CUDA runtime leaves in a folder of packages."""
     folder = home / "nvidia" / "cu13" / "lib"
@@ -206,7 +211,8 @@ def machine(monkeypatch, tmp_path):
     for name in ("include/Python.h", "dev/nvidia0", *(f"{each}.py" for each in devices.PACKAGES)):
         (tmp_path / name).touch()
     (tmp_path / "driver").write_text("570.86.10\n")
-    for name, script in (("nvcc", ""), ("c++", ""), ("nvidia-smi", "echo Default")):
+    tools = {"nvcc": NVCC.format("13.0"), "c++": "", "nvidia-smi": "echo Default"}
+    for name, script in tools.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     pip_libraries(tmp_path)
@@ -223,12 +229,14 @@ def machine(monkeypatch, tmp_path):
 
 
 OLD = "#!/bin/sh\nexit 1\n"  # a compiler without C++20
+NO_NVCC = "nvcc (12.8 or newer, by pip install -r requirements.txt or in CUDA_HOME; found:"
 
 
 @pytest.mark.parametrize(
     "missing,instead,words",
     [
-        ("bin/nvcc", "", "nvcc (apt install cuda-toolkit-13-0"),
+        ("bin/nvcc", "", f"{NO_NVCC} none"),
+        ("bin/nvcc", f"#!/bin/sh\n{NVCC.format('12.0')}\n", f"{NO_NVCC} 12.0 in /"),
         ("bin/c++", "", "C++20 (apt install g++)"),
         ("bin/c++", OLD, "C++20 (apt install g++)"),
         ("include/Python.h", "", "Python.h (apt install python3."),
@@ -247,11 +255,37 @@ def test_what_kernels_are_compiled_with_is_named(machine, missing, instead, word
         devices.choose_device(replace(settings("m"), command="sft"))
 
 
+@pytest.mark.parametrize("on_path,named", [("", ""), ("12.0", ""), ("13.1", ""), ("", "12.8")])
+def test_engines_get_a_toolkit_that_is_new_enough(machine, monkeypatch, on_path, named):
+    """pip's, whose libraries lie and are named otherwise, as links; but first CUDA_HOME's, or PATH's."""
+    pip, other = machine / "nvidia" / "cu13", machine / "other"
+    for home, version in ((pip, "13.0"), (machine, on_path), (other, named)):
+        (home / "bin").mkdir(parents=True, exist_ok=True)
+        (home / "bin" / "nvcc").write_text(f"#!/bin/sh\n{NVCC.format(version or '11.5')}\n")
+        (home / "bin" / "nvcc").chmod(0o755)
+    if named:
+        monkeypatch.setenv("CUDA_HOME", str(other))
+    for _ in range(2):  # the second run finds the links
+        found = Path(server_environment("key", "/tmp/x", "cuda")["CUDA_HOME"])
+    links = machine / "nvidia" / "cu13-links"
+    assert found == (other if named else machine if on_path == "13.1" else links)
+    if found == links:
+        assert (links / "bin" / "nvcc").samefile(pip / "bin" / "nvcc")
+        assert (links / "lib64" / "libcudart.so").samefile(pip / "lib" / devices.LIBCUDART)
+        assert (links / "nvvm").readlink() == pip / "nvvm"
+        shutil.rmtree(links)
+        links.touch()
+        with pytest.raises(UserError, match="cu13-links: Not a directory: set CUDA_HOME to a"):
+            devices.choose_device(settings("m"))
+    else:
+        devices.choose_device(settings("m"))
+
+
 def test_check_says_what_a_gpu_is_missing(machine, monkeypatch):
     """Each with ! where a run would end. Of one process: a trainer and engines share it."""
     config = settings("m")
     rows = {name: (text, is_good) for name, text, is_good in graphics(config)}
-    assert rows["compute mode"] == ("Default", True) and rows["nvcc"] == ("there", True)
+    assert rows["compute mode"] == ("Default", True) and rows["nvcc"][0].startswith("13.0 in /")
     assert all(is_good for _, is_good in rows.values())
     (machine / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
     with pytest.raises(UserError, match="which is exclusive now; as root: nvidia-smi"):
@@ -398,16 +432,43 @@ def test_sequence_parallel_trainers_order_their_launches(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("mode,rollout,judges", [("full", 8, 8), ("partial", 0, 4)])
-def test_a_host_has_what_sleeps(models, mode, rollout, judges):
+def test_a_host_has_what_sleeps(models, device_of, monkeypatch, mode, rollout, judges):
     """Of a 7B on 8: 2 bytes a parameter of trainers and of engines that no push fills, 12 / 8 of AdamW;
-    and what a process saves of it."""
+    and what a process saves of it, of the weights one copy. An engine on 2 ranks has its weights once."""
     config = settings(models["7B"], "--mode", mode)
     placed, parameters = place(config, 8), 7_615_616_512
-    parts = memory.host_parts(config, *placed)
-    assert parts.pop("checkpoints") == (2 * 8 + 12) * parameters
+    parts = memory.host_parts(config, *placed, {*range(8)})
+    assert parts.pop("checkpoints") == (2 + 12) * parameters
     assert parts.pop("libraries") == 0.2e9 + 8 * 0.9e9 + 2 * judges * 4e9
     weights = 2 * parameters * (8 + rollout + judges)
     assert parts == {"weights": weights, "optimizer": 12 * parameters}
+    wide = settings(models["7B"], "--mode", mode, "--genrm-tp", "2")
+    parts = memory.host_parts(wide, *place(wide, 8), {*range(8)})
+    assert parts["weights"] == weights - parameters * judges
+    # a machine of the last 4 ranks, where judges are, too
+    for name, value in {"RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    device_of(H200)
+    need = memory.needs_of(config, *placed)[0]
+    assert need.parts["weights"] == 2 * parameters * (4 + rollout / 2 + 4)
+    monkeypatch.setattr(memory, "free_memory", lambda: need.needed - 1e9)
+    with pytest.raises(
+        UserError, match=f"^a host: the run needs about {need.needed / 1e9:.1f} GB, "
+    ):
+        memory.check_fits(config, *placed)
+    memory.check_fits(replace(config, memory_check=False), *placed)
+
+
+def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
+    """Before memory is freed: a rank with the actor, and one that has its engine alone."""
+    done = []
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(f"torch.cuda.{name}", partial(done.append, name))
+    actor = SimpleNamespace(device=torch.device("cuda"), learns=True)
+    Trainer.trim(actor, stays=True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    Elsewhere.trim(SimpleNamespace(), stays=True)
+    assert done == ["ipc_collect", "empty_cache"] * 2
 
 
 def test_an_evaluation_needs_its_engine_alone(models):

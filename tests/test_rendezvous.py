@@ -59,7 +59,7 @@ def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
     """In their own folder, by the address's interface. Who is last removes it, a killed launcher or not."""
     ranks(2, 2)
     found = rendezvous.init_method(parse_config([]))
-    assert (found["rank"], found["world_size"], os.environ["NCCL_SOCKET_IFNAME"]) == (0, 2, "lo")
+    assert (found["rank"], found["world_size"], os.environ["NCCL_SOCKET_IFNAME"]) == (0, 2, "=lo")
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
     found["store"].set("key", "value")
     [folder] = tmp_path.iterdir()

@@ -22,7 +22,8 @@ CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
 # Fences against drift, 2 % above what was reached: a fork of some 200 lines passes. To move one, measure anew
 # and say here what for; first look for what the new lines replace. 12,600 lines of product, 3,900 of the root
 # and 12,000 words were meant
-MOST_LINES = 14_720  # of the product, examples/finetune.py counted; clips took 429
+# of the product, examples/finetune.py counted; clips took 429, what GPUs need to be fast and to start 165
+MOST_LINES = 14_900
 MOST_ROOT_LINES = 4_490
 # 2,750 were meant; --simulate and the drawn pages took 1,580
 MOST_OUTSIDE = 3_940  # simulation/, papers/

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 
+import torch
 import torch.distributed as dist
 
 from config import Config
@@ -39,10 +40,15 @@ class Elsewhere:
             dist.all_gather_object([None] * dist.get_world_size(), [])
 
     def sleep(self) -> None: ...
-    def trim(self, stays: bool) -> None: ...
     def compute_policy_logprobs(self, mini_batches: list) -> None: ...
     def compute_ref_logprobs(self, mini_batches: list) -> None: ...
     def compute_values(self, mini_batches: list) -> None: ...
+
+    def trim(self, stays: bool) -> None:
+        """Take back the bucket of the last push, which this rank lent its engine. Not collective."""
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     def update(self, mini_batches: list, beside: Iterable[Elsewhere] = ()) -> dict[str, float]:
         for trainer in (self, *beside):

@@ -165,7 +165,6 @@ class Trainer:
         if self.device.type == "cuda":
             self.trim()
             self._host_copies.move_out(self._state_tensors())
-            torch.cuda.ipc_collect()  # the buckets of the last push
             torch.cuda.empty_cache()
         self.awake = False
 
@@ -174,6 +173,7 @@ class Trainer:
         if self.device.type == "cuda":
             if self.learns and not stays:
                 self.ddp.offload_grad_buffers()
+            torch.cuda.ipc_collect()  # the buckets of the last push
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
