@@ -1,6 +1,7 @@
 """docs/walkthrough.md: a step of the demo with all its numbers, beside the lines of code that made them.
 
-    python bench/walkthrough.py        a run of the demo, then the page: a minute; `make walkthrough`
+    python bench/walkthrough.py                 a run of the demo, then the page: a minute; `make walkthrough`
+    python bench/walkthrough.py --port 22000    the same, with more settings of run.py
 
 The run is run.py's own. Its ranks start here, because a few functions are wrapped to note what passes
 through them in one step; nothing is computed in another way. The words are those of bench/walkthrough.md,
@@ -18,7 +19,6 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -41,7 +41,6 @@ from scheduling.dynamic_sampling import MARGIN, DynamicSampler
 
 STEP = 2  # the third: files count from 0
 PROMPT = 51  # the one that the page follows
-TOKENS = ((2, 0), (0, 16), (5, 1))  # answer and place, from 0, of those in the table of the loss
 RANKS = 2
 WORDS = ["--mode", "partial", "--seed", "0", "--steps", str(STEP + 2), "--device", "cpu"]
 TEMPLATE = Path(__file__).with_suffix(".md")
@@ -179,26 +178,22 @@ def samples_of(ranks: list[SimpleNamespace]) -> list[SimpleNamespace]:
 
 
 def answers_of(group: list[SimpleNamespace], config: Config) -> dict:
-    """The answers to one prompt, what the judge is asked and writes, and how the rewards are spread."""
+    """The life of the answers to one prompt, a row each, and how their rewards are spread."""
     tokenizer, *_ = data.load_tokenizers(config, print)
     judge = formats_of(config)[0]
-    answers = defaultdict(list)  # the cells of a row -> numbers of the answers
-    verdicts = defaultdict(list)
+    rows = []
     for sample in group:
-        sample.text = data.decode(tokenizer, sample.response)
+        text = data.decode(tokenizer, sample.response)
         sample.pieces = [data.decode(tokenizer, [token]) for token in sample.response]
-        answers[f"`{sample.text}` | {len(sample.response)}"].append(sample.index)
-        asked = judge.prompt(sample.question, judge.answer_of(sample.text, sample.finish))
-        said = f"`{asked}` | `{sample.critique}` | {sample.reward:g} | {sample.advantage:+.4f}"
-        verdicts[said].append(sample.index)
+        sample.asked = judge.prompt(sample.question, judge.answer_of(text, sample.finish))
+        row = f"| {sample.index} | `{text}` | {len(sample.response)} | `{sample.critique}`"
+        row += f" | {sample.reward:g} | {sample.advantage:+.4f} | {sample.trainer} |"
+        rows.append(row)
     rewards = [sample.reward for sample in group]
-    answer_rows = [f"| {numbers(who)} | {what} |" for what, who in answers.items()]
-    verdict_rows = [f"| {numbers(who)} | {what} |" for what, who in verdicts.items()]
-    head = "| answers | the judge is asked | it writes | reward | advantage |"
+    head = "| answer | text | tokens | critique | reward | advantage | trained by rank |"
     return {
-        "answers": table("| answers | text | tokens |", answer_rows),
-        "verdicts": table(head, verdict_rows),
-        "asked": len(verdicts),
+        "answers": table(head, rows),
+        "asked": len({sample.asked for sample in group}),
         "tokens_of": {"prompt": numbers(group[0].prompt), "answer": numbers(group[2].response)},
         "sure": math.exp(judge.min_logprob),
         "rewards": numbers(rewards),
@@ -247,31 +242,20 @@ def deal_of(samples: list[SimpleNamespace]) -> str:
     return table("| rank | has | sends | trains on | work, million multiply-adds |", rows)
 
 
-def loss_of(samples: list[SimpleNamespace], reported: float, a: Algorithm) -> dict:
-    """Each token's part of the loss, whose mean has to be the loss that the run reports; a table of three."""
-    count = 0
-    total = 0.0
-    rows = {}
+def set_terms(samples: list[SimpleNamespace], a: Algorithm) -> None:
+    """Work out each token's part of the loss, from what engine and trainer read and from the advantage."""
+    low = 1 - a.clip_low
+    high = 1 + a.clip_high
     for sample in samples:
-        count += len(sample.read)
-        for place, (engine, trainer) in enumerate(zip(sample.logprobs, sample.read, strict=True)):
-            ratio = math.exp(trainer - engine)
-            clipped = min(max(ratio, 1 - a.clip_low), 1 + a.clip_high)
-            term = -min(ratio * sample.advantage, clipped * sample.advantage)
-            total += term
-            probability = math.exp(trainer)
-            pull = sample.advantage * (1 - probability)
-            read = f"{engine:.6f} | {trainer:.6f} | {probability:.4f} | {ratio:.6f}"
-            row = f"{read} | {sample.advantage:+.4f} | {term:+.4f} | {pull:+.4f} |"
-            rows[sample.prompt_id, sample.index, place] = row
-    assert math.isclose(total / count, reported, rel_tol=1e-5), "the run's loss is another"
-    group = {sample.index: sample for sample in samples if sample.prompt_id == PROMPT}
-    told = []
-    for index, place in TOKENS:
-        piece = group[index].pieces[place]
-        told.append(f"| {index} | {place + 1}: `{piece}` | {rows[PROMPT, index, place]}")
-    head = "| answer | token | engine | trainer | probability | ratio | advantage | term | pull |"
-    return {"terms": table(head, told), "tokens": count, "total": total, "loss": total / count}
+        advantage = sample.advantage
+        pairs = zip(sample.read, sample.logprobs, strict=True)
+        sample.ratios = [math.exp(trainer - engine) for trainer, engine in pairs]
+        sample.terms = []
+        for ratio in sample.ratios:
+            clipped = min(max(ratio, low), high)
+            sample.terms.append(-min(ratio * advantage, clipped * advantage))
+        sample.probabilities = [math.exp(logprob) for logprob in sample.read]
+        sample.pulls = [advantage * (1 - probability) for probability in sample.probabilities]
 
 
 def times_of(out: Path, owner: int) -> str:
@@ -281,22 +265,20 @@ def times_of(out: Path, owner: int) -> str:
     for event in timeline.read(out / "spans", STEP, STEP):
         name = event.name
         if event.kind == "sample":
-            is_told = event.args["answer"].startswith(f"{PROMPT}.")
-            name = f"{name} of {'the prompt' if is_told else 'others'}"
+            prompt, _ = event.args["answer"].split(".")
+            name = f"{name} {prompt}"
         begin[name] = min(event.start, begin.get(name, event.start))
         end[name] = max(event.end, end.get(name, event.end))
+    first = f"the first is finished; rank {owner} asks rank 1's engine about it"
     moments = [
         (begin["serve"], "both controllers begin to serve the step"),
-        (begin["queued of the prompt"], f"rank {owner} asks rank 0's engine for the eight answers"),
-        (
-            begin["judging of the prompt"],
-            "one of them is finished; rank 1's engine is asked about it",
-        ),
-        (end["decoding of the prompt"], "the last of them is finished"),
+        (begin[f"queued {PROMPT}"], f"rank {owner} asks rank 0's engine for the eight answers"),
+        (begin[f"judging {PROMPT}"], first),
+        (end[f"decoding {PROMPT}"], "the last is finished"),
         (begin["wave 2"], "wave 2 is drawn"),
-        (end["judging of the prompt"], "the last verdict on the eight is there"),
-        (end["rollout"], "rank 0's engine has written all answers of the step"),
-        (end["genrm"], "rank 1's engine has judged all of them"),
+        (end[f"judging {PROMPT}"], "the last verdict on the eight is there"),
+        (end["rollout"], "rank 0's engine has written its last answer of the step"),
+        (end["genrm"], "rank 1's engine has given its last verdict of the step"),
         (begin["train"], "both ranks begin to train"),
         (end["train"], "the update is made"),
         (end["sync"], "rank 0's engine has the new weights"),
@@ -314,13 +296,16 @@ def page_of(out: Path) -> str:
     samples = samples_of(ranks)
     group = [sample for sample in samples if sample.prompt_id == PROMPT]
     assert group, f"prompt {PROMPT} wasn't trained on: choose another, and read the whole page"
-    values = {"config": config, "metrics": metrics[STEP], "group": group, "samples": len(samples)}
+    set_terms(samples, algorithm_of(config))
+    terms = [term for sample in samples for term in sample.terms]
+    reported = metrics[STEP]["train/loss"]
+    assert math.isclose(fmean(terms), reported, rel_tol=1e-5), "the run's loss is another"
+    values = {"config": config, "metrics": metrics[STEP], "group": group}
+    values |= {"samples": len(samples), "tokens": len(terms), "total": sum(terms)}
     values |= answers_of(group, config)
     values |= waves_of(ranks, metrics[STEP - 1]["rollout/groups_per_kept"], config)
-    values |= loss_of(samples, metrics[STEP]["train/loss"], algorithm_of(config))
-    values |= {"deal": deal_of(samples), "interval": MEETING_INTERVAL_S}
-    values["trains"] = [numbers(s.index for s in group if s.trainer == rank) for rank in (0, 1)]
-    values["times"] = times_of(out, group[0].owner)
+    values |= {"deal": deal_of(samples), "times": times_of(out, group[0].owner)}
+    values["interval"] = MEETING_INTERVAL_S
     # the first push was of the weights that the run began with
     values["push"] = ranks[0].pushes[STEP + 1]
     paragraphs = TEMPLATE.read_text().format(**values).split("\n\n")
@@ -333,10 +318,10 @@ def make_run(out: Path, *words: str) -> None:
     run_ranks(RANKS, [__file__, "--rank", *WORDS, "--out", out, *words], log)
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "run")
-        make_run(out)
+        make_run(out, *words)
         PAGE.write_text(page_of(out))
 
 
@@ -344,4 +329,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         one_rank(sys.argv[2:])
     else:
-        main()
+        main(sys.argv[1:])
