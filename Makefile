@@ -3,6 +3,7 @@
 # make test-all  the same, then the slow ones; make test-long: chaos and machines, by hand
 # make papers    installs, then simulates the papers' figures, two at a time: 8 minutes; docs/papers
 # make results   installs, then measures README's results and draws its pictures, some 20 minutes
+# make walkthrough  installs, then runs the demo's first steps, and writes docs/walkthrough.md: a minute
 # make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed.
 #                PART=trainer (3 minutes), engine or demo: that alone; PYTHON=python3: without .venv
 PYTHON ?= python3
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS ?= 1
 # seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
-.PHONY: run test test-all test-long test-gpu lint install papers results
+.PHONY: run test test-all test-long test-gpu lint install papers results walkthrough
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q
 run: install
 	$(TORCHRUN) --nproc-per-node $(RANKS) run.py --mode $(MODE) $(ARGS)
@@ -44,6 +45,9 @@ papers: install
 
 results: install
 	$(BIN)/python bench/results.py
+
+walkthrough: install
+	$(BIN)/python bench/walkthrough.py
 
 lint: install
 	$(BIN)/ruff check .

