@@ -1,8 +1,8 @@
 """Figure: the paper's picture from measured spans, and below it the life of every answer.
 
 Above, a lane per rank and a colour per model; an engine's shade is occupancy: requests in flight over those
-that it can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch aborts
-are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
+that it can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch cuts
+off are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
 
     python -m reporting.figure RUN --steps 10 14      steps are counted from 1, as in the log
 """
@@ -136,17 +136,10 @@ def make_figure(picture: Picture) -> Figure:
     figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    _draw_lanes(panels[0], picture, ranks)
+    draw_lanes(panels[0], picture)
     if rows:
         _draw_answers(panels[1], rows, answers_height)
-    for axes in panels:  # a line where a step begins, a dotted one where a wave does
-        axes.set_frame_on(False)
-        axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
-        axes.margins(x=0.004)
-        for begin in picture.begins.values():
-            axes.axvline(begin, color=INK, linewidth=0.8)
-        for wave in (mark for mark in picture.marks if mark.kind == "wave"):
-            axes.axvline(wave.start, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
+        _draw_begins(panels[1], picture)
     panels[-1].tick_params(axis="x", length=3, color=GREY)
     panels[-1].set_xlabel("seconds since the run's start", fontsize=9, color=INK, loc="left")
     add_legend(figure, [picture])
@@ -166,8 +159,10 @@ def add_legend(figure: Figure, pictures: list[Picture]) -> None:
     figure.legend(said.values(), said.keys(), handler_map=handlers, **style)
 
 
-def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
+def draw_lanes(axes: Axes, picture: Picture) -> None:
     """Draw a lane for each rank; over them where steps begin, and the marks."""
+    ranks = sorted({span.rank for span in picture.spans})
+    _draw_begins(axes, picture)
     for (rank, name), stretches in picture.lanes.items():
         for start, end, in_flight in stretches:
             full = min(1.0, in_flight / picture.capacity) if name in ("rollout", "genrm") else 1.0
@@ -183,6 +178,17 @@ def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(max(1, len(ranks)) - 0.5, -1.32)
     axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
+
+
+def _draw_begins(axes: Axes, picture: Picture) -> None:
+    """Draw a line where a step begins, a dotted one where a wave does; no frame."""
+    axes.set_frame_on(False)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+    axes.margins(x=0.004)
+    for begin in picture.begins.values():
+        axes.axvline(begin, color=INK, linewidth=0.8)
+    for wave in (mark for mark in picture.marks if mark.kind == "wave"):
+        axes.axvline(wave.start, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
 
 
 def _draw_answers(axes: Axes, rows: list[tuple[int, Event]], height: float) -> None:
