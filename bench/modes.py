@@ -27,16 +27,16 @@ from bench.measuring import ROOT, column, parser_of, picture, print_table, quart
 from bench.workloads import WORKLOADS, Side
 from config import Config
 from reporting.figure import INK, UPPER, Picture, add_legend, draw_lanes, of_steps
-from reporting.timeline import read
+from reporting.timeline import of_kind, read
 from scheduling.fusion import TAILS
 
 MOVING = ("rebalance", "auto")  # sides that choose their split
 OUT = ROOT / "runs" / "bench"
 SWAP_S = 0.25  # an engine that changes hands this soon after another belongs to the same swap
 WAYS = {
-    "full": "All ranks write, then all judge: two swaps for each wave.",
-    "partial": "Some ranks write while the others judge: a wave costs no swap.",
-    "fused": "All ranks write until few answers are left; then most judge.",
+    "full": "All ranks write, then all judge. For each wave all wait twice for the slowest, and swap.",
+    "partial": "Some ranks write while the others judge. A wave begins beside the one before: no swap.",
+    "fused": "All ranks write until few answers are left. Then some write these, and the others judge.",
 }
 
 Steps = dict[str, list[dict]]  # metrics of the counted steps, by side
@@ -150,7 +150,7 @@ def draw_bars(workloads: dict[str, Steps], ranks: int, axes) -> None:
         for number, name in enumerate(names):
             low, middle, high = quantiles(column(sides[name], "time/serve_s"), n=4)
             x = place + (number - (len(names) - 1) / 2) * width
-            label = name if place == 0 else None
+            label = (f"partial {name}" if "|" in name else name) if place == 0 else None
             axes.bar(x, middle, width, color=colors[name], label=label)
             whiskers = [[middle - low], [high - middle]]
             axes.errorbar(x, middle, whiskers, color="black", linewidth=0.8)
@@ -169,7 +169,7 @@ def compare(rows: list[dict], given: Namespace) -> None:
     first.sort(key=lambda row: row["metrics"]["time/serve_s"])
     step = first[(len(first) - 1) // 2]["step"]
     chosen = [row for row in chosen if row["step"] == step]
-    height = 1.1 + 0.4 * given.ranks
+    height = 1.0 + 0.34 * given.ranks
     figure = Figure((13, 1.0 + height * len(chosen)), dpi=150, layout="constrained")
     panels = figure.subplots(len(chosen), sharex=True, squeeze=False)[:, 0]
     pictures = [picture_of(row, OUT / f"modes-{given.ranks}") for row in chosen]
@@ -178,20 +178,22 @@ def compare(rows: list[dict], given: Namespace) -> None:
         for start in swaps_in(shown):
             axes.text(start, UPPER, "swap", fontsize=8.5, color=INK, va="center")
     panels[-1].set_xlabel("seconds since the step's start", fontsize=9, color=INK, loc="left")
-    add_legend(figure, pictures)
+    add_legend(figure, {name for each in pictures for _, name in each.lanes})
     figure.savefig(given.compare)
 
 
 def picture_of(row: dict, out: Path) -> Picture:
-    """The events of a row's step, its start at 0."""
-    start, end = row["from_to"]
-    events = [e for e in read(out / "spans", row["step"], row["step"]) if start <= e.start < end]
-    events = [e._replace(start=e.start - start, end=e.end - start) for e in events]
+    """What ranks did in a row's step, its start at 0."""
+    step = row["step"]
     name = row["side"]
-    serving = f"{name}: {row['metrics']['time/serve_s']:.1f} s until training begins"
-    title = f"{serving}. {WAYS.get(name.split()[0], WAYS['partial'])}"
+    start, end = row["from_to"]
+    events = of_kind(read(out / "spans", step, step), "span", "pass", "sample", "wave")
+    events = [e for e in of_steps(events, step, step) if start <= e.start < end]
+    events = [e._replace(start=e.start - start, end=e.end - start) for e in events]
+    mode = f"partial {name}" if "|" in name else name
+    title = f"{mode}: training begins after {row['metrics']['time/serve_s']:.1f} s. "
     capacity = json.loads((out / "config.json").read_text())["max_running_requests"]
-    return Picture(title, of_steps(events, row["step"], row["step"]), capacity)
+    return Picture(title + WAYS[mode.split()[0]], events, capacity)
 
 
 def swaps_in(shown: Picture) -> list[float]:

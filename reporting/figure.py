@@ -142,18 +142,18 @@ def make_figure(picture: Picture) -> Figure:
         _draw_begins(panels[1], picture)
     panels[-1].tick_params(axis="x", length=3, color=GREY)
     panels[-1].set_xlabel("seconds since the run's start", fontsize=9, color=INK, loc="left")
-    add_legend(figure, [picture])
+    drawn = {name for _, name in picture.lanes} | {sample.name for _, sample in rows}
+    add_legend(figure, drawn)
     return figure
 
 
-def add_legend(figure: Figure, pictures: list[Picture]) -> None:
-    """Say below the panels what each colour is that occurs in them, and what an engine's shade is."""
-    drawn = {name for picture in pictures for _, name in picture.lanes}
-    drawn |= {s.name for picture in pictures for s in of_kind(picture.events, "sample")}
-    said = {text: Patch(color=color) for name, (color, text) in LOOKS.items() if name in drawn}
-    said.pop("", None)
+def add_legend(figure: Figure, drawn: set[str]) -> None:
+    """Say below the panels what each colour is that was drawn, what white is, and an engine's shade."""
+    looks = [look for name, look in LOOKS.items() if name in drawn]
+    said = {text: Patch(color=color) for color, text in looks if text}
+    said["waits"] = Patch(facecolor="white", edgecolor=GREY)
     shades = [Patch(color=LOOKS["rollout"][0], alpha=alpha) for alpha in (PALEST, 0.6, 1.0)]
-    said["few requests ... all that the engine can decode at once"] = tuple(shades)
+    said["shade: few requests ... all that an engine can decode at once"] = tuple(shades)
     style = dict(fontsize=8, frameon=False, ncols=5, loc="outside lower left")
     handlers = {tuple: HandlerTuple(None, pad=0)}
     figure.legend(said.values(), said.keys(), handler_map=handlers, **style)
