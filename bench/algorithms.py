@@ -112,10 +112,7 @@ def show_safe(results: Results, steps: int) -> None:
 
 
 def draw(panels: dict[str, str], results: Results, path: Path) -> None:
-    """Draw a panel for each metric (its title -> metric): medians over seeds, a line for each name.
-
-    Runs in full mode have the very numbers of the others, and aren't drawn.
-    """
+    """Draw a panel for each metric (title -> metric): medians over seeds. "..., full" would hide a line."""
     with picture(path, len(panels), width=5.5) as axes:
         for axis, (title, metric) in zip(axes, panels.items(), strict=True):
             axis.set(title=title, xlabel="updates made" if metric == ACCURACY else "step")

@@ -1,9 +1,7 @@
 """A comparison of who holds the devices when: full, partial, fused, rebalanced and automatic.
 
-    python bench/modes.py                     all workloads on 4 ranks -> a table
-    python bench/modes.py --workloads tail --repeats 1 --figure FILE      a picture, too
+    python bench/modes.py --figure FILE       all workloads on 4 ranks -> a table and a picture
     python bench/modes.py --sides full "2|2" auto            these sides alone
-    python bench/modes.py --workloads tail-judged --tails 0 0.05 0.1 0.2 0.3 0.5 0.9
     python bench/modes.py --workloads resample --sides full "2|2" "fused 0.2" --repeats 1 --moving 0 \\
         --pace 20,0.1 --compare docs/modes_compared.png      the timelines of a step, one below the other
 
@@ -59,26 +57,18 @@ def moving_plans(ranks: int) -> dict[str, list[str]]:
     return plans
 
 
-def make_sides(given: Namespace, ranks: int) -> list[Side]:
-    """Full, every partial split and the given tails of each workload, in alternating order.
-
-    Those that choose come after the first round.
-    """
-    fused = [f"fused {tail:g}" for tail in given.tails]
-    static = {name: [name] for name in ("full", *splits_of(ranks), *fused)}
-    moving = moving_plans(ranks) if given.moving else {}
+def make_sides(given: Namespace) -> list[Side]:
+    """The sides of each workload, in alternating order. Those that choose have their turn once."""
+    moving = moving_plans(given.ranks) if given.moving else {}
+    names = given.sides or ["full", *splits_of(given.ranks), f"fused {Config().tail:g}", *moving]
     sides = []
     for repeat in range(given.repeats):
-        names = [*static] if repeat % 2 == 0 else [*static][::-1]
-        if repeat == 0:
-            names += moving
-        if given.sides:
-            names = [name for name in names if name in given.sides]
         for workload in given.workloads:
-            for name in names:
-                plans = static.get(name) or moving[name]
-                steps = given.steps if name in static else given.moving
-                sides.append(Side(workload, name, repeat, plans, steps))
+            for name in names[:: -1 if repeat % 2 else 1]:
+                if name not in MOVING:
+                    sides.append(Side(workload, name, repeat, [name], given.steps))
+                elif name in moving and repeat == 0:
+                    sides.append(Side(workload, name, repeat, moving[name], given.moving))
     return sides
 
 
@@ -127,50 +117,40 @@ def print_modes(rows: list[dict], ranks: int) -> None:
 
 
 def draw(workloads: dict[str, Steps], given: Namespace) -> None:
-    """Draw the bars of --figure."""
-    pace = f"at a pace of {given.pace} ms" if given.pace else "as fast as they run"
-    with picture(given.figure, 1, width=7.5) as (axes,):
-        draw_bars(workloads, given.ranks, axes)
-        title = f"Serving a step in each mode, {given.ranks} ranks, real engines {pace}"
-        axes.set_title(title, fontsize=10)
-
-
-def draw_bars(workloads: dict[str, Steps], ranks: int, axes) -> None:
-    """One panel: bars by workload; whiskers are quartiles."""
+    """Draw a bar for each side, by workload; whiskers are quartiles."""
     from matplotlib import colormaps
 
     names = list(dict.fromkeys(name for sides in workloads.values() for name in sides))
-    splits = splits_of(ranks)
+    splits = splits_of(given.ranks)
     colors = dict.fromkeys(names, "#8a4fb0")
     colors |= {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"}
     for number, split in enumerate(splits):
         colors[split] = colormaps["Blues"](0.35 + 0.4 * number / max(1, len(splits) - 1))
     width = 0.8 / len(names)
-    for place, sides in enumerate(workloads.values()):
-        for number, name in enumerate(names):
-            low, middle, high = quantiles(column(sides[name], "time/serve_s"), n=4)
-            x = place + (number - (len(names) - 1) / 2) * width
-            label = (f"partial {name}" if "|" in name else name) if place == 0 else None
-            axes.bar(x, middle, width, color=colors[name], label=label)
-            whiskers = [[middle - low], [high - middle]]
-            axes.errorbar(x, middle, whiskers, color="black", linewidth=0.8)
-    axes.set(xlabel="workload", ylabel="seconds (median, quartiles)")
-    axes.set_xticks(range(len(workloads)), workloads)
-    axes.legend(fontsize=8, ncols=2)
+    pace = f"at a pace of {given.pace} ms" if given.pace else "as fast as they run"
+    with picture(given.figure, 1, width=7.5) as (axes,):
+        for place, sides in enumerate(workloads.values()):
+            for number, name in enumerate(names):
+                low, middle, high = quantiles(column(sides[name], "time/serve_s"), n=4)
+                x = place + (number - (len(names) - 1) / 2) * width
+                label = (f"partial {name}" if "|" in name else name) if place == 0 else None
+                axes.bar(x, middle, width, color=colors[name], label=label)
+                whiskers = [[middle - low], [high - middle]]
+                axes.errorbar(x, middle, whiskers, color="black", linewidth=0.8)
+        axes.set_title(f"Serving a step on {given.ranks} ranks, real engines {pace}", fontsize=10)
+        axes.set(xlabel="workload", ylabel="seconds (median, quartiles)")
+        axes.set_xticks(range(len(workloads)), workloads)
+        axes.legend(fontsize=8, ncols=2)
 
 
 def compare(rows: list[dict], given: Namespace) -> None:
-    """Draw a step of each side, the same one: that which the first side serves in its median time."""
+    """Draw the middle one of the steps of each side of the first workload, one below the other."""
     from matplotlib.figure import Figure
 
     chosen = [r for r in rows if (r["workload"], r["repeat"]) == (given.workloads[0], 0)]
-    chosen = [row for row in chosen if row["step"] > 0 and row["side"] not in MOVING]
-    first = [row for row in chosen if row["side"] == chosen[0]["side"]]
-    first.sort(key=lambda row: row["metrics"]["time/serve_s"])
-    step = first[(len(first) - 1) // 2]["step"]
-    chosen = [row for row in chosen if row["step"] == step]
-    height = 1.0 + 0.34 * given.ranks
-    figure = Figure((13, 1.0 + height * len(chosen)), dpi=150, layout="constrained")
+    chosen = [r for r in chosen if r["step"] == given.steps // 2 and r["side"] not in MOVING]
+    size = (13, 1.0 + (1.0 + 0.34 * given.ranks) * len(chosen))
+    figure = Figure(size, dpi=150, layout="constrained")
     panels = figure.subplots(len(chosen), sharex=True, squeeze=False)[:, 0]
     pictures = [picture_of(row, OUT / f"modes-{given.ranks}") for row in chosen]
     for axes, shown in zip(panels, pictures, strict=True):
@@ -208,21 +188,19 @@ def swaps_in(shown: Picture) -> list[float]:
 def main() -> None:
     parser = parser_of(__doc__, repeats=3, ranks=4, port=32000)
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=WORKLOADS)
-    parser.add_argument("--sides", nargs="+", help="full, 1|3, auto, ...: these alone")
-    parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], metavar="TAIL")
+    parser.add_argument("--sides", nargs="+", help="full, 1|3, fused 0.1, auto, ...: these alone")
     steps = "of a side that doesn't choose; the first isn't counted"
     parser.add_argument("--steps", type=int, default=5, help=steps)
     moving = "of the sides that choose; 0: leave them out"
     parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help=moving)
     pace = "of a decode step at least, of each sequence, and of a prompt that is read"
     parser.add_argument("--pace", default="", metavar="MS,MS[,MS]", help=pace)
-    parser.add_argument("--figure", type=Path, help="a picture of all medians")
-    compared = "a picture of a step of each side of the first workload"
-    parser.add_argument("--compare", type=Path, help=compared)
+    parser.add_argument("--figure", type=Path, help="draw the medians")
+    parser.add_argument("--compare", type=Path, help="draw a step of each side of a workload")
     given = parser.parse_args()
     if 0 < given.moving < 4:
         parser.error("--moving: 0, or at least 4 steps")
-    rows = run_sides(make_sides(given, given.ranks), given.ranks, given.pace, given.port)
+    rows = run_sides(make_sides(given), given.ranks, given.pace, given.port)
     (OUT / f"modes-{given.ranks}.json").write_text(json.dumps(rows))
     print_modes(rows, given.ranks)
     if given.figure:
