@@ -4,7 +4,7 @@ Above, a lane per rank and a colour per model; an engine's shade is occupancy: r
 that it can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch cuts
 off are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
 
-    python -m reporting.figure RUN --steps 10 14      steps are counted from 1, as in the log
+    python -m reporting.figure RUN --steps 10 14      counted from 1, as in the log
 """
 
 import argparse
@@ -133,7 +133,7 @@ def make_figure(picture: Picture) -> Figure:
     heights = [1.0 + 0.52 * max(1, len(ranks))]  # inches
     if rows:
         heights.append(0.75 + answers_height)
-    figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(13, 0.6 + sum(heights)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     draw_lanes(panels[0], picture)
@@ -149,14 +149,13 @@ def make_figure(picture: Picture) -> Figure:
 
 def add_legend(figure: Figure, drawn: set[str]) -> None:
     """Say below the panels what each colour is that was drawn, what white is, and an engine's shade."""
-    looks = [look for name, look in LOOKS.items() if name in drawn]
-    said = {text: Patch(color=color) for color, text in looks if text}
+    said = {text: Patch(color=color) for name, (color, text) in LOOKS.items() if name in drawn}
+    said.pop("", None)
     said["waits"] = Patch(facecolor="white", edgecolor=GREY)
     shades = [Patch(color=LOOKS["rollout"][0], alpha=alpha) for alpha in (PALEST, 0.6, 1.0)]
     said["shade: few requests ... all that an engine can decode at once"] = tuple(shades)
-    style = dict(fontsize=8, frameon=False, ncols=5, loc="outside lower left")
-    handlers = {tuple: HandlerTuple(None, pad=0)}
-    figure.legend(said.values(), said.keys(), handler_map=handlers, **style)
+    style = dict(fontsize=8, frameon=False, ncols=5, handler_map={tuple: HandlerTuple(None, pad=0)})
+    figure.legend(said.values(), said.keys(), loc="outside lower left", **style)
 
 
 def draw_lanes(axes: Axes, picture: Picture) -> None:
@@ -215,8 +214,6 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
-        if 0 in given.steps:
-            raise UserError("--steps: the first step is 1, as in the log; the last is -1")
         picture = read_run(given.run, *(step - (step > 0) for step in given.steps))
         if not picture.spans:
             raise UserError("{} has no steps {} to {}".format(given.run, *given.steps))
