@@ -151,7 +151,7 @@ def add_legend(figure: Figure, drawn: set[str]) -> None:
     """Say below the panels what each colour is that was drawn, what white is, and an engine's shade."""
     said = {text: Patch(color=color) for name, (color, text) in LOOKS.items() if name in drawn}
     said.pop("", None)
-    said["waits"] = Patch(facecolor="white", edgecolor=GREY)
+    said["rank waits"] = Patch(facecolor="white", edgecolor=GREY)
     shades = [Patch(color=LOOKS["rollout"][0], alpha=alpha) for alpha in (PALEST, 0.6, 1.0)]
     said["shade: few requests ... all that an engine can decode at once"] = tuple(shades)
     style = dict(fontsize=8, frameon=False, ncols=5, handler_map={tuple: HandlerTuple(None, pad=0)})

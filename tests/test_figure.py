@@ -107,7 +107,7 @@ def test_the_bars_are_the_spans():
     assert bars(drawn.axes[0]) == sorted(expected)
     models = ["actor trains", "reward critic trains"]
     shades = "shade: few requests ... all that an engine can decode at once"
-    assert legend_of(drawn) == ["rollout writes", *models, "rest of training", "waits", shades]
+    assert legend_of(drawn) == ["rollout writes", *models, "rest of training", "rank waits", shades]
 
 
 def test_a_wave_that_nothing_was_written_of_is_not_marked():
