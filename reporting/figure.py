@@ -48,7 +48,7 @@ LOOKS = {  # name of a span, a pass or a state of an answer -> its colour, what 
 LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
     "weights": (UPPER, "right", LOOKS["sync"][0]),  # the next step begins right behind it
     "split": (-0.87, "right", INK),
-    "tail": (-0.87, "right", INK),
+    "tail": (-0.87, "left", INK),
     "wave": (-0.6, "left", GREY),
 }
 
@@ -154,7 +154,7 @@ def add_legend(figure: Figure, drawn: set[str]) -> None:
     said["rank waits"] = Patch(facecolor="white", edgecolor=GREY)
     shades = [Patch(color=LOOKS["rollout"][0], alpha=alpha) for alpha in (PALEST, 0.6, 1.0)]
     said["shade: few requests ... all that an engine can decode at once"] = tuple(shades)
-    style = dict(fontsize=8, frameon=False, ncols=5, handler_map={tuple: HandlerTuple(None, pad=0)})
+    style = dict(fontsize=8, frameon=False, ncols=6, handler_map={tuple: HandlerTuple(None, pad=0)})
     figure.legend(said.values(), said.keys(), loc="outside lower left", **style)
 
 
