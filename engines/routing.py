@@ -47,9 +47,9 @@ class Load:
             del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Return the less loaded of two engines, whose turn it is and another; None if there is none.
+        """Return the less loaded of two engines: the one whose turn it is, else another. None without any.
 
-        The least loaded of all would be the same for all controllers until they meet. So each begins
+        The other is random. The least loaded of all would be the same for all controllers until they meet. So each begins
         elsewhere: of controllers 0 and 1, who have four engines, 0 asks 0, 1, 2, 3 and 1 asks 2, 3, 0, 1.
         """
         if not engines:
