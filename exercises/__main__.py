@@ -88,8 +88,8 @@ def opened(exercise: Exercise) -> str:
     function = find(text, exercise)
     docstring = function.body[0]
     kept = text.splitlines(keepends=True)[lines_of(function).start : docstring.end_lineno]
-    indent = " " * docstring.col_offset
-    return "".join(kept) + f'{indent}raise NotImplementedError("{YOUR_TURN} {exercise.name}")\n'
+    left = f'raise NotImplementedError("{YOUR_TURN} {exercise.name}")\n'
+    return "".join(kept) + " " * docstring.col_offset + left
 
 
 def put(exercise: Exercise, function: str) -> None:
@@ -148,18 +148,8 @@ def start(exercise: Exercise) -> None:
 
 def failure_of(exercise: Exercise) -> str:
     """Run an exercise's tests, and return what the first one says that fails; "" if all pass."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-qq",
-        "-rN",
-        "-n0",
-        "--tb=short",
-        "--no-header",
-    ]
-    command += ["--disable-warnings", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", "-qq", "-rN", "-n0", "--tb=short"]
+    command += ["--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     file, *tests = exercise.tests.split()
     command += [f"tests/{file}::{test}" for test in tests]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -184,9 +174,9 @@ def check(exercise: Exercise, shows_failure: bool) -> bool:
     if failure and shows_failure:
         print(failure)
     print(f"{exercise.name:22}  {'fails' if failure else 'passes':6}  {seconds:3.0f} s", flush=True)
-    begun = [e.name for e in EXERCISES if state_of(e, notes) == "begun" and e is not exercise]
+    begun = [name for name, note in notes.items() if not note and name != exercise.name]
     if failure and shows_failure and begun:
-        print(f"These are begun, too, and may be why: {', '.join(begun)}")
+        print(f"What else is begun may be why: {', '.join(begun)}")
     return not failure
 
 
