@@ -107,7 +107,7 @@ EXERCISES = (
     ),
     Exercise(
         "bug_in_the_second_step",
-        "The first step goes well; in the second, older weights than the policy's write answers.",
+        "The first step goes well; in the second, answers say that weights 0 wrote them, not 1.",
         "HybridFlow (arXiv 2409.19256), section 5.2",
         20,
         "engines/pool.py",
