@@ -138,7 +138,7 @@ def start(exercise: Exercise) -> None:
     write_notes(read_notes() | {exercise.name: ""})
     print(exercise.story)
     if exercise.bug:
-        print(f"Find the bug; it takes about {exercise.minutes} minutes.")
+        print(f"Find the bug without git diff. It takes about {exercise.minutes} minutes.")
     else:
         line = lines_of(find((ROOT / exercise.file).read_text(), exercise)).start + 1
         print(f"Write {exercise.function}, {exercise.file}:{line}, as its docstring says.")
