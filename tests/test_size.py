@@ -49,14 +49,8 @@ FLOOR = {name: len(LAYERS) - number for number, names in enumerate(LAYERS) for n
 MEGATRON = {"training", "actor", "critic", "cpu"}
 SGLANG = {"cpu", "engines/server_main.py"}  # the process of a server
 DYNAMIC = ("getattr", "hasattr", "setattr", "eval", "exec")
-AROUND = {
-    "simulation",
-    "papers",
-    "bench",
-    "exercises",
-    "examples",
-    "tests",
-}  # the product runs without
+# the product runs without
+AROUND = {"simulation", "papers", "bench", "exercises", "examples", "tests"}
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
