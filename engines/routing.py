@@ -47,10 +47,11 @@ class Load:
             del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Return the less loaded of two engines, whose turn it is and another; None if there is none.
+        """Return the less loaded of two engines, whose turn it is and a random other; None if there is none.
 
-        The least loaded of all would be the same for all controllers until they meet. So each begins
-        elsewhere: of controllers 0 and 1, who have four engines, 0 asks 0, 1, 2, 3 and 1 asks 2, 3, 0, 1.
+        If both owe as much, it is the one whose turn it is. The least loaded of all would be the same for all
+        controllers until they meet. So each begins elsewhere: of controllers 0 and 1, who have four engines,
+        0 asks 0, 1, 2, 3 and 1 asks 2, 3, 0, 1.
         """
         if not engines:
             return None

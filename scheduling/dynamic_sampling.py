@@ -88,12 +88,15 @@ class DynamicSampler:
         return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]
 
     def next_draw(self) -> Draw | None:
-        """The prompts to draw now; None if nothing is missing, it is too early, or no wave is left."""
+        """The prompts to draw now; None if nothing is missing, it is too early, or no wave is left.
+
+        The first draw is a whole wave. Later, missing is what `target` lacks beyond informative groups and
+        those in flight that experience says will be kept. While no group is to be replaced, it is too early
+        until SHARE_GENERATED of the groups are generated.
+        """
         if not self.wave_of:
             return Draw(0, self.first_size)
-        will_be_kept = (
-            self.num_in_flight / self.groups_per_kept
-        )  # of those in flight, by experience
+        will_be_kept = self.num_in_flight / self.groups_per_kept
         missing = self.target - self.num_informative - will_be_kept
         may_tell = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
         if missing <= 0 or not may_tell:
