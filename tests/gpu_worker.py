@@ -25,6 +25,7 @@ if sys.argv[2] == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl
 
 from config import AS_FITS, Config
 from engines.engine import Answer, Engine, Request, Sampling
@@ -186,12 +187,17 @@ def nap() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def training_pass(recompute: str = "") -> None:
-    """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step."""
+def training_pass(how: str = "") -> None:
+    """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step.
+
+    how: recompute; or FA3, FA4: torch's prototypes of newer attention, whose packages must be there.
+    """
     from actor import Actor
     from training.memory import trainer_parts
 
-    actor = Actor(settings(recompute=AS_FITS if recompute else 0), MODEL)
+    actor = Actor(settings(recompute=AS_FITS if how == "recompute" else 0), MODEL)
+    if how.startswith("FA"):
+        activate_flash_attention_impl(how)
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
     packed = [[sequence] * (SIZE.micro_batch // SIZE.sequence)] * 2
     for _ in range(2):  # compiles, makes AdamW's state
