@@ -110,6 +110,7 @@ def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tens
 
 
 def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Return the larger of each target's losses, unclipped and clipped, and whether it is the clipped one."""
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages
     return unclipped.maximum(clipped), clipped > unclipped

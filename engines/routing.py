@@ -11,7 +11,7 @@ from runtime.world import World
 
 
 class Load:
-    """The tokens that engines still have to write: for this controller now, for others when all last met."""
+    """The tokens that engines still have to write: this controller's now, the rest as of the last meeting."""
 
     def __init__(self, world: World):
         self.outstanding: Counter[int] = Counter()  # engine's rank -> tokens this controller awaits
@@ -47,10 +47,11 @@ class Load:
             del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Return the less loaded of two engines, whose turn it is and another; None if there is none.
+        """Return the less loaded of two engines, whose turn it is and a random other; None if there is none.
 
-        The least loaded of all would be the same for all controllers until they meet. So each begins
-        elsewhere: of controllers 0 and 1, who have four engines, 0 asks 0, 1, 2, 3 and 1 asks 2, 3, 0, 1.
+        If both owe as much, it is the one whose turn it is. The least loaded of all would be the same for all
+        controllers until they meet. So each begins elsewhere: of controllers 0 and 1, who have four engines,
+        0 asks 0, 1, 2, 3 and 1 asks 2, 3, 0, 1.
         """
         if not engines:
             return None

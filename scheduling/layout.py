@@ -48,7 +48,11 @@ class Shape(NamedTuple):
 
     @property
     def copies(self) -> list[list[int]]:
-        """The model-parallel group of each data-parallel rank, its lead first."""
+        """The model-parallel group of each data-parallel rank, its lead first: [dp][unit].
+
+        From one rank to the next tp changes first, then cp, dp and pp. In a push the ranks of a group put
+        the weights together: HybridFlow (arXiv 2409.19256), section 5.3.
+        """
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
             copies[place // (self.tp * self.cp) % self.dp].append(rank)

@@ -214,6 +214,15 @@ def test_remax_takes_the_greedy_answer_s_reward_off():
     assert found == [[1.0] * 2, [0.25] * 3]
 
 
+def test_the_clip_by_hand():
+    """What goes too far the right way is clipped; what goes the wrong way is pulled back in full."""
+    ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
+    loss, clipped = algorithms.clip(ratio, advantages, settings_of(clip_low=0.2, clip_high=0.28))
+    assert loss.tolist() == pytest.approx([-1.28, 1.5, -0.5, 0.8, -2.2])
+    assert clipped.tolist() == [True, False, False, True, False]
+
+
 def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
     """By the row's own settings: what the policy has left isn't pulled back up to a bound."""
     now = torch.tensor([-1 + math.log(1.5), -1 + math.log(0.135)], requires_grad=True)

@@ -24,8 +24,9 @@ def sums(costs, shares) -> list[int]:
 
 @given(costs=st.lists(st.integers(0, 10**6), max_size=60), shares=st.integers(1, 8))
 def test_karmarkar_karp(costs, shares):
-    """Every sample once, equal in number to within one, no further apart in cost than one sample."""
+    """Every sample once, ascending in a share; equal in number to within one, in cost to within a sample."""
     dealt = karmarkar_karp(costs, shares)
+    assert dealt == list(map(sorted, dealt))
     assert len(dealt) == shares and sorted(flat([dealt])) == list(range(len(costs)))
     numbers, loads = [len(share) for share in dealt], sums(costs, dealt)
     assert max(numbers) - min(numbers) <= 1
