@@ -131,9 +131,10 @@ def draw(workloads: dict[str, Steps], given: Namespace) -> None:
     with picture(given.figure, 1, width=7.5) as (axes,):
         for place, sides in enumerate(workloads.values()):
             for number, name in enumerate(names):
+                mode = f"partial {name}" if "|" in name else name
                 low, middle, high = quantiles(column(sides[name], "time/serve_s"), n=4)
                 x = place + (number - (len(names) - 1) / 2) * width
-                label = (f"partial {name}" if "|" in name else name) if place == 0 else None
+                label = mode if place == 0 else None
                 axes.bar(x, middle, width, color=colors[name], label=label)
                 whiskers = [[middle - low], [high - middle]]
                 axes.errorbar(x, middle, whiskers, color="black", linewidth=0.8)

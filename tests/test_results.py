@@ -68,7 +68,7 @@ def test_every_value_is_read_and_every_command_understood():
 def test_the_demo_that_was_measured_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(results, "DOCS", tmp_path)
-    write_run(tmp_path / "demo", "partial", spans_of([(0.0, 1.0)], step=4))
+    write_run(tmp_path / "demo", "partial", spans_of([(0.0, 1.0)], step=3))
     results.draw_timeline()
     assert (tmp_path / "timeline.png").stat().st_size > 1000
 
