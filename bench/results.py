@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -239,7 +239,7 @@ def draw_timeline() -> None:
     """Draw four steps of the demo that was measured."""
     from reporting.figure import make_figure, read_run
 
-    steps = replace(read_run(FOLDER / "demo", 3, 6), title="The demo: partial colocation, 2 ranks")
+    steps = read_run(FOLDER / "demo", 0, 3)._replace(title="The demo: partial mode, 2 ranks")
     make_figure(steps).savefig(DOCS / "timeline.png")
 
 

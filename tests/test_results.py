@@ -8,6 +8,8 @@ import pytest
 from bench import results
 from tests import ROOT
 from tests.test_docs import check_program, check_run
+from tests.test_figure import write_run
+from tests.test_timeline import spans_of
 from tests.workers.start import run_command
 
 
@@ -61,6 +63,14 @@ def test_every_value_is_read_and_every_command_understood():
     for row in results.ROWS.values():
         words = row.command.replace('"', "").split()
         check_run(words) if "run.py" in words else check_program(words)
+
+
+def test_the_demo_that_was_measured_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    write_run(tmp_path / "demo", "partial", spans_of([(0.0, 1.0)], step=3))
+    results.draw_timeline()
+    assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
