@@ -199,7 +199,7 @@ def test_rebalance_finds_its_place(start):
     assert sum(a.stats.split != b.stats.split for a, b in pairwise(steps)) <= 5
 
 
-if __name__ == "__main__":  # the figures of docs/fusion.md
+if __name__ == "__main__":  # the figures of docs/modes.md
     for name in WORKLOADS:
         for how in (dict(mode="full"), *SPLITS, *TAILS):
             print(name, how, round(serving_s(simulated(name, **how)), 2))
