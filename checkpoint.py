@@ -176,9 +176,8 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    describe: dict[
-        str, Callable[[list[list]], None]
-    ]  # folder -> writes all ranks' descriptions there
+    # folder -> writes all ranks' descriptions there
+    describe: dict[str, Callable[[list[list]], None]]
     ahead: rollout.RolloutBatch | None
 
 

@@ -121,13 +121,11 @@ async def loop(c: Controller) -> None:
         stats, stopping = await agree(c, stats, shares)  # all ranks meet: metrics, a stop
         decision = rebalance(c, measured)  # with --rebalance the split may move
         advance(c, batch)
-        await c.checkpoints.save(c)  # if one is due: a snapshot, written beside the next step
-        await (
-            c.devices.to_serving()
-        )  # wake the engines that write, push the weights, trainers sleep
+        await c.checkpoints.save(c)  # if one is due: a snapshot; it is written beside what follows
+        await c.devices.to_serving()  # rollout engines wake, get the weights; trainers sleep
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
-        await c.checkpoints.finish(c)  # a save is complete once all ranks have written it
+        await c.checkpoints.finish(c)  # has every rank written the save by now? Then it is complete
         stop_if_due(c, stopping)
         del batch, sizes, shares  # not held while the next step is served
     c.timeline.step = c.config.steps

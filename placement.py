@@ -98,7 +98,7 @@ def problems_of(placement: Placement, config: Config) -> Iterator[str]:
     algorithm = algorithm_of(config)
     row = f"--algorithm {config.algorithm[0]}"
     if 0 not in placement.engines and not config.train_only:
-        yield "rank 0, which keeps the prompts, needs an engine"
+        yield "rank 0, which saves where the prompts stand, needs an engine"
     if "critic" in placement.shapes and not algorithm.critics:
         yield f"{row} has no critic"
     if "critic" in placement.shapes and schedule_of(config).fuses:

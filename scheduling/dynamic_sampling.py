@@ -37,9 +37,7 @@ class DynamicSampler:
         self.first_size = math.ceil(target * over_dispatch)
         self.max_refills = max_refills
         self.wave_of: dict[int, int] = {}  # prompt_id -> wave, in the order of drawing
-        self.finished: dict[
-            int, bool
-        ] = {}  # prompt_id of a finished group -> whether it is informative
+        self.finished: dict[int, bool] = {}  # prompt_id -> whether the group is informative
         self.to_replace: list[int] = []  # filtered since the last wave
         self.num_generated = 0  # groups of which every answer is finished, judged or not
 
