@@ -56,7 +56,7 @@ lint: install
 install: .venv/installed
 
 .venv/installed: requirements.txt cpu/requirements.txt
-	$(PYTHON) runtime/supported.py
+	$(PYTHON) runtime/supported.py $(GPUS)
 	$(PYTHON) -m venv .venv
 ifneq ($(filter-out 0,$(GPUS)),)
 	$(BIN)/pip install --quiet -r requirements.txt

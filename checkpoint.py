@@ -57,7 +57,7 @@ READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's dir
 # ... and while answers wait that were made with them
 ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")
 ANSWERED += ("judge_format", "judge_max_new_tokens", "video_fps", "video_frames")
-FREE = ("preset", "out", "resume", "port")  # nobody needs to hear that these differ
+FREE = ("preset", "out", "resume", "port")  # a run that resumes doesn't say that these differ
 
 Say = Callable[[str], None]
 
@@ -274,7 +274,7 @@ class Checkpoints:
         self.saving = None
         parts = await self.world.gather_on_0(None if error else saving.writer.result()[0])
         saving.writer.close()
-        await self.world.barrier()  # nobody writes any more
+        await self.world.barrier()  # every rank's writer has ended
         if not error:
             try:
                 await on_rank_0(self.world, name_folders, saving, parts, self.config.keep)
@@ -301,7 +301,7 @@ def make_folders(folder: Path, *names: str) -> None:
 
 
 def name_folders(saving: Saving, parts: list[Part], keep: int) -> None:
-    """Name the folders, whose files are on the disk. In this order: rank 0 may die between any two lines."""
+    """Give the folders their names: their files are on the disk. Rank 0 may die between any two lines."""
     folder = saving.folder
     checkpoints = folder.parent
     checksums = {}

@@ -107,25 +107,27 @@ async def evaluate_once(c: Controller) -> bool:
 
 async def loop(c: Controller) -> None:
     """The loop: serve, then train (collective). Raises Stopped on all ranks if one was asked to stop."""
-    await c.devices.to_serving()  # engines come up asleep, as trainers do
+    await c.devices.to_serving()  # the engines started asleep: wake them, push the first weights
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
         batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
-        sizes, measured = await tell_served(batch, c)  # all meet: lengths, times, a stop
-        shares = await exchange(batch, sizes, c)  # equal work for every rank
-        await c.devices.to_training()  # engines that share ranks sleep; trainers wake as needed
-        c.ahead = await serve_ahead(c)  # on ranks of their own engines serve the next step
+        sizes, measured = await tell_served(batch, c)  # all ranks meet: lengths, times, a stop
+        shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
+        await c.devices.to_training()  # engines that share ranks with trainers sleep
+        c.ahead = await serve_ahead(c)  # with --ahead: ranks that only serve begin the next step
         with c.timeline.span("train"):
             stats = await c.learn(c, shares)
-        stats, stopping = await agree(c, stats, shares)  # all meet
-        decision = rebalance(c, measured)  # the split may move
+        stats, stopping = await agree(c, stats, shares)  # all ranks meet: metrics, a stop
+        decision = rebalance(c, measured)  # with --rebalance the split may move
         advance(c, batch)
-        await c.checkpoints.save(c)  # a snapshot, written while the next step is served
-        await c.devices.to_serving()  # engines' weights back, push, trainers sleep, KV cache
+        await c.checkpoints.save(c)  # if one is due: a snapshot, written beside the next step
+        await (
+            c.devices.to_serving()
+        )  # wake the engines that write, push the weights, trainers sleep
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
-        await c.checkpoints.finish(c)  # a save that all ranks have written gets its final name
+        await c.checkpoints.finish(c)  # a save is complete once all ranks have written it
         stop_if_due(c, stopping)
         del batch, sizes, shares  # not held while the next step is served
     c.timeline.step = c.config.steps
@@ -138,7 +140,7 @@ async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], 
 
     Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run goes on.
     """
-    await c.world.wait_for_all()  # who trains alone waits here for those that serve
+    await c.world.wait_for_all()  # ranks that only train wait here for those that serve
     own = Sizes.of(batch.kept, c.devices.actor.image_cost, "cost" in c.algorithm.signals)
     facts = (own, batch.stats, batch.missing_groups, bool(c.stop.asked))
     sizes, stats, missing_groups, stops = zip(*await c.world.gather(facts), strict=True)
@@ -153,15 +155,15 @@ async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], 
 async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Shares:
     """Deal all samples to the models' data-parallel ranks in equal work (collective).
 
-    Each rank works out the same deals from the sizes that all told: one for each shape of a model, because
-    actor and critics may be cut in different ways. A sample goes straight from the rank that has it to all
-    ranks of the copy of each model that trains on it.
+    Every rank works out the same deals from the sizes of all: one for each shape of a model, because actor
+    and critics may be cut in different ways. A sample goes straight from the rank that has it to the ranks
+    that train on it: of each model all ranks of one copy.
     """
     actor = c.devices.actor
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
     dealt = deal(sizes, shapes, actor.cost, c.config)
     parcels: dict[int, list[Sample]] = {}  # by receiver
-    senders: set[int] = set()  # who sends something to this rank
+    senders: set[int] = set()  # the ranks that send something to this one
     own = {sample.key: sample for sample in batch.kept}
     for key, owner in dealt.owners.items():
         receivers = {rank for each in dealt.of.values() for rank in each.copies[key]}
@@ -179,9 +181,9 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
 
 
 async def serve_ahead(c: Controller) -> RolloutBatch | None:
-    """Serve the next step's batch with --ahead (those that serve); others return at once, and train.
+    """With --ahead serve the next step's batch, on the ranks that serve. The other ranks return and train.
 
-    It is served by the weights that this step begins with: a function of the step alone.
+    The weights are those that this step begins with, so the batch depends on the step alone.
     """
     is_last = c.state.step + 1 == c.config.steps
     if not c.config.ahead or is_last:
@@ -224,7 +226,7 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     samples = list(learned.values())
     algorithms.set_advantages(samples, c.algorithm, multiplier)
     if c.algorithm.whiten:
-        # others of its model-parallel group hold the same
+        # the other ranks of a model-parallel group hold the same samples
         mine = flat(shares.of(actor)) if actor.is_lead else []
         moments = algorithms.moments([a for sample in mine for a in sample.advantages])
         algorithms.whiten(samples, await c.peers.gather(moments))
@@ -232,7 +234,10 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
 
 
 async def share_columns(c: Controller, shares: Shares) -> None:
-    """Send what a model said of samples from its copies' leads to who trains another model on them."""
+    """Send values and log-probabilities of samples to the ranks that train another model on them.
+
+    The lead of a copy of the model that computed them sends them.
+    """
     parcels = {}
     senders = set()
     for source, target in itertools.permutations(shares.deals, 2):
@@ -251,8 +256,8 @@ async def share_columns(c: Controller, shares: Shares) -> None:
 async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple[dict, bool]:
     """Return the metrics of all models, and whether a rank was asked to stop (collective).
 
-    Where all ranks hold all models no meeting is needed: all have these metrics, and they are told of a stop
-    when they meet to serve. UserError after MAX_SKIPS skipped updates in a row.
+    Where all ranks hold all models they needn't meet: all have these metrics, and they learn of a stop when
+    they meet after serving. UserError after MAX_SKIPS skipped updates in a row.
     """
     stopping = False
     if not c.devices.is_colocated:

@@ -65,7 +65,9 @@ class Prompts:
     cursor: int = 0  # next prompt_id that was never drawn
     requeued: list[int] = field(default_factory=list)  # drawn, but not used
     groups: dict[int, Group] = field(default_factory=dict)  # of requeued prompts, as generated here
-    owners: dict[int, int] = field(default_factory=dict)  # requeued prompt_id -> who has its group
+    owners: dict[int, int] = field(
+        default_factory=dict
+    )  # requeued prompt_id -> the rank that has its group
     _ahead: dict[int, Awaitable[Prompt]] = field(default_factory=dict, init=False)  # being read
 
     def draw(self, count: int) -> list[int]:
@@ -77,7 +79,7 @@ class Prompts:
         return again + list(fresh)
 
     def assign_owners(self, prompt_ids: list[int], controllers: int) -> dict[int, int]:
-        """Map prompt_ids to the data-parallel ranks that serve them: who has the group, else the fewest."""
+        """Map prompt_ids to controllers: to the one that has the group, else the one with the fewest."""
         owners = {i: self.owners[i] for i in prompt_ids if i in self.owners}
         counts = dict.fromkeys(range(controllers), 0) | Counter(self.owners.values())
         heap = sorted((count, rank) for rank, count in counts.items())

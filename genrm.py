@@ -212,7 +212,7 @@ class Judgement(NamedTuple):
 
 
 class Judge:
-    """One judge model with its own tokenizer. Number m is served by the genrm engines whose `model` is m."""
+    """A judge model with its tokenizer. The genrm engines of `model` m serve judge number m."""
 
     def __init__(
         self, config: Config, number: int, tokenizer: data.Tokenizer, reader: ImageReader | None

@@ -125,7 +125,7 @@ def full_colocation(placement: Placement, config: Config) -> list[Split]:
 
 
 def partial_colocation(placement: Placement, config: Config) -> list[Split]:
-    """Let the first S ranks serve rollout, the others genrm, for each S that cuts no engine. WeChat-YATT."""
+    """Let the first S ranks write and the rest judge, for each S that cuts no engine. WeChat-YATT."""
     ranks = len(placement.engines)
     cuts = range(placement.unit, ranks, placement.unit)
     return [Split("partial", cut, ranks - cut) for cut in cuts]
@@ -169,7 +169,7 @@ def make_splits(config: Config, placement: Placement) -> list[Split]:
     ranks = len(placement.engines)
     judges = 0 if config.train_only else len(config.judge_models)
     if not judges:
-        splits = [Split("partial", ranks, 0)]  # rollout shares its ranks with nobody
+        splits = [Split("partial", ranks, 0)]  # without a judge rollout has all ranks
     splits = [split for split in splits if placement.serves_all(split, judges)]
     if not splits:
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"

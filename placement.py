@@ -1,4 +1,4 @@
-"""Placement: which ranks engines and models hold, and who has a rank's device now.
+"""Placement: which ranks engines and models hold, and which of them has a rank's device now.
 
 --placement says which ranks hold which model (`Placement` in scheduling/layout.py), --mode how rollout and
 genrm share those of the engines (modes.py). What holds the same ranks takes turns; the order decides the
@@ -109,7 +109,7 @@ def problems_of(placement: Placement, config: Config) -> Iterator[str]:
         yield "--ahead 1 needs engines on ranks that train nothing, as --placement standalone"
 
 
-# ---------------------------------------------------------------- who has a rank's device
+# ---------------------------------------------------------------- what has a rank's device
 
 
 class Models(NamedTuple):
@@ -164,9 +164,10 @@ class Devices:
         return self.placement.leads(role, self.split)
 
     async def share(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
-        """Wake engines led by these ranks alone (collective): judges leave, answers move, judges come.
+        """Have the engines of these ranks awake, and no others (collective).
 
-        Judgements that wait at busy judges move to those that come.
+        Judges that aren't wanted finish, and sleep. Then answers move to the rollout engines that stay, and
+        critiques that wait at busy judges move to the judges that come.
         """
         if not self.split.genrm:
             return  # of a run without a judge
@@ -177,7 +178,7 @@ class Devices:
         self.swap_s += self._timeline.now() - start
 
     def apply(self, rollout: EngineStatus, genrm: EngineStatus) -> None:
-        """Act on what all controllers told of the engines. Not collective.
+        """Act on the facts that the controllers gathered about the engines. Not collective.
 
         EngineLost: this rank's engine owes tokens and writes none. UserError: requests wait for an engine
         that the mode doesn't wake.
@@ -229,7 +230,7 @@ class Devices:
         """Wake those that this rank holds, once its other trainers sleep. Not collective."""
         wanted = [trainer for trainer in trainers if trainer.holds]
         if not wanted:
-            return  # they are on other ranks: who has this device keeps it
+            return  # these models are on other ranks: this device stays as it is
         await self.rest_trainers(but=wanted)
         for trainer in wanted:
             if not trainer.awake:

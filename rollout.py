@@ -303,9 +303,9 @@ async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Me
 
 
 class GroupsState(NamedTuple):
-    """The state of one controller's groups, as it tells it in a meeting, or of all controllers' groups."""
+    """The state of one controller's groups, which it reports in a meeting; or the sum over all of them."""
 
-    finished: dict[int, bool]  # prompt_id of a group that is told once -> whether it is informative
+    finished: dict[int, bool]  # prompt_id of a group, reported once -> whether it is informative
     generated: int  # groups of which every answer is finished
     failed: list[int]  # answers without a verdict, by judge
     parsed: list[int]  # verdicts, by judge
@@ -341,7 +341,7 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]
     """Tell which groups finished (collective). Returns what is left, and the tokens each engine owes."""
     meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
     progress = meeting.facts
-    step.sampler.num_generated = progress.generated  # before `record`, whose reader may look at it
+    step.sampler.num_generated = progress.generated  # before `record`: a subclass may use it there
     step.sampler.record(progress.finished)
     genrm.check_judges(step.c.config, (progress.failed, progress.parsed))
     return progress.left, meeting.rollout.outstanding
@@ -354,7 +354,7 @@ async def wait_for_all(c: Controller, tasks: Tasks) -> None:
 
 
 async def wait_for_enough(step: RolloutStep) -> None:
-    """Wait for all tasks; with over-dispatch for enough, and cut off the others (collective)."""
+    """Wait for all tasks; with over-dispatch until enough are done, and cut off the rest (collective)."""
     c = step.c
     sampler = step.sampler
     if c.config.over_dispatch == 1:

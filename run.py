@@ -136,12 +136,12 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
         world, progress = await opened.enter_async_context(joined(config))
         config = await world.run(resolved, config, placement)
         memory.check_fits(config, placement, splits)
-        config = memory.settled(config, placement, splits)
+        config = await memory.settled(config, placement, splits, world)
         fleet = await opened.enter_async_context(Fleet(config, world))
         c = await build(config, placement, splits, world, progress, fleet, stop)
         stopped = await fleet.while_up(work(c))
         await world.barrier()
-        stop.neighbours = {}  # who is through may leave
+        stop.neighbours = {}  # a rank that is through may leave
         if stopped and config.command == "eval":
             return "stopped; the same command goes on"
         if stopped:

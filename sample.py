@@ -9,7 +9,7 @@ Key = tuple[int, int]  # prompt_id and index of a sample
 
 
 class Outcome(NamedTuple):
-    """The worth of an answer, as the others of its group compare themselves with it."""
+    """The worth of an answer, with which the rest of its group is compared."""
 
     index: int
     length: int  # tokens of the response
@@ -20,7 +20,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Sample:
-    """One answer to one prompt. Every field names who fills it."""
+    """One answer to one prompt. Every field names the file that fills it."""
 
     # data.py
     prompt_id: int
@@ -30,7 +30,7 @@ class Sample:
     answer_key: str | None = None
     media: tuple[Image, ...] = ()  # images of the prompt, in the order of their tokens
     turns: list[dict] = field(default_factory=list)  # of a chat of several: all before the answer
-    greedy: bool = False  # a baseline for the others of its group, not trained on
+    greedy: bool = False  # a baseline for the rest of its group, not trained on
     row: dict[str, Any] = field(default_factory=dict)  # all columns; never sent, nor in a file
     # rollout.py; the tokens as they were sampled: their text, encoded again, may give others
     response: list[int] = field(default_factory=list)

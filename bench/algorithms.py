@@ -35,7 +35,7 @@ RUNS = {
 }
 ACCURACY = "eval/accuracy"
 REWARD = "reward/unfiltered_mean"
-PANELS = {"accuracy on held-out problems, greedy": ACCURACY, "reward of sampled answers": REWARD}
+PANELS = {"held-out problems answered right": ACCURACY, "reward, mean of 5 steps": REWARD}
 # The cost of an answer is its length over 72 tokens; without a limit it comes to about 0.5. Answers have to
 # get shorter where that costs the least reward. The KL keeps the start's habit of short answers alive, so
 # that the policy can follow the multiplier, which begins high: a constraint is easier kept than won back from
@@ -49,7 +49,11 @@ SAFE_RUNS = {
 }
 COST = "cost/mean"
 MULTIPLIER = "cost/multiplier"
-SAFE_PANELS = {"cost of an answer": COST, "multiplier": MULTIPLIER, "reward": REWARD}
+SAFE_PANELS = {
+    "cost of an answer, mean of 5 steps (dotted: the limit)": COST,
+    "lambda, which multiplies the cost": MULTIPLIER,
+    "reward, mean of 5 steps": REWARD,
+}
 STEPS = 60
 SAFE_STEPS = 150
 
@@ -108,22 +112,21 @@ def show_safe(results: Results, steps: int) -> None:
 
 
 def draw(panels: dict[str, str], results: Results, path: Path) -> None:
-    """Draw a panel for each metric (title -> metric): medians over seeds, a line for each name."""
-    from matplotlib import colormaps
-
+    """Draw a panel for each metric (title -> metric): medians over seeds. "..., full" would hide a line."""
     with picture(path, len(panels), width=5.5) as axes:
         for axis, (title, metric) in zip(axes, panels.items(), strict=True):
-            axis.set(title=title, xlabel="step")
+            axis.set(title=title, xlabel="updates made" if metric == ACCURACY else "step")
             if metric == COST:
                 axis.axhline(COST_LIMIT, color="black", linestyle=":", linewidth=1)
-            for number, (name, runs) in enumerate(results.items()):
-                curves = [curve(rows, metric) for rows in runs]
+            for name in [name for name in results if not name.endswith(", full")]:
+                curves = [curve(rows, metric) for rows in results[name]]
                 shared = sorted(set.intersection(*map(set, curves)))
                 medians = [median(column(curves, step)) for step in shared]
-                style = "--" if name.endswith(", full") else "-"
-                color = colormaps["tab10"](number)
-                axis.plot(shared, medians, style, label=name, color=color, linewidth=1.4)
-        axes[0].legend(fontsize=7)
+                if metric != ACCURACY:  # of a step's own answers; steps are counted from 1
+                    shared = [step + 1 for step in shared]
+                    medians = [fmean(medians[max(0, n - 4) : n + 1]) for n in range(len(medians))]
+                axis.plot(shared, medians, label=name, linewidth=1.4)
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
 
 
 def main() -> None:

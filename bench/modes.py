@@ -1,9 +1,9 @@
 """A comparison of who holds the devices when: full, partial, fused, rebalanced and automatic.
 
-    python bench/modes.py                     all workloads on 2 and 4 ranks -> docs/modes.png and tables
-    python bench/modes.py --ranks 4 --workloads tail --repeats 1
+    python bench/modes.py --figure FILE       all workloads on 4 ranks -> a table and a picture
     python bench/modes.py --sides full "2|2" auto            these sides alone
-    python bench/modes.py --ranks 4 --workloads tail-judged --tails 0 0.05 0.1 0.2 0.3 0.5 0.9
+    python bench/modes.py --workloads resample --sides full "2|2" "fused 0.2" --repeats 1 --moving 0 \\
+        --pace 20,0.1 --compare docs/modes_compared.png      the timelines of a step, one below the other
 
 Every rank hosts both engines, real ones; one run on N ranks measures all sides in alternation on the same
 engines and prompts (served_load.py says what the load is). The first step of each side is left out: engines
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -23,10 +24,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.measuring import ROOT, column, parser_of, picture, print_table, quartiles, run_ranks
 from bench.workloads import WORKLOADS, Side
 from config import Config
+from reporting.figure import INK, UPPER, Picture, add_legend, draw_lanes, of_steps
+from reporting.timeline import of_kind, read
 from scheduling.fusion import TAILS
 
 MOVING = ("rebalance", "auto")  # sides that choose their split
 OUT = ROOT / "runs" / "bench"
+SWAP_S = 0.25  # an engine that changes hands this soon after another belongs to the same swap
+WAYS = {
+    "full": "All ranks write, then all judge. For each wave all wait twice for the slowest, and swap.",
+    "partial": "Some ranks write while the others judge. A wave begins beside the one before: no swap.",
+    "fused": "All ranks write until few answers are left. Then some write these, and the others judge.",
+}
 
 Steps = dict[str, list[dict]]  # metrics of the counted steps, by side
 
@@ -48,38 +57,33 @@ def moving_plans(ranks: int) -> dict[str, list[str]]:
     return plans
 
 
-def make_sides(given: Namespace, ranks: int) -> list[Side]:
-    """Full, every partial split and the given tails of each workload, in alternating order.
-
-    Those that choose come after the first round.
-    """
-    fused = [f"fused {tail:g}" for tail in given.tails]
-    static = {name: [name] for name in ("full", *splits_of(ranks), *fused)}
-    moving = moving_plans(ranks) if given.moving else {}
+def make_sides(given: Namespace) -> list[Side]:
+    """The sides of each workload, in alternating order. Those that choose have their turn once."""
+    moving = moving_plans(given.ranks) if given.moving else {}
+    names = given.sides or ["full", *splits_of(given.ranks), f"fused {Config().tail:g}", *moving]
     sides = []
     for repeat in range(given.repeats):
-        names = [*static] if repeat % 2 == 0 else [*static][::-1]
-        if repeat == 0:
-            names += moving
-        if given.sides:
-            names = [name for name in names if name in given.sides]
         for workload in given.workloads:
-            for name in names:
-                plans = static.get(name) or moving[name]
-                steps = given.steps if name in static else given.moving
-                sides.append(Side(workload, name, repeat, plans, steps))
+            for name in names[:: -1 if repeat % 2 else 1]:
+                if name not in MOVING:
+                    sides.append(Side(workload, name, repeat, [name], given.steps))
+                elif name in moving and repeat == 0:
+                    sides.append(Side(workload, name, repeat, moving[name], given.moving))
     return sides
 
 
-def run_sides(sides: list[Side], ranks: int, pace: str) -> list[dict]:
-    """Run all sides at once; returns a row of metrics for each step."""
+def run_sides(sides: list[Side], ranks: int, pace: str, port: int = 32000) -> list[dict]:
+    """Run all sides at once; returns a row of metrics for each step. What the run says is in a log."""
+    log = OUT / f"modes-{ranks}.log"
+    OUT.mkdir(parents=True, exist_ok=True)
+    print(f"{sum(side.steps for side in sides)} steps on {ranks} ranks; log: {log}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "sides.json")
         measured = Path(folder, "measured.json")
         plan.write_text(json.dumps(sides))
         words = ["bench/served_load.py", "--sides", plan, "--measured", measured]
-        words += ["--mode", "auto", "--out", OUT / f"modes-{ranks}", "--port", 32000]
-        run_ranks(ranks, words, env={"BENCH_PACE_MS": pace} if pace else None)
+        words += ["--mode", "auto", "--out", OUT / f"modes-{ranks}", "--port", port]
+        run_ranks(ranks, words, log, env={"BENCH_PACE_MS": pace} if pace else None)
         return json.loads(measured.read_text())
 
 
@@ -112,60 +116,98 @@ def print_modes(rows: list[dict], ranks: int) -> None:
     print_table([f"{ranks} ranks", "serving, s", "against full"], table)
 
 
-def draw(results: dict[int, list[dict]], path: Path) -> None:
-    """Serving seconds of every side, a panel for each number of ranks."""
-    with picture(path, len(results), width=6.5) as panels:
-        for (ranks, rows), axes in zip(results.items(), panels, strict=True):
-            draw_bars(by_workload(rows), ranks, axes)
-
-
-def draw_bars(workloads: dict[str, Steps], ranks: int, axes) -> None:
-    """One panel: bars by workload; whiskers are quartiles."""
+def draw(workloads: dict[str, Steps], given: Namespace) -> None:
+    """Draw a bar for each side, by workload; whiskers are quartiles."""
     from matplotlib import colormaps
 
     names = list(dict.fromkeys(name for sides in workloads.values() for name in sides))
-    splits = splits_of(ranks)
+    splits = splits_of(given.ranks)
     colors = dict.fromkeys(names, "#8a4fb0")
     colors |= {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"}
     for number, split in enumerate(splits):
         colors[split] = colormaps["Blues"](0.35 + 0.4 * number / max(1, len(splits) - 1))
     width = 0.8 / len(names)
-    for place, sides in enumerate(workloads.values()):
-        for number, name in enumerate(names):
-            low, middle, high = quantiles(column(sides[name], "time/serve_s"), n=4)
-            x = place + (number - (len(names) - 1) / 2) * width
-            label = name if place == 0 else None
-            axes.bar(x, middle, width, color=colors[name], label=label)
-            whiskers = [[middle - low], [high - middle]]
-            axes.errorbar(x, middle, whiskers, color="black", linewidth=0.8)
-    axes.set(title=f"{ranks} ranks", ylabel="serving, seconds a step")
-    axes.set_xticks(range(len(workloads)), workloads)
-    axes.legend(fontsize=8, ncols=2)
+    pace = f"at a pace of {given.pace} ms" if given.pace else "as fast as they run"
+    with picture(given.figure, 1, width=7.5) as (axes,):
+        for place, sides in enumerate(workloads.values()):
+            for number, name in enumerate(names):
+                mode = f"partial {name}" if "|" in name else name
+                low, middle, high = quantiles(column(sides[name], "time/serve_s"), n=4)
+                x = place + (number - (len(names) - 1) / 2) * width
+                label = mode if place == 0 else None
+                axes.bar(x, middle, width, color=colors[name], label=label)
+                whiskers = [[middle - low], [high - middle]]
+                axes.errorbar(x, middle, whiskers, color="black", linewidth=0.8)
+        axes.set_title(f"Serving a step on {given.ranks} ranks, real engines {pace}", fontsize=10)
+        axes.set(xlabel="workload", ylabel="seconds (median, quartiles)")
+        axes.set_xticks(range(len(workloads)), workloads)
+        axes.legend(fontsize=8, ncols=2)
+
+
+def compare(rows: list[dict], given: Namespace) -> None:
+    """Draw the middle one of the steps of each side of the first workload, one below the other."""
+    from matplotlib.figure import Figure
+
+    chosen = [r for r in rows if (r["workload"], r["repeat"]) == (given.workloads[0], 0)]
+    chosen = [r for r in chosen if r["step"] == given.steps // 2 and r["side"] not in MOVING]
+    size = (13, 1.0 + (1.0 + 0.34 * given.ranks) * len(chosen))
+    figure = Figure(size, dpi=150, layout="constrained")
+    panels = figure.subplots(len(chosen), sharex=True, squeeze=False)[:, 0]
+    pictures = [picture_of(row, OUT / f"modes-{given.ranks}") for row in chosen]
+    for axes, shown in zip(panels, pictures, strict=True):
+        draw_lanes(axes, shown)
+        for start in swaps_in(shown):
+            axes.text(start, UPPER, "swap", fontsize=8.5, color=INK, va="center")
+    panels[-1].set_xlabel("seconds since the step's start", fontsize=9, color=INK, loc="left")
+    add_legend(figure, {name for each in pictures for _, name in each.lanes})
+    figure.savefig(given.compare)
+
+
+def picture_of(row: dict, out: Path) -> Picture:
+    """What ranks did in a row's step, its start at 0."""
+    step = row["step"]
+    name = row["side"]
+    start, end = row["from_to"]
+    events = of_kind(read(out / "spans", step, step), "span", "pass", "sample", "wave")
+    events = [e for e in of_steps(events, step, step) if start <= e.start < end]
+    events = [e._replace(start=e.start - start, end=e.end - start) for e in events]
+    mode = f"partial {name}" if "|" in name else name
+    title = f"{mode}: training begins after {row['metrics']['time/serve_s']:.1f} s. "
+    capacity = json.loads((out / "config.json").read_text())["max_running_requests"]
+    return Picture(title + WAYS[mode.split()[0]], events, capacity)
+
+
+def swaps_in(shown: Picture) -> list[float]:
+    """When engines of one role give way to those of the other: each time's first engine."""
+    writing = min(span.start for span in shown.spans if span.name == "rollout")
+    judged = max(span.end for span in shown.spans if span.name == "genrm")
+    starts = sorted(span.start for span in shown.spans if span.name == "switch")
+    during = [start for start in starts if writing < start < judged]
+    return [s for before, s in pairwise([0.0, *during]) if s - before > SWAP_S]
 
 
 def main() -> None:
-    parser = parser_of(__doc__, repeats=3)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser = parser_of(__doc__, repeats=3, ranks=4, port=32000)
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=WORKLOADS)
-    parser.add_argument("--sides", nargs="+", help="full, 1|3, auto, ...: these alone")
-    parser.add_argument("--tails", type=float, nargs="+", default=[Config().tail], metavar="TAIL")
+    parser.add_argument("--sides", nargs="+", help="full, 1|3, fused 0.1, auto, ...: these alone")
     steps = "of a side that doesn't choose; the first isn't counted"
     parser.add_argument("--steps", type=int, default=5, help=steps)
     moving = "of the sides that choose; 0: leave them out"
     parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help=moving)
     pace = "of a decode step at least, of each sequence, and of a prompt that is read"
     parser.add_argument("--pace", default="", metavar="MS,MS[,MS]", help=pace)
-    parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "modes.png")
+    parser.add_argument("--figure", type=Path, help="draw the medians")
+    parser.add_argument("--compare", type=Path, help="draw a step of each side of a workload")
     given = parser.parse_args()
     if 0 < given.moving < 4:
         parser.error("--moving: 0, or at least 4 steps")
-    OUT.mkdir(parents=True, exist_ok=True)
-    results = {}
-    for ranks in given.ranks:
-        results[ranks] = run_sides(make_sides(given, ranks), ranks, given.pace)
-        (OUT / f"modes-{ranks}.json").write_text(json.dumps(results[ranks]))
-        print_modes(results[ranks], ranks)
-    draw(results, given.figure)
+    rows = run_sides(make_sides(given), given.ranks, given.pace, given.port)
+    (OUT / f"modes-{given.ranks}.json").write_text(json.dumps(rows))
+    print_modes(rows, given.ranks)
+    if given.figure:
+        draw(by_workload(rows), given)
+    if given.compare:
+        compare(rows, given)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -108,12 +108,12 @@ ROWS = {
     ),
     "modes": Row(
         "Where half of the groups are drawn again, partial colocation on 4 ranks serves a step in "
-        "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) of full colocation's time; the engines' pace is "
-        "set, so this tests scheduling, not hardware",
+        "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) of full colocation's time",
         "docs/modes.md",
         'python bench/modes.py --ranks 4 --workloads resample --sides full "2|2" --repeats 3 --moving 0 '
         "--pace 20,0.1 --figure runs/results/modes.png",
         modes_values,
+        kind="measured at a set pace",
     ),
     "central": Row(
         "From 64 to 4,096 ranks a controller holds {parallel_low:,.0f} to {parallel_high:,.0f} samples at "
@@ -186,24 +186,24 @@ def git(*words: str) -> str:
 # ---------------------------------------------------------------- the table and the pictures
 
 PAPERS = {  # page -> what its rows are
-    "wechat_yatt": "engines on H20s, on which WeChat-YATT's pictures stand",
-    "rlhfuse": "RLHFuse's figures",
     "hybridflow": "HybridFlow's figures",
-    "measured": "this project's engines at a set pace, which tests scheduling, not hardware",
+    "rlhfuse": "RLHFuse's",
+    "wechat_yatt": "H20s, for WeChat-YATT's",
+    "measured": "this project's engines at a set pace",
 }
 
 
-def paper_rows(folder: Path = DOCS / "papers") -> list[str]:
-    """A row for each page of the papers: how far all points are that it calls predicted."""
-    rows = []
+def paper_row(folder: Path = DOCS / "papers") -> str:
+    """The row of the papers: of each page how far the points are that it calls predicted."""
+    pages = []
     for page, name in PAPERS.items():
         found, _, _ = errors(read_rows(folder / "rows" / f"{page}.csv")).partition(" (")
-        found = found.replace("points", f"points of {name}")
-        rows.append(f"| {found} | predicted | `make papers`: [page](docs/papers/{page}.md) |")
-    return rows
+        pages.append(f"{name}: {found}")
+    pages_of = "`make papers`: [pages](docs/papers/README.md)"
+    return f"| {'. '.join(pages)} | predicted | {pages_of} |"
 
 
-def render(results: dict[str, dict], papers: list[str]) -> str:
+def render(results: dict[str, dict], papers: str) -> str:
     """The table in Markdown. ValueError if its rows are of several commits."""
     commits = sorted({row["commit"] for row in results.values()})
     if len(commits) > 1:
@@ -220,7 +220,7 @@ def render(results: dict[str, dict], papers: list[str]) -> str:
         command = row.command.replace("|", r"\|")
         text = row.text.format(**numbers)
         lines.append(f"| {text} | {row.kind} | `{command}`: [page]({row.page}) |")
-    lines += papers
+    lines.append(papers)
     if commits:
         loads = [row["load"] for row in results.values()]
         load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
@@ -239,7 +239,7 @@ def draw_timeline() -> None:
     """Draw four steps of the demo that was measured."""
     from reporting.figure import make_figure, read_run
 
-    steps = replace(read_run(FOLDER / "demo", 3, 6), title="The demo: partial colocation, 2 ranks")
+    steps = read_run(FOLDER / "demo", 0, 3)._replace(title="The demo: partial mode, 2 ranks")
     make_figure(steps).savefig(DOCS / "timeline.png")
 
 
@@ -262,7 +262,7 @@ def main() -> None:
         if "demo" in names:
             draw_timeline()
     try:
-        README.write_text(with_table(README.read_text(), render(results, paper_rows())))
+        README.write_text(with_table(README.read_text(), render(results, paper_row())))
     except ValueError as error:
         sys.exit(f"error: {error}")
 

@@ -126,6 +126,7 @@ class Collector:
         metrics = summarize(gathered) | serving_metrics(newest, c.config) | stats
         metrics["time/step_s"] = now - self._ended
         row = {"step": step, "split": str(newest.split), "metrics": metrics}
+        row["from_to"] = (self._ended, now)  # seconds on the timeline of the run
         self._rows.append(self._labels | row)
         self._ended = now
 

@@ -13,12 +13,13 @@ from config import Config
 from engines import server
 from runtime.errors import UserError
 from runtime.free_memory import free_memory
+from runtime.world import World
 from scheduling.layout import Placement
 from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
 
 # of the host, for libraries: what runs once, a rank, an engine on a rank. On a CPU engines are forks of one
-# process, so that what they share counts once (measured: docs/real_model.md); with CUDA each loads its own
+# process, so that what they share counts once (measured); with CUDA each loads its own
 # (an estimate)
 LIBRARIES = {"cpu": (740e6, 345e6, 170e6), "cuda": (200e6, 900e6, 4e9)}
 SHARED = 16e6  # of /dev/shm, besides what is on its way through it
@@ -110,18 +111,24 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
 
 
 def device_bytes() -> int:
+    """Return the memory of this rank's GPU."""
     from torch import cuda
 
     return cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
 
 
-def settled(config: Config, placement: Placement, splits: list[Split]) -> Config:
-    """Return the settings that depend on the memory of this rank's GPU, if it has one."""
+async def settled(
+    config: Config, placement: Placement, splits: list[Split], world: World
+) -> Config:
+    """Return the settings that follow from the smallest GPU of the run (collective).
+
+    They are the same on all ranks, because ranks meet in layers that they compute again.
+    """
     from training.memory import with_recompute
 
     if config.device == "cpu":
         return config
-    return with_recompute(config, placement, splits, device_bytes())
+    return with_recompute(config, placement, splits, min(await world.gather(device_bytes())))
 
 
 def table(config: Config, placement: Placement, splits: list[Split]) -> list[str]:

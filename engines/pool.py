@@ -27,7 +27,7 @@ Verb = Callable[[Engine], Awaitable[None]]
 
 
 class EngineStatus(NamedTuple):
-    """The facts that one controller tells about a role's engines; `total`: what all told."""
+    """What one controller knows about a role's engines; `total` adds up what all of them know."""
 
     outstanding: Counter[int]  # rank -> tokens that are awaited from its engine
     parts: Counter[int]  # rank -> parts of answers that came from it since the last meeting
@@ -78,11 +78,11 @@ class Pool:
         self.own = next((engine for engine in self.engines if engine.rank == self.world.rank), None)
 
     async def generate(self, requests: list[Request], model: int = 0) -> AsyncIterator[Answer]:
-        """Yield an answer to each request, as they finish. One engine's cache serves them all.
+        """Yield an answer to each request, as they finish. All go to one engine, which caches the prompt.
 
-        If the engine was told to abort, an answer comes with finish "abort", maybe without a token, and
-        the caller requests the rest (see the head of rollout.py). After `Pool.abort` an answer without
-        a token may not come at all. EngineLost if the engine breaks off.
+        If the engine is told to abort, the answers come as far as they are written, with finish "abort" and
+        maybe without a token; the caller asks for the rest (see the head of rollout.py). After `Pool.abort`
+        an answer without a token may be missing. EngineLost if the engine breaks off.
         """
         requests = [request._replace(name=uuid4().hex) for request in requests]
         written: dict[int, Answer] = {}  # index -> what came so far
@@ -119,7 +119,7 @@ class Pool:
         return self._load.choose(self._serving.get(model, []))
 
     def _set_awake(self, leads: tuple[int, ...]) -> None:
-        """Say which engines may be asked, to those who wait for one, too."""
+        """Set which engines may be asked, and wake the requests that wait for one."""
         self.awake = leads
         self._serving = {}
         for engine in self.engines:
@@ -155,11 +155,11 @@ class Pool:
             await self._on_own(lambda engine: engine.abort())
 
     def status(self) -> EngineStatus:
-        """Return what this controller tells the others in a meeting, which `apply_status` ends."""
+        """Return what this controller brings to a meeting; `apply_status` takes the sum over all."""
         return EngineStatus(*self._load.tell(), self._load.waiting.total())
 
     def apply_status(self, status: EngineStatus) -> None:
-        """Act on what all told. EngineLost: this rank's engine owes tokens, and has written none for long."""
+        """Take the sum. EngineLost if this rank's engine owes tokens, and has written none for long."""
         self._load.update(status.outstanding)
         owed = status.outstanding[self.world.rank]
         most_s = self.config.engine_lost_s
@@ -198,7 +198,7 @@ class Pool:
             self._wakes += 1
         was_asleep = not self.awake
         staying = set(self.awake) & set(leads)
-        self._set_awake(())  # nobody asks while engines change hands
+        self._set_awake(())  # no request goes out while engines change hands
         while await self._owe(leaving):
             if move and self.world.rank in leaving:
                 await self._on_own(lambda engine: engine.abort())

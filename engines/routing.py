@@ -11,7 +11,7 @@ from runtime.world import World
 
 
 class Load:
-    """The tokens that engines still have to write: for this controller now, for others when all last met."""
+    """The tokens that engines still have to write: this controller's now, the rest as of the last meeting."""
 
     def __init__(self, world: World):
         self.outstanding: Counter[int] = Counter()  # engine's rank -> tokens this controller awaits

@@ -70,7 +70,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     if config.deterministic:
         flags["enable-deterministic-inference"] = None
     if config.device == "cuda":
-        flags |= cuda_flags(role, config)
+        flags |= cuda_flags(role, model_dir, config)
     else:
         flags |= cpu_flags(role, context, config)
     if sees(model_dir):
@@ -83,7 +83,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     return command
 
 
-def cuda_flags(role: str, config: Config) -> dict[str, Any]:
+def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
     """Return the flags of an engine on GPUs: one of several ranks has them from this rank's on."""
     flags = {
         "base-gpu-id": os.environ["LOCAL_RANK"],
@@ -100,6 +100,8 @@ def cuda_flags(role: str, config: Config) -> dict[str, Any]:
     }
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         flags["tp-size"] = tp
+    if head_dim(model_dir) % 32 or head_dim(model_dir) < 64:  # as the demo's 24: flashinfer can't
+        flags["attention-backend"] = "triton"
     if backs_up(role, config):
         flags["enable-weights-cpu-backup"] = None
     return flags
@@ -165,6 +167,13 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
         environment["MKL_CBWR"] = "AUTO,STRICT"
         environment["OMP_NUM_THREADS"] = "1"
     return environment
+
+
+def head_dim(model_dir: str) -> int:
+    """Return the width of an attention head."""
+    found = read_model_config(model_dir)
+    found = found.get("text_config", found)  # of a model that sees
+    return found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
 
 
 def context_length(model_dir: str | Path, config: Config) -> int:

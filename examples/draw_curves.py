@@ -9,20 +9,23 @@ from pathlib import Path
 
 from matplotlib import pyplot
 
-CURVES = {"reward/unfiltered_mean": "-", "eval/accuracy": "o--"}  # metric -> how it is drawn
-
 
 def main() -> None:
     picture, *folders = sys.argv[1:]
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     for number, folder in enumerate(folders):
         rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").open()]
-        for metric, style in CURVES.items():
-            points = {row["step"]: row[metric] for row in rows if metric in row}
-            label = f"{metric}, {Path(folder).name}"
-            axes.plot(points.keys(), points.values(), style, color=f"C{number}", label=label)
-    axes.set(xlabel="step", ylim=(0, 1))
-    axes.legend()
+        rewards = {r["step"] + 1: r["reward/unfiltered_mean"] for r in rows if "reward/mean" in r}
+        accuracies = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
+        name = Path(folder).name
+        style = dict(color=f"C{number}")
+        axes.plot(
+            rewards.keys(), rewards.values(), **style, label=f"{name}: reward of step 1, 2, ..."
+        )
+        label = f"{name}: held-out accuracy after so many steps"
+        axes.plot(accuracies.keys(), accuracies.values(), "o--", **style, label=label)
+    axes.set(xlabel="step", ylabel="part of the answers that is right", ylim=(0, 1))
+    axes.legend(fontsize=8)
     figure.savefig(picture, dpi=100)
 
 

@@ -320,7 +320,6 @@ def train(
     held_out = [examples[number] for number in sorted(order.held_out)]
     config = with_micro_batch(config)
     memory.check_fits(config, placement, [])
-    config = memory.settled(config, placement, [])
     source = f"{order.count} examples of {path}, {len(held_out)} more are held out"
     steps = f"{config.steps} steps of {config.batch_size}"
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}; {steps}")

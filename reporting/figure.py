@@ -1,10 +1,10 @@
 """Figure: the paper's picture from measured spans, and below it the life of every answer.
 
-Above, a lane per rank and a colour per role; shade is occupancy: requests in flight over those that the
-engine can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch aborts
-are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
+Above, a lane per rank and a colour per model; an engine's shade is occupancy: requests in flight over those
+that it can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch cuts
+off are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
 
-    python -m reporting.figure RUN --steps 10 14
+    python -m reporting.figure RUN --steps 10 14      counted from 1, as in the log
 """
 
 import argparse
@@ -17,20 +17,38 @@ from typing import NamedTuple
 import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from reporting.timeline import COLORS, INSTANTS, MARKS, STATES, Event, lanes, of_kind, read
+from reporting.timeline import INSTANTS, LANES, MARKS, Event, Stretch, lanes, of_kind, read
 from runtime.errors import UserError
 
 ROW = 0.011  # inches of an answer's row
 MOST = 2.75  # inches of all rows: where there are more answers, rows are thinner
 INK = "#333333"
 GREY = "#6b7178"
+PALEST = 0.3  # of an engine's shades
 UPPER = -1.14  # the highest of three rows of texts over the lanes; lane 0 lies at 0
+LOOKS = {  # name of a span, a pass or a state of an answer -> its colour, what the legend says
+    "rollout": ("#2a78b8", "rollout writes"),
+    "decoding": ("#2a78b8", ""),
+    "genrm": ("#e08a1e", "genrm judges"),
+    "judging": ("#e08a1e", ""),
+    "actor": ("#3c9d4e", "actor trains"),
+    "reward critic": ("#d9689f", "reward critic trains"),
+    "cost critic": ("#8c564b", "cost critic trains"),
+    "train": ("#bfe0c5", "rest of training"),
+    "sync": ("#8a4fb0", "weights go to the engine"),
+    "switch": ("#9a9a9a", "engine or trainer wakes or sleeps"),
+    "queued": ("#dcdfe3", "answer waits"),
+    "moved": ("#5f3a8c", "answer moves to another engine"),
+    "aborted": ("#d62f2f", "answer is cut off"),
+    "resumed": ("#123f69", "answer goes on"),
+}
 LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
-    "weights": (UPPER, "right", COLORS["sync"]),  # the next step begins right behind it
+    "weights": (UPPER, "right", LOOKS["sync"][0]),  # the next step begins right behind it
     "split": (-0.87, "right", INK),
-    "tail": (-0.87, "right", INK),
+    "tail": (-0.87, "left", INK),
     "wave": (-0.6, "left", GREY),
 }
 
@@ -47,6 +65,14 @@ class Picture(NamedTuple):
         return of_kind(self.events, "span")
 
     @property
+    def lanes(self) -> dict[tuple[int, str], list[Stretch]]:
+        """(rank, name) -> stretches. Training is drawn where a model had passes."""
+        passes = of_kind(self.events, "pass")
+        trained = {each.rank for each in passes}
+        spans = [span for span in self.spans if span.name != "train" or span.rank in trained]
+        return lanes([*spans, *passes])
+
+    @property
     def begins(self) -> dict[int, float]:
         """The time at which each step begins."""
         last_first = sorted(self.spans, key=lambda span: span.start, reverse=True)
@@ -54,16 +80,22 @@ class Picture(NamedTuple):
 
     @property
     def marks(self) -> list[Event]:
-        """The lowest rank's, as all make them at once; not wave 1, nor a tail when one role has all."""
+        """The lowest rank's, as all make them at once; a tail when both roles have ranks.
+
+        Not wave 1, nor a wave of which no answer was begun: the step was complete.
+        """
         marks = of_kind(self.events, *MARKS)
         lowest = min((mark.rank for mark in marks), default=0)
         shared = [mark for mark in marks if mark.kind != "tail" or "0" not in mark.name.split("|")]
+        written = [s for s in of_kind(self.events, "sample") if s.name in ("decoding", "resumed")]
+        begun = {s.step: s.start for s in sorted(written, key=lambda s: s.start)}  # the last one
+        shared = [m for m in shared if m.kind != "wave" or m.start <= begun.get(m.step, m.start)]
         return [mark for mark in shared if mark.rank == lowest and mark.name != "wave 1"]
 
 
 def of_steps(events: list[Event], first: int, last: int) -> list[Event]:
     """Return what is drawn of the steps `first` to `last`; negative numbers count back from the last, -1."""
-    events = [event for event in events if event.kind != "span" or event.name in COLORS]
+    events = [event for event in events if event.kind != "span" or event.name in LANES]
     trained = [span.step for span in of_kind(events, "span") if span.name == "train"]
     # an evaluation after the last trained step belongs to none
     end = 1 + max(trained or [span.step for span in of_kind(events, "span")], default=-1)
@@ -78,7 +110,7 @@ def read_run(out: Path, first: int, last: int) -> Picture:
         raise UserError(f"{out} is not what a run left behind: it has no config.json")
     config = json.loads((out / "config.json").read_text())
     events = of_steps(read(out / "spans", first, last), first, last)
-    title = f"{out}: {config['placement']}, {config['mode']}, {config['ranks']} ranks"
+    title = f"{out}: {config['mode']} mode, {config['placement']}, {config['ranks']} ranks"
     return Picture(title, events, config["max_running_requests"])
 
 
@@ -101,52 +133,67 @@ def make_figure(picture: Picture) -> Figure:
     heights = [1.0 + 0.52 * max(1, len(ranks))]  # inches
     if rows:
         heights.append(0.75 + answers_height)
-    figure = Figure(figsize=(13, 0.4 + sum(heights)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(13, 0.6 + sum(heights)), dpi=150, layout="constrained")
     figure.get_layout_engine().set(hspace=0.0, h_pad=0.03)
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    _draw_lanes(panels[0], picture, ranks)
+    draw_lanes(panels[0], picture)
     if rows:
         _draw_answers(panels[1], rows, answers_height)
-    for axes in panels:  # a line where a step begins, a dotted one where a wave does
-        axes.set_frame_on(False)
-        axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
-        axes.margins(x=0.004)
-        for begin in picture.begins.values():
-            axes.axvline(begin, color=INK, linewidth=0.8)
-        for wave in (mark for mark in picture.marks if mark.kind == "wave"):
-            axes.axvline(wave.start, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
+        _draw_begins(panels[1], picture)
     panels[-1].tick_params(axis="x", length=3, color=GREY)
     panels[-1].set_xlabel("seconds since the run's start", fontsize=9, color=INK, loc="left")
-    names_of = defaultdict(list)
-    for name, color in (*COLORS.items(), *STATES.items()):
-        names_of[color].append(name)
-    handles = [Patch(color=color, label=", ".join(names)) for color, names in names_of.items()]
-    figure.legend(handles=handles, ncols=len(handles), loc="lower right", fontsize=8, frameon=False)
+    drawn = {name for _, name in picture.lanes} | {sample.name for _, sample in rows}
+    add_legend(figure, drawn)
     return figure
 
 
-def _draw_lanes(axes: Axes, picture: Picture, ranks: list[int]) -> None:
-    """Draw a lane for each rank, never paler than 0.35; over them where steps begin, and the marks."""
-    for (rank, name), stretches in lanes(picture.spans).items():
+def add_legend(figure: Figure, drawn: set[str]) -> None:
+    """Say below the panels what each colour is that was drawn, what white is, and an engine's shade."""
+    said = {text: Patch(color=color) for name, (color, text) in LOOKS.items() if name in drawn}
+    said.pop("", None)
+    said["rank waits"] = Patch(facecolor="white", edgecolor=GREY)
+    shades = [Patch(color=LOOKS["rollout"][0], alpha=alpha) for alpha in (PALEST, 0.6, 1.0)]
+    said["shade: few requests ... all that an engine can decode at once"] = tuple(shades)
+    style = dict(fontsize=8, frameon=False, ncols=6, handler_map={tuple: HandlerTuple(None, pad=0)})
+    figure.legend(said.values(), said.keys(), loc="outside lower left", **style)
+
+
+def draw_lanes(axes: Axes, picture: Picture) -> None:
+    """Draw a lane for each rank; over them where steps begin, and the marks."""
+    ranks = sorted({span.rank for span in picture.spans})
+    _draw_begins(axes, picture)
+    for (rank, name), stretches in picture.lanes.items():
         for start, end, in_flight in stretches:
             full = min(1.0, in_flight / picture.capacity) if name in ("rollout", "genrm") else 1.0
-            style = dict(height=0.72, color=COLORS[name], alpha=0.35 + 0.65 * full)
+            style = dict(height=0.72, color=LOOKS[name][0], alpha=PALEST + (1 - PALEST) * full)
+            style["zorder"] = 1 if name == "train" else 2  # under its passes
             axes.barh(ranks.index(rank), end - start, left=start, **style)
     for step, begin in picture.begins.items():
-        axes.text(begin, UPPER, f" step {step}", fontsize=8.5, color=INK, va="center")
+        axes.text(begin, UPPER, f" step {step + 1}", fontsize=8.5, color=INK, va="center")
     for mark in picture.marks:
         y, side, color = LABELS[mark.kind]
-        text = f"{mark.kind} {mark.name}" if mark.kind in ("split", "tail") else mark.name
+        text = mark.name if mark.kind == "wave" else f"{mark.kind} {mark.name}"
         axes.text(mark.start, y, f" {text} ", fontsize=7.5, color=color, ha=side, va="center")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(max(1, len(ranks)) - 0.5, -1.32)
     axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
 
 
+def _draw_begins(axes: Axes, picture: Picture) -> None:
+    """Draw a line where a step begins, a dotted one where a wave does; no frame."""
+    axes.set_frame_on(False)
+    axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+    axes.margins(x=0.004)
+    for begin in picture.begins.values():
+        axes.axvline(begin, color=INK, linewidth=0.8)
+    for wave in (mark for mark in picture.marks if mark.kind == "wave"):
+        axes.axvline(wave.start, color=INK, linewidth=0.6, linestyle=(0, (1, 2.5)))
+
+
 def _draw_answers(axes: Axes, rows: list[tuple[int, Event]], height: float) -> None:
     """Draw a thin row for each answer, coloured by state; `height` inches for all of them."""
     count = 1 + max(row for row, _ in rows)
-    for state, color in STATES.items():
+    for state, (color, _) in LOOKS.items():
         shown = [(row, sample.start, sample.end) for row, sample in rows if sample.name == state]
         y, start, end = numpy.array(shown).reshape(-1, 3).T
         if state in INSTANTS:
@@ -162,12 +209,12 @@ def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
-    steps = dict(type=int, nargs=2, default=(-4, -1), help="first and last; -1: the last")
+    steps = dict(type=int, nargs=2, default=(-4, -1), help="first and last, from 1; -1: the last")
     parser.add_argument("--steps", **steps)
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")
     given = parser.parse_args()
     try:
-        picture = read_run(given.run, *given.steps)
+        picture = read_run(given.run, *(step - (step > 0) for step in given.steps))
         if not picture.spans:
             raise UserError("{} has no steps {} to {}".format(given.run, *given.steps))
         make_figure(picture).savefig(given.figure)

@@ -22,17 +22,8 @@ from runtime import atomic_files
 if TYPE_CHECKING:
     from training.executor import Pass
 
-COLORS = dict(rollout="#2a78b8", genrm="#e08a1e", train="#3c9d4e", sync="#8a4fb0", switch="#9a9a9a")
-STATES = {  # of an answer, in the order of its life
-    "queued": "#dcdfe3",
-    "decoding": COLORS["rollout"],
-    "moved": "#5f3a8c",  # cut off, to go on elsewhere
-    "aborted": "#d62f2f",
-    "resumed": "#123f69",  # decoding what another engine, or an earlier step, began
-    "judging": COLORS["genrm"],
-    "done": COLORS["train"],
-}
-INSTANTS = ("moved", "aborted", "done")  # the other states last
+LANES = ("rollout", "genrm", "train", "sync", "switch")  # names of the spans that are drawn
+INSTANTS = ("moved", "aborted", "done")  # the other states of an answer last
 MARKS = ("wave", "weights", "split", "tail")
 STEPS_KEPT = 100
 MICRO = 1e6  # microseconds of a second
@@ -204,15 +195,15 @@ def write_trace(events: list[Event], path: Path) -> None:
     for rank in sorted({row["pid"] for row in rows}):
         row = {"ph": "M", "pid": rank}
         rows.append(row | {"name": "process_name", "args": {"name": f"rank {rank}"}})
-        for thread, name in enumerate((*COLORS, "passes")):
+        for thread, name in enumerate((*LANES, "passes")):
             rows.append(row | {"name": "thread_name", "tid": thread, "args": {"name": name}})
     path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
 
 
 def _trace_rows(events: list[Event]) -> Iterator[dict]:
     """Yield stretches, passes (X: complete), answers by id (b, e: slice; n: instant), marks (i: instant)."""
-    threads = list(COLORS)
-    spans = [span for span in of_kind(events, "span") if span.name in COLORS]
+    threads = list(LANES)
+    spans = [span for span in of_kind(events, "span") if span.name in LANES]
     for (rank, name), stretches in lanes(spans).items():
         for stretch in stretches:
             args = {"in_flight": round(stretch.in_flight, 2)}

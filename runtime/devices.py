@@ -26,6 +26,7 @@ OLDEST_DRIVER = 580
 VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 OLDEST_NVCC = (12, 8)  # older ones lack flags that SGLang and flashinfer give
+LDCONFIG = "/sbin/ldconfig"  # knows where the driver's libraries are
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
 # of torch's allocator; the second is the older name
@@ -152,17 +153,23 @@ def toolkits() -> dict[Path, tuple[int, int]]:
 def cuda_home() -> str:
     """Return the toolkit that engines compile with, empty if there is none; pip's as a folder of links.
 
-    SGLang and flashinfer link with -L$CUDA_HOME/lib64 -lcudart, but pip has lib/libcudart.so.13. The links
-    stay beside it: engines cache kernels by the path. Kernels made so haven't run on a GPU yet. UserError.
+    SGLang and flashinfer link with -L$CUDA_HOME/lib64 -lcudart and -L$CUDA_HOME/lib64/stubs -lcuda, but pip
+    has lib/libcudart.so.13, and libcuda is the driver's. The links stay beside pip's folder: engines cache
+    kernels by the path. Kernels made so haven't run on a GPU yet. UserError.
     """
-    home = next((home for home, found in toolkits().items() if found >= OLDEST_NVCC), None)
+    new_enough = {home: found for home, found in toolkits().items() if found >= OLDEST_NVCC}
+    # one of another major version goes last: torch's libraries are of CUDA 13
+    home = min(new_enough, key=lambda home: new_enough[home][0] != 13, default=None)
     if home is None or str(home / "lib") not in cuda_libraries():
         return str(home or "")
     links = home.with_name(f"{home.name}-links")
     targets = {name: home / name for name in ("bin", "include", "nvvm")}
     targets["lib64/libcudart.so"] = home / "lib" / LIBCUDART
+    known = subprocess.run([LDCONFIG, "-p"], capture_output=True, text=True).stdout
+    if driver := re.search(r"libcuda\.so\.1 \(libc6,.*64\) => (\S+)", known):
+        targets["lib64/stubs/libcuda.so"] = Path(driver[1])
     try:
-        (links / "lib64").mkdir(parents=True, exist_ok=True)
+        (links / "lib64" / "stubs").mkdir(parents=True, exist_ok=True)
         for name, target in targets.items():
             with suppress(FileExistsError):  # of an earlier run, or another rank's
                 (links / name).symlink_to(target)

@@ -1,8 +1,11 @@
 """The needs of SGLang's wheels. `python runtime/supported.py` says in one line what a machine lacks."""
 
 # no annotations here: an old Python has to get as far as its own sentence
+import os
 import platform
+import shutil
 import sys
+import sysconfig
 
 GLIBC = (2, 34)
 
@@ -22,5 +25,18 @@ def lacks(python=sys.version_info[:2], libc=None):
     return ""
 
 
+def lacks_for_gpus():
+    """Why kernels can't be compiled here, which a run on a GPU does; empty if they can."""
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    has_compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
+    if has_compiler and os.path.isfile(header):
+        return ""
+    package = "python" + ".".join(map(str, sys.version_info[:2])) + "-dev"
+    return (
+        "a run on a GPU compiles kernels: apt install g++ " + package + " (or make install GPUS=0)"
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(lacks() or None)
+    has_gpus = sys.argv[1:] not in ([], ["0"])
+    sys.exit(lacks() or (has_gpus and lacks_for_gpus()) or None)

@@ -88,7 +88,7 @@ class DynamicSampler:
         return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]
 
     def next_draw(self) -> Draw | None:
-        """The prompts to draw now; None if nothing is missing, it is too early, or no wave is left.
+        """Return the prompts to draw now; None if nothing is missing, it is too early, or no wave is left.
 
         The first draw is a whole wave. Later, missing is what `target` lacks beyond informative groups and
         those in flight that experience says will be kept. While no group is to be replaced, it is too early
@@ -123,10 +123,10 @@ class DynamicSampler:
 
 
 class OrderedSampler(DynamicSampler):
-    """Draws early, but keeps the groups that it would have kept had it waited for each wave to finish.
+    """Draws early, but chooses the batch as if each wave had finished before the next was drawn.
 
-    So the batch depends on no rank, mode or timing. `candidates` are the finished groups in the order of
-    drawing, up to the first that is still in flight: of later ones nobody knows yet if they are needed.
+    So the batch doesn't depend on ranks, mode or timing. `candidates` are the finished groups in the order of
+    drawing, up to the first that is still in flight: whether later ones are needed isn't known yet.
     Example, with target 4 and max_refills 1:
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
         If 3 is filtered, too, 2 groups are missing: refill_size(2) = 3, wave_ends() = [4, 7].

@@ -25,6 +25,7 @@ if sys.argv[2] == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl
 
 from config import AS_FITS, Config
 from engines.engine import Answer, Engine, Request, Sampling
@@ -38,6 +39,7 @@ from tests.workers.parallel import balanced, set_constants
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
 START_S = 400.0  # for an engine to come up
+FITS_BYTES = 32e9  # in which some layers have to be computed again
 WEIGHT_BYTES = 2 * sum(
     torch.Size(shape).numel() for shape in hf_directory.checkpoint_shapes(MODEL).values()
 )
@@ -186,12 +188,25 @@ def nap() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def training_pass(recompute: str = "") -> None:
-    """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step."""
-    from actor import Actor
-    from training.memory import trainer_parts
+def training_pass(how: str = "") -> None:
+    """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step.
 
-    actor = Actor(settings(recompute=AS_FITS if recompute else 0), MODEL)
+    how: recompute, all layers; fits, as few as fit in a device of FITS_BYTES; or FA3, FA4: torch's prototypes
+    of newer attention, whose packages must be there.
+    """
+    from actor import Actor
+    from training.lm_head import CHUNK_BYTES
+    from training.memory import trainer_parts, with_recompute
+
+    config = settings(mode="full", model=MODEL, judge=(MODEL,))
+    if how in ("recompute", "fits"):
+        config = replace(config, recompute=AS_FITS)
+    if how == "fits":
+        config = with_recompute(config, *place(config, 1), FITS_BYTES)
+        note("pass", layers=config.recompute, chunks=config.kept_chunks)
+    actor = Actor(config, MODEL)
+    if how.startswith("FA"):
+        activate_flash_attention_impl(how)
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
     packed = [[sequence] * (SIZE.micro_batch // SIZE.sequence)] * 2
     for _ in range(2):  # compiles, makes AdamW's state
@@ -201,7 +216,8 @@ def training_pass(recompute: str = "") -> None:
     actor.optimizer_step(packed, actor.cross_entropy_loss, (), 1e-6)
     peak = torch.cuda.max_memory_allocated() if HAS_GPU else 0
     parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.shape)
-    note("memory", peak=peak, predicted=sum(parts.values()))
+    predicted = sum(parts.values()) + config.kept_chunks * CHUNK_BYTES
+    note("memory", peak=peak, predicted=predicted)
     seconds = statistics.median(
         timed(lambda: actor._passes(packed, actor.cross_entropy_loss)) for _ in range(5)
     )

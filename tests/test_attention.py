@@ -102,7 +102,7 @@ def test_rotation_compiled_is_one_kernel_and_no_other_numbers():
 
     counters.clear()
     metrics.reset()
-    fused = torch.compile(rotate)
+    fused = torch.compile(rotate, dynamic=True)
     with config.patch(force_pointwise_cat=True):
         for tokens in (64, 96, 33):
             angles = torch.rand(tokens, 1, DIM) * 6
@@ -110,4 +110,4 @@ def test_rotation_compiled_is_one_kernel_and_no_other_numbers():
                 x = torch.randn(tokens, heads, DIM, dtype=torch.bfloat16)
                 table = (angles.cos(), angles.sin())
                 assert torch.equal(fused(x, *table), rotate(x, *table))
-    assert metrics.generated_kernel_count == counters["stats"]["unique_graphs"] <= 3
+    assert metrics.generated_kernel_count == counters["stats"]["unique_graphs"] <= 2

@@ -1,5 +1,6 @@
 """What can be shown of the CUDA path without a device: flags, the order at the start, who holds how much."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -216,6 +217,11 @@ def machine(monkeypatch, tmp_path):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     pip_libraries(tmp_path)
+    listed = "\tlibcuda.so.1 (libc6) => /usr/lib/libcuda.so.1\n"
+    listed += "\tlibcuda.so.1 (libc6,x86-64) => /usr/lib64/libcuda.so.1"
+    (tmp_path / "ldconfig").write_text(f"#!/bin/sh\necho '{listed}'\n")
+    (tmp_path / "ldconfig").chmod(0o755)
+    monkeypatch.setattr(devices, "LDCONFIG", str(tmp_path / "ldconfig"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(devices, "CUDA_FOLDER", tmp_path / "nothing")
@@ -255,9 +261,11 @@ def test_what_kernels_are_compiled_with_is_named(machine, missing, instead, word
         devices.choose_device(replace(settings("m"), command="sft"))
 
 
-@pytest.mark.parametrize("on_path,named", [("", ""), ("12.0", ""), ("13.1", ""), ("", "12.8")])
+@pytest.mark.parametrize(
+    "on_path,named", [("", ""), ("12.0", ""), ("12.9", ""), ("13.1", ""), ("", "12.8")]
+)
 def test_engines_get_a_toolkit_that_is_new_enough(machine, monkeypatch, on_path, named):
-    """pip's, whose libraries lie and are named otherwise, as links; but first CUDA_HOME's, or PATH's."""
+    """pip's, as links with the names that are linked; but CUDA_HOME's goes first, or PATH's of CUDA 13."""
     pip, other = machine / "nvidia" / "cu13", machine / "other"
     for home, version in ((pip, "13.0"), (machine, on_path), (other, named)):
         (home / "bin").mkdir(parents=True, exist_ok=True)
@@ -273,6 +281,7 @@ def test_engines_get_a_toolkit_that_is_new_enough(machine, monkeypatch, on_path,
         assert (links / "bin" / "nvcc").samefile(pip / "bin" / "nvcc")
         assert (links / "lib64" / "libcudart.so").samefile(pip / "lib" / devices.LIBCUDART)
         assert (links / "nvvm").readlink() == pip / "nvvm"
+        assert str((links / "lib64/stubs/libcuda.so").readlink()) == "/usr/lib64/libcuda.so.1"
         shutil.rmtree(links)
         links.touch()
         with pytest.raises(UserError, match="cu13-links: Not a directory: set CUDA_HOME to a"):
@@ -342,6 +351,12 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(machine, monkeypatch, built_for
     assert parse_config([]).device == "cpu"
 
 
+def test_what_a_gpu_needs_is_told_before_the_installation(machine):
+    assert not supported.lacks_for_gpus()
+    (machine / "include" / "Python.h").unlink()
+    assert "apt install g++ python3" in supported.lacks_for_gpus()
+
+
 def test_what_the_wheels_need():
     assert not supported.lacks((3, 11), ("glibc", "2.34"))
     assert not supported.lacks((3, 13), ("glibc", "2.41"))
@@ -393,7 +408,7 @@ def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
     assert sum(parts.values()) == pytest.approx(measured, rel=0.06)
 
 
-def test_as_few_layers_are_computed_again_as_fit(models):
+def test_as_few_layers_are_computed_again_as_fit(models, monkeypatch):
     """Of a 7B's 28, in 0.9 of a device; and what is left keeps logits."""
     how = ("--max-tokens-per-micro-batch", "8192", "--tp", "2", "--sp")
     config = settings(models["7B"], *how)
@@ -417,6 +432,35 @@ def test_as_few_layers_are_computed_again_as_fit(models):
     assert training(28, 40e9) == training(AS_FITS, 40e9)
     by_hand = replace(config, recompute=3)
     assert with_recompute(by_hand, *placed, 85e9) == by_hand
+    # whatever a directory is called; and where a tower takes room that isn't counted, nothing is kept
+    training_dir = shutil.copytree(models["7B"], Path(models["7B"]).parent / "training")
+    serving = settings(str(training_dir), *how, "--mem-fraction", "0.9")
+    assert with_recompute(serving, *placed, 85e9).recompute == 0
+    monkeypatch.setattr("training.memory.sees", lambda path: True)
+    seeing = with_recompute(config, *placed, 85e9)
+    assert (seeing.recompute, seeing.kept_chunks) == (28, 0)
+
+
+def test_ranks_settle_on_the_smallest_gpu(models, monkeypatch):
+    """Else those of a model-parallel group would meet in layers that one of them keeps."""
+    config = settings(models["7B"], "--tp", "2", "--sp")
+    monkeypatch.setattr(memory, "device_bytes", lambda: 85e9)
+
+    async def gather(own):
+        return [own, 60e9]
+
+    placed = place(config, 8)
+    found = asyncio.run(memory.settled(config, *placed, SimpleNamespace(gather=gather)))
+    assert found == with_recompute(config, *placed, 60e9) != with_recompute(config, *placed, 85e9)
+
+
+def test_narrow_heads_get_an_attention_that_can(models, tmp_path, monkeypatch):
+    """As the demo's of 24: flashinfer, which SGLang takes but on Hopper, begins at 64."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    demo = parse_config(["--device", "cuda"])
+    for path, config, is_narrow in ((demo.model, demo, True), (models["7B"], settings("m"), False)):
+        flags = server_flags("rollout", 0, 30000, path, config)
+        assert ("--attention-backend" in flags) == is_narrow
 
 
 def test_sequence_parallel_trainers_order_their_launches(machine, monkeypatch):

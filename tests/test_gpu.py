@@ -130,10 +130,10 @@ def test_a_trainer_that_slept_lost_nothing(device, work, record):
 
 
 @of_trainer
-@pytest.mark.parametrize("recompute", ["", "recompute"])
-def test_a_training_pass(device, work, record, recompute):
+@pytest.mark.parametrize("how", ["", "recompute", "fits"])
+def test_a_training_pass(device, work, record, how):
     """Forward and backward of full micro-batches; a step's memory is at most what --dry-run says."""
-    check = work(device, "pass", *[recompute] * bool(recompute))
+    check = work(device, "pass", *[how] * bool(how))
     found, memory = check("pass"), check("memory")
     record(tokens_per_s=f"{found['tokens_per_s']:.0f}")
     record(peak_memory=gb(memory["peak"]), predicted=gb(memory["predicted"]))

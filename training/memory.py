@@ -146,8 +146,8 @@ def with_recompute(
 ) -> Config:
     """Settle --recompute -1 on a GPU of so many bytes: as few layers as fit, then as many chunks of logits.
 
-    For the time that it saves a chunk takes more memory than a layer. A model that sees computes all layers
-    again: the memory of its tower isn't counted.
+    For the time that it saves a chunk takes more memory than a layer. A model that sees computes all again:
+    the memory of its tower isn't counted.
     """
     from training.lm_head import CHUNK_BYTES
 
@@ -156,12 +156,15 @@ def with_recompute(
 
     def room(layers: int) -> float:
         peaks = peaks_of(replace(config, recompute=layers), placement, splits, device)
-        return FULL * device - max(size for name, size in peaks.items() if "training" in name)
+        return FULL * device - max(
+            size for name, size in peaks.items() if name.startswith("training")
+        )
 
     shapes = checkpoint_shapes(config.model)
-    layers = most = sum(name.endswith(".k_proj.weight") for name in shapes)
-    if not sees(config.model):
-        layers = bisect_left(range(most), 0, key=room)
+    most = sum(name.endswith(".k_proj.weight") for name in shapes)
+    if sees(config.model):
+        return replace(config, recompute=most)
+    layers = bisect_left(range(most), 0, key=room)
     logits = 4 * config.max_tokens_per_micro_batch * embedding(shapes)[0] // placement.actor.tp
     chunks = min(max(0, room(layers)), logits) // CHUNK_BYTES
     return replace(config, recompute=layers, kept_chunks=int(chunks))

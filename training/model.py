@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megatron.core.jit import jit_fuser
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -72,7 +71,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-rotate_at_once = jit_fuser(rotate)  # one kernel, compiled when it is first called
+# with CUDA one kernel, compiled for all shapes when it is first called
+rotate_at_once = torch.compile(rotate, dynamic=True) if torch.cuda.is_available() else rotate
 
 
 class PackedAttention(MegatronModule):
@@ -86,9 +86,8 @@ class PackedAttention(MegatronModule):
     def forward(self, query, key, value, mask, *, packed_seq_params: Packing, **unused) -> Tensor:
         """Return [tokens, heads, dim], of key and value [tokens, kv heads, dim] (collective: `cp_group`)."""
         batch = packed_seq_params.batch
-        turn = rotate_at_once if query.is_cuda else rotate
-        query = turn(query, *packed_seq_params.rope)
-        key = turn(key, *packed_seq_params.rope)
+        query = rotate_at_once(query, *packed_seq_params.rope)
+        key = rotate_at_once(key, *packed_seq_params.rope)
         if self.cp_group.size() > 1:
             key = self._gather(key, batch)
             value = self._gather(value, batch)
