@@ -239,7 +239,7 @@ def draw_timeline() -> None:
     """Draw four steps of the demo that was measured."""
     from reporting.figure import make_figure, read_run
 
-    steps = read_run(FOLDER / "demo", 0, 3)._replace(title="The demo: partial mode, 2 ranks")
+    steps = read_run(FOLDER / "demo", 1, 4)._replace(title="The demo: partial mode, 2 ranks")
     make_figure(steps).savefig(DOCS / "timeline.png")
 
 
