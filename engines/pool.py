@@ -187,8 +187,9 @@ class Pool:
     async def use(self, leads: tuple[int, ...], move: bool = False) -> None:
         """Have the engines of these ranks awake and no others (collective).
 
-        Engines that are to sleep finish their answers first. With `move` others continue those, and engines
-        that join get their part of what the busy ones have: of that the newest requests.
+        An engine that is to sleep finishes its answers first. With `move` it aborts them instead, and callers
+        ask the engines that are awake for the rest. Where engines join busy ones, `move` aborts the newest
+        requests of these, too, so that callers ask those that join.
         """
         leaving = set(self.awake) - set(leads)
         joining = set(leads) - set(self.awake)

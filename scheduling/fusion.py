@@ -70,14 +70,16 @@ def ranks_of_tail(
     writers: dict[int, int],
     judges: dict[int, int],
 ) -> Ranks:
-    """The ranks that rollout holds next; genrm has the others.
+    """Return the ranks that rollout has from now on; genrm has the rest. The first rule that fits decides:
 
-    Rules, the first that fits: 1. All is written: none. 2. Rollout holds none, and judging goes on: none, so
-    the next wave waits. 3. More than `tail` of the answers begun are unwritten, and rollout holds all or
-    nobody is judged: all. 4. The ranks are shared already: as they are. 5. Those that owe most, `most_ranks`.
+    1. Every answer is written: rollout has none.
+    2. Rollout has none, and answers are being judged: still none, so the next wave waits.
+    3. More than `tail` of the answers begun are unwritten, and rollout has all, or none is being judged: all.
+    4. Both roles have ranks: they stay as they are.
+    5. The tail begins: rollout keeps the units whose engines owe most tokens, up to `most_ranks`.
 
-    units: the ranks, in parts that change hands. held: by rollout, now. owed: tokens that are awaited of the
-    engine of each rank. writers, judges: lead rank -> model of each engine that wasn't lost.
+    units: the ranks, in parts that change hands. held: the ranks that rollout has now. owed: the tokens that
+    the engine of each rank still has to write. writers, judges: lead rank -> model of each engine.
     """
     everyone = tuple(rank for unit in units for rank in unit)
     is_tail = left.unwritten <= tail * left.begun
