@@ -189,7 +189,7 @@ PAPERS = {  # page -> what its rows are
     "hybridflow": "HybridFlow's figures",
     "rlhfuse": "RLHFuse's",
     "wechat_yatt": "H20s, for WeChat-YATT's",
-    "measured": "this project's engines at a set pace",
+    "measured": "This project's engines at a set pace",
 }
 
 
