@@ -138,6 +138,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
     if c.world.rank == 0:
         batch.stats = total
+        batch.others = parts[0].others + sum(len(part.kept) for part in parts[1:])
         for part in parts:
             for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
                 vars(batch)[name] += vars(part)[name]

@@ -156,7 +156,8 @@ class Report:
             "perf/prompt_and_answer_tokens_per_s": read_and_written / (now - self._ended),
         }
         # of each group its first answer, then of each its second, ...
-        shown = sorted(batch.kept, key=lambda sample: sample.index)[: self.config.log_samples]
+        own = batch.kept[: len(batch.kept) - batch.others]
+        shown = sorted(own, key=lambda sample: sample.index)[: self.config.log_samples]
         await self.written()
         work = partial(self._write, step, metrics | self._evaluated, served, shown)
         self._writing = asyncio.get_running_loop().run_in_executor(None, work)
