@@ -82,7 +82,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "groups": [list(map(vars, group)) for group in c.prompts.groups.values()],
         "rewards": c.rewards.counts(),
         "random": torch.get_rng_state().tolist(),
-        "ahead": c.ahead and asdict(c.ahead),
+        "ahead": c.ahead and {k: v for k, v in asdict(c.ahead).items() if k != "others"},
     }
     return common, own
 
@@ -138,7 +138,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
     if c.world.rank == 0:
         batch.stats = total
-        batch.others = parts[0].others + sum(len(part.kept) for part in parts[1:])
+        batch.others = sum(len(part.kept) for part in parts[1:])
         for part in parts:
             for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
                 vars(batch)[name] += vars(part)[name]
