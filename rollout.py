@@ -47,9 +47,7 @@ class RolloutBatch:
     """What became of this controller's groups in one step: each is kept, filtered or carried."""
 
     kept: list[Sample] = field(default_factory=list)  # samples to train on
-    others: int = (
-        0  # of them, the last so many: another rank served them before the run was stopped
-    )
+    others: int = 0  # of them, the last so many, which other ranks served before a stop
     dropped: list[Sample] = field(default_factory=list)  # of kept groups: no reward, or greedy
     filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing
     carried: list[list[Sample]] = field(default_factory=list)  # groups whose prompts come again

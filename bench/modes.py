@@ -164,7 +164,7 @@ def compare(rows: list[dict], given: Namespace) -> None:
 
 
 def picture_of(row: dict, out: Path) -> Picture:
-    """What ranks did in a row's step, its start at 0."""
+    """Read what ranks did in a row's step, with its start at 0."""
     step = row["step"]
     name = row["side"]
     start, end = row["from_to"]
@@ -178,7 +178,7 @@ def picture_of(row: dict, out: Path) -> Picture:
 
 
 def swaps_in(shown: Picture) -> list[float]:
-    """When engines of one role give way to those of the other: each time's first engine."""
+    """Return when engines of one role give way to those of the other, by the first engine each time."""
     writing = min(span.start for span in shown.spans if span.name == "rollout")
     judged = max(span.end for span in shown.spans if span.name == "genrm")
     starts = sorted(span.start for span in shown.spans if span.name == "switch")

@@ -19,8 +19,7 @@ from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
 
 # of the host, for libraries: what runs once, a rank, an engine on a rank. On a CPU engines are forks of one
-# process, so that what they share counts once (measured); with CUDA each loads its own
-# (an estimate)
+# process, so that what they share counts once (measured); with CUDA each loads its own (an estimate)
 LIBRARIES = {"cpu": (740e6, 345e6, 170e6), "cuda": (200e6, 900e6, 4e9)}
 SHARED = 16e6  # of /dev/shm, besides what is on its way through it
 NCCL = 128e6  # of it, a rank with CUDA; an estimate

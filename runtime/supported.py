@@ -26,7 +26,7 @@ def lacks(python=sys.version_info[:2], libc=None):
 
 
 def lacks_for_gpus():
-    """Why kernels can't be compiled here, which a run on a GPU does; empty if they can."""
+    """Say why a run on a GPU can't compile its kernels here; empty if it can."""
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     has_compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     if has_compiler and os.path.isfile(header):
