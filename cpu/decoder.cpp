@@ -12,19 +12,30 @@
 #include <vector>
 
 typedef int64_t i64;
-typedef float v16 __attribute__((vector_size(64), aligned(4)));
-typedef float v8 __attribute__((vector_size(32), aligned(4)));
-typedef int32_t i8 __attribute__((vector_size(32)));
-typedef uint32_t u16 __attribute__((vector_size(64)));
+// WIDTH: floats of a register; compilers pass wider vectors through memory, some thirty times slower.
+// TILE: rows that are multiplied at once, as many as there are registers for their sums.
+#if defined(__AVX512F__)
+static const int WIDTH = 16, TILE = 12;
+#elif defined(__AVX2__)
+static const int WIDTH = 8, TILE = 3;
+#elif defined(__aarch64__)
+static const int WIDTH = 4, TILE = 6;
+#else
+static const int WIDTH = 4, TILE = 3;
+#endif
+static const int PART = WIDTH < 8 ? WIDTH : 8;
+typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
+typedef float part __attribute__((vector_size(4 * PART), aligned(4)));
+typedef int32_t places __attribute__((vector_size(4 * PART)));
+struct Eight {  // floats that are added side by side, on every processor in the same order
+    part at[8 / PART];
+};
 static const int PANEL = 32;   // columns of a matrix that stand side by side, see `pack` in decoder.py
 static const int DEPTH = 128;  // terms of a sum that are added up before they join the rest: less is rounded
 static const int BLOCK = 192;  // rows that go through a layer together, so that they stay in the cache
 static const int STOPS = 8;    // tokens that end an answer, at most
-#ifdef __AVX512F__
-static const int TILE = 12;  // rows that are multiplied at once: there are registers for so many sums
-#else
-static const int TILE = 3;
-#endif
+static const int SUMS = PANEL / WIDTH < 4 ? PANEL / WIDTH : 4;  // vectors side by side in a tile
 
 struct Layer {  // addresses; null is what a family lacks
     const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *mlp_norm, *gate_up, *down;
@@ -45,52 +56,81 @@ struct Request {                // of `decode`
     i64 stops[STOPS];
 };
 
-static inline v16 load16(const float *from) { return *(const v16 *)from; }
-static inline v8 load8(const float *from) { return *(const v8 *)from; }
-static inline void store(float *to, v16 x) { *(v16 *)to = x; }
-static inline void store(float *to, v8 x) { *(v8 *)to = x; }
+static inline vec load(const float *from) { return *(const vec *)from; }
+static inline void store(float *to, vec x) { *(vec *)to = x; }
+static inline Eight load8(const float *from) { return *(const Eight *)from; }
+static inline void store(float *to, Eight x) { *(Eight *)to = x; }
+static inline void operator+=(Eight &sum, Eight x) {
+    for (int i = 0; i < 8 / PART; i++) sum.at[i] += x.at[i];
+}
+static inline Eight operator*(Eight a, Eight b) {
+    for (int i = 0; i < 8 / PART; i++) a.at[i] *= b.at[i];
+    return a;
+}
+static inline Eight operator*(Eight a, float factor) {
+    for (int i = 0; i < 8 / PART; i++) a.at[i] *= factor;
+    return a;
+}
 
-static inline v16 exponential(v16 x) {  // Cephes' polynomial, within 2 ulp; x is cut to -87 ... 88
-    x = x < -87.f ? v16{} - 87.f : x > 88.f ? v16{} + 88.f : x;
-    v16 shifted = x * 1.44269504088896341f + 12582912.f;  // 1.5 * 2^23: n = x / log(2) is in the last bits
-    v16 n = shifted - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    v16 p = (r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f;
+static inline vec exponential(vec x) {  // Cephes' polynomial, within 2 ulp; x is cut to -87 ... 88
+    x = x < -87.f ? vec{} - 87.f : x > 88.f ? vec{} + 88.f : x;
+    vec shifted = x * 1.44269504088896341f + 12582912.f;  // 1.5 * 2^23: n = x / log(2) is in the last bits
+    vec n = shifted - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = (r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f;
     p = ((p * r + 4.1665795894e-2f) * r + 1.6666665459e-1f) * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.f;
-    return p * (v16)(((u16)shifted << 23) + 0x3f800000u);  // times 2^n
+    return p * (vec)(((uvec)shifted << 23) + 0x3f800000u);  // times 2^n
 }
 
 #ifdef __clang__
 #define PICK(...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else  // g++ has that since 12 alone
-#define PICK(...) __builtin_shuffle(a, b, i8{__VA_ARGS__})
+#else  // g++ has that only since 12
+#define PICK(...) __builtin_shuffle(a, b, places{__VA_ARGS__})
 #endif
-static v8 add_pairs(v8 a, v8 b) { return PICK(0, 8, 2, 10, 4, 12, 6, 14) + PICK(1, 9, 3, 11, 5, 13, 7, 15); }
-static v8 add_twos(v8 a, v8 b) { return PICK(0, 1, 8, 9, 4, 5, 12, 13) + PICK(2, 3, 10, 11, 6, 7, 14, 15); }
-static v8 add_fours(v8 a, v8 b) { return PICK(0, 1, 2, 3, 8, 9, 10, 11) + PICK(4, 5, 6, 7, 12, 13, 14, 15); }
-static v8 totals(const v8 *x) {  // of eight vectors, the sum of each
-    v8 low = add_twos(add_pairs(x[0], x[1]), add_pairs(x[2], x[3]));
-    return add_fours(low, add_twos(add_pairs(x[4], x[5]), add_pairs(x[6], x[7])));
+#ifdef __AVX2__
+static part add_pairs(part a, part b) { return PICK(0, 8, 2, 10, 4, 12, 6, 14) + PICK(1, 9, 3, 11, 5, 13, 7, 15); }
+static part add_twos(part a, part b) { return PICK(0, 1, 8, 9, 4, 5, 12, 13) + PICK(2, 3, 10, 11, 6, 7, 14, 15); }
+static part add_fours(part a, part b) { return PICK(0, 1, 2, 3, 8, 9, 10, 11) + PICK(4, 5, 6, 7, 12, 13, 14, 15); }
+#else
+static part add_pairs(part a, part b) { return PICK(0, 4, 2, 6) + PICK(1, 5, 3, 7); }
+static part add_twos(part a, part b) { return PICK(0, 1, 4, 5) + PICK(2, 3, 6, 7); }
+#endif
+static part add_up(const Eight *x, int i) {  // each four of x[0] ... x[3] in their part i
+    return add_twos(add_pairs(x[0].at[i], x[1].at[i]), add_pairs(x[2].at[i], x[3].at[i]));
 }
-static float total(v8 x) { return add_fours(add_twos(add_pairs(x, x), x), x)[0]; }
+static Eight totals(const Eight *x) {  // the sum of each of eight
+#ifdef __AVX2__
+    return {add_fours(add_up(x, 0), add_up(x + 4, 0))};
+#else
+    return {add_up(x, 0) + add_up(x, 1), add_up(x + 4, 0) + add_up(x + 4, 1)};
+#endif
+}
+static float total(Eight x) {  // added in the order of `totals`
+    const float *f = (const float *)&x;
+    return ((f[0] + f[1]) + (f[2] + f[3])) + ((f[4] + f[5]) + (f[6] + f[7]));
+}
 
 // y [R, cols] (+)= x [R, depth] @ w [depth, PANEL]; rows of x and y lie k and n apart
 template <int R>
 static void multiply(const float *x, i64 k, int depth, const float *w, float *y, i64 n, int cols, bool add) {
-    v16 sums[R][2] = {};
-    for (int i = 0; i < depth; i++) {
-        v16 left = load16(w + i * PANEL), right = load16(w + i * PANEL + 16);
-        for (int r = 0; r < R; r++) {
-            sums[r][0] += x[r * k + i] * left;
-            sums[r][1] += x[r * k + i] * right;
+    for (int c = 0; c < cols; c += SUMS * WIDTH) {
+        vec sums[R][SUMS] = {};
+        for (int i = 0; i < depth; i++) {
+            vec columns[SUMS];
+            for (int v = 0; v < SUMS; v++) columns[v] = load(w + i * PANEL + c + v * WIDTH);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < SUMS; v++) sums[r][v] += x[r * k + i] * columns[v];
         }
-    }
-    for (int r = 0; r < R; r++) {
-        float edge[PANEL] = {}, *to = cols == PANEL ? y + r * n : edge;
-        if (to == edge) memcpy(edge, y + r * n, cols * sizeof(float));
-        store(to, add ? load16(to) + sums[r][0] : sums[r][0]);
-        store(to + 16, add ? load16(to + 16) + sums[r][1] : sums[r][1]);
-        if (to == edge) memcpy(y + r * n, edge, cols * sizeof(float));
+        const int count = std::min(cols - c, SUMS * WIDTH);
+        for (int r = 0; r < R; r++) {
+            float edge[PANEL] = {}, *from = y + r * n + c, *to = count == SUMS * WIDTH ? from : edge;
+            if (to == edge) memcpy(edge, from, count * sizeof(float));
+            for (int v = 0; v < SUMS; v++) {
+                float *at = to + v * WIDTH;
+                store(at, add ? load(at) + sums[r][v] : sums[r][v]);
+            }
+            if (to == edge) memcpy(from, edge, count * sizeof(float));
+        }
     }
 }
 
@@ -103,8 +143,8 @@ static void multiply_rows(int rows, Others... others) {
 // y [rows, n] (+)= x [rows, k] @ w, packed. Each sum goes by DEPTH terms, whatever the rows.
 static void matmul(const float *x, i64 rows, i64 k, const float *w, i64 n, float *y, bool add) {
     for (i64 j = 0; j < n; j += PANEL)
-        for (i64 r = 0; r < rows; r += TILE)
-            for (i64 i = 0; i < k; i += DEPTH) {
+        for (i64 i = 0; i < k; i += DEPTH)  // this part of a panel stays in the nearest cache for all rows
+            for (i64 r = 0; r < rows; r += TILE) {
                 int count = std::min<i64>(TILE, rows - r), depth = std::min<i64>(DEPTH, k - i);
                 int cols = std::min<i64>(PANEL, n - j);
                 multiply_rows<TILE>(count, x + r * k + i, k, depth, w + j * k + i * PANEL, y + r * n + j, n,
@@ -113,7 +153,7 @@ static void matmul(const float *x, i64 rows, i64 k, const float *w, i64 n, float
 }
 
 static void rms_norm(const float *x, const float *scale, i64 n, float eps, float *y) {
-    v8 sum = {};
+    Eight sum = {};
     for (i64 i = 0; i < n; i += 8) sum += load8(x + i) * load8(x + i);
     float inverse = 1.f / sqrtf(total(sum) / n + eps);
     for (i64 i = 0; i < n; i++) y[i] = x[i] * inverse * scale[i];
@@ -128,26 +168,31 @@ static void rotate(float *x, const float *cos_sin, i64 half) {
 }
 
 static void silu_and_multiply(const float *gate, const float *up, i64 n, float *out) {
-    for (i64 i = 0; i < n; i += 16) {
-        i64 at = std::min(i, n - 16);  // the last vector overlaps the one before
-        v16 x = load16(gate + at);
-        store(out + at, x / (1.f + exponential(-x)) * load16(up + at));
+    for (i64 i = 0; i < n; i += WIDTH) {
+        i64 at = std::min(i, n - WIDTH);  // the last vector overlaps the one before
+        vec x = load(gate + at);
+        store(out + at, x / (1.f + exponential(-x)) * load(up + at));
     }
 }
 
 // scores [length], with room for 16 at a time, become weights: softmax, but for the factor that is returned
 static float softmax(float *scores, i64 length) {
     const float most = *std::max_element(scores, scores + length);
-    v16 sum = {};
+    vec sums[16 / WIDTH] = {};
     for (i64 j = 0; j < length; j += 16) {
         for (i64 c = length; c < j + 16; c++) scores[c] = -INFINITY;
-        v16 weights = exponential(load16(scores + j) - most);
-        store(scores + j, weights);
-        sum += weights;
+        for (int v = 0; v < 16 / WIDTH; v++) {
+            float *at = scores + j + v * WIDTH;
+            vec weights = exponential(load(at) - most);
+            store(at, weights);
+            sums[v] += weights;
+        }
     }
     float lanes[16];
-    store(lanes, sum);
-    return 1.f / total(load8(lanes) + load8(lanes + 8));
+    for (int v = 0; v < 16 / WIDTH; v++) store(lanes + v * WIDTH, sums[v]);
+    Eight sum = load8(lanes);
+    sum += load8(lanes + 8);
+    return 1.f / total(sum);
 }
 
 // attention of a query [heads, dim] over the first `length` tokens of its request, eight keys at a time
@@ -163,9 +208,9 @@ static void attend(const Model &m, const Layer &l, const float *query, const int
         const float *keys[8];  // past the end the last one, whose scores `softmax` drops
         for (int i = 0; i < 8; i++) keys[i] = l.k_cache + slots[std::min(j + i, length - 1)] * width;
         for (i64 h = 0; h < m.heads; h++) {
-            v8 products[8] = {};
+            Eight products[8] = {};
             for (i64 d = 0; d < dim; d += 8) {
-                v8 q = load8(query + h * dim + d);
+                Eight q = load8(query + h * dim + d);
                 for (int i = 0; i < 8; i++) products[i] += q * load8(keys[i] + h / group * dim + d);
             }
             store(&space[h * padded + j], totals(products) * scale);
@@ -176,11 +221,11 @@ static void attend(const Model &m, const Layer &l, const float *query, const int
         const float factor = softmax(weights, length);
         const int PARTS = D ? D / 8 : 1;  // vectors of a value that are summed at once
         for (i64 d = 0; d < dim; d += 8 * PARTS) {
-            v8 sums[PARTS] = {};
+            Eight sums[PARTS] = {};
             const float *values = l.v_cache + h / group * dim + d;
             for (i64 j = 0; j < length; j++)
                 for (int i = 0; i < PARTS; i++)
-                    sums[i] += weights[j] * load8(values + slots[j] * width + 8 * i);
+                    sums[i] += load8(values + slots[j] * width + 8 * i) * weights[j];
             for (int i = 0; i < PARTS; i++) store(out + h * dim + d + 8 * i, sums[i] * factor);
         }
     }
@@ -224,9 +269,9 @@ static void run_layer(const Model &m, const Layer &l, i64 rows, const i64 *posit
     matmul(normed.data(), rows, m.inter, l.down, h, x, true);
 }
 
-static u16 murmur(uint64_t seed, uint32_t position, u16 columns) {  // MurmurHash3_x86_32 of these 16 bytes
-    u16 state = {};
-    for (u16 word : {u16{} + (uint32_t)seed, u16{} + (uint32_t)(seed >> 32), u16{} + position, columns}) {
+static uvec murmur(uint64_t seed, uint32_t position, uvec columns) {  // MurmurHash3_x86_32 of these 16 bytes
+    uvec state = {};
+    for (uvec word : {uvec{} + (uint32_t)seed, uvec{} + (uint32_t)(seed >> 32), uvec{} + position, columns}) {
         word *= 0xCC9E2D51u;
         state ^= ((word << 15) | (word >> 17)) * 0x1B873593u;
         state = ((state << 13) | (state >> 19)) * 5 + 0xE6546B64u;
@@ -255,14 +300,15 @@ static i64 sample_row(const float *scores, i64 vocab, float temperature, bool gr
         if (ratio < least) best = c;
         least = std::min(ratio, least);
     };
-    u16 columns = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    if (!greedy) look_at(best, murmur(seed, position, u16{} + (uint32_t)best)[0]);
-    for (i64 c = 0; c < padded && !greedy; c += 16, columns += 16) {
-        u16 hash = murmur(seed, position, columns);
+    uvec columns;
+    for (int i = 0; i < WIDTH; i++) columns[i] = i;
+    if (!greedy) look_at(best, murmur(seed, position, uvec{} + (uint32_t)best)[0]);
+    for (i64 c = 0; c < padded && !greedy; c += WIDTH, columns += WIDTH) {
+        uvec hash = murmur(seed, position, columns);
         // 0.999: below 1 - u, and so below -log(u), even if rounded, so that no winner is passed over
-        v16 bound = __builtin_convertvector(~hash, v16) * (0.999f / 4294967296.f);
-        u16 may_win = (u16)(bound < load16(weights + c) * (float)least);
-        for (int i = 0; i < 16; i++)
+        vec bound = __builtin_convertvector(~hash, vec) * (0.999f / 4294967296.f);
+        uvec may_win = (uvec)(bound < load(weights + c) * (float)least);
+        for (int i = 0; i < WIDTH; i++)
             if (may_win[i] && c + i < vocab) look_at(c + i, hash[i]);
     }
     *logprob = x[best] - most + logf(factor);
