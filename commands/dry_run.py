@@ -15,8 +15,10 @@ import psutil
 from commands import memory
 from config import Config, as_text
 from cpu import compiler
+from cpu.decoder import product_rates
 from engines import server
 from genrm import formats_of
+from inputs.hf_directory import read_model_config
 from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
@@ -99,7 +101,7 @@ def check(config: Config) -> int:
         needs = memory.needs_of(config, placement, splits)
     rows += graphics(config)
     if config.device == "cpu":
-        rows.append(Row("rollout runs", compiler.program_for(config.model, config.dtype)))
+        rows.append(Row("rollout runs", decoder_rates(config)))
     ports = range(config.port, server.port_of(config, ranks, "rollout"))
     connections = psutil.net_connections("tcp")
     listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
@@ -138,6 +140,19 @@ def packages() -> list[Row]:
         names = [cuda.get_device_name(number) for number in range(count)]
         rows.append(Row("accelerator", ", ".join(names) or f"none, but {os.cpu_count()} cores"))
     return rows
+
+
+def decoder_rates(config: Config) -> str:
+    """Name what serves the policy; of decoder.cpp with its speed beside torch's on this processor."""
+    name = compiler.program_for(config.model, config.dtype)
+    library = compiler.library_for(config.model, config.dtype)
+    if library is None:
+        return name
+    hf = read_model_config(config.model)
+    shape = (64, hf["hidden_size"], 2 * hf["intermediate_size"])
+    ours, theirs = product_rates(library, *shape)
+    warning = " (slower than torch!)" if ours < theirs else ""
+    return f"{name}, {ours:.0f} GFLOP/s on a core{warning}; torch makes {theirs:.0f}"
 
 
 def graphics(config: Config) -> list[Row]:

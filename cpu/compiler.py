@@ -13,7 +13,8 @@ from pathlib import Path
 from inputs.hf_directory import FAMILIES, read_model_config
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
+TARGETS = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 CPU_INFO = Path("/proc/cpuinfo")
 ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")  # with one table of angles
 
@@ -48,7 +49,7 @@ def library_for(model_dir: str | Path, dtype: str) -> Path | None:
 def compiled() -> Path | None:
     """Return the library; compile it if no process has yet, in a second or two. None: that can't be."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoyatt")
-    if platform.machine() != "x86_64" or not folder.is_absolute():
+    if platform.machine() not in TARGETS or not folder.is_absolute():
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,8 +67,10 @@ def compiled_by(compiler: str, folder: Path) -> Path | None:
     """Return the library that a compiler makes. None: it fails, and one line says why. Raises OSError."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     # machines of several kinds may share a home
-    processor = [line for line in CPU_INFO.read_text().splitlines() if line.startswith("flags")]
-    made_of = "\0".join((SOURCE.read_text(), version, *FLAGS, *processor[:1]))
+    lines = CPU_INFO.read_text().splitlines()
+    processor = [line for line in lines if line.startswith(("flags", "Features"))]
+    flags = [*FLAGS, TARGETS[platform.machine()]]
+    made_of = "\0".join((SOURCE.read_text(), version, *flags, *processor[:1]))
     library = folder / f"decoder-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     content = library.read_bytes() if library.exists() else b""
     # a whole one ends with the digest of what is before; one that was cut could kill who loads it
@@ -75,7 +78,7 @@ def compiled_by(compiler: str, folder: Path) -> Path | None:
         # several processes may compile at once: each takes the place of what was there
         with tempfile.TemporaryDirectory(dir=folder) as private:
             built = Path(private, library.name)
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            command = [compiler, *flags, str(SOURCE), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 errors = (line for line in done.stderr.splitlines() if "error" in line)

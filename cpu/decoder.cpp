@@ -13,17 +13,17 @@
 
 typedef int64_t i64;
 // WIDTH: floats of a register; compilers pass wider vectors through memory, some thirty times slower.
+// PART: floats of what sums in eight lanes are made of.
 // TILE: rows that are multiplied at once, as many as there are registers for their sums.
 #if defined(__AVX512F__)
-static const int WIDTH = 16, TILE = 12;
+static const int WIDTH = 16, PART = 8, TILE = 12;
 #elif defined(__AVX2__)
-static const int WIDTH = 8, TILE = 3;
+static const int WIDTH = 8, PART = 8, TILE = 3;
 #elif defined(__aarch64__)
-static const int WIDTH = 4, TILE = 6;
+static const int WIDTH = 4, PART = 4, TILE = 6;
 #else
-static const int WIDTH = 4, TILE = 3;
+static const int WIDTH = 4, PART = 4, TILE = 3;
 #endif
-static const int PART = WIDTH < 8 ? WIDTH : 8;
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
 typedef float part __attribute__((vector_size(4 * PART), aligned(4)));

@@ -1,12 +1,15 @@
 """decoder.cpp in place of the layers, the head and the sampler of a model that SGLang has loaded."""
 
 import ctypes
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 PANEL = 32  # as in decoder.cpp
 STOPS = 8  # likewise: tokens that end an answer, at most
@@ -34,6 +37,34 @@ def rules_of(info) -> tuple[Tensor, Tensor, Tensor]:
     if seeds is None:
         seeds = torch.randint(2**63 - 1, (len(info.top_ks),))
     return info.temperatures.flatten(), (info.top_ks <= 1).long(), seeds
+
+
+def product_rates(library: Path, rows: int, width: int, columns: int) -> tuple[float, float]:
+    """Return the GFLOP/s of decoder.cpp and of torch for [rows, width] @ [width, columns].
+
+    Medians of five rounds in turns, in CPU time. From then on torch has one thread here.
+    """
+    torch.set_num_threads(1)
+    x = torch.randn(rows, width)
+    weight = torch.randn(columns, width)
+    head = pack(weight)
+    # decoder.cpp's Model: `logits` reads only these
+    model = torch.tensor([0, width, 0, 0, 0, 0, columns, 0, 0, 0, 0, 0, head.data_ptr(), 0, 0])
+    scores = torch.empty(rows, columns)
+    numbers = map(ctypes.c_int64, as_numbers((model, rows, x, scores)))
+    sides = (partial(ctypes.CDLL(str(library)).logits, *numbers), partial(linear, x, weight))
+    operations = 2 * rows * width * columns
+    calls = 1 + 10**8 // operations
+
+    def rate(product: Callable) -> float:
+        begin = time.thread_time()
+        for _ in range(calls):
+            product()
+        return calls * operations / (time.thread_time() - begin) / 1e9
+
+    rounds = [tuple(map(rate, sides)) for _ in range(5)]
+    ours, theirs = map(median, zip(*rounds, strict=True))
+    return ours, theirs
 
 
 class Decoder:
