@@ -1,5 +1,6 @@
 """A process forked from a rank: it writes what the rank had in memory then, while the rank goes on."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -11,11 +12,34 @@ from typing import Any
 
 from runtime.shutdown import SIGNALS, die_with_parent
 
+BEGIN_S = 2.0  # for a forked process to begin; milliseconds are usual
+FORKS = 20
+
 
 class BackgroundWriter:
     """Runs `work` in a process forked from this rank as it is now. It dies with the forking thread."""
 
     def __init__(self, work: Callable[[], Any]):
+        for _ in range(FORKS):
+            self._fork(work)
+            if self._result or self._begins():
+                return
+            self.close()
+        self._result = (None, f"of {FORKS} forked processes none began")
+
+    def _begins(self) -> bool:
+        """Wait until the process has begun or ended, and return whether it did.
+
+        Before 3.11.10 CPython may fork while a thread of gloo's holds a lock that the new process waits for
+        without end (python/cpython#112275).
+        """
+        begins = self._receiver.poll(BEGIN_S)
+        with contextlib.suppress(EOFError, OSError):
+            if begins:
+                self._receiver.recv()
+        return begins
+
+    def _fork(self, work: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=run_writer, args=(work, sender, os.getpid()))
@@ -52,6 +76,8 @@ class BackgroundWriter:
 
 def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None:
     """Run `work` in the forked process and send what it returns, or why it failed."""
+    sender.send(None)  # it has begun
+    drop_files(keep=sender.fileno())
     import torch
 
     signal.set_wakeup_fd(-1)  # the event loop's: a signal here would be heard there
@@ -72,3 +98,14 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
     failure = f"{type(error).__name__}: {error}".splitlines()[0] if error else ""
     sender.send((None if error else future.result(), failure))
     os._exit(0)  # what else runs at the end of a process is the rank's
+
+
+def drop_files(keep: int) -> None:
+    """Let go of the rank's files and sockets: a lock or a connection lasts while any process holds it.
+
+    Their numbers stay taken, because objects of the rank may still close them.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in (0, 1, 2, keep, null):
+            os.dup2(null, descriptor, inheritable=False)

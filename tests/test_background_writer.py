@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import termios
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch  # noqa: F401  as in a rank: else every writer would import it
 
+from runtime import background_writer
 from runtime.background_writer import BackgroundWriter
 from tests import ROOT
 
@@ -37,6 +39,46 @@ def test_a_writer_sees_what_was_there_when_it_was_forked():
     assert writer.result() is None
     value[:] = b"x" * len(value)
     assert ended(writer) == (bytes(200_000), "")
+
+
+def test_a_process_that_does_not_begin_is_forked_again(monkeypatch):
+    """Like one that waits without end for a lock of a thread that wasn't forked."""
+    hangs = iter([True, True, False])
+    run = background_writer.run_writer
+
+    def fork(writer, work, fork=BackgroundWriter._fork):
+        hung = lambda *_: signal.pause()  # noqa: E731
+        monkeypatch.setattr(background_writer, "run_writer", hung if next(hangs, False) else run)
+        fork(writer, work)
+        pids.append(writer._process.pid)
+
+    pids = []
+    monkeypatch.setattr(BackgroundWriter, "_fork", fork)
+    monkeypatch.setattr(background_writer, "BEGIN_S", 1.0)
+    assert ended(BackgroundWriter(lambda: 7)) == (7, "")
+    assert len(pids) >= 3 and not any(map(psutil.pid_exists, pids))
+    hangs = iter([True] * 3)
+    monkeypatch.setattr(background_writer, "FORKS", 3)
+    assert ended(BackgroundWriter(lambda: 7)) == (None, "of 3 forked processes none began")
+
+
+def test_a_writer_holds_no_file_of_the_rank(tmp_path):
+    """Neither its locks, nor its connections."""
+    ours, theirs = socket.socketpair()
+    locked = (tmp_path / "rows").open("w")
+    fcntl.flock(locked, fcntl.LOCK_EX)
+    writer = BackgroundWriter(lambda: time.sleep(60))
+    locked.close()
+    ours.close()
+    try:
+        # it works: its second thread is there
+        wait_for(lambda: len(os.listdir(f"/proc/{writer._process.pid}/task")) == 2)
+        with (tmp_path / "rows").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert theirs.recv(1) == b""
+    finally:
+        writer.close()
+        theirs.close()
 
 
 def test_how_a_writer_fails():
