@@ -27,9 +27,11 @@ def wait_for(condition, seconds=30.0):
 
 
 def ended(writer: BackgroundWriter):
-    wait_for(writer.result)
-    writer.close()
-    return writer.result()
+    try:
+        wait_for(writer.result)
+        return writer.result()
+    finally:
+        writer.close()
 
 
 def test_a_writer_sees_what_was_there_when_it_was_forked():
