@@ -10,6 +10,7 @@ those of docs/papers/rows, which `make papers` writes.
 
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -167,7 +168,16 @@ def measure(name: str, commit: str) -> dict:
     for value, numbers in row.values(log.read_text(), seconds).items():
         found[value] = {"value": median(numbers), "spread": [min(numbers), max(numbers)]}
     about = {"kind": row.kind, "command": row.command, "commit": commit, "load": load}
-    return {"values": found} | about
+    return {"values": found, "machine": machine()} | about
+
+
+def machine() -> str:
+    """Name what a measured second depends on first: the cores, their maker's name, their widest vectors."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    widths = {"avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+    widest = next((words for flag, words in widths.items() if flag in text.split()), "SSE")
+    return f"{os.cpu_count()} cores of {name[1] if name else platform.machine()} with {widest}"
 
 
 def current_commit() -> str:
@@ -204,11 +214,11 @@ def paper_row(folder: Path = DOCS / "papers") -> str:
 
 
 def render(results: dict[str, dict], papers: str) -> str:
-    """The table in Markdown. ValueError if its rows are of several commits."""
-    commits = sorted({row["commit"] for row in results.values()})
-    if len(commits) > 1:
-        named = ", ".join(commits)
-        raise ValueError(f"rows of several commits ({named}): measure all of them again")
+    """The table in Markdown. ValueError if its rows are of several commits or machines."""
+    origins = sorted({f"commit {row['commit']}, {row['machine']}" for row in results.values()})
+    if len(origins) > 1:
+        named = "; ".join(origins)
+        raise ValueError(f"rows of several origins ({named}): measure all of them again")
     lines = ["| result | how | command, page |", "|---|---|---|"]
     for name, row in ROWS.items():
         if name not in results:
@@ -221,10 +231,10 @@ def render(results: dict[str, dict], papers: str) -> str:
         text = row.text.format(**numbers)
         lines.append(f"| {text} | {row.kind} | `{command}`: [page]({row.page}) |")
     lines.append(papers)
-    if commits:
+    if origins:
         loads = [row["load"] for row in results.values()]
         load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
-        lines += ["", f"Rows with a command of their own: commit {commits[0]}, 2 cores, {load}."]
+        lines += ["", f"Rows with a command of their own: {origins[0]}, {load}."]
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,8 @@ from tests.workers.start import run_command
 def row(**values):
     """A row of docs/results.json: of each value the median, the smallest and the largest."""
     found = {name: {"value": v, "spread": [low, high]} for name, (v, low, high) in values.items()}
-    return {"values": found, "kind": "measured", "command": "c", "commit": "abc", "load": 0.4}
+    about = {"kind": "measured", "command": "c", "commit": "abc", "load": 0.4}
+    return {"values": found, "machine": "2 cores of X"} | about
 
 
 FOUND = {"modes": row(ratio=(0.726, 0.701, 0.75))}
@@ -24,20 +25,21 @@ FOUND["central"] = row(parallel=(116.0, 115.0, 117.0), central=(2660.0, 668.0, 4
 
 
 def test_readme_shows_what_was_measured():
-    """Whoever measures a row again has to write the table again, and rows of several commits are none."""
+    """Whoever measures a row again has to write the table again, and rows of several origins are none."""
     table = results.render(json.loads(results.RESULTS.read_text()), results.paper_row())
     assert results.BEGIN + table + results.END in results.README.read_text()
 
 
-def test_a_table_has_one_commit():
+def test_a_table_has_one_commit_and_machine():
     table = results.render(FOUND, "| a paper | simulated | page |")
     assert "0.73 (0.70 to 0.75)" in table and "holds 115 to 117 samples" in table
-    assert "668 to 42,744" in table and "commit abc, 2 cores" in table
+    assert "668 to 42,744" in table and "commit abc, 2 cores of X, load" in table
     assert "load average before each 0.4 to 0.4." in table
     assert table.index("0.73") < table.index("42,744") < table.index("a paper")
-    other = FOUND | {"modes": FOUND["modes"] | {"commit": "def"}}
-    with pytest.raises(ValueError, match="several commits"):
-        results.render(other, "")
+    for changed in ({"commit": "def"}, {"machine": "4 cores of X"}):
+        other = FOUND | {"modes": FOUND["modes"] | changed}
+        with pytest.raises(ValueError, match="several origins"):
+            results.render(other, "")
 
 
 def test_the_table_takes_the_place_of_the_one_before():
