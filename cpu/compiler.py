@@ -24,7 +24,7 @@ def program_for(model_dir: str | Path, dtype: str) -> str:
     if library_for(model_dir, dtype):
         return "cpu/decoder.cpp"
     takes = "g++ or clang++, a private ~/.cache without noexec, Qwen2, Qwen3 or Llama in float32"
-    return f"plain torch, 3 to 5 times slower: cpu/decoder.cpp takes {takes}"
+    return f"plain torch, several times slower: cpu/decoder.cpp takes {takes}"
 
 
 def library_for(model_dir: str | Path, dtype: str) -> Path | None:

@@ -394,4 +394,4 @@ def test_which_models_it_is_for(tmp_path):
     refused += [{"rope_scaling": {"type": "su"}}, {"rope_parameters": {"rope_type": "longrope"}}]
     refused += [{"partial_rotary_factor": 0.5}, {"dual_chunk_attention_config": {"chunk_size": 8}}]
     assert not any(choice(**changed) for changed in [*refused, {"num_key_value_heads": 3}])
-    assert "plain torch, 3 to 5 times slower" in compiler.program_for(tmp_path, "float32")
+    assert "plain torch, several times slower" in compiler.program_for(tmp_path, "float32")
