@@ -166,6 +166,9 @@ class Report:
         if c.checkpoints.saving:
             await self.written()  # the checkpoint is named once the step's rows are there
         self.progress.step(step, metrics)
+        if metrics["rollout/truncated_frac"] == 1:
+            limit = self.config.max_new_tokens
+            self.note(f"step {step + 1}: all answers were cut off after --max-new-tokens {limit}")
         if batch.missing_groups:
             self.note(
                 f"step {step + 1}: {batch.missing_groups} of {self.config.prompts_per_step} groups "

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from runtime.errors import RunLost
 from runtime.world import World, is_alive
 
@@ -33,6 +35,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # nohup is obeyed, unless torchrun, which doesn't hear of it, passes the signal on
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
     SIGNALS = SIGNALS[:2]
+FORKING = threading.local()  # mask: the signals that were blocked before a fork
 PR_SET_PDEATHSIG = 1
 USER_ERROR = "user_error"  # in the folder of all attempts of a torchrun: the first error file
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
@@ -94,6 +97,32 @@ def prepare() -> None:
     # a build for CUDA says that there is no device
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def before_fork() -> None:
+    """Keep signals from a forked process until it has Python's own handlers."""
+    FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+
+
+def after_fork_in_child() -> None:
+    """Give the process Python's own handlers: it isn't a rank, whoever forked it."""
+    signal.set_wakeup_fd(-1)  # the event loop of the rank would read its signals there
+    for number in (*SIGNALS, signal.SIGALRM):
+        if callable(signal.getsignal(number)):
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+
+
+os.register_at_fork(
+    before=before_fork,
+    after_in_parent=after_fork_in_parent,
+    after_in_child=after_fork_in_child,
+)
 
 
 def die_with_parent(number: int) -> None:
@@ -187,10 +216,14 @@ def leave_with_traceback(*error: Any) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process without Python's own end, at which NCCL would wait for minutes.
+    """End this process, and what the user's code left running, without Python's own end.
 
-    A thread of its group looks for the ranks' store, a file that the last rank has removed.
+    There NCCL would wait for minutes: a thread of its group looks for the ranks' store, a file that the last
+    rank has removed.
     """
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the terminal is gone
             stream.flush()
