@@ -157,6 +157,7 @@ async def reward(sample):
 
 
 ASK = """
+import asyncio
 import sys
 
 from config import Config
@@ -171,6 +172,7 @@ async def work():
     listed = Rewards(config, [], [*rules, says(1.0), *rules * 9], to_text)
     sample = Sample(0, 0, [1], question="3+9=", response=[53], finish="stop")
     await listed.score(sample, None)
+    await asyncio.sleep(0.1)  # for a signal to be heard
     return sample.reward
 
 if __name__ == "__main__":
@@ -296,7 +298,15 @@ CHILDREN = {
         time.sleep(99)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
 """,
-    "a fork by a thread": """
+    "a process with a handler": """
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+""",
+    "a process of a thread": """
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         child = executor.submit(subprocess.Popen, ["sleep", "99"], preexec_fn=os.setsid).result()
     try:
