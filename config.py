@@ -334,11 +334,11 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
             is_on = field.default or any(field.name in preset for preset in PRESETS.values())
             how["action"] = argparse.BooleanOptionalAction if is_on else "store_true"
         else:
-            how |= {"type": value, "metavar": value.__name__.upper()}
+            # a shell leaves the ~ of --out=~/runs to the program
+            how["type"] = os.path.expanduser if value is str else value
+            how["metavar"] = value.__name__.upper()
         if several:
-            how["nargs"] = "+"
-        if field.name == "template":  # each time that it is given adds names
-            how["action"] = "extend"
+            how |= {"nargs": "+", "action": "extend"}
         heading.add_argument(f"--{dashed(field.name)}", **how)
     return parser
 

@@ -21,7 +21,7 @@ from inputs.hf_directory import read_model_config
 from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
-from runtime.errors import UserError
+from runtime.errors import UserError, printable
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
 
@@ -34,7 +34,7 @@ def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
     rendezvous.interface_of(config.host)
     lines = device_map(config, placement, splits) + memory.table(config, placement, splits)
     words = describe(config, placement, splits[0])
-    print(words, *lines, "nothing was started", sep="\n", flush=True)
+    print(printable("\n".join([words, *lines, "nothing was started"])), flush=True)
 
 
 def device_map(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
@@ -114,7 +114,7 @@ def check(config: Config) -> int:
     free = shutil.disk_usage(folder).free
     rows.append(Row("disk", f"{free / 1e9:.1f} GB free in {folder}", free >= DISK))
     for row in rows:
-        print(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}")
+        print(printable(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}"))
     missing = [row.name for row in rows if not row.is_good]
     print(f"missing: {', '.join(missing)}" if missing else f"a run of {ranks} ranks can start")
     return int(bool(missing))

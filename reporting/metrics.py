@@ -24,7 +24,6 @@ from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
-from runtime.errors import RunLost
 from runtime.world import World
 from sample import Sample
 from scheduling.measured import StepStats
@@ -56,7 +55,8 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
 
         self._path = out / "metrics.jsonl"
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
+        with atomic_files.writing(out / "tensorboard") as path:
+            self._board = SummaryWriter(str(path), purge_step=purge_step)
 
     def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
         """Write row k: what k updates came to, and the update that followed. RunLost if the disk is full.
@@ -68,15 +68,13 @@ class MetricsWriter:
             is_exact = isinstance(value, str) or float(value).is_integer()
             row[name] = value if is_exact else float(f"{value:.6g}")
         atomic_files.append(self._path, [row])
-        try:
+        with atomic_files.writing(Path(self._board.log_dir)):
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
                     self._board.add_scalar(name, value, step)
             if samples:
                 self._board.add_text("samples", samples, step)
             self._board.flush()
-        except OSError as error:
-            raise RunLost(f"{self._board.log_dir} can't be written: {error.strerror}") from None
 
     def show(self, step: int, path: Path) -> None:
         """Add a PNG to TensorBoard's images. OSError if the disk is full."""

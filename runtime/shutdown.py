@@ -1,10 +1,10 @@
-"""Ways out of a rank with its engines closed: an error, Ctrl-C, SIGTERM, SIGHUP, a launcher that died.
+"""Ways out of a rank with its engines closed: an error, a signal, a launcher that died.
 
 A user's error is one line, whatever the number of ranks, and status 2; a rank that torchrun starts again
 after one leaves at once. A lost engine or a full disk is one line and status 1. torchrun ends the other ranks
 with SIGTERM. While a run trains, the first of SIGNALS asks for a stop: the controllers agree on it, save and
 leave with status 0. A second one, one before training, or one where a rank of this machine is gone, ends all
-work: 129, 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+work: 128 and its number. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 import asyncio
@@ -31,10 +31,11 @@ import psutil
 from runtime.errors import RunLost
 from runtime.world import World, is_alive
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# clusters send the last two before a job's time is over
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # nohup is obeyed, unless torchrun, which doesn't hear of it, passes the signal on
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
-    SIGNALS = SIGNALS[:2]
+    SIGNALS = SIGNALS[:-1]
 FORKING = threading.local()  # mask: the signals that were blocked before a fork
 PR_SET_PDEATHSIG = 1
 USER_ERROR = "user_error"  # in the folder of all attempts of a torchrun: the first error file
