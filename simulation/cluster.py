@@ -165,8 +165,7 @@ class Author:
         work = self.workload
         which = request.prompt[:2]
         tokens = self._coarse(work.critique.of("critique", work.seed, *which))
-        written = request.sampling.max_new_tokens - request.limit
-        return Reply([work.is_right(*which)] * (tokens - written))
+        return Reply([work.is_right(*which)] * (tokens - request.begun))
 
     def rate(self, request: Request) -> Reply:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))
@@ -300,8 +299,8 @@ class Simulation:
             checkpoints=self,
             peers=peers,
         )
-        # a run finds this out in its first steps
-        c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
+        if algorithm.filters:  # a run finds this out in its first steps
+            c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
         return c
 
     def run(self, share: bool = True) -> list[StepFacts]:
