@@ -19,9 +19,12 @@ from runtime.errors import UserError
 from tests.support.fakes import (
     FakeSource,
     batches_of,
+    judge_on,
     learned,
+    number_in,
     part_of,
     simulate,
+    text_answer,
     to_text,
     trained,
     write_on,
@@ -255,6 +258,30 @@ def test_a_stop_is_saved_wherever_it_comes_and_goes_on(tmp_path, name, place, sa
     assert learned(before) == samples[:done] and learned(before) + learned(after) == samples
     assert before[0].report.accuracies | after[0].report.accuracies == accuracies
     assert not any(c.was_stopped for c in after)
+
+
+def mostly_readable(prompt, index, sampling):
+    """A judge that is right, and can't be read where the number is a multiple of 3."""
+    return judge_on(prompt, index, sampling) if number_in(prompt) % 3 else text_answer("?")
+
+
+@pytest.mark.parametrize("name", ["in turns", "side by side"])
+@pytest.mark.parametrize("place", ["serve", "exchange", "train"])
+def test_judges_counts_are_as_without_a_stop(tmp_path, name, place):
+    """What is judged again counts once."""
+    how = STOPPED[name] | dict(verdict=mostly_readable)
+    saving = how | dict(save_every=3, out=tmp_path)
+    (done,) = {c.state.step for c in stopped_at(place, **saving)}
+    after, _ = simulate(**saving, resumed=tmp_path / "checkpoints" / f"step_{done}")
+    failed, parsed = counts_of(after)
+    assert (failed, parsed) == counts_of(simulate(**how)[0])
+    assert failed > 0 and parsed > 0
+
+
+def counts_of(controllers):
+    """What the only judge failed at, and its verdicts."""
+    counts = [c.rewards.counts() for c in controllers]
+    return tuple(sum(number for (number,) in column) for column in zip(*counts, strict=True))
 
 
 def test_rows_are_written_before_an_error_ends_the_run():
