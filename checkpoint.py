@@ -57,8 +57,6 @@ READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's dir
 # ... and while answers wait that were made with them
 ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")
 ANSWERED += ("judge_format", "judge_max_new_tokens", "video_fps", "video_frames")
-# of batches, over the ranks that served them
-ADDED_UP = ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted", "latencies")
 FREE = ("preset", "out", "resume", "port")  # a run that resumes doesn't say that these differ
 
 Say = Callable[[str], None]
@@ -139,11 +137,12 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
         total = replace(total, split=c.devices.split)
     same = {name: vars(parts[0])[name] for name in ("missing_groups", "groups_per_kept")}
     batch = rollout.RolloutBatch(waves=total.waves, **same)
+    added = ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted", "latencies")
     if c.world.rank == 0:
         batch.stats = total
         batch.others = sum(len(part.kept) for part in parts[1:])
         for part in parts:
-            for name in ADDED_UP:
+            for name in added:
                 vars(batch)[name] += vars(part)[name]
     elif c.devices.serves:
         batch.stats = replace(total, rollout=RequestStats(), genrm=RequestStats(), lengths=())

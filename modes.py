@@ -59,15 +59,14 @@ async def collect(c: Controller) -> RolloutBatch:
                     await cut_off(c, step.tasks)
     except Stopped:
         step.give_back()
-        if config.continues_answers:  # those that have their verdicts keep them
-            _, parsed = c.rewards.counts()
-        c.rewards.load_counts([(failed, parsed)])  # the rest is judged again
+        # verdicts stay with answers that go on; the rest is judged again
+        stays = c.rewards.counts()[1] if config.continues_answers else parsed
+        c.rewards.load_counts([(failed, stays)])
         raise
     finally:
         await c.rewards.cancel()
     samples = step.without_media()
-    c.state.groups_per_kept = sampler.updated_groups_per_kept()
-    step.batch.groups_per_kept = c.state.groups_per_kept
+    c.state.groups_per_kept = step.batch.groups_per_kept = sampler.updated_groups_per_kept()
     step.batch.latencies = c.rewards.latencies
     partition(step)
     devices = c.devices

@@ -54,11 +54,6 @@ class Request(NamedTuple):
     images: tuple[Image, ...] = ()
     name: str = ""  # by which it can be aborted; no name begins with another
 
-    @property
-    def begun(self) -> int:
-        """Tokens at the prompt's end that are the beginning of the answer."""
-        return self.sampling.max_new_tokens - self.limit
-
 
 def seed_of(*what: int | str) -> int:
     """Return the seed of the answer that `what` names: 63 bits that nothing else decides (pure)."""

@@ -8,7 +8,6 @@ tensorboard/; at the end trace.json and timeline.png.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -242,7 +241,7 @@ def local_facts(
     # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
     judged = [s for s in finished if s.reward is not None]
-    rewards = defaultdict(set)  # of each group
+    rewards = {sample.prompt_id: set() for sample in judged}  # of each group
     for sample in judged:
         rewards[sample.prompt_id].add(sample.reward)
     keyed = [s for s in judged if s.answer_key is not None]

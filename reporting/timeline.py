@@ -35,8 +35,8 @@ class Event(NamedTuple):
     """Something that a rank saw in a training step. Times in seconds since the run's start.
 
     kind             name                                         args
-    span             what was at work: a role's engine, `train`   of an engine: tokens; begun: of them, before
-    part             a role's engine                              tokens so far; begun
+    span             what was at work: a role's engine, `train`   of an engine: tokens, of them begun before
+    part             a role's engine                              tokens so far, of them begun before
     sample           state of an answer                           answer: `12.3`, number 3 to prompt 12
     pass             model of a pipeline's pass                   stage, backward, micro_batch
     wave, weights    `wave 2`, `v3`: the end is the start

@@ -8,8 +8,8 @@ from itertools import compress, zip_longest
 from typing import NamedTuple
 
 ROLES = ("rollout", "genrm")
-# a request, or the part of one that an engine wrote: sent, end, tokens, the answer's tokens so far, prompt
-# tokens, cached tokens, whether the answer is whole now
+# of what an engine wrote of a request: sent, end, tokens; tokens of the answer so far, of the request's own
+# prompt, of that in a cache; whether the answer is whole now
 Part = tuple[float, float, int, int, int, int, bool]
 
 
@@ -56,9 +56,8 @@ class RequestStats:
             last = time
         mean = second_moment / max(request_s, 1e-9)
         longest = max(lengths, default=0)
-        prompts, cached = (sum(compress(column, are_whole)) for column in sizes)
-        whole = (prompts, cached, sum(are_whole))
-        return RequestStats(sum(tokens), longest, request_s, mean, *whole, wakes)
+        sums = [sum(compress(column, are_whole)) for column in (*sizes, are_whole)]
+        return RequestStats(sum(tokens), longest, request_s, mean, *sums, wakes)
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:

@@ -165,7 +165,8 @@ class Author:
         work = self.workload
         which = request.prompt[:2]
         tokens = self._coarse(work.critique.of("critique", work.seed, *which))
-        return Reply([work.is_right(*which)] * (tokens - request.begun))
+        written = request.sampling.max_new_tokens - request.limit
+        return Reply([work.is_right(*which)] * (tokens - written))
 
     def rate(self, request: Request) -> Reply:
         return Reply([], float(self.workload.is_right(*request.prompt[:2])))
