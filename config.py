@@ -100,7 +100,7 @@ class Config:
     eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
     lr: float = setting(1e-6, "AdamW", "training", low=TINY)
     lr_warmup_steps: int = setting(
-        5, "updates in which --lr grows from a part to all", "training", low=0
+        5, "steps in which --lr grows from a part to all", "training", low=0
     )
     lr_decay_to: float = setting(1.0, "part of --lr at the end; demo: 0.1", "training", 0, 1)
     max_tokens_per_micro_batch: int = setting(

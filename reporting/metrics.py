@@ -59,7 +59,7 @@ class MetricsWriter:
             self._board = SummaryWriter(str(path), purge_step=purge_step)
 
     def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
-        """Write row k: what k updates came to, and the update that followed. RunLost if the disk is full.
+        """Write row k: what k steps came to, and the step that followed. RunLost if the disk is full.
 
         samples: Markdown that TensorBoard shows as the step's text.
         """
@@ -124,7 +124,7 @@ class Report:
         """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
 
     def evaluation(self, step: int, right: list[tuple[bool, int]], now: float) -> None:
-        """Take which answers, greedy and sampled, are right after `step` updates. The step begins now."""
+        """Take which answers, greedy and sampled, are right after `step` steps. The step begins now."""
         self._evaluated = {"eval/accuracy": fmean(greedy for greedy, _ in right)}
         self._evaluated |= pass_at_k(self.config.eval_samples, [count for _, count in right])
         self._ended = now
@@ -147,7 +147,7 @@ class Report:
         metrics = summarize(gathered) | serving_metrics(served, self.config) | stats
         read_and_written = metrics["rollout/prompt_tokens"] + metrics["rollout/tokens"]
         metrics |= {
-            "rollout/groups_per_kept": c.state.groups_per_kept,
+            "rollout/groups_per_kept": batch.groups_per_kept,
             "rollout/lacking_groups": float(batch.missing_groups),
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
@@ -241,16 +241,19 @@ def local_facts(
     filtered = [sample for group in batch.filtered for sample in group]
     # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
-    keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
+    judged = [s for s in finished if s.reward is not None]
+    rewards = {sample.prompt_id: set() for sample in judged}  # of each group
+    for sample in judged:
+        rewards[sample.prompt_id].add(sample.reward)
+    keyed = [s for s in judged if s.answer_key is not None]
     wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
     if c.state.step == 1 and wrong and len(wrong) == len(keyed):
         one = (c.report.decode(wrong[0].response), wrong[0].answer_key)
         c.report.note(none_right(c.config, len(wrong), *one))
-    num_kept = len({sample.prompt_id for sample in batch.kept + batch.dropped})
     means = {
         "reward/mean": [s.reward for s in batch.kept],
-        "reward/unfiltered_mean": [s.reward for s in finished if s.reward is not None],
-        "reward/zero_std_frac": [0] * num_kept + [1] * len(batch.filtered),
+        "reward/unfiltered_mean": [s.reward for s in judged],
+        "reward/zero_std_frac": [len(values) == 1 for values in rewards.values()],
         "rollout/response_len_mean": [len(s.response) for s in finished],
         "rollout/trained_len_mean": [len(s.response) for s in batch.kept],
         "rollout/truncated_frac": [s.finish == "length" for s in finished],
@@ -278,7 +281,7 @@ def local_facts(
     }
     actor = c.devices.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
-    return Facts(means, sums, maxima, c.rewards.latencies, work if actor.holds else {})
+    return Facts(means, sums, maxima, batch.latencies, work if actor.holds else {})
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
