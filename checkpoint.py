@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 5  # of what a checkpoint holds: it grows when that changes
+LAYOUT = 6  # of what a checkpoint holds: it grows when that changes
 POLL_S = 0.05
 # settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
@@ -82,7 +82,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "groups": [list(map(vars, group)) for group in c.prompts.groups.values()],
         "rewards": c.rewards.counts(),
         "random": torch.get_rng_state().tolist(),
-        "ahead": c.ahead and {k: v for k, v in asdict(c.ahead).items() if k != "others"},
+        "ahead": c.ahead and asdict(c.ahead),
     }
     return common, own
 
@@ -138,7 +138,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
     if c.world.rank == 0:
         batch.stats = total
-        batch.others = sum(len(part.kept) for part in parts[1:])
+        batch.others = parts[0].others + sum(len(part.kept) for part in parts[1:])
         for part in parts:
             for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
                 vars(batch)[name] += vars(part)[name]
@@ -154,7 +154,7 @@ def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> 
         (folder / name).write_text(json.dumps(value))
     for path, write in hf.items():
         write(path)
-        for written in (*path.iterdir(), path):
+        for written in (*path.rglob("*"), path):
             sync(written)
     patterns = [*state, *(f"{name}/__{rank}_*" for name in shards)]
     return described, sync_and_hash(folder, patterns)
@@ -330,6 +330,7 @@ class ResumePoint(NamedTuple):
     folder: Path
     step: int
     ended_s: float = 0.0  # where its record ends on the run's own clock
+    newest: int | None = None  # step of the newest checkpoint that is this run's own
 
 
 async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:
@@ -388,14 +389,15 @@ def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) ->
         folder = None
     if folder:
         compare(config, contents, folder, say)
-    if folder is None or folder.parent.resolve() != (out / "checkpoints").resolve():
+    is_own = folder is not None and folder.parent.resolve() == (out / "checkpoints").resolve()
+    if not is_own:
         archive(out, say)
     for name in ("spans", "logs"):
         (out / name).mkdir(parents=True, exist_ok=True)
     if folder is None:
         return None
     say(f"goes on from {folder}, after {step} steps")
-    return ResumePoint(folder, step, truncate_to(out, step))
+    return ResumePoint(folder, step, truncate_to(out, step), step if is_own else None)
 
 
 def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
