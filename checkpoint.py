@@ -82,7 +82,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "groups": [list(map(vars, group)) for group in c.prompts.groups.values()],
         "rewards": c.rewards.counts(),
         "random": torch.get_rng_state().tolist(),
-        "ahead": c.ahead and {k: v for k, v in asdict(c.ahead).items() if k != "others"},
+        "ahead": c.ahead and asdict(c.ahead),
     }
     return common, own
 
@@ -140,7 +140,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     added = ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted", "latencies")
     if c.world.rank == 0:
         batch.stats = total
-        batch.others = sum(len(part.kept) for part in parts[1:])
+        batch.others = parts[0].others + sum(len(part.kept) for part in parts[1:])
         for part in parts:
             for name in added:
                 vars(batch)[name] += vars(part)[name]
@@ -156,7 +156,7 @@ def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> 
         (folder / name).write_text(json.dumps(value))
     for path, write in hf.items():
         write(path)
-        for written in (*path.iterdir(), path):
+        for written in (*path.rglob("*"), path):
             sync(written)
     patterns = [*state, *(f"{name}/__{rank}_*" for name in shards)]
     return described, sync_and_hash(folder, patterns)
@@ -332,6 +332,7 @@ class ResumePoint(NamedTuple):
     folder: Path
     step: int
     ended_s: float = 0.0  # where its record ends on the run's own clock
+    newest: int | None = None  # step of the newest checkpoint that is this run's own
 
 
 async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:
@@ -390,14 +391,15 @@ def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) ->
         folder = None
     if folder:
         compare(config, contents, folder, say)
-    if folder is None or folder.parent.resolve() != (out / "checkpoints").resolve():
+    is_own = folder is not None and folder.parent.resolve() == (out / "checkpoints").resolve()
+    if not is_own:
         archive(out, say)
     for name in ("spans", "logs"):
         (out / name).mkdir(parents=True, exist_ok=True)
     if folder is None:
         return None
     say(f"goes on from {folder}, after {step} steps")
-    return ResumePoint(folder, step, truncate_to(out, step))
+    return ResumePoint(folder, step, truncate_to(out, step), step if is_own else None)
 
 
 def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
@@ -13,13 +12,14 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from config import Config
-from images.reader import IMAGE, VIDEO, ImageReader, check_places
+from images.reader import IMAGE, VIDEO, ImageReader, check_places, media_file
 from images.tokens import Image, expand
 from inputs.hf_directory import readable
 from inputs.rows import Text, answer_key, as_turns, fill, media_of, prompt_of, read_rows, transcript
+from inputs.shuffled import Shuffled, identities
 from inputs.templates import apply_settings, break_special_tokens, render
 from runtime.errors import UserError
 from sample import Sample
@@ -27,7 +27,6 @@ from sample import Sample
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Row = TypeVar("Row")
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
 Group = list[Sample]  # the answers to one prompt
 READERS = 4  # threads that read prompts: a clip in 1080p takes seconds
@@ -160,31 +159,6 @@ class Prompts:
         self.groups = {group[0].prompt_id: group for group in own}
 
 
-class Shuffled(Generic[Row]):
-    """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides."""
-
-    def __init__(self, rows: Sequence[Row], seed: int, held_out: int = 0, name: str = "epoch"):
-        order = _shuffled(len(rows), f"held out {seed}")
-        aside = min(held_out, len(rows) // 10)
-        self.held_out = order[:aside]  # numbers of rows
-        self._rows = rows
-        self._others = sorted(order[aside:])
-        self.count = len(self._others)  # of an epoch
-        self._name = f"{name} {seed}"
-
-    def training(self, number: int) -> Row:
-        epoch, position = divmod(number, self.count)
-        order = _shuffled(self.count, f"{self._name} {epoch}")
-        return self._rows[self._others[order[position]]]
-
-
-@lru_cache(maxsize=8)  # a requeued prompt may be of the epoch before
-def _shuffled(count: int, seed: str) -> list[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)
-    return order
-
-
 class PromptRow(NamedTuple):
     where: str  # file and line
     prompt: Text
@@ -224,7 +198,7 @@ class PromptFile(Sequence[Prompt]):
     def _row(self, line: int, row: dict) -> PromptRow:
         """Check all of a row that can be checked before its media are read. UserError."""
         where = f"{self.path}:{line}"
-        prompt = prompt_of(row, where)
+        prompt = prompt_of(row, where, self.reader is not None)
         check_prompt(self.tokenizer, prompt, where)
         for tokenizer in self.scorers:
             encode_exchange(tokenizer, prompt, "yes", where=where)
@@ -253,6 +227,11 @@ class PromptFile(Sequence[Prompt]):
             text, images = fill(text, row.media, read, row.where)
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
+    def _files(self, number: int) -> list:
+        row = self._rows[number]
+        items = row.media[IMAGE]() + row.media[VIDEO]()
+        return [media_file(item, self.path.parent, row.where) for item in items]
+
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
         if self.reader and row.media[VIDEO]():
@@ -270,10 +249,20 @@ class PromptFile(Sequence[Prompt]):
         return len(self._rows)
 
     def part(self, numbers: list[int]) -> PromptFile:
-        """Return these rows alone, of those that have a key."""
+        """Return these rows alone."""
         part = copy(self)
-        part._rows = [self._rows[n] for n in numbers if self._rows[n].answer_key is not None]
+        part._rows = [self._rows[number] for number in numbers]
         return part
+
+    def shuffled(self, seed: int, held_out: int) -> Shuffled[Prompt]:
+        """Return the rows to train on, with up to `held_out` prompts aside that have a key."""
+        prompts = identities([row.prompt for row in self._rows], self._files)
+        keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
+        order = Shuffled(self, seed, held_out, prompts=prompts, keyless=keyless)
+        order.held_out = self.part(order.held_out)
+        measured = f"{len(order.held_out)} measure, {order.repeats} repeat a prompt"
+        self.say(f"{self.path}: {order.count} rows train, {measured}, {len(keyless)} lack a key")
+        return order
 
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]

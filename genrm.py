@@ -51,8 +51,8 @@ class JudgeFormat:
 
     def grade(self, text: str, reply: Answer) -> float | None:
         """Read a critique, from 0 to 1; None when it can't be read. UserError for anything else."""
-        grade = self.parse(text) if reply.finish == "stop" else None
-        if grade is None:
+        said = without_thoughts(text) if reply.finish == "stop" else None
+        if said is None or (grade := self.parse(said)) is None:
             return None
         # NaN is refused, too
         if not (isinstance(grade, Real | numpy.bool_) and 0 <= grade <= 1):
@@ -62,6 +62,18 @@ class JudgeFormat:
             raise UserError(f"--judge-format {name}: {returned}: {needed}")
         is_sure = min(reply.logprobs, default=0.0) > self.min_logprob
         return float(grade) if is_sure or grade <= 0.5 else 0.0
+
+
+THINK = "(think|thinking|thought|reasoning)>"
+THOUGHT = re.compile(rf"(?si)<{THINK}(?:(?!</?\1>).)*</\1>")  # that has none within
+
+
+def without_thoughts(text: str) -> str | None:
+    """Leave out <think>...</think>, and all before an end without a start; None if a thought has no end."""
+    while (outer := THOUGHT.sub("", text)) != text:
+        text = outer
+    *_, said = re.split(f"(?i)</{THINK}", text)
+    return None if re.search(f"(?i)<{THINK}", said) else said
 
 
 CHAT_JUDGE = """\
@@ -75,8 +87,12 @@ Question:
 Final answer:
 {answer}"""
 
-VERDICT = re.compile(r"verdict[\s*]*:[\s*]*(?:(correct|incorrect|yes|no)\b)?", re.IGNORECASE)
 ACCEPTS = {"correct": True, "yes": True, "incorrect": False, "no": False}
+LABEL = r"verdict[\s*]*:[\s*]*"
+WORD = f"(?:{'|'.join(ACCEPTS)})\\b"
+# a choice is none, as it was asked for: Verdict: correct, or Verdict: incorrect
+CHOICE = rf"{WORD}[^.\n]*?(?:\bor\b|/)\W*(?:{LABEL})?{WORD}"
+VERDICT = re.compile(f"{LABEL}(?:{CHOICE}|({WORD}))?", re.IGNORECASE)
 BOX = re.compile(r"\\boxed\s*\{")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a letter
 
@@ -239,7 +255,9 @@ class Judge:
         self.parsed = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
         # raises UserError for what its chat template can't say of the format
-        self._tokens("Is it?", "yes", (), False)
+        tokens, _ = self._tokens("Is it?", "yes", (), False)
+        begun = re.search(rf"<{THINK}\s*$", data.decode(tokenizer, tokens, special=True))
+        self.thought = begun[0] if begun else ""  # that the template begins
 
     async def ask(
         self, prompt: data.Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
@@ -317,7 +335,7 @@ class Judge:
             score = math.nan if reply.score is None else reply.score
             return Judgement(f"score {score:.6g}", score if math.isfinite(score) else None)
         text = data.decode(self.tokenizer, reply.tokens)
-        return Judgement(text, self.format.grade(text, reply))
+        return Judgement(text, self.format.grade(self.thought + text, reply))
 
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:

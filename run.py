@@ -236,7 +236,7 @@ async def build(
         sampling=inputs.sampling,
         timeline=timeline,
         report=REPORTS[config.command](config, world, out, progress, inputs.decode, point),
-        checkpoints=Checkpoints(config, world, out, contents, point and point.step),
+        checkpoints=Checkpoints(config, world, out, contents, point and point.newest),
         peers=peers,
         collect=inputs.collect,
         learn=replay.record if config.rollout_only else controller.learn,
@@ -325,8 +325,7 @@ def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.
         formats = zip(judges, formats_of(config), strict=False)
         scorers = [tokenizer for tokenizer, row in formats if row.scores]
         rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
-        source = data.Shuffled(rows, config.seed, 0 if config.eval_data else HELD_OUT)
-        source.held_out = rows.part(source.held_out)
+        source = rows.shuffled(config.seed, 0 if config.eval_data else HELD_OUT)
     if config.eval_data:
         needs = {"--eval-data": str}
         source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")

@@ -35,6 +35,7 @@ from critic import Critic
 from demo.task import shown_work, training_problem
 from images.reader import PLACES, sees
 from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
+from inputs.shuffled import identities
 from placement import make_placement
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -116,11 +117,11 @@ def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
         raise UserError(f"{where}: needs `messages`, or `prompt` and `response` or `completion`")
     pair = read_answer(row, answers[0], tokenizer, where)
     prompt, response = data.encode_pair(tokenizer, *pair, where)
-    return [Sample(0, 0, prompt, response=response)]
+    return [Sample(0, 0, prompt, response=response, turns=as_turns(pair[0], "user"))]
 
 
-def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callable) -> list:
-    """Read {"prompt", "chosen", "rejected"}: two answers, of which people like the first better."""
+def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callable) -> tuple:
+    """Read {"prompt", "chosen", "rejected"}, the first answer is liked better: turns, both encoded."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     pairs = [read_answer(row, row[name], tokenizer, where) for name in ("chosen", "rejected")]
@@ -129,19 +130,19 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callab
     encoded = [encode(tokenizer, *pair) for pair in pairs]
     if encoded[0] == encoded[1]:
         raise UserError(f"{where}: `chosen` and `rejected` are the same")
-    return encoded
+    return as_turns(pairs[0][0], "user"), encoded
 
 
 def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read a row as `encode_both` does, as two samples."""
-    pairs = encode_both(row, tokenizer, where, partial(data.encode_pair, where=where))
-    return [Sample(0, index, pair[0], response=pair[1]) for index, pair in enumerate(pairs)]
+    turns, pairs = encode_both(row, tokenizer, where, partial(data.encode_pair, where=where))
+    return [Sample(0, n, pair[0], response=pair[1], turns=turns) for n, pair in enumerate(pairs)]
 
 
 def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
     """Read a pair for a scalar head, which is read at the last token: one target behind it, any one."""
-    pairs = encode_both(row, tokenizer, where, partial(data.encode_exchange, where=where))
-    return [Sample(0, index, both, response=both[-1:]) for index, both in enumerate(pairs)]
+    turns, pairs = encode_both(row, tokenizer, where, partial(data.encode_exchange, where=where))
+    return [Sample(0, n, both, response=both[-1:], turns=turns) for n, both in enumerate(pairs)]
 
 
 def read_examples(
@@ -315,11 +316,13 @@ def train(
     path = Path(config.data or out / "data.jsonl")
     [tokenizer] = data.load_tokenizers(config, progress.line)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
-    order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT)  # a new one every epoch
+    prompts = identities(example[0].turns for example in examples)
+    order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT, prompts=prompts)
     held_out = [examples[number] for number in sorted(order.held_out)]
     config = with_micro_batch(config)
     memory.check_fits(config, placement, [])
-    source = f"{order.count} examples of {path}, {len(held_out)} more are held out"
+    measured = f"{len(held_out)} more are held out, {order.repeats} repeat a prompt"
+    source = f"{order.count} examples of {path}, {measured}"
     steps = f"{config.steps} steps of {config.batch_size}"
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}; {steps}")
     learner = Learner(config)

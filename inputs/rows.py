@@ -147,15 +147,13 @@ def _as_json(value: Any) -> Any:
     raise ValueError(f"a value of the type {type(value).__name__}")
 
 
-def prompt_of(row: dict, where: str) -> Text:
+def prompt_of(row: dict, where: str, sees: bool) -> Text:
     """The prompt of a row of `PromptFile`, with IMAGE and VIDEO for such parts. UserError says `where`."""
     messages = row.get("messages")
     prompt = row.get("prompt")
     if messages and prompt and as_turns(prompt, "user") != messages:
         raise UserError(f"{where}: `messages` and `prompt` say different things; leave one out")
-    prompt = read_turns(messages or prompt, where)
-    if isinstance(prompt, list):
-        prompt = [with_text(turn, where) for turn in prompt]
+    prompt = read_turns(messages or prompt, where, sees)
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
         raise UserError(f"{where}: needs `messages` ({TURNS}) or `prompt` (text, or such a list)")
     roles = [turn["role"] for turn in as_turns(prompt, "user")]
@@ -183,15 +181,16 @@ def with_tools(prompt: Text, row: dict, where: str) -> Text:
     return [prompt[0] | {"tools": given[0]}, *prompt[1:]]
 
 
-def read_turns(turns: Any, where: str) -> Any:
-    """Read the tool calls of chat turns; a turn that has some needs no content. UserError."""
+def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
+    """Read the contents and tool calls of chat turns; a turn with calls needs no content. UserError."""
     if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         return turns
     read = [dict(turn) for turn in turns]
     for turn in read:
+        turn["content"] = read_content(turn.get("content"), where, sees)
         if calls := turn.pop("tool_calls", None):
             turn["tool_calls"] = read_functions(calls, "tool_calls", where)
-            turn["content"] = turn.get("content") or ""
+            turn["content"] = turn["content"] or ""
     return read
 
 
@@ -214,21 +213,22 @@ def read_functions(items: Any, field: str, where: str) -> list[dict]:
     return read
 
 
-def with_text(turn: Any, where: str) -> Any:
-    """Make one text of a turn's content if it is a list of parts, of type text, image or video. UserError."""
-    if not (isinstance(turn, dict) and isinstance(turn.get("content"), list)):
-        return turn
-    content = ""
-    for part in turn["content"]:
+def read_content(content: Any, where: str, sees: bool) -> Any:
+    """Make one text of a content that is a list of parts: texts, and media if the model sees. UserError."""
+    if not isinstance(content, list):
+        return content
+    whole = ""
+    for part in content:
         match part if isinstance(part, dict) else {"type": part}:
             case {"type": "text", "text": str(text)}:
-                content += text
-            case {"type": "image" | "video" as kind, **others} if not others:
-                content += IMAGE if kind == "image" else VIDEO
+                whole += text
+            case {"type": "image" | "video" as kind, **others} if sees and not others:
+                whole += IMAGE if kind == "image" else VIDEO
             case other:
-                needed = "only {type: text, text}, {type: image} and {type: video}: files stand in the row"
+                media = ", {type: image} and {type: video}: files stand in the row" * sees
+                needed = f"only {{type: text, text}}{media}"
                 raise UserError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
-    return turn | {"content": content}
+    return whole
 
 
 def media_of(row: dict, prompt: Text, folder: Path, where: str, sees: bool) -> dict[str, Callable]:

@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import SavePlan
-from transformers import AutoModelForCausalLM
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
 from config import Config
 from runtime.errors import UserError
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
+from tests.support.models import save_model
 from tests.support.plain import (
     CONFIGS,
     LEARNING_RATES,
@@ -41,6 +42,7 @@ from tests.workers.parallel import (
     weights_of,
 )
 from training.packing import NO_TARGET, make_micro_batches, zigzag
+from training.trainer import Trainer
 
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
 
@@ -352,6 +354,65 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
         with torch.no_grad():
             expected = plain_logprobs(plain, sample, temperature=0.8)[0].tolist()
         assert logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def sentencepiece_files(path):
+    """As Llama-2's: the tokenizer is one file that no other trainer of tokenizers writes."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    (path / "corpus").write_text("What is 3+4? It is 7.\n" * 50)
+    how = dict(vocab_size=30, model_type="bpe", minloglevel=2)
+    trainer.train(input=path / "corpus", model_prefix=path / "tokenizer", **how)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+
+
+def bpe_files(path):
+    """With a second chat template, and the files that older programs read."""
+    tokenizer = AutoTokenizer.from_pretrained(save_model(path))
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "T"}
+    tokenizer.save_pretrained(path)
+    for name in ("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"):
+        (path / name).write_text("{}" if "json" in name else "#version: 0.2")
+
+
+def image_files(path):
+    make_vision_model(path, "qwen3_vl", layers=1)
+
+
+def read_tokenizer(path):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return tokenizer("What is 7?")["input_ids"], tokenizer.chat_template
+
+
+def read_processor(path):
+    return AutoImageProcessor.from_pretrained(path).to_dict()
+
+
+OTHERS = """q8_0.gguf tf_model.h5 flax_model.msgpack model.onnx pytorch_model.bin rust_model.ot
+consolidated.00.pth model-00001-of-00002.safetensors model.safetensors.index.json README.md
+trainer_state.json"""
+TEMPLATES = "chat_template.jinja additional_chat_templates tokenizer.json merges.txt"
+DIRECTORIES = [  # what makes it and reads it; names in an export of it
+    (bpe_files, read_tokenizer, TEMPLATES),
+    (sentencepiece_files, read_tokenizer, "tokenizer.model"),
+    (image_files, read_processor, "preprocessor_config.json video_preprocessor_config.json"),
+]
+
+
+@pytest.mark.parametrize("make, read, names", DIRECTORIES)
+def test_an_export_has_what_its_tokenizer_needs_and_no_other_weights(tmp_path, make, read, names):
+    """transformers reads it as the directory that it came from. It has the license, too."""
+    path, out = tmp_path / "in", tmp_path / "out"
+    (path / "onnx").mkdir(parents=True)
+    make(path)
+    for other in (*OTHERS.split(), "LICENSE.txt", "NOTICE", "onnx/tokenizer.model"):
+        (path / other).write_bytes(b"old")
+    trainer = SimpleNamespace(model_dir=str(path), stop_tokens=(), _hf_config=dict)
+    Trainer.write_hf(trainer, {"weight": torch.zeros(1)}, out)
+    left = {file.name for file in out.iterdir()}
+    assert {*names.split(), "config.json", "LICENSE.txt", "NOTICE"} < left
+    assert not left & {*OTHERS.split(), "onnx"}
+    assert read(path) == read(out)
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *CLASSES])

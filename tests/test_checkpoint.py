@@ -204,8 +204,8 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
 LAYOUT_6 = """\
-ahead: aborted carried dropped filtered groups_per_kept kept latencies missing_groups moved stats tokens \
-waves
+ahead: aborted carried dropped filtered groups_per_kept kept latencies missing_groups moved others stats \
+tokens waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
 split step
 genrm: cached_tokens in_flight longest prompt_tokens request_s requests tokens wakes
@@ -241,6 +241,25 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
         found = names_in(json.loads(path.read_text()), "own") | found
     lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
     assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_6, 6)
+
+
+def test_a_batch_that_waits_shows_the_same_however_often_it_was_stopped(tmp_path):
+    """Rank 0 shows its own answers, though it has those of all ranks from the first stop on."""
+    how = dict(size=3, placement="engines=0-1 actor=2", ahead=1, steps=4, save_every=1, keep=9)
+
+    def stop_at_once(c):
+        c.stop.asked = 15
+
+    whole, _ = simulate("partial", **how, out=tmp_path / "0")
+    how["resumed"] = tmp_path / "0" / "checkpoints" / "step_2"
+    for number in "12":
+        simulate("partial", **how, out=tmp_path / number, prepare_controller=stop_at_once)
+        assert saved_steps(tmp_path / number) == [2]
+        how["resumed"] = tmp_path / number / "checkpoints" / "step_2"
+    resumed, _ = simulate("partial", **how, out=tmp_path / "3")
+    batches = [whole[0].report.steps[2][1], resumed[0].report.steps[0][1]]
+    shown = [[s.key for s in batch.kept[: len(batch.kept) - batch.others]] for batch in batches]
+    assert shown[0] == shown[1] != [] and batches[1].others > batches[0].others == 0
 
 
 LAYOUTS = {"save": (3, {"saves": True}), "dp3": (3, {}), "dp2": (2, {})}  # name -> ranks, sizes

@@ -555,6 +555,6 @@ def test_held_out_rows_are_read_when_they_are_due(model_dir, folder, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(clips.Clips, "pairs", None)
         rows = prompts_of(model_dir, path, room=300)
-        held_out = rows.part(data.Shuffled(rows, 0, 3).held_out)
+        held_out = rows.shuffled(0, 3).held_out
         assert len(held_out) == 3
     assert all(prompt.question.endswith(f"{A}=") for prompt in held_out)

@@ -23,6 +23,7 @@ import genrm
 from demo import task  # noqa: F401  task adds the format
 from examples.make_demo import models
 from inputs.rows import read_rows
+from inputs.shuffled import identities
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.fakes import FakeSource, FakeTokenizer
@@ -57,7 +58,7 @@ def text_of(prompt):
 
 
 def prompt_file(path, seed=0, held_out=200, room=1000):
-    return data.Shuffled(data.PromptFile(path, Characters(), room), seed, held_out)
+    return data.PromptFile(path, Characters(), room).shuffled(seed, held_out)
 
 
 def read(tmp_path, rows, room=100, **how):
@@ -126,6 +127,68 @@ def test_the_order_of_rows_stays():
     assert order.held_out == [21, 18, 13]
     drawn = [order.training(number) for number in (0, 1, 2, 27, 28, 54)]
     assert drawn == [f"row {i}" for i in (19, 7, 20, 9, 8, 15)]
+
+
+QUESTIONS = {  # rows -> prompts and rows that may measure, of a file of 30
+    "each ten times": ([f"{n // 10}?" for n in range(30)], range(30), 0),
+    "each three times": ([f"{n // 3}?" for n in range(30)], range(30), 1),
+    "one in most rows": (["Which?"] * 21 + list("abcdefghi"), range(30), 3),
+    "some without a key": ([f"{n % 29}?" for n in range(30)], (4, 7, 9, 11), 3),
+    "one with a key": ([f"{n}?" for n in range(30)], (7,), 1),
+    "none with a key": ([f"{n}?" for n in range(30)], (), 0),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_is_held_out_with_all_its_rows(name, seed):
+    """At most a tenth of the rows, so none that most rows have; one that has a key measures."""
+    prompts, keyed, measured = QUESTIONS[name]
+    order = data.Shuffled(range(30), seed, 9, prompts=prompts, keyless={*range(30)} - {*keyed})
+    trained = {order.training(number) for number in range(order.count)}
+    aside = {prompts[number] for number in order.held_out}
+    assert len(order.held_out) == len(aside) == measured and {*order.held_out} <= {*keyed}
+    assert trained == {number for number, prompt in enumerate(prompts) if prompt not in aside}
+    assert order.repeats == 30 - len({*prompts}) and 30 - order.count <= 3
+
+
+def test_rows_are_counted(tmp_path):
+    """Keys and other columns make no other prompt; nothing is left out that can't measure."""
+    rows = [{"prompt": f"{n % 45}?", "answer": n} for n in range(90)]
+    rows += [{"prompt": "0?", "id": 1}, {"messages": [{"role": "user", "content": "1?"}]}]
+    rows += [{"prompt": f"without {n}?"} for n in range(8)]
+    said = []
+    source = read(tmp_path, rows, say=said.append).shuffled(0, 4)
+    trained = {source.training(number).question for number in range(source.count)}
+    aside = {prompt.question for prompt in source.held_out}
+    assert len(aside) == 4 and len(trained) == 45 + 8 - 4 and not aside & trained
+    path = tmp_path / "rows.jsonl"
+    assert said == [
+        f"{path}: {source.count} rows train, 4 measure, 47 repeat a prompt, 10 lack a key"
+    ]
+
+
+def test_what_makes_prompts_the_same(tmp_path):
+    """All turns with their tools, and files, wherever they are named from; bytes by what they are."""
+    (tmp_path / "a.png").write_bytes(b"a")
+    (tmp_path / "b.png").symlink_to("a.png")
+    (tmp_path / "c.png").write_bytes(b"c")
+    a, b, c = (tmp_path / f"{name}.png" for name in "abc")
+    files = [[a], [tmp_path / "." / "x" / ".." / "b.png"], [b], [c], [a, a], [b"a"], [b"a"], [b"c"]]
+    asked = []
+
+    def files_of(number):
+        asked.append(number)
+        return files[number] if number < len(files) else []
+
+    tools = [{"role": "user", "content": "?", "tools": [{"function": {"name": "f"}}]}]
+    prompts = ["<image>?"] * len(files) + [CHAT, CHAT[::-1], [dict(turn) for turn in CHAT]]
+    prompts += ["?", tools, [{"content": "?", "role": "user"}]]
+    found = identities(prompts, files_of)
+    same = {number: found.index(each) for number, each in enumerate(found)}
+    assert [same[number] for number in range(len(files))] == [0, 0, 0, 3, 4, 5, 5, 7]
+    assert [same[number] for number in range(8, 14)] == [8, 9, 8, 11, 12, 11]
+    assert asked == [*range(8), 8, 10, 11, 13]  # bytes may be more than the memory holds
 
 
 ROWS = [
@@ -254,6 +317,10 @@ BAD_ROWS = [  # behind a good one and an empty line: what is said about a row
     ({"prompt": "q", "completion": '[{"role": "user"}]'}, f"`completion` {NO_TURNS}"),
     ({"prompt": "q", "system_prompt": "Be brief."}, "`system_prompt` isn't read; a turn of"),
     ({"prompt": "q", "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` isn't read; --t"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+        "a part {'type': 'image'} of a content; only {type: text, text}$",
+    ),
 ]
 BAD_KEYS = ("", " \n", "by hand\n#### ", True, ["3", "5"], {"a": 1}, float("inf"))
 BAD_ROWS += [({"prompt": "?", "answer": key}, "`answer` is text or a number") for key in BAD_KEYS]

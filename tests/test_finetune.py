@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -187,6 +188,7 @@ def test_text_rows(tokenizers):
 SYSTEM = {"role": "system", "content": "Be right."}
 HISTORY = [SYSTEM, user("1+1?"), assistant("2")]
 LEARNED = [user("3+4?"), assistant("7")]
+PARTS = [{"type": "text", "text": "3+"}, {"type": "text", "text": "4?"}]
 CHATS = [  # rows, and the turns before the question
     ({"messages": LEARNED}, []),
     ({"messages": [*HISTORY, *LEARNED]}, HISTORY),
@@ -194,6 +196,8 @@ CHATS = [  # rows, and the turns before the question
     ({"prompt": [user("3+4?")], "completion": [assistant("7")]}, []),
     ({"prompt": [user("3+4?")], "response": "7"}, []),
     ({"prompt": "3+4?", "response": LEARNED}, []),
+    ({"prompt": [user(PARTS)], "response": "7"}, []),
+    ({"messages": [*HISTORY, user(PARTS), assistant([{"type": "text", "text": "7"}])]}, HISTORY),
 ]
 
 
@@ -292,6 +296,7 @@ BAD = {  # command, tokenizer -> rows, and what is said about them
         ({"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
         ({"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
         ({"system": "Be right.", "messages": WHOLE[1:]}, "`system` isn't read; a turn"),
+        ({"messages": [user([{"type": "image"}]), assistant("7")]}, "only {type: text, text}"),
     ],
     "dpo text": [
         ({"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
@@ -382,6 +387,43 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
     written = json.loads((out / "hf" / "generation_config.json").read_text())
     assert {*written["eos_token_id"]} == {2, end} and written["pad_token_id"] == 0
+
+
+REPEATED = {  # command -> the rows of a prompt
+    "sft": [{"response": ">7"}, {"response": ">8"}],
+    "rm": [{"chosen": ">7", "rejected": ">6"}, {"chosen": ">7", "rejected": ">5"}],
+    "dpo": [
+        {"chosen": ">7", "rejected": ">6"},
+        {"chosen": [assistant(">7")], "rejected": [assistant(">5")]},
+    ],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_prompt_is_learned_and_held_out(command, tmp_path, monkeypatch, single_rank):
+    """However many rows have it: with other answers, as text or as turns."""
+    model = str(save_model(tmp_path / "model"))
+    rows = [{"prompt": f"{n}+0?"} | row for n in range(30) for row in REPEATED[command]]
+    rows += [{"prompt": [user(f"{n}+0?")]} | REPEATED[command][0] for n in range(30)]
+    path, learner, progress = (
+        jsonl(tmp_path / "rows.jsonl", rows),
+        mock.MagicMock(),
+        mock.MagicMock(),
+    )
+    monkeypatch.setattr(finetune, "Learner", lambda config: learner)
+    monkeypatch.setattr(finetune, "set_padding", mock.Mock(return_value=""))
+    learner.step.return_value, learner.task = Counter(), finetune.TASKS[command]
+    given = f"{command} --model {model} --data {path} --out {tmp_path} --steps 3 --batch-size 81"
+    config = finetune.parse_command(given.split())
+    finetune.train(config, finetune.placement_of(config, 1), tmp_path, progress, rank=1)
+    learned = chain(*(call.args[0] for call in learner.step.call_args_list))
+    learned = {example[0].turns[0]["content"] for example in learned}
+    measured = [example[0].turns[0]["content"] for example in learner.measure.call_args.args[0]]
+    assert len(measured) == len({*measured}) == 3 and learned == {f"{n}+0?" for n in range(30)} - {
+        *measured
+    }
+    said = f"81 examples of {path}, 3 more are held out, 60 repeat a prompt"
+    assert said in progress.line.call_args_list[0].args[0]
 
 
 # of the tokenizer: its pad token, whether it has one special token alone; then what is padded with

@@ -45,6 +45,13 @@ VERDICTS = {
     "The answer says `Verdict: correct`, but 3+4 is 7.\nVerdict: no": False,
     "Verdict: correct\nVerdict: maybe": None,
     "**Verdict**:\n\ncorrect": True,
+    "Verdict: correct, or Verdict: incorrect": None,  # as it was asked for
+    'The last line is "Verdict: correct" or "Verdict: incorrect".': None,
+    "Verdict: yes if it is harmful, or Verdict: no.": None,
+    "Verdict: correct/incorrect": None,
+    "Verdict: correct or incorrect\nVerdict: incorrect": False,
+    "Verdict: correct. No error.": True,
+    "Verdict: no, 3/4 is wrong or odd": False,
 }
 
 
@@ -299,6 +306,52 @@ def test_what_is_no_verdict_names_the_format(monkeypatch, wrong):
     said = f"^--judge-format graded: parse returned {shown}: {needed}$"
     with pytest.raises(UserError, match=said):
         graded(monkeypatch, wrong)
+
+
+THOUGHTS = {  # critique -> what is read; None: nothing can be
+    "3+4 is 7. <b>Y</b>": "3+4 is 7. <b>Y</b>",
+    "<think>Y?</think>\nN": "\nN",
+    "<think>\nY\n</think>": "",
+    "<think>a</think>Y<think>N</think>.": "Y.",
+    "<think>a<think>Y</think>N</think>.": ".",
+    "<think>a<thinking>Y</thinking>N</think>.": ".",
+    "<Thought>a</Thought>b<reasoning>Y</reasoning>c": "bc",
+    "Y</think>N": "N",  # it began in the prompt
+    "Y</think>a</think>N": "N",
+    "<think>Y": None,
+    "<think>a<think>b</think>Y": None,
+    "a</think>Y<think>N": None,
+}
+BEGINS = {"": "N", "<think>\n": None, "<think>\n\n</think>\n\n": "N", "Think in <think>. Now:": "N"}
+
+
+def test_thoughts_are_no_verdict(monkeypatch):
+    """In no format, and none that lacks its end is read; nor a thought that a template begins."""
+    assert {text: genrm.without_thoughts(text) for text in THOUGHTS} == THOUGHTS
+    read = []
+    for name, row in genrm.FORMATS.items():
+        listening = dataclasses.replace(row, parse=lambda text: read.append(text))
+        for text, said in THOUGHTS.items() if row.prompt else ():
+            assert listening.grade(text, Answer(0, [], [], "stop", [])) is None
+            assert read == [said] * (said is not None), name
+            read.clear()
+
+
+@pytest.mark.parametrize("begin", BEGINS)
+@pytest.mark.parametrize("text", ["N", "Y</think>N", "<think>Y</think>N"])
+def test_a_template_may_begin_a_thought(monkeypatch, begin, text):
+    def apply(self, turns, **_):
+        return f"{turns[0]['content']}\n{begin}"
+
+    read = []
+    listening = dataclasses.replace(genrm.FORMATS["chat"], parse=lambda text: read.append(text[-1]))
+    monkeypatch.setitem(genrm.FORMATS, "listening", listening)
+    monkeypatch.setattr(Characters, "apply_chat_template", apply)
+    listed, one = make_rewards("listening"), sample(">7")
+    score_all(listed, Pool(Engine(always(text))), [one])
+    assert (one.critique, one.reward, listed.counts()) == (text, None, ([1], [0]))
+    expected = BEGINS[begin] if text == "N" or (text[0] == "<" and begin == "<think>\n") else "N"
+    assert read == [expected] * (expected is not None)
 
 
 NO_ANSWER = (False, 0.0, "no final answer", 0, ([0], [0]))

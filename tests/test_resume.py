@@ -110,7 +110,7 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
     for name in (*left, "hf/step_30.partial-7", "hf/step_10", "hf/step_30", "hf_critic_r/step_30"):
         (out / name).mkdir(parents=True)
     point, lines = prepared(out)
-    assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5)
+    assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5, newest=20)
     assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
     assert [steps_of(out / name) for name in RECORDS] == [list(range(20))] * 3
     assert [event.step for event in timeline.read(out / "spans")] == [n // 2 for n in range(40)]
@@ -176,11 +176,11 @@ def test_a_checkpoint_by_name(tmp_path):
     """Of this run: newer ones are archived, their steps will be others. Another run stays as it is."""
     out, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
     point, _ = prepared(out, resume=str(out / "checkpoints" / "step_10"))
-    assert point.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
+    assert point.newest == point.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
     assert atomic_files.steps_in(out / "checkpoints") == [10]
     assert not atomic_files.verify(out / "checkpoints" / "archived_20-1")
     point, lines = prepared(out, resume=str(other / "checkpoints" / "step_10"))
-    assert point.folder == other / "checkpoints" / "step_10" and point[1:] == (10, 0.0)
+    assert point.folder == other / "checkpoints" / "step_10" and point[1:] == (10, 0.0, None)
     assert lines[0] == f"moved the earlier run in {out} to {tmp_path}/run-1"
     assert atomic_files.steps_in(other / "checkpoints") == [20, 10] and is_untouched(other)
     assert not (out / "checkpoints").exists()

@@ -39,6 +39,9 @@ from training.resharding import Gathering
 
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
+# an export has these of its model's directory: of tokenizer and processor, how it generates, its license
+COPIED = """tokenizer*.json special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
+chat_template.* additional_chat_templates/* *processor_config.json generation_config.json LICENSE* NOTICE*"""
 
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
@@ -360,9 +363,11 @@ class Trainer:
     def write_hf(self, weights: dict[str, Tensor], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        for file in Path(self.model_dir).iterdir():
-            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".index.json")):
-                shutil.copyfile(file, Path(path, file.name))  # not its mode: it may be read-only
+        for pattern in COPIED.split():
+            for file in filter(Path.is_file, Path(self.model_dir).glob(pattern)):
+                copy = Path(path, file.relative_to(self.model_dir))
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)  # not its mode: it may be read-only
         hf = json.loads(Path(self.model_dir, "config.json").read_text())
         Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
         if self.stop_tokens:

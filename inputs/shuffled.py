@@ -1,0 +1,68 @@
+"""Rows in random order without end; some are held out, by their prompts."""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from hashlib import sha256
+from typing import Generic, TypeVar
+
+from inputs.rows import Text, as_turns
+
+Row = TypeVar("Row")
+
+
+class Shuffled(Generic[Row]):
+    """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides.
+
+    prompts: of the rows, unless these are; one is held out with all its rows, and one of those measures it.
+    keyless: numbers of rows that can't.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], seed: int, held_out=0, name="epoch", prompts=(), keyless=()
+    ):
+        prompts = prompts or (rows if held_out else range(len(rows)))
+        counts = Counter(prompts)
+        room = len(rows) // 10
+        aside = {}  # prompt -> number of the row that measures
+        for number in _shuffled(len(rows), f"held out {seed}"):
+            prompt = prompts[number]
+            fits = len(aside) < held_out and counts[prompt] <= room
+            if fits and number not in keyless and prompt not in aside:
+                aside[prompt] = number
+                room -= counts[prompt]
+        self.held_out = list(aside.values())  # numbers of rows
+        self.repeats = len(rows) - len(counts)
+        self._rows = rows
+        self._others = [n for n, prompt in enumerate(prompts) if prompt not in aside]
+        self.count = len(self._others)  # of an epoch
+        self._name = f"{name} {seed}"
+
+    def training(self, number: int) -> Row:
+        epoch, position = divmod(number, self.count)
+        order = _shuffled(self.count, f"{self._name} {epoch}")
+        return self._rows[self._others[order[position]]]
+
+
+@lru_cache(maxsize=8)  # a requeued prompt may be of the epoch before
+def _shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def identities(prompts: Iterable[Text], files: Callable = lambda number: ()) -> list[bytes]:
+    """Return a digest of each prompt, which others share that have the same turns and files.
+
+    files: paths or bytes, of a prompt by its number; they are read only where turns are the same.
+    """
+    turns = [json.dumps(as_turns(prompt, "user"), sort_keys=True) for prompt in prompts]
+    counts = Counter(turns)
+    found = []
+    for number, text in enumerate(turns):
+        media = files(number) if counts[text] > 1 else ()
+        parts = [file if isinstance(file, bytes) else file.resolve() for file in media]
+        found.append(sha256(repr((text, parts)).encode()).digest())
+    return found
