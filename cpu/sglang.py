@@ -77,6 +77,8 @@ def replace_torchvision():
 NAMED_KERNELS = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
 NAMED_KERNELS += ("fused_sigmoid_mul_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
 NAMED_KERNELS += ("fused_gdn_gating_cpu", "fused_qkvzba_split_reshape_cat_contiguous_cpu")
+# an engine on arm64 calls them as it starts: threads on cores, memory that tensor-parallel ranks share
+IDLE_KERNELS = ("init_cpu_threads_env", "initialize")
 
 
 def replace_sgl_kernel():
@@ -96,6 +98,7 @@ def replace_sgl_kernel():
     module.__getattr__ = unavailable_kernel
     sys.modules["sgl_kernel"] = module
     vars(torch.ops.sgl_kernel).update({name: unavailable_kernel(name) for name in NAMED_KERNELS})
+    vars(torch.ops.sgl_kernel).update(dict.fromkeys(IDLE_KERNELS, lambda *_: None))
 
 
 def unavailable_kernel(name):

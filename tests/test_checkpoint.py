@@ -1,6 +1,7 @@
 """Checkpoints: complete or invisible, never loaded damaged, then the same run; a failure costs a line."""
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -338,3 +339,14 @@ def test_a_checkpoint_never_executes_code(tmp_path):
     with pytest.raises(ValueError, match=r"posix.system: was it changed"):
         sharded_checkpoint.load(None, tmp_path)
     assert not evil.path.exists()
+
+
+def test_a_checkpoint_of_another_python_is_read():
+    """3.11.2 names a member of an Enum by getattr, 3.13 the module where it has PosixPath."""
+    from training.sharded_checkpoint import OnlyDescriptions
+
+    kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    member = b"cbuiltins\ngetattr\n(" + kind + b"S'TORCH_CONTIGUOUS_FORMAT'\ntR."
+    assert OnlyDescriptions(io.BytesIO(member)).load().name == "TORCH_CONTIGUOUS_FORMAT"
+    path = b"cpathlib._local\nPosixPath\n(S'step_2'\ntR."
+    assert OnlyDescriptions(io.BytesIO(path)).load() == Path("step_2")

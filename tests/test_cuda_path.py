@@ -122,6 +122,23 @@ def test_sglang_takes_every_flag(models, monkeypatch):
     assert sum("--disable-prefill-cuda-graph" in text for text in texts) == len(texts) / 3
 
 
+ARM64 = """
+from types import SimpleNamespace
+from cpu import sglang
+library = sglang.install()
+from sglang.srt.distributed import bootstrap
+bootstrap._is_cpu_arm64 = True
+bootstrap.get_parallel = lambda: SimpleNamespace(tp_size=1, tp_rank=0)
+bootstrap._init_cpu_threads_env(local_omp_cpuid="0")
+"""
+
+
+def test_an_engine_starts_on_arm64():
+    """There SGLang has threads bound to cores by its kernels, which aren't installed."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", ARM64], cwd=ROOT, env=environment, check=True)
+
+
 def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():
     folder = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "entrypoints"
     says_all = re.compile(r'logger\.info\(\s*f?"server_args=')

@@ -38,7 +38,8 @@ LEVELS["x86_64"]["-march=x86-64-v4"] = {"avx512f", "avx512bw", "avx512cd", "avx5
 LEVELS["aarch64"] = {"-mcpu=generic": {"asimd"}}
 OWN = set(re.search(r"^(?:flags|Features)\s*:(.*)", compiler.CPU_INFO.read_text(), re.M)[1].split())
 LOWER = [level for level, needs in LEVELS[platform.machine()].items() if needs <= OWN]
-NARROW = [level for level in LOWER if not level.endswith("v4")]  # registers of fewer than 16 floats
+# registers of x86-64 that hold fewer than 16 floats
+NARROW = [level for level in LOWER if level.endswith(("v2", "v3"))]
 # widths and columns of products: the demo's model, SmolLM2
 SHAPES = [(96, 288), (96, 96), (96, 576), (288, 96)]
 SHAPES += [(576, 960), (576, 576), (576, 3072), (1536, 576)]
