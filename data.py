@@ -248,19 +248,15 @@ class PromptFile(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def part(self, numbers: list[int]) -> PromptFile:
-        """Return these rows alone."""
-        part = copy(self)
-        part._rows = [self._rows[number] for number in numbers]
-        return part
-
     def shuffled(self, seed: int, held_out: int) -> Shuffled[Prompt]:
         """Return the rows to train on, with up to `held_out` prompts aside that have a key."""
         prompts = identities([row.prompt for row in self._rows], self._files)
         keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
         order = Shuffled(self, seed, held_out, prompts=prompts, keyless=keyless)
-        order.held_out = self.part(order.held_out)
-        measured = f"{len(order.held_out)} measure, {order.repeats} repeat a prompt"
+        aside = copy(self)
+        aside._rows = [self._rows[number] for number in order.held_out]
+        order.held_out = aside
+        measured = f"{len(aside)} measure, {order.repeats} repeat a prompt"
         self.say(f"{self.path}: {order.count} rows train, {measured}, {len(keyless)} lack a key")
         return order
 
