@@ -28,10 +28,7 @@ VIDEO = "<video>"
 PLACES = {"images": IMAGE, "videos": VIDEO}  # by the column with the files
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would run Ghostscript
 MOST_BYTES = 8 * MOST_OF_A_FRAME  # of a file: as many pixels, not compressed, of four times 16 bits
-ORIENTATION = 0x0112  # a tag of EXIF
-BITS = 0x0102  # of TIFF
-WHITE = 0x0106  # of TIFF: 0 if white is 0
-# by orientation, Pillow's name for the turn that undoes it
+# by EXIF's orientation, Pillow's name for the turn that undoes it
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"}
 TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 # what Pillow raises on damaged ones
@@ -202,12 +199,15 @@ def decoded(data: bytes, where: str, frames: int = 1) -> Any:
 def seen(image: Any) -> Any:
     """Return a still as people see it: upright, on white, in RGB; itself if each reader sees it so."""
     from PIL import Image as pillow
+    from PIL.ExifTags import Base
 
     try:
         tags = image.getexif()
     except DAMAGED:  # the picture is whole
         tags = {}
-    turn = TURNS.get(tags.get(ORIENTATION))  # exif_transpose fails where other tags are damaged
+    turn = TURNS.get(
+        tags.get(Base.Orientation)
+    )  # exif_transpose fails where other tags are damaged
     if image.mode in ("RGB", "L") and not turn and not image.has_transparency_data:
         return image
     if image.mode.startswith(("I", "F")):
@@ -229,6 +229,7 @@ def in_8_bits(image: Any, tags: Mapping[int, Any]) -> Any:
     """
     import numpy as np
     from PIL import Image as pillow
+    from PIL.ExifTags import Base
 
     numbers = np.asarray(image)
     if not np.isfinite(numbers).all():
@@ -236,10 +237,10 @@ def in_8_bits(image: Any, tags: Mapping[int, Any]) -> Any:
     span = (numbers.min(), numbers.max())
     most = 1 if span[1] <= 1 or (numbers % 1).any() else 255
     if image.mode.startswith("I;16"):
-        span = (0, 2 ** tags.get(BITS, 16) - 1)
+        span = (0, 2 ** tags.get(Base.BitsPerSample, 16) - 1)
     elif span[0] >= 0 and span[1] <= most:
         span = (0, most)
-    shades = (255, 0) if tags.get(WHITE) == 0 else (0, 255)
+    shades = (255, 0) if tags.get(Base.PhotometricInterpretation) == 0 else (0, 255)
     light = np.interp(numbers, span, shades).round()
     light[numbers == image.info.get("transparency")] = 255
     return pillow.fromarray(light.astype(np.uint8))

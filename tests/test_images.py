@@ -2,8 +2,10 @@
 
 import hashlib
 import io
+import json
 import pickle
 import random
+import shutil
 import struct
 from functools import partial
 
@@ -310,6 +312,19 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
     for file in kinds:
         found = reader.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.read() == file and found.digest == hashlib.sha256(file).digest()
+
+
+def test_gray_is_read_whatever_the_directory_says_of_colors(model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_convert_rgb": False}))
+    eyes = reader.reader_of(str(tmp_path))
+    gray = saved(picture("L", [0, 90]))
+    colors = saved(picture("L", [0, 90]).convert("RGB"))
+    (pixels, _), (expected, _) = (
+        eyes.pixels([eyes.read(partial(bytes, file), "here")]) for file in (gray, colors)
+    )
+    assert pixels.equal(expected)
 
 
 def test_damage_among_a_photos_other_tags_leaves_it_upright():
