@@ -146,6 +146,7 @@ def check(container: Any, stream: Any, where: str, counted: int = 0) -> None:
         f"{size}, of at most {MOST_OF_A_FRAME}": not 0 < pixels <= MOST_OF_A_FRAME,
         f"{seconds:.0f} seconds, of at most {MOST_SECONDS}; cut it": seconds > MOST_SECONDS,
         f"{frames} {size}, of at most {MOST_PIXELS:.0e} pixels": frames * pixels > MOST_PIXELS,
+        f"pixels of {stream.sample_aspect_ratio} leave it no width": not sides_of(stream)[1],
         "HDR (PQ or HLG), which can't be shown; convert it": stream.codec_context.color_trc in HDR,
     }
     for problem in filter(problems.get, problems):

@@ -132,9 +132,10 @@ def test_a_display_matrix_is_obeyed(matrix):
 
 
 def test_pixels_that_are_not_square_are_shown_square():
-    (pair,) = pairs_of(encoded_clip(frames_of(1), sample_aspect_ratio=2))
-    assert pair.sides == (64, 192)
-    assert all(map(is_near, corners(frames_in([pair])[0])[1:], (GREEN, BLUE, RED)))
+    for aspect, width in ((2, 192), (Fraction(1, 4), 24)):
+        (pair,) = pairs_of(encoded_clip(frames_of(1), sample_aspect_ratio=aspect))
+        assert pair.sides == (64, width)
+        assert all(map(is_near, corners(frames_in([pair])[0])[1:], (GREEN, BLUE, RED)))
 
 
 def of_luma(y, u, v, pixels="yuv420p"):
@@ -369,6 +370,9 @@ BAD = {  # what is wrong with a file -> how its line goes on
     "10^8 pixels": "frames of 12000 x 12000 pixels, of at most 89478485",
     "an hour": "3600 seconds, of at most 1800; cut it",
     "HDR": "HDR",
+    "thin": "pixels of 1/250 leave it no width",
+    "thinner than high": "absolute aspect ratio must be smaller than 200",
+    "wide": "absolute aspect ratio must be smaller than 200",
 }
 BAD_WHEN_DRAWN = {
     "cut behind moov": "cut off at .* of 6.0 seconds",
@@ -394,6 +398,13 @@ def moving_picture() -> bytes:
     return encoded_picture(64, 64, kind="GIF", **two)
 
 
+def of_aspect(columns: int, width: int, height: int) -> bytes:
+    """A clip whose container says that its pixels have such sides."""
+    clip = encoded_clip(frames_of(1, 240, columns), sample_aspect_ratio=2)
+    place = clip.index(b"pasp") + 4
+    return clip[:place] + width.to_bytes(4) + height.to_bytes(4) + clip[place + 8 :]
+
+
 def bad_file(name: str, whole: bytes) -> bytes:
     """A clip with one of these faults. whole: an MP4 with its moov behind the frames."""
     webm = encoded_clip(frames_of(30, 128, 128), "vp9")
@@ -414,6 +425,9 @@ def bad_file(name: str, whole: bytes) -> bytes:
         "10^8 pixels": large,
         "an hour": encoded_clip(frames_of(2), times=[0, 3_600_000]),
         "HDR": encoded_clip(frames_of(1), pixels="yuv420p10le", color_trc=16),
+        "thin": of_aspect(96, 1, 250),
+        "thinner than high": of_aspect(640, 1, 700),
+        "wide": of_aspect(96, 600, 1),
         "cut behind moov": fragments[: len(fragments) * 3 // 4],
         "cut": webm[: len(webm) // 2],
         "a hole": whole[:middle] + bytes(300) + whole[middle + 300 :],

@@ -133,6 +133,20 @@ ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
 FILES = {"none": [], "one": [ONE], "three": [OTHER, ONE, OTHER], "grey": [picture("L")]}
 FILES |= {"exif": [picture("RGB", "JPEG", exif=TURNED)], "alpha": [picture("RGBA")]}
 FILES |= {"palette": [picture("P", transparency=3)]}
+KINDS = (
+    ("1", "PNG"),
+    ("LA", "PNG"),
+    ("I;16", "PNG"),
+    ("I;16B", "TIFF"),
+    ("I", "TIFF"),
+    ("F", "TIFF"),
+)
+KINDS += (("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("LAB", "TIFF"), ("RGBA", "WEBP"))
+KINDS += (("PA", "TIFF"),)
+FILES |= {f"{mode} in {kind}": [picture(mode, kind)] for mode, kind in KINDS}
+PREVIEW = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
+FILES |= {"previews": [picture("RGB", "MPO", **PREVIEW)]}
+FILES |= {"previews, exif": [picture("RGB", "MPO", exif=TURNED, **PREVIEW)]}
 
 
 @pytest.mark.slow

@@ -1,10 +1,16 @@
 """Images: their tokens and positions, files and rows that have them, judges that see, what is refused."""
 
+import hashlib
 import io
+import json
+import pickle
 import random
+import shutil
+import struct
 from functools import partial
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -130,6 +136,226 @@ def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind):
             assert str(error).startswith("a file: ")
             refused += 1
     assert refused > 20  # else nothing was damaged
+
+
+# ---------------------------------------------------------------- as people see them
+
+BLACK, RED, WHITE = (0, 0, 0), (255, 0, 0), (255, 255, 255)
+
+
+def picture(mode="RGB", colors=(BLACK, RED, WHITE), size=(32, 64)):
+    """Columns of these colors, from left to right."""
+    image = pillow.new(mode, (size[0] * len(colors), size[1]))
+    for number, color in enumerate(colors):
+        image.paste(color, (number * size[0], 0, (number + 1) * size[0], size[1]))
+    return image
+
+
+def saved(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def of_numbers(dtype, *numbers, **options):
+    """A TIFF with a column of each number."""
+    pixels = np.repeat(np.array([numbers], dtype), 64, 0).repeat(32, 1)
+    return saved(pillow.fromarray(pixels), "TIFF", **options)
+
+
+def plain_tiff(bits, *numbers, white=1, order="II"):
+    """A TIFF of one row with numbers of these bits. white: 0 if the least number is white."""
+    data = int("".join(f"{number:0{bits}b}" for number in numbers), 2)
+    data = (data << -len(numbers) * bits % 8).to_bytes((len(numbers) * bits + 7) // 8)
+    if order == "II" and bits == 16:
+        data = np.frombuffer(data, ">u2").astype("<u2").tobytes()
+    tags = {256: len(numbers), 257: 1, 258: bits, 259: 1, 262: white, 273: 122, 277: 1, 278: 1}
+    tags |= {279: len(data)}
+    mark = "<" if order == "II" else ">"
+    file = order.encode() + struct.pack(f"{mark}HIH", 42, 8, len(tags))
+    for tag, value in tags.items():
+        file += struct.pack(f"{mark}HHII", tag, 4, 1, value)
+    return file + bytes(4) + data
+
+
+def photo(**options):
+    noise = pillow.open(io.BytesIO(encoded_picture(96, 64)))
+    return saved(
+        noise, "MPO", save_all=True, append_images=[pillow.new("RGB", (24, 16))], **options
+    )
+
+
+def transparent(mode, **options):
+    """Black, red and what isn't seen, whose colors are black, too."""
+    image = picture("RGBA", [(*BLACK, 255), (*RED, 255), (*BLACK, 0)])
+    if mode == "P":
+        image = picture("P", [0, 1, 2])
+        image.putpalette([*BLACK, *RED, *BLACK])
+    return saved(image.convert(mode), **options)
+
+
+SHADES = [(n, n, n) for n in (0, 64, 128, 255)]
+PAPER = [BLACK, RED, WHITE]
+GREY = [BLACK, (76, 76, 76), WHITE]
+RGB16 = [number for color in (BLACK, RED) for number in color]
+# what a file is called here -> it, the colors of its columns, by how much they may differ
+SEEN = {
+    "RGBA": (transparent("RGBA"), PAPER, 0),
+    "RGBA in WebP": (transparent("RGBA", kind="WEBP", lossless=True), PAPER, 0),
+    "RGBA, half": (saved(picture("RGBA", [(0, 0, 0, 128)])), [(127, 127, 127)], 0),
+    "LA": (transparent("LA"), GREY, 0),
+    "PA": (transparent("PA", kind="TIFF"), PAPER, 0),
+    "P and a transparent color": (transparent("P", transparency=2), PAPER, 0),
+    "P and alpha": (transparent("P", transparency=b"\xff\xff\0"), PAPER, 0),
+    "GIF": (transparent("P", kind="GIF", transparency=2), PAPER, 0),
+    "P": (saved(picture().quantize(4)), PAPER, 0),
+    "RGB and a transparent color": (
+        saved(picture(colors=[BLACK, RED, (1, 2, 3)]), transparency=(1, 2, 3)),
+        PAPER,
+        0,
+    ),
+    "L and a transparent color": (saved(picture("L", [0, 76, 9]), transparency=9), GREY, 0),
+    "1": (saved(picture("1", [0, 255])), [BLACK, WHITE], 0),
+    "1 and a transparent color": (saved(picture("1", [0, 255]), transparency=0), [WHITE] * 2, 0),
+    "CMYK": (saved(picture("CMYK", [(0, 0, 0, 255), (0, 255, 255, 0), (0,) * 4]), "TIFF"), PAPER, 0),
+    "CMYK in JPEG": (saved(picture().convert("CMYK"), "JPEG", quality=100), PAPER, 3),
+    "YCbCr": (saved(picture().convert("YCbCr"), "TIFF"), PAPER, 2),
+    "LAB": (saved(picture("LAB", [(0, 128, 128), (138, 209, 198), (255, 128, 128)]), "TIFF"), PAPER, 6),
+    "16 bits": (of_numbers(np.uint16, 0, 64 * 257, 128 * 257, 65535), SHADES, 0),
+    "16 bits in PNG": (
+        saved(pillow.open(io.BytesIO(of_numbers(np.uint16, 0, 64 * 257, 128 * 257, 65535)))),
+        SHADES,
+        0,
+    ),
+    "dark 16 bits": (of_numbers(np.uint16, 0, 257, 514), [(n, n, n) for n in range(3)], 0),
+    "16 bits and a transparent number": (
+        saved(pillow.fromarray(np.full((64, 64), 1000, np.uint16)), transparency=1000),
+        [WHITE],
+        0,
+    ),
+    "16 bits, big-endian": (plain_tiff(16, 0, 64 * 257, 65535, order="MM"), [*SHADES[:2], WHITE], 0),
+    "16 bits, white is 0": (plain_tiff(16, 65535, 65535 - 64 * 257, 0, white=0), [*SHADES[:2], WHITE], 0),
+    "12 bits": (plain_tiff(12, 0, 1028, 2056, 4095), SHADES, 0),
+    "integers like those of 8 bits": (of_numbers(np.int32, 0, 64, 128, 255), SHADES, 0),
+    "integers": (of_numbers(np.int32, -1000, 1008, 3016, 7000), SHADES, 0),
+    "floats of 0 to 1": (of_numbers(np.float32, 0, 64 / 255, 128 / 255), SHADES[:3], 0),
+    "floats of 0 to 1, and a little more": (
+        of_numbers(np.float32, 0, 0.5, 1.01),
+        [BLACK, (126,) * 3, WHITE],
+        0,
+    ),
+    "floats like integers": (of_numbers(np.float32, 64, 128), SHADES[1:3], 0),
+    "floats": (of_numbers(np.float32, -1.5, 0.5, 2.5), [BLACK, (128,) * 3, WHITE], 0),
+    "white floats": (of_numbers(np.float32, 255, 255), [WHITE], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_engine_and_trainer_get_what_people_see(model_dir, name):
+    """An engine opens the file and converts it by Pillow; a rule is given that file, too."""
+    file, colors, error = SEEN[name]
+    image = reader.decoded(file, "here").convert("RGB")
+    width = image.width // len(colors)
+    expected = np.array(picture(colors=colors, size=(width, image.height)), int)
+    assert abs(np.array(image, int) - expected).max() <= error
+    if min(image.size) < 32:
+        return
+    eyes = reader.reader_of(model_dir)
+    found = eyes.read(partial(bytes, file), "here")
+    sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
+    assert sent.tobytes() == image.tobytes() and pickle.loads(pickle.dumps(found)) == found
+    pixels, _ = eyes.pixels([found])
+    assert pixels.equal(eyes._processor([image], return_tensors="pt")["pixel_values"])
+
+
+def turned_back(pixels, orientation):
+    """How pixels are stored that this orientation sets upright, as TIFF 6.0 defines it."""
+    stored = {2: pixels[:, ::-1], 3: pixels[::-1, ::-1], 4: pixels[::-1], 5: pixels.swapaxes(0, 1)}
+    stored |= {6: np.rot90(pixels), 7: pixels[::-1, ::-1].swapaxes(0, 1), 8: np.rot90(pixels, -1)}
+    return np.ascontiguousarray(stored.get(orientation, pixels))
+
+
+STORED = {  # kind -> format, mode, options
+    "PNG": ("PNG", "RGB", {}),
+    "PNG with alpha": ("PNG", "RGBA", {}),
+    "JPEG": ("JPEG", "RGB", dict(quality=100, subsampling=0)),
+    "WebP": ("WEBP", "RGB", dict(lossless=True)),
+    "TIFF": ("TIFF", "RGB", {}),
+    "compressed TIFF": ("TIFF", "RGB", dict(compression="tiff_lzw")),
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_a_picture_stands_upright(model_dir, kind):
+    """Of all eight orientations, and of 0, which is none."""
+    form, mode, options = STORED[kind]
+    pixels = np.zeros((64, 96, 3), np.uint8)
+    pixels[:32, :32] = 255
+    pixels[:32, 32:, 1] = 200
+    for orientation in range(9):
+        tags = pillow.Exif()
+        if orientation or form != "TIFF":
+            tags[0x0112] = orientation
+        stored = pillow.fromarray(turned_back(pixels, orientation)).convert(mode)
+        file = saved(stored, form, exif=tags, **options)
+        found = reader.reader_of(model_dir).read(partial(bytes, file), "here")
+        assert found.shape == (1, 2, 3)
+        sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
+        assert abs(np.array(sent, int) - pixels).max() <= (3 if kind == "JPEG" else 0)
+
+
+def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
+    """Other tags of a photo may be damaged, and so may all of them."""
+    kinds = [encoded_picture(64, 64, kind=kind) for kind in reader.FORMATS if kind != "GIF"]
+    kinds += [saved(picture("L", [0, 90])), photo(), photo(exif=pillow.Exif())]
+    kinds.append(encoded_picture(64, 64, kind="WEBP", exif=b"damaged"))
+    for file in kinds:
+        found = reader.reader_of(model_dir).read(partial(bytes, file), "here")
+        assert found.read() == file and found.digest == hashlib.sha256(file).digest()
+
+
+def test_gray_is_read_whatever_the_directory_says_of_colors(model_dir, tmp_path):
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_convert_rgb": False}))
+    eyes = reader.reader_of(str(tmp_path))
+    gray = saved(picture("L", [0, 90]))
+    colors = saved(picture("L", [0, 90]).convert("RGB"))
+    (pixels, _), (expected, _) = (
+        eyes.pixels([eyes.read(partial(bytes, file), "here")]) for file in (gray, colors)
+    )
+    assert pixels.equal(expected)
+
+
+def test_damage_among_a_photos_other_tags_leaves_it_upright():
+    damaged = struct.pack("<HHI4sHHII", 0x0112, 3, 1, b"\6", 0x011A, 2, 1, 7)
+    tags = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + damaged + bytes(4)
+    assert reader.decoded(encoded_picture(96, 64, kind="JPEG", exif=tags), "here").size == (64, 96)
+    tags = pillow.Exif()
+    tags[0x0112] = 6
+    assert reader.decoded(photo(exif=tags), "here").size == (64, 96)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_floats_of_which_no_picture_can_be_made_are_refused(number):
+    refused = r"^a\.tiff: not an image that can be read: some of its pixels are not numbers$"
+    with pytest.raises(UserError, match=refused):
+        reader.decoded(of_numbers(np.float32, 0, 1, number), "a.tiff")
+
+
+def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
+    """Nor one that can't be."""
+    path = folder / "pictures/0.png"
+    with path.open("ab") as file:
+        file.truncate(reader.MOST_BYTES + 1)
+    read = partial(reader.reader_of(model_dir).read_item, folder, "rows.jsonl:1", True)
+    with pytest.raises(UserError, match=r"^rows.jsonl:1: .*0.png: 715,827,881 bytes, of at most"):
+        read(reader.IMAGE, lambda: ["pictures/0.png"], 0)
+    monkeypatch.setattr(reader, "MOST_BYTES", (folder / "pictures/1.png").stat().st_size)
+    [(_, image)] = read(reader.IMAGE, lambda: ["pictures/1.png"], 0)
+    assert image.read() == (folder / "pictures/1.png").read_bytes()
+    with pytest.raises(UserError, match=r"^here: Is a directory$"):
+        reader.whole(folder, "here")
 
 
 # ---------------------------------------------------------------- rows
