@@ -3,7 +3,6 @@
 import asyncio
 import math
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -26,6 +25,7 @@ from sample import Sample
 from tests import ROOT
 from tests.support.fakes import FakeSource, simulate, to_text, trained
 from tests.support.models import save_tokenizer
+from tests.support.patience import run_process
 
 
 def write(tmp_path, text):
@@ -176,8 +176,7 @@ def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
     """After 0.9 of --timeout-s, whatever it catches: none of these answers in less than some seconds."""
     rule = write(tmp_path, "import asyncio, re, time\n" + text)
     program = ASK.format(paths=[str(ROOT)])
-    how = dict(capture_output=True, text=True, timeout=60)
-    ran = subprocess.run([sys.executable, "-c", program, rule], **how)
+    ran = run_process(sys.executable, "-c", program, rule)
     late = r"error: --rule \S+mine\.py said nothing for 0\.45 s \(0\.9 --timeout-s\) of the prompt '3\+9='\n"
     assert re.fullmatch(late, ran.stderr) and ran.returncode == 2
 
