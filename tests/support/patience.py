@@ -12,15 +12,15 @@ PATIENCE = float(os.environ.get("NANOYATT_TEST_PATIENCE", "1"))
 LIMIT_S = 1800.0 * PATIENCE
 
 
-def wait_for(condition: Callable[[], object], pause_s: float = 0.01) -> None:
+def wait_for(condition: Callable[[], object]) -> None:
     """Until it holds. AssertionError after LIMIT_S."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "never came so far"
-        time.sleep(pause_s)
+        time.sleep(0.01)
 
 
-def run_process(*command: str | Path, **how) -> subprocess.CompletedProcess[str]:
+def run_process(*command: str | Path | float, **how) -> subprocess.CompletedProcess[str]:
     """Its status, stdout and stderr, once it has ended. subprocess.TimeoutExpired after LIMIT_S."""
     how = dict(cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S) | how
     return subprocess.run([*map(str, command)], **how)
