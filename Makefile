@@ -14,7 +14,7 @@ MODE ?= $(if $(filter 1,$(RANKS)),full,partial)
 # torchrun's own store would listen on every interface: so it is a file, a new one for each run, and not shared
 # with the ranks, who meet by themselves
 TORCHRUN := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --rdzv-backend c10d --rdzv-conf store_type=file \
-  --rdzv-endpoint "$$(mktemp)"
+  --rdzv-endpoint "$$(mktemp)" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2
 export OMP_NUM_THREADS ?= 1
 # seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 5  # of what a checkpoint holds: it grows when that changes
+LAYOUT = 6  # of what a checkpoint holds: it grows when that changes
 POLL_S = 0.05
 # settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
@@ -135,12 +135,14 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     total = StepStats.total([part.stats for part in parts if part.stats])
     if total.split not in c.devices.splits:
         total = replace(total, split=c.devices.split)
-    batch = rollout.RolloutBatch(waves=total.waves, missing_groups=parts[0].missing_groups)
+    same = {name: vars(parts[0])[name] for name in ("missing_groups", "groups_per_kept")}
+    batch = rollout.RolloutBatch(waves=total.waves, **same)
+    added = ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted", "latencies")
     if c.world.rank == 0:
         batch.stats = total
         batch.others = sum(len(part.kept) for part in parts[1:])
         for part in parts:
-            for name in ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted"):
+            for name in added:
                 vars(batch)[name] += vars(part)[name]
     elif c.devices.serves:
         batch.stats = replace(total, rollout=RequestStats(), genrm=RequestStats(), lengths=())

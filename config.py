@@ -100,7 +100,7 @@ class Config:
     eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
     lr: float = setting(1e-6, "AdamW", "training", low=TINY)
     lr_warmup_steps: int = setting(
-        5, "updates in which --lr grows from a part to all", "training", low=0
+        5, "steps in which --lr grows from a part to all", "training", low=0
     )
     lr_decay_to: float = setting(1.0, "part of --lr at the end; demo: 0.1", "training", 0, 1)
     max_tokens_per_micro_batch: int = setting(
@@ -334,11 +334,11 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
             is_on = field.default or any(field.name in preset for preset in PRESETS.values())
             how["action"] = argparse.BooleanOptionalAction if is_on else "store_true"
         else:
-            how |= {"type": value, "metavar": value.__name__.upper()}
+            # a shell leaves the ~ of --out=~/runs to the program
+            how["type"] = os.path.expanduser if value is str else value
+            how["metavar"] = value.__name__.upper()
         if several:
-            how["nargs"] = "+"
-        if field.name == "template":  # each time that it is given adds names
-            how["action"] = "extend"
+            how |= {"nargs": "+", "action": "extend"}
         heading.add_argument(f"--{dashed(field.name)}", **how)
     return parser
 

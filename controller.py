@@ -309,7 +309,8 @@ def stop_if_due(c: Controller, stopping: bool) -> None:
         raise Stopped
     if c.state.empty_steps >= MAX_EMPTY_STEPS:
         problem = f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward"
-        raise UserError(f"{problem}; they are too easy or too hard, or the judge can't tell")
+        reasons = "they are too easy or too hard, the judge can't tell, rules leave all answers out"
+        raise UserError(f"{problem}: {reasons}, or all are cut off (--max-new-tokens)")
 
 
 async def evaluate(c: Controller, step: int) -> None:

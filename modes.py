@@ -50,6 +50,7 @@ async def collect(c: Controller) -> RolloutBatch:
     sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
     step = RolloutStep(c, sampler)
     c.rewards.reset()
+    failed, parsed = c.rewards.counts()
     try:
         with c.timeline.span("serve"):
             async with step.tasks:
@@ -58,11 +59,15 @@ async def collect(c: Controller) -> RolloutBatch:
                     await cut_off(c, step.tasks)
     except Stopped:
         step.give_back()
+        # verdicts stay with answers that go on; the rest is judged again
+        stays = c.rewards.counts()[1] if config.continues_answers else parsed
+        c.rewards.load_counts([(failed, stays)])
         raise
     finally:
         await c.rewards.cancel()
     samples = step.without_media()
-    c.state.groups_per_kept = sampler.updated_groups_per_kept()
+    c.state.groups_per_kept = step.batch.groups_per_kept = sampler.updated_groups_per_kept()
+    step.batch.latencies = c.rewards.latencies
     partition(step)
     devices = c.devices
     step.batch.stats = StepStats(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import inspect
 import math
@@ -18,7 +19,7 @@ from functools import partial
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import NamedTuple
 
 import numpy
@@ -28,21 +29,30 @@ from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
 from runtime import shutdown
+from runtime.alarm import Alarm
 from runtime.errors import UserError
 from sample import Sample
 
 Decode = Callable[..., str]  # the policy's tokens -> text, as data.decode
 OVERDUE = ContextVar("overdue", default="")  # what to say of the rule that runs now, if one does
+LATE = signals.SIGRTMIN  # the signal that a rule's time is over; SIGALRM is the user's
 
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it, to be read and not changed."""
+    """A Sample as a rule sees it: a copy, all of whose values a rule may change."""
 
     text: str = ""  # of the response, with its special tokens
     plain_text: str = ""  # without them, as judges and final answers take it
     prompt_text: str = ""  # of the prompt as it was rendered, with special tokens
     answer: str | None = None  # the final answer in plain_text, as `Rewards.final_answer` says
+
+    def __post_init__(self):
+        """Copy what can be changed. Lists of numbers are long, so that they aren't copied one by one."""
+        for name in ("prompt", "response", "logprobs", "versions"):
+            vars(self)[name] = list(vars(self)[name])
+        self.turns = copy.deepcopy(self.turns)
+        self.row = copy.deepcopy(self.row)
 
 
 def exact_match(sample: TextSample, how: str) -> float:
@@ -66,13 +76,30 @@ RULES = {  # how a rule is spelled -> its function, which takes the groups of th
 
 
 @dataclass(frozen=True)
+class AlarmInRules:
+    """A handler of SIGALRM: the user's own while a rule runs, else nothing."""
+
+    handler: Callable | signals.Handlers
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if OVERDUE.get() and callable(self.handler):
+            self.handler(number, frame)
+
+
+@dataclass(frozen=True)
 class UserCode(AbstractContextManager):
-    """A block that runs the user's code: an error in it becomes one line with the rule, file and line."""
+    """A block that runs the user's code: an error in it becomes one line with the rule, file and line.
+
+    An alarm that the code has set may come later, when the rank runs: then it does nothing.
+    """
 
     title: str  # of the rule, as it was named: --rule my.py:score
     file: str = ""
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
+        handler = signals.getsignal(signals.SIGALRM)
+        if not isinstance(handler, AlarmInRules):
+            signals.signal(signals.SIGALRM, AlarmInRules(handler))
         if isinstance(error, Exception | SystemExit):
             frames = traceback.extract_tb(trace)
             lines = [frame.lineno for frame in frames if frame.filename == self.file]
@@ -90,9 +117,9 @@ def leave_overdue(*_: object) -> None:
 class Rule(NamedTuple):
     """A function, `reward(sample)`, maybe `async`: a row of RULES, or from the user's own file.
 
-    A rule that returns None has no say about this answer, and the answer is scored without it. A judgement
-    whose value is None is another thing: the judge had to say, and its verdict couldn't be read. Then the
-    answer is dropped.
+    A rule that returns None has no say about this answer, and the answer is scored without it, or dropped if
+    nobody has a say. A judgement whose value is None is another thing: the judge had to say, and its verdict
+    couldn't be read. Then the answer is dropped, whatever others say.
     """
 
     signal: str  # what its number is a part of: "reward" or "cost"
@@ -127,13 +154,24 @@ def load(signal: str, spec: str) -> Rule:
         specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
         raise UserError(f"{title}: no such file; say {specs}")
     code = UserCode(title, str(Path(path).resolve()))
-    found = importlib.util.spec_from_file_location(f"rule_{Path(path).stem}", code.file)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
     with code:
-        found.loader.exec_module(module)
+        module = module_of(Path(code.file))
     if not callable(function := vars(module).get(name)):
         raise UserError(f"{title}: {path} has no function {name}(sample)")
     return Rule(signal, function, code)
+
+
+def module_of(path: Path) -> ModuleType:
+    """Import a file, as processes that its code starts will: by its name, if no other module has that."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    if found and found.origin == str(path):
+        return importlib.import_module(path.stem)
+    found = importlib.util.spec_from_file_location(f"rule_{path.stem}", path)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -152,6 +190,7 @@ class Rewards:
         given = zip(of_reward, config.reward_weights, strict=False)
         self._weights = dict.fromkeys(self._sources, 1.0) | dict(given)
         self._limit_s = 0.9 * config.timeout_s  # other ranks wait for all of it
+        self._alarm = Alarm(LATE)  # for the rule that was asked last
         self._decode = decode
         self._format = formats_of(config)[0]
         # of this step, by what is asked of whom
@@ -178,9 +217,8 @@ class Rewards:
         if None in values.values():
             return  # a verdict couldn't be read: no reward, because a mean of the rest has another scale
         counting = {source.signal for source in values if self._weights[source]}
-        if lacking := {source.signal for source in self._sources} - counting:
-            nothing = f"no {max(lacking)}: all rules that count said None"
-            raise UserError(f"an answer to the prompt {sample.question[:60]!r} has {nothing}")
+        if counting < {source.signal for source in self._sources}:
+            return  # no rule that counts has a say about it
         rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
         costs = [value for source, value in values.items() if source.signal == "cost"]
         verdicts = [value for source, value in values.items() if source.says_verdict]
@@ -228,8 +266,8 @@ class Rewards:
         late = f"{silent} of the prompt {seen.question[:60]!r}"
         OVERDUE.set(late)
         # what awaits is cancelled in time; what holds up the event loop gets a signal
-        signals.signal(signals.SIGALRM, leave_overdue)
-        signals.setitimer(signals.ITIMER_REAL, self._limit_s)
+        signals.signal(LATE, leave_overdue)
+        self._alarm.set(self._limit_s)
         try:
             async with asyncio.timeout(self._limit_s):
                 return await rule.ask(seen)

@@ -57,6 +57,8 @@ class RolloutBatch:
     moved: int = 0  # answers that came back unfinished and were continued in this step
     aborted: int = 0  # answers cut off
     stats: StepStats | None = None  # what this controller measured
+    latencies: list[float] = field(default_factory=list)  # of its critiques, seconds
+    groups_per_kept: float = 1.0  # as `State` has it after this step
 
 
 def batch_from(row: dict) -> RolloutBatch:

@@ -50,6 +50,7 @@ from reporting.metrics import Report
 from reporting.progress import Progress
 from reporting.timeline import Timeline
 from runtime import rendezvous, shutdown
+from runtime.atomic_files import writing
 from runtime.devices import choose_device
 from runtime.errors import RunLost, UserError, printable
 from runtime.out_folder import held
@@ -80,10 +81,10 @@ def start(arguments: list[str], stop: Stop) -> str:
     if "--simulate" in arguments:
         return ""
     config = parse_config(arguments, __doc__)
-    if config.command == "eval" and "RANK" not in os.environ:
+    if config.command == "eval" and not {*ALONE} & os.environ.keys():
         os.environ |= ALONE
-    ranks = int(os.environ.get("WORLD_SIZE", "0"))
-    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    ranks = launched("WORLD_SIZE")
+    on_machine = launched("LOCAL_WORLD_SIZE")
     placement, splits = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
@@ -92,9 +93,24 @@ def start(arguments: list[str], stop: Stop) -> str:
             dry_run.dry_run(config, placement, splits)
         return ""
     choose_device(config)
-    if not ranks:
-        raise UserError("start with: torchrun --nproc-per-node 2 run.py [--name value ...]")
+    check_launcher("run.py [--name value ...]")
     return shutdown.run(run(config, placement, splits, stop), stop)
+
+
+def launched(variable: str) -> int:
+    """Return a count of torchrun's, 0 without it. Raises UserError if it is no number."""
+    text = os.environ.get(variable, "0")
+    if not text.isdigit():
+        raise UserError(f"{variable}={text} in the environment is no number: unset it")
+    return int(text)
+
+
+def check_launcher(command: str) -> None:
+    """Raise UserError if a rank lacks what torchrun tells it, maybe because a cluster set a part of that."""
+    given = [name for name in ALONE if name in os.environ]
+    if len(given) < len(ALONE):
+        others = f", which sets more than {' and '.join(given)}" if given else ""
+        raise UserError(f"start with: torchrun --nproc-per-node 2 {command}{others}")
 
 
 def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) -> None:
@@ -204,7 +220,8 @@ async def build(
     timeline = Timeline(world.rank, clock, out / "spans", progress.phase)
     await fleet.launch(servers_of(world.rank, config, placement, splits))
     if world.rank == 0:
-        (out / "config.json").write_text(json.dumps(run_metadata(config), indent=1) + "\n")
+        with writing(out / "config.json") as path:
+            path.write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     models = await world.run(build_models, config, inputs, placement, splits)  # while servers load
     await fleet.ready()
     peers = world.part(placement.servers)

@@ -25,7 +25,7 @@ from bench.measuring import ROOT, column, parser_of, picture, print_table, quart
 from bench.workloads import WORKLOADS, Side
 from config import Config
 from reporting.figure import INK, UPPER, Picture, add_legend, draw_lanes, of_steps
-from reporting.timeline import of_kind, read
+from reporting.timeline import WORK, of_kind, read
 from scheduling.fusion import TAILS
 
 MOVING = ("rebalance", "auto")  # sides that choose their split
@@ -168,7 +168,7 @@ def picture_of(row: dict, out: Path) -> Picture:
     step = row["step"]
     name = row["side"]
     start, end = row["from_to"]
-    events = of_kind(read(out / "spans", step, step), "span", "pass", "sample", "wave")
+    events = of_kind(read(out / "spans", step, step), *WORK, "pass", "sample", "wave")
     events = [e for e in of_steps(events, step, step) if start <= e.start < end]
     events = [e._replace(start=e.start - start, end=e.end - start) for e in events]
     mode = f"partial {name}" if "|" in name else name

@@ -15,14 +15,13 @@ import psutil
 from commands import memory
 from config import Config, as_text
 from cpu import compiler
-from cpu.decoder import product_rates
 from engines import server
 from genrm import formats_of
 from inputs.hf_directory import read_model_config
 from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
-from runtime.errors import UserError
+from runtime.errors import UserError, printable
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
 
@@ -35,7 +34,7 @@ def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
     rendezvous.interface_of(config.host)
     lines = device_map(config, placement, splits) + memory.table(config, placement, splits)
     words = describe(config, placement, splits[0])
-    print(words, *lines, "nothing was started", sep="\n", flush=True)
+    print(printable("\n".join([words, *lines, "nothing was started"])), flush=True)
 
 
 def device_map(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
@@ -115,7 +114,7 @@ def check(config: Config) -> int:
     free = shutil.disk_usage(folder).free
     rows.append(Row("disk", f"{free / 1e9:.1f} GB free in {folder}", free >= DISK))
     for row in rows:
-        print(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}")
+        print(printable(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}"))
     missing = [row.name for row in rows if not row.is_good]
     print(f"missing: {', '.join(missing)}" if missing else f"a run of {ranks} ranks can start")
     return int(bool(missing))
@@ -143,7 +142,9 @@ def packages() -> list[Row]:
 
 
 def decoder_rates(config: Config) -> str:
-    """Name what serves the policy; of decoder.cpp with its speed beside torch's on this processor."""
+    """Name what serves the policy; decoder.cpp with its speed beside torch's on this processor."""
+    from cpu.decoder import product_rates
+
     name = compiler.program_for(config.model, config.dtype)
     library = compiler.library_for(config.model, config.dtype)
     if library is None:

@@ -133,15 +133,20 @@ class Pool:
 
     def _record(self, answer: Answer, request: Request) -> Answer:
         """Keep the answer's times and sizes for `pop_stats`, and return it."""
-        sizes = (len(answer.tokens), len(request.prompt), answer.cached_tokens)
+        tokens = len(answer.tokens)
+        begun = request.sampling.max_new_tokens - request.limit  # stands in its prompt
+        prompt_tokens = len(request.prompt) - begun
+        sizes = (begun + tokens, prompt_tokens, min(answer.cached_tokens, prompt_tokens))
         is_whole = answer.finish != "abort"
-        self._served.append((answer.rank, (answer.sent, answer.end, *sizes, is_whole)))
+        self._served.append((answer.rank, (answer.sent, answer.end, tokens, *sizes, is_whole)))
         return answer
 
     def pop_stats(self) -> RequestStats:
         """Return the figures of the requests since the last call; the timeline gets them, too."""
-        for rank, (sent, end, tokens, *_) in self._served:
-            self.timeline.add("span", self.role, rank, sent, end, tokens=tokens)
+        for rank, (sent, end, tokens, length, *_, is_whole) in self._served:
+            kind = "span" if is_whole else "part"
+            sizes = {"tokens": length, "begun": length - tokens}
+            self.timeline.add(kind, self.role, rank, sent, end, **sizes)
         stats = RequestStats.of([row for _, row in self._served], self._wakes)
         self._served = []
         self._wakes = 0

@@ -9,6 +9,7 @@ answers is repaired, and no batch has a line in the log. The server dies with th
 import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 from functools import partial
@@ -60,6 +61,25 @@ def drop_websockets(app):
     routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
 
 
+class KeyGuard:
+    """Answers 401 to a request without the key.
+
+    SGLang leaves some paths open, and reads the path from a URL that may hold the Host header.
+    """
+
+    def __init__(self, app, key):
+        self._app = app
+        self._header = f"Bearer {key}".encode()
+
+    async def __call__(self, scope, receive, send):
+        shown = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "http" and not secrets.compare_digest(shown, self._header):
+            await send({"type": "http.response.start", "status": 401, "headers": []})
+            await send({"type": "http.response.body"})
+        else:
+            await self._app(scope, receive, send)
+
+
 def main():
     key = os.environ.pop("NANOYATT_API_KEY", "")  # not on the command line, where `ps` shows it
     sys.argv.append(f"--api-key={key}")
@@ -69,6 +89,7 @@ def main():
     from sglang.srt.utils import kill_process_tree
 
     drop_websockets(http_server.app)
+    http_server.app.add_middleware(KeyGuard, key=key)
     # a GPU reads other pixels from a JPEG
     base_processor.BaseMultimodalProcessor.gpu_image_decode = False
     show_pairs()  # in this process, whose threads read images

@@ -9,7 +9,6 @@ a pair of answers two, the chosen one first, which stay in one micro-batch: the 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 import time
@@ -394,11 +393,8 @@ def placement_of(config: FinetuneConfig, ranks: int) -> Placement:
 def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for, as run.start."""
     config = parse_command(arguments)
-    ranks = int(os.environ.get("WORLD_SIZE", "0"))
-    placement = placement_of(config, ranks or 2)
-    if not ranks:
-        command = f"examples/finetune.py {config.command} ..."
-        raise UserError(f"start with: torchrun --nproc-per-node 2 {command}")
+    placement = placement_of(config, run.launched("WORLD_SIZE") or 2)
+    run.check_launcher(f"examples/finetune.py {config.command} ...")
     choose_device(config)
     return shutdown.run(learn(config, placement), stop)
 

@@ -16,5 +16,6 @@ exec srun --kill-on-bad-exit=1 bash -euc '
     ADDR=$(hostname -I | tr " " "\n" | grep -m 1 "^${NETWORK:-}")
     exec torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 --local-addr "$ADDR" \
         --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$FIRST:29400" \
+        --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2 \
         run.py --host "$ADDR" --preset cuda --model "$MODEL" --judge "$JUDGE" --data "$DATA" "$@"
 ' slurm "$@"

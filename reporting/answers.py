@@ -8,7 +8,7 @@ from pathlib import Path
 from config import Config
 from genrm import none_right
 from reporting.metrics import Report
-from runtime.atomic_files import append, complete_rows, keep_rows
+from runtime.atomic_files import append, complete_rows, keep_rows, writing
 from runtime.out_folder import archive
 from sample import Sample
 
@@ -68,7 +68,8 @@ class AnswersReport(Report):
             "prompts": len(rows),
             "config": asdict(self.config),
         }
-        (self.out / "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
+        with writing(self.out / "eval.json") as path:
+            path.write_text(json.dumps(facts, indent=1) + "\n")
 
     def close(self) -> None:
         """The same command begins anew from here on. Call it after a barrier."""

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from reporting.timeline import INSTANTS, LANES, MARKS, Event, Stretch, lanes, of_kind, read
+from reporting.timeline import INSTANTS, LANES, MARKS, WORK, Event, Stretch, lanes, of_kind, read
 from runtime.errors import UserError
 
 ROW = 0.011  # inches of an answer's row
@@ -62,7 +62,7 @@ class Picture(NamedTuple):
 
     @property
     def spans(self) -> list[Event]:
-        return of_kind(self.events, "span")
+        return of_kind(self.events, *WORK)
 
     @property
     def lanes(self) -> dict[tuple[int, str], list[Stretch]]:

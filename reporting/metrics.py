@@ -24,7 +24,6 @@ from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
-from runtime.errors import RunLost
 from runtime.world import World
 from sample import Sample
 from scheduling.measured import StepStats
@@ -56,10 +55,11 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
 
         self._path = out / "metrics.jsonl"
-        self._board = SummaryWriter(str(out / "tensorboard"), purge_step=purge_step)
+        with atomic_files.writing(out / "tensorboard") as path:
+            self._board = SummaryWriter(str(path), purge_step=purge_step)
 
     def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
-        """Write row k: what k updates came to, and the update that followed. RunLost if the disk is full.
+        """Write row k: what k steps came to, and the step that followed. RunLost if the disk is full.
 
         samples: Markdown that TensorBoard shows as the step's text.
         """
@@ -68,15 +68,13 @@ class MetricsWriter:
             is_exact = isinstance(value, str) or float(value).is_integer()
             row[name] = value if is_exact else float(f"{value:.6g}")
         atomic_files.append(self._path, [row])
-        try:
+        with atomic_files.writing(Path(self._board.log_dir)):
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
                     self._board.add_scalar(name, value, step)
             if samples:
                 self._board.add_text("samples", samples, step)
             self._board.flush()
-        except OSError as error:
-            raise RunLost(f"{self._board.log_dir} can't be written: {error.strerror}") from None
 
     def show(self, step: int, path: Path) -> None:
         """Add a PNG to TensorBoard's images. OSError if the disk is full."""
@@ -126,7 +124,7 @@ class Report:
         """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
 
     def evaluation(self, step: int, right: list[tuple[bool, int]], now: float) -> None:
-        """Take which answers, greedy and sampled, are right after `step` updates. The step begins now."""
+        """Take which answers, greedy and sampled, are right after `step` steps. The step begins now."""
         self._evaluated = {"eval/accuracy": fmean(greedy for greedy, _ in right)}
         self._evaluated |= pass_at_k(self.config.eval_samples, [count for _, count in right])
         self._ended = now
@@ -149,7 +147,7 @@ class Report:
         metrics = summarize(gathered) | serving_metrics(served, self.config) | stats
         read_and_written = metrics["rollout/prompt_tokens"] + metrics["rollout/tokens"]
         metrics |= {
-            "rollout/groups_per_kept": c.state.groups_per_kept,
+            "rollout/groups_per_kept": batch.groups_per_kept,
             "rollout/lacking_groups": float(batch.missing_groups),
             "time/step_s": now - self._ended,
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
@@ -166,6 +164,9 @@ class Report:
         if c.checkpoints.saving:
             await self.written()  # the checkpoint is named once the step's rows are there
         self.progress.step(step, metrics)
+        if metrics["rollout/truncated_frac"] == 1:
+            limit = self.config.max_new_tokens
+            self.note(f"step {step + 1}: all answers were cut off after --max-new-tokens {limit}")
         if batch.missing_groups:
             self.note(
                 f"step {step + 1}: {batch.missing_groups} of {self.config.prompts_per_step} groups "
@@ -240,16 +241,19 @@ def local_facts(
     filtered = [sample for group in batch.filtered for sample in group]
     # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
-    keyed = [s for s in finished if s.answer_key is not None and s.reward is not None]
+    judged = [s for s in finished if s.reward is not None]
+    rewards = {sample.prompt_id: set() for sample in judged}  # of each group
+    for sample in judged:
+        rewards[sample.prompt_id].add(sample.reward)
+    keyed = [s for s in judged if s.answer_key is not None]
     wrong = [s for s in keyed if c.rewards.final_answer(s) != s.answer_key]
     if c.state.step == 1 and wrong and len(wrong) == len(keyed):
         one = (c.report.decode(wrong[0].response), wrong[0].answer_key)
         c.report.note(none_right(c.config, len(wrong), *one))
-    num_kept = len({sample.prompt_id for sample in batch.kept + batch.dropped})
     means = {
         "reward/mean": [s.reward for s in batch.kept],
-        "reward/unfiltered_mean": [s.reward for s in finished if s.reward is not None],
-        "reward/zero_std_frac": [0] * num_kept + [1] * len(batch.filtered),
+        "reward/unfiltered_mean": [s.reward for s in judged],
+        "reward/zero_std_frac": [len(values) == 1 for values in rewards.values()],
         "rollout/response_len_mean": [len(s.response) for s in finished],
         "rollout/trained_len_mean": [len(s.response) for s in batch.kept],
         "rollout/truncated_frac": [s.finish == "length" for s in finished],
@@ -277,7 +281,7 @@ def local_facts(
     }
     actor = c.devices.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
-    return Facts(means, sums, maxima, c.rewards.latencies, work if actor.holds else {})
+    return Facts(means, sums, maxima, batch.latencies, work if actor.holds else {})
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:

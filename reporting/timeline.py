@@ -1,10 +1,11 @@
 """Timeline: what every rank did when, on one clock.
 
-A span of an engine is one request, from sent to finished: it is busy while requests are in flight. Spans of
-the controller (train, switch, sync) are opened around the work. Beside them stand the life of every answer,
-in stretches (queued, decoding, judging, ...), marks (a wave, a push of weights, a change of the split), and
-the passes of the pipelines. Every rank writes its events of a step to OUT/spans/rank<r>.<step>.jsonl; those
-of the last STEPS_KEPT steps stay.
+A span of an engine is one request, from sent to finished: it is busy while requests are in flight. What it
+wrote of one that it was made to leave is a part: who goes on with it has the span. Spans of the controller
+(train, switch, sync) are opened around the work. Beside them stand the life of every answer, in stretches
+(queued, decoding, judging, ...), marks (a wave, a push of weights, a change of the split), and the passes of
+the pipelines. Every rank writes its events of a step to OUT/spans/rank<r>.<step>.jsonl; those of the last
+STEPS_KEPT steps stay.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 LANES = ("rollout", "genrm", "train", "sync", "switch")  # names of the spans that are drawn
 INSTANTS = ("moved", "aborted", "done")  # the other states of an answer last
 MARKS = ("wave", "weights", "split", "tail")
+WORK = ("span", "part")  # kinds that keep a lane busy
 STEPS_KEPT = 100
 MICRO = 1e6  # microseconds of a second
 
@@ -33,7 +35,8 @@ class Event(NamedTuple):
     """Something that a rank saw in a training step. Times in seconds since the run's start.
 
     kind             name                                         args
-    span             what was at work: a role's engine, `train`   tokens, of an engine
+    span             what was at work: a role's engine, `train`   of an engine: tokens, of them begun before
+    part             a role's engine                              tokens so far, of them begun before
     sample           state of an answer                           answer: `12.3`, number 3 to prompt 12
     pass             model of a pipeline's pass                   stage, backward, micro_batch
     wave, weights    `wave 2`, `v3`: the end is the start
@@ -177,7 +180,7 @@ def busy(spans: Iterable[Event]) -> list[Stretch]:
 
 def seconds(events: Iterable[Event], name: str) -> float:
     """Return the wall-clock seconds with at least one span called `name` open."""
-    spans = [span for span in of_kind(events, "span") if span.name == name]
+    spans = [span for span in of_kind(events, *WORK) if span.name == name]
     return sum(stretch.end - stretch.start for stretch in busy(spans))
 
 
@@ -203,7 +206,7 @@ def write_trace(events: list[Event], path: Path) -> None:
 def _trace_rows(events: list[Event]) -> Iterator[dict]:
     """Yield stretches, passes (X: complete), answers by id (b, e: slice; n: instant), marks (i: instant)."""
     threads = list(LANES)
-    spans = [span for span in of_kind(events, "span") if span.name in LANES]
+    spans = [span for span in of_kind(events, *WORK) if span.name in LANES]
     for (rank, name), stretches in lanes(spans).items():
         for stretch in stretches:
             args = {"in_flight": round(stretch.in_flight, 2)}

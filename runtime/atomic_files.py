@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -73,22 +74,40 @@ def remove_atomically(folder: Path) -> None:
 
 
 def append(path: Path, rows: Iterable[Any]) -> None:
-    """Add rows to a JSONL file that several ranks may add to: all or none. RunLost if the disk is full."""
-    left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
+    """Add rows to a JSONL file that several ranks may add to: all or none. RunLost if the disk is full.
+
+    A number that isn't finite becomes null: JSON has none.
+    """
+    left = memoryview("".join(json.dumps(finite(row)) + "\n" for row in rows).encode())
+    with writing(path), path.open("ab", buffering=0) as file:
+        with contextlib.suppress(OSError):  # of a disk that has no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        end = file.seek(0, os.SEEK_END)
+        try:
+            while left:  # a disk that is almost full takes a part, and refuses only the rest
+                left = left[file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # the first error says why
+                file.truncate(end)
+            raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """A block that writes a file or folder. RunLost if the disk is full."""
     try:
-        with path.open("ab", buffering=0) as file:
-            with contextlib.suppress(OSError):  # of a disk that has no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            end = file.seek(0, os.SEEK_END)
-            try:
-                while left:  # a disk that is almost full takes a part, and refuses only the rest
-                    left = left[file.write(left) :]
-            except OSError:
-                with contextlib.suppress(OSError):  # the first error says why
-                    file.truncate(end)
-                raise
+        yield path
     except OSError as error:
         raise RunLost(f"{path} can't be written: {error.strerror}") from None
+
+
+def finite(value: Any) -> Any:
+    """Return what a row holds with None for each float that isn't finite."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:

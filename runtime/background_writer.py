@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from runtime.shutdown import SIGNALS, die_with_parent
+from runtime.shutdown import die_with_parent, starting_deaf
 
 BEGIN_S = 2.0  # for a forked process to begin; milliseconds are usual
 FORKS = 20
@@ -44,14 +44,11 @@ class BackgroundWriter:
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=run_writer, args=(work, sender, os.getpid()))
         self._result: tuple[Any, str] | None = None
-        # until it has handlers of its own
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            self._process.start()
+            with starting_deaf():
+                self._process.start()
         except OSError as error:  # no memory, or too many processes: this save fails
             self._result = (None, f"no writing process could be started: {error}")
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         sender.close()
 
     def result(self) -> tuple[Any, str] | None:
@@ -80,10 +77,6 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
     drop_files(keep=sender.fileno())
     import torch
 
-    signal.set_wakeup_fd(-1)  # the event loop's: a signal here would be heard there
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     # what the rank left is its own: freed here, what had threads, which were not forked, crashes
     gc.freeze()
     die_with_parent(signal.SIGKILL)

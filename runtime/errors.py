@@ -1,5 +1,11 @@
 """How a run ends that can't go on: in one line, which is safe for a terminal. Imports nothing of ours."""
 
+import sys
+
+if not __debug__:  # before anything runs that an assert should check
+    print("error: unset PYTHONOPTIMIZE and leave out -O: they drop checks", file=sys.stderr)
+    sys.exit(2)
+
 
 class UserError(ValueError):
     """A mistake that the user can mend, told in one line; any other ValueError shows its place."""
@@ -10,6 +16,8 @@ class RunLost(Exception):
 
 
 def printable(text: str) -> str:
-    """Make text from elsewhere safe for a terminal: an escape sequence could rewrite the screen."""
+    """Escape what a terminal can't show, or must not: an escape sequence could rewrite the screen."""
     unsafe = {c for c in text if not c.isprintable() and c not in "\n\t"}
-    return text.translate({ord(c): c.encode("unicode_escape").decode() for c in unsafe})
+    text = text.translate({ord(c): c.encode("unicode_escape").decode() for c in unsafe})
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

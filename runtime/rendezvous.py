@@ -49,6 +49,8 @@ def init_method(config: Config) -> dict:
     interface = interface_of(config.host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else eth1 would take eth10, too
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        check_interfaces(variable)
     # its buffers stay on the device; SGLang does without, too
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     rank = int(os.environ["RANK"])
@@ -92,6 +94,23 @@ def interface_of(host: str) -> str:
         known = ", ".join(sorted(names))
         raise UserError(f"--host {host} is not an IPv4 address of this machine; it has {known}")
     return names[host]
+
+
+def check_interfaces(variable: str) -> None:
+    """Raise UserError if a variable names none of this machine's network interfaces.
+
+    gloo takes names. NCCL takes how they begin, whole names behind =, and what it leaves out behind ^.
+    """
+    value = os.environ[variable]
+    names = value.lstrip("=").split(",")
+    known = psutil.net_if_addrs()
+    is_exact = value.startswith("=") or variable.startswith("GLOO")
+    found = [
+        name for name in known if name in names or (not is_exact and name.startswith(tuple(names)))
+    ]
+    if not found and not value.startswith("^"):
+        there = ", ".join(known)
+        raise UserError(f"{variable}={value} is no interface of this machine: it has {there}")
 
 
 def private_folder() -> Path:

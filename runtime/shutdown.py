@@ -1,10 +1,10 @@
-"""Ways out of a rank with its engines closed: an error, Ctrl-C, SIGTERM, SIGHUP, a launcher that died.
+"""Ways out of a rank with its engines closed: an error, a signal, a launcher that died.
 
 A user's error is one line, whatever the number of ranks, and status 2; a rank that torchrun starts again
 after one leaves at once. A lost engine or a full disk is one line and status 1. torchrun ends the other ranks
 with SIGTERM. While a run trains, the first of SIGNALS asks for a stop: the controllers agree on it, save and
 leave with status 0. A second one, one before training, or one where a rank of this machine is gone, ends all
-work: 129, 130 or 143. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
+work: 128 and its number. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_SHUTDOWN_TIMEOUT.
 """
 
 import asyncio
@@ -26,13 +26,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from runtime.errors import RunLost
 from runtime.world import World, is_alive
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# clusters send the last two before a job's time is over
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # nohup is obeyed, unless torchrun, which doesn't hear of it, passes the signal on
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
-    SIGNALS = SIGNALS[:2]
+    SIGNALS = SIGNALS[:-1]
+FORKING = threading.local()  # mask: the signals that were blocked before a fork
 PR_SET_PDEATHSIG = 1
 USER_ERROR = "user_error"  # in the folder of all attempts of a torchrun: the first error file
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
@@ -94,6 +98,32 @@ def prepare() -> None:
     # a build for CUDA says that there is no device
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def before_fork() -> None:
+    """Keep signals from a forked process until it has Python's own handlers."""
+    FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+
+
+def after_fork_in_child() -> None:
+    """Give the process Python's own handlers: it isn't a rank, whoever forked it."""
+    signal.set_wakeup_fd(-1)  # the event loop of the rank would read its signals there
+    for number in (*SIGNALS, signal.SIGALRM):
+        if callable(signal.getsignal(number)):
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+
+
+os.register_at_fork(
+    before=before_fork,
+    after_in_parent=after_fork_in_parent,
+    after_in_child=after_fork_in_child,
+)
 
 
 def die_with_parent(number: int) -> None:
@@ -187,10 +217,14 @@ def leave_with_traceback(*error: Any) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process without Python's own end, at which NCCL would wait for minutes.
+    """End this process, and what the user's code left running, without Python's own end.
 
-    A thread of its group looks for the ranks' store, a file that the last rank has removed.
+    There NCCL would wait for minutes: a thread of its group looks for the ranks' store, a file that the last
+    rank has removed.
     """
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the terminal is gone
             stream.flush()

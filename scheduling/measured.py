@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import NamedTuple
 
 ROLES = ("rollout", "genrm")
-# sent, end, tokens, prompt tokens, cached tokens, whether it wasn't aborted: the rest is another row
-Request = tuple[float, float, int, int, int, bool]
+# of what an engine wrote of a request: sent, end, tokens; tokens of the answer so far, of the request's own
+# prompt, of that in a cache; whether the answer is whole now
+Part = tuple[float, float, int, int, int, int, bool]
 
 
 class Split(NamedTuple):
@@ -35,16 +36,16 @@ class RequestStats:
     longest: int = 0  # tokens of the longest answer
     request_s: float = 0.0  # seconds from sent to finished, summed over the requests
     in_flight: float = 0.0  # requests in flight as a request sees them: mean over request-seconds
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of whole requests: one that moves is counted once
     cached_tokens: int = 0
-    requests: int = 0  # one that moves is counted once
+    requests: int = 0
     wakes: int = 0  # times that the role's engines woke up while serving
 
     @staticmethod
-    def of(requests: Iterable[Request], wakes: int = 0) -> RequestStats:
+    def of(parts: Iterable[Part], wakes: int = 0) -> RequestStats:
         """Sum up what one controller requested."""
-        columns = [*zip(*requests, strict=True)] or [()] * 6
-        sent, ends, tokens, prompt_tokens, cached_tokens, are_whole = columns
+        columns = [*zip(*parts, strict=True)] or [()] * 7
+        sent, ends, tokens, lengths, *sizes, are_whole = columns
         edges = [(time, 1) for time in sent] + [(time, -1) for time in ends]
         in_flight = 0
         last = request_s = second_moment = 0.0
@@ -54,9 +55,9 @@ class RequestStats:
             in_flight += change
             last = time
         mean = second_moment / max(request_s, 1e-9)
-        longest = max(tokens, default=0)
-        sizes = (sum(prompt_tokens), sum(cached_tokens), sum(are_whole))
-        return RequestStats(sum(tokens), longest, request_s, mean, *sizes, wakes)
+        longest = max(lengths, default=0)
+        sums = [sum(compress(column, are_whole)) for column in (*sizes, are_whole)]
+        return RequestStats(sum(tokens), longest, request_s, mean, *sums, wakes)
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:

@@ -300,8 +300,8 @@ class Simulation:
             checkpoints=self,
             peers=peers,
         )
-        # a run finds this out in its first steps
-        c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
+        if algorithm.filters:  # a run finds this out in its first steps
+            c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
         return c
 
     def run(self, share: bool = True) -> list[StepFacts]:

@@ -76,7 +76,7 @@ class Known:
     prompt: int  # tokens
     judged: int  # tokens that a judge reads of an answer
     asked: float  # critiques of each judge for an answer: fewer than 1 where answers are alike
-    keep: float  # part of the groups that are trained on
+    keep: float  # part of the groups whose rewards differ
     paces: list[list[float]]  # each as Pace: of rollout's engines, then of each judge's
     seconds: dict[str, float]  # of the slowest rank, by TIMES
     learning_s: float  # of `train`, without what sleeps and wakes in it
@@ -137,11 +137,11 @@ def known_of(
     if ("rollout", 0) not in requests:
         raise ValueError("no request of an engine is there")
     paces = [pace_of(requests["rollout", 0], config, unread_of(rollout))]
-    critiques = []
+    spans = tl.of_kind(events, "span")
+    critiques = [span.args["tokens"] for span in spans if span.name == "genrm"]
     for number in range(len(judges)):
         own = requests.get(("genrm", number), {})
         paces.append(pace_of(own, config, unread_of(genrm), paces[0]))
-        critiques += [tokens for rows in own.values() for _, _, tokens in rows]
     learning_s, inside_s, outside_s = learning_and_moves(events)
     # in partial mode judges wake while rollout stays awake, else one role sleeps and the other wakes
     moves = sum(step.genrm.wakes + step.rollout.wakes for step in history)
@@ -187,12 +187,12 @@ def unread_of(stats: RequestStats) -> float:
 
 
 def requests_of(events: list[tl.Event], placement: Placement, judges: int) -> dict:
-    """Return rows [start, end, tokens] of each engine: by role and judge, then by its rank."""
+    """Return rows [start, end, tokens written] of each engine: by role and judge, then by its rank."""
     found = defaultdict(lambda: defaultdict(list))
-    for span in tl.of_kind(events, "span"):
+    for span in tl.of_kind(events, *tl.WORK):
         if span.name in ROLES:
             model = placement.judge_of(span.rank, judges) if span.name == "genrm" else 0
-            row = (span.start, span.end, span.args["tokens"])
+            row = (span.start, span.end, span.args["tokens"] - span.args["begun"])
             found[span.name, model][span.rank].append(row)
     return found
 

@@ -4,8 +4,10 @@ import copy
 import json
 import math
 import random
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint import SavePlan
 from transformers import AutoModelForCausalLM
 
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
+from config import Config
 from runtime.errors import UserError
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
@@ -303,6 +306,27 @@ def test_learning_rate_of_every_update():
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
     rates = [learning_rate(version, late, 3) for version in range(4)]
     assert rates == pytest.approx(LEARNING_RATES)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_warm_up_counts_steps_as_its_help_says(make_actor, model_dir, updates):
+    """Of however many updates: all of a step's have one rate, the actor's and the critic's."""
+    from actor import learning_rate
+    from critic import Critic
+
+    sizes = dict(steps=9, lr_warmup_steps=3, lr_decay_to=1.0, updates_per_step=updates)
+    config = actor_config(**sizes)
+    rates = [learning_rate(version, config) / config.lr for version in range(4)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    critic = SimpleNamespace(config=config, algorithm=Algorithm(group_norm, clipped_loss))
+    for critic.version, rate in enumerate(rates):
+        assert Critic._learning_rate(critic) == pytest.approx(rate * critic.algorithm.critic_lr)
+    actor = make_actor(model_dir, **sizes)
+    for rate in rates[:2]:
+        metrics = update(actor, on_policy_samples(actor))
+        assert metrics["train/lr"] == pytest.approx(rate * config.lr)
+    (text,) = [f.metadata["help"] for f in fields(Config) if f.name == "lr_warmup_steps"]
+    assert text.startswith("steps in which")
 
 
 # --------------------------------------------------------------------------------- the Hugging Face directory

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,19 @@ class Stingy(io.FileIO):
     def write(self, data):
         time.sleep(0)  # for others to come in between
         return super().write(data[:7])
+
+
+def test_a_row_has_null_for_what_json_lacks(tmp_path):
+    row = {
+        "loss": float("nan"),
+        "worst": [float("-inf"), (1.5, float("inf"))],
+        "step": 3,
+        "text": "nan",
+    }
+    atomic_files.append(tmp_path / "rows.jsonl", [row])
+    refuse = {"parse_constant": lambda name: pytest.fail(f"{name} is no JSON")}
+    found = json.loads((tmp_path / "rows.jsonl").read_text(), **refuse)
+    assert found == {"loss": None, "worst": [None, [1.5, None]], "step": 3, "text": "nan"}
 
 
 def test_rows_are_added_whole(tmp_path, monkeypatch):

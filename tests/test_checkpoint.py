@@ -203,8 +203,9 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
 
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
-LAYOUT_5 = """\
-ahead: aborted carried dropped filtered kept missing_groups moved stats tokens waves
+LAYOUT_6 = """\
+ahead: aborted carried dropped filtered groups_per_kept kept latencies missing_groups moved stats tokens \
+waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
 split step
 genrm: cached_tokens in_flight longest prompt_tokens request_s requests tokens wakes
@@ -239,7 +240,7 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
     for path in folder.glob("controllers/*"):
         found = names_in(json.loads(path.read_text()), "own") | found
     lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
-    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_5, 5)
+    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_6, 6)
 
 
 LAYOUTS = {"save": (3, {"saves": True}), "dp3": (3, {}), "dp2": (2, {})}  # name -> ranks, sizes

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import os
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,6 +38,34 @@ from training.hf_weights import HFWeights
 from training.model import check_models
 
 # ---------------------------------------------------------------- as processes
+
+
+@pytest.mark.parametrize(
+    "variables, line",
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            r"start with: torchrun .* more than RANK and WORLD_SIZE",
+        ),
+        ({"WORLD_SIZE": "8"}, r"start with: torchrun .* more than WORLD_SIZE"),
+        ({"WORLD_SIZE": "two"}, r"WORLD_SIZE=two in the environment is no number: unset it"),
+        (
+            {"LOCAL_WORLD_SIZE": "-1"},
+            r"LOCAL_WORLD_SIZE=-1 in the environment is no number: unset it",
+        ),
+        ({}, r"start with: torchrun --nproc-per-node 2 run\.py \[--name value \.\.\.\]"),
+        ({"PYTHONOPTIMIZE": "1"}, r"unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
+    ],
+)
+@pytest.mark.parametrize("program", ["run.py", "examples/finetune.py sft"])
+def test_what_the_environment_must_not_say_is_named(program, variables, line):
+    """A cluster may set a part of what torchrun sets; an image PYTHONOPTIMIZE."""
+    ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    environment = {name: text for name, text in os.environ.items() if name not in ranked}
+    command = [sys.executable, *program.split(), "--steps", "1", "--device", "cpu"]
+    ran = run_process(*command, env=environment | variables)
+    expected = line.replace(r"run\.py \[--name value \.\.\.\]", ".*")
+    assert re.fullmatch(f"error: {expected}\n", ran.stderr) and ran.returncode == 2
 
 
 def test_one_process_ends_with_one_line(tmp_path):

@@ -36,6 +36,33 @@ def test_without_arguments_the_demo():
     assert (config.max_new_tokens, config.max_model_len) == (72, 256)
 
 
+def test_a_flag_of_several_values_adds_when_it_is_given_again():
+    arguments = [*PATHS, "--judge", "k", "--rule", "right", "length:4", "--rule=number"]
+    arguments += ["--judge-format", "chat", "--judge-format", "number", "--reward-weights", "1"]
+    config = parse_config([*arguments, "--reward-weights", "2", "3", "4", "5"])
+    assert config.judge == ("j", "k") and config.rule == ("right", "length:4", "number")
+    assert config.judge_format == ("chat", "number")
+    assert config.reward_weights == (1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+def test_a_path_may_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = [
+        "--model=~/m",
+        "--judge",
+        "~/j",
+        "k~",
+        "--rule=~/my.py:score",
+        "--out=~",
+        "--data",
+        "a/~",
+    ]
+    config = parse_config(paths)
+    assert (config.model, config.judge) == ("/home/me/m", ("/home/me/j", "k~"))
+    assert (config.rule, config.out) == (("/home/me/my.py:score",), "/home/me")
+    assert config.data == "a/~"
+
+
 def test_with_a_model_the_fields_defaults():
     """What suits the demo alone doesn't apply: the preset is `base`, and the context is the model's own."""
     config = parse_config(PATHS)

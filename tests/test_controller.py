@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 from collections import Counter
+from itertools import chain
 from signal import SIGTERM
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -19,9 +20,12 @@ from runtime.errors import UserError
 from tests.support.fakes import (
     FakeSource,
     batches_of,
+    judge_on,
     learned,
+    number_in,
     part_of,
     simulate,
+    text_answer,
     to_text,
     trained,
     write_on,
@@ -255,6 +259,48 @@ def test_a_stop_is_saved_wherever_it_comes_and_goes_on(tmp_path, name, place, sa
     assert learned(before) == samples[:done] and learned(before) + learned(after) == samples
     assert before[0].report.accuracies | after[0].report.accuracies == accuracies
     assert not any(c.was_stopped for c in after)
+
+
+def mostly_readable(prompt, index, sampling):
+    """A judge that is right, and can't be read where the number is a multiple of 3."""
+    return judge_on(prompt, index, sampling) if number_in(prompt) % 3 else text_answer("?")
+
+
+def stopped_after(seconds, **how):
+    ask = lambda _, controllers: vars(controllers[1].stop).update(asked=SIGTERM)  # noqa: E731
+    return simulate(**how, verdict=mostly_readable, events=[(seconds, ask)], save_every=9)[0]
+
+
+@pytest.mark.parametrize("name", ["in turns", "side by side", "fused"])
+def test_judges_counts_are_as_without_a_stop(tmp_path, name):
+    """What is judged again counts once, whenever a step is given up."""
+    how = (STOPPED | {"fused": dict(mode="fused", size=4)})[name] | dict(max_refill_waves=0)
+    unbroken, _ = simulate(**how, verdict=mostly_readable)
+    assert min(counts_of(unbroken)) > 0
+    for seconds in (1.0, 1.25, 1.5, 1.75, 3.0, 3.5):
+        out = tmp_path / str(seconds)
+        before = stopped_after(seconds, **how, out=out)
+        (folder,) = out.glob("checkpoints/step_*")
+        after, _ = simulate(**how, verdict=mostly_readable, resumed=folder)
+        assert all(c.was_stopped for c in before) and counts_of(after) == counts_of(unbroken)
+
+
+def test_verdicts_of_answers_that_go_on_stay_counted(tmp_path):
+    """They aren't asked for again; what couldn't be read is."""
+    how = dict(mode="partial", size=2, over_dispatch=1.5, out=tmp_path)
+    controllers = stopped_after(1.5, **how)
+    pairs = set()
+    for c in controllers:
+        for sample in chain(*c.prompts.groups.values()):
+            if sample.verdict is not None:
+                pairs.add((sample.prompt_id, c.rewards.final_answer(sample)))
+    assert counts_of(controllers) == (0, len(pairs)) and len(pairs) > 5
+
+
+def counts_of(controllers):
+    """What the only judge failed at, and its verdicts."""
+    counts = [c.rewards.counts() for c in controllers]
+    return tuple(sum(number for (number,) in column) for column in zip(*counts, strict=True))
 
 
 def test_rows_are_written_before_an_error_ends_the_run():

@@ -48,7 +48,7 @@ class MeasuredReport(FakeReport):
         mine = metrics.local_facts(c, batch, samples, c.timeline.events)
         row = metrics.summarize(await c.world.gather(mine)) | stats
         row |= metrics.serving_metrics(c.state.history[-1], c.config)
-        self.metrics.append(row | {"rollout/groups_per_kept": c.state.groups_per_kept})
+        self.metrics.append(row | {"rollout/groups_per_kept": batch.groups_per_kept})
         await super().step(c, step, batch, samples, stats)
 
 

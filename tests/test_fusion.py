@@ -15,13 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollout
+from genrm import FORMATS
+from reporting import timeline
 from scheduling import fusion
 from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
 from scheduling.measured import RequestStats, Split, StepStats
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
 from simulation.engine import Moves
-from tests.support.fakes import simulate
+from tests.support.fakes import number_in, samples_of, simulate, text_answer, to_text
 from tests.test_faults import UNBROKEN, check_as_unbroken, in_parts_of
 
 FOUR = [(0,), (1,), (2,), (3,)]
@@ -121,6 +123,61 @@ def test_the_tail_moves_and_every_answer_is_judged_beside_it():
     for batch in all_batches:  # what was written is trained on, filtered or carried: nothing twice
         groups = [batch.kept, batch.dropped, *batch.filtered, *batch.carried]
         assert batch.tokens == sum(len(sample.response) for group in groups for sample in group)
+
+
+def long_or_short(prompt, index, sampling):
+    """A judge that is right, at any length."""
+    asked, begun = to_text(prompt).split("?")
+    is_right = asked.split(">")[1] == str(number_in(prompt))
+    work = "0:0." * random.Random(asked).randint(1, 20)
+    return text_answer(work + ("Y" if is_right else "N"), begun=begun)
+
+
+def judged_by(c, batch):
+    """What the judge was asked and what it wrote, once for answers that are alike."""
+    found = {}
+    for sample in samples_of([batch]):
+        answer = c.rewards.final_answer(sample)
+        if sample.reward is not None and answer is not None:
+            found[FORMATS["addition"].prompt(sample.question, answer)] = sample.critique
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(tail=0.3),
+        dict(tail=0.9, rollout_tp=2),
+        dict(tail=0.1, algorithm=("ppo",)),
+        dict(tail=0.3, size=3, max_refill_waves=0),
+    ],
+)
+def test_what_moves_is_one_request_everywhere(tmp_path, how):
+    """Spans, requests, what samples say: as many, as long, of as many prompt tokens; in both roles."""
+
+    def prepare(c):
+        c.timeline.folder = tmp_path
+        c.prompts.source.held_out = ()  # their answers are no step's
+
+    how = dict(size=4, steps=4, prepare=in_parts_of(3), verdict=long_or_short) | how
+    controllers, _ = simulate("fused", **how, prepare_controller=prepare)
+    moved = Counter()
+    for step, stats in enumerate(controllers[0].state.history):
+        batches = [c.report.steps[step][1] for c in controllers]
+        finished = [sample for sample in samples_of(batches) if sample.is_finished]
+        expected = {"rollout": [(s.prompt, s.response) for s in finished], "genrm": []}
+        for c, batch in zip(controllers, batches, strict=True):
+            expected["genrm"] += judged_by(c, batch).items()
+        for role, asked in expected.items():
+            events = [e for e in timeline.read(tmp_path, step, step) if e.name == role]
+            spans = [e for e in events if e.kind == "span"]
+            moved[role] += len({e.rank for e in events if e.args["begun"]})
+            own, lengths = stats.ranks_and_stats(role)[1], [len(text) for _, text in asked]
+            assert sorted(span.args["tokens"] for span in spans) == sorted(lengths)
+            assert (own.requests, own.longest) == (len(asked), max(lengths))
+            assert own.prompt_tokens == sum(len(prompt) for prompt, _ in asked)
+            assert own.tokens == sum(e.args["tokens"] - e.args["begun"] for e in events)
+    assert moved["rollout"] and moved["genrm"]
 
 
 @pytest.mark.parametrize("rollout_tp,genrm_tp", [(2, 1), (1, 2)])

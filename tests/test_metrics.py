@@ -142,7 +142,7 @@ def group_of(prompt_id, *rewards, **fields):
 def controller_of(timeline=None):
     """Odd answers are wrong; a token costs 10."""
     final_answer = lambda sample: "5" if sample.index % 2 == 0 else "6"  # noqa: E731
-    rewards = SimpleNamespace(final_answer=final_answer, latencies=[0.5])
+    rewards = SimpleNamespace(final_answer=final_answer)
     actor = SimpleNamespace(dp_rank=1, holds=True, cost=lambda tokens: 10 * tokens)
     devices = SimpleNamespace(actor=actor, received_bytes=2_500_000)
     c = SimpleNamespace(rewards=rewards, devices=devices, timeline=timeline)
@@ -159,7 +159,7 @@ def batch_of(kept, filtered=(), carried=()):
     judged = [sample for sample in samples if sample.reward is not None]
     batch = RolloutBatch(kept=judged, filtered=list(filtered), carried=list(carried))
     batch.dropped = [sample for sample in samples if sample.reward is None]
-    batch.waves, batch.tokens = 2, 100
+    batch.waves, batch.tokens, batch.latencies, batch.groups_per_kept = 2, 100, [0.5], 1.25
     return batch
 
 
@@ -188,6 +188,34 @@ def test_local_facts_on_a_hand_worked_step():
         time/serve_s=4 time/rollout_s=3 time/genrm_s=1 rollout/response_len_max=2
         rollout/waves=2 sync/received_mb=2.5""")
     assert (found.latencies, found.work) == ([0.5], {1: 10 * (2 * 2 + 3)})
+
+
+EQUAL = {  # name -> the part, rewards of the groups that were kept, of those that were filtered
+    "none is filtered": (2 / 3, [(0.0, 0.0), (1.0, 1.0, 1.0), (0.5, 0.25)], []),
+    "some are filtered": (2 / 3, [(0.0, 1.0), (0.0, 0.0)], [(1.0, 1.0)]),
+    "filtered for what they lack": (1 / 2, [], [(0.0, 1.0), (1.0, 1.0)]),
+    "one isn't judged": (2 / 3, [(1.0, None), (1.0, 0.0, None)], [(None, 1.0)]),
+    "no answer is judged": (1.0, [(1.0, 1.0)], [(1.0, 1.0), (None, None)]),
+    "one answer a prompt": (1.0, [(1.0,), (0.0,)], []),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_groups_of_equal_rewards_count_whatever_is_filtered(name):
+    part, kept, filtered = EQUAL[name]
+    groups = [group_of(number, *rewards) for number, rewards in enumerate([*kept, *filtered])]
+    batch = batch_of(groups[: len(kept)], groups[len(kept) :], [group_of(9, 0.0, 0.0)])
+    found = local_facts(controller_of(), batch, batch.kept, [])
+    assert summarize([found])["reward/zero_std_frac"] == pytest.approx(part)
+
+
+def test_the_greedy_answer_is_one_of_its_group():
+    """Rewards that are all its own teach as little as with any other baseline."""
+    groups = [group_of(1, 0.0, 0.0, 1.0), group_of(2, 1.0, 1.0, 1.0)]
+    batch = batch_of(groups)
+    batch.dropped = [batch.kept.pop(place) for place in (5, 2)]
+    found = local_facts(controller_of(), batch, batch.kept, [])
+    assert found.means["reward/zero_std_frac"] == [False, True]
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -321,7 +349,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
     c = controller_of(tl.Timeline(0, loop.time, tmp_path / "spans"))
     work = RequestStats(tokens=100, longest=40, prompt_tokens=50, cached_tokens=20, wakes=1)
     history = [StepStats(Split("partial", 3, 1), work, work, 1, 2.0, 0.25)]
-    c.state = State(groups_per_kept=1.25, history=history)
+    c.state = State(history=history)
     c.checkpoints = SimpleNamespace(saving=None)
 
     async def at_once(work):

@@ -10,7 +10,9 @@ import pytest
 from config import parse_config
 from papers import plans as measured_plans
 from papers.tables import Paper, Point
+from reporting import timeline
 from runtime.errors import UserError
+from scheduling.fusion import histogram
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
@@ -44,10 +46,12 @@ def seconds_of(facts):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder that a run in full mode leaves, as far as its next one is told of it."""
-    out = tmp_path_factory.mktemp("run")
+    return finish(simulated("full", algorithm=("ppo",)), tmp_path_factory.mktemp("run"))
+
+
+def finish(run, out):
+    """Run it; returns the folder that it leaves, as far as the next one is told of it."""
     (out / "spans").mkdir()
-    run = simulated("full", algorithm=("ppo",))
     for c in run.controllers:
         c.timeline.folder = out / "spans"
     facts = run.run()
@@ -87,6 +91,27 @@ def test_a_run_tells_what_other_plans_take(finished):
         config = replace(config_from(known.settings), **settings)
         ours = simulate(costs_like(known, config), RANKS, Plan("", config))
         assert ours.seconds == pytest.approx(true, rel=0.12), settings
+
+
+@pytest.mark.parametrize("how", [dict(tail=0.3), dict(rebalance=True)])
+def test_what_moved_is_read_as_one_text(tmp_path, how):
+    """All critiques are of one length, and all judges' prompts, wherever they were written."""
+    work = replace(WORK, keep=0.5, judged=40, critique=Lengths(100, 0.0, 200))
+    known = read_run(finish(simulated("fused", 3, work, **how), tmp_path))
+    read = timeline.of_kind(timeline.read(tmp_path / "spans"), "part")
+    assert {event.name for event in read} == {"rollout", "genrm"}
+    assert (known.prompt, known.judged) == (WORK.prompt, 40)
+    whole = histogram([100])
+    assert [bool(count) for count in known.critiques] == [bool(count) for count in whole]
+
+
+@pytest.mark.parametrize("name, filters", [("grpo", True), ("ppo", False)])
+def test_groups_are_replaced_by_experience_where_they_are_filtered(name, filters):
+    """Else no wave follows the first, however many groups have equal rewards."""
+    work = replace(WORK, keep=0.5)
+    run = simulated("partial", steps=2, work=work, algorithm=(name,), over_dispatch=1.5)
+    assert run.controllers[0].state.groups_per_kept == (2.0 if filters else 1.0)
+    assert all((step.waves > 1) == filters for step in run.run())
 
 
 def test_a_judge_is_asked_once_about_answers_that_are_alike():

@@ -112,7 +112,17 @@ def test_what_was_slower_is_measured_again_for_another_load():
 
 def test_request_stats_by_hand():
     """4 s and 2 s that overlap for 2 s: 6 request-seconds; as they see it (2 x 2 + 2 x 4) / 6 in flight."""
-    stats = RequestStats.of([(0.0, 4.0, 40, 10, 5, True), (1.0, 3.0, 20, 10, 0, True)], wakes=1)
+    parts = [(0.0, 4.0, 40, 40, 10, 5, True), (1.0, 3.0, 20, 20, 10, 0, True)]
+    stats = RequestStats.of(parts, wakes=1)
     assert stats == RequestStats(60, 40, 6.0, 10 / 6, 20, 5, 2, 1)
     total = RequestStats.total([stats, stats, RequestStats.of([])])
     assert total == RequestStats(120, 40, 12.0, 20 / 6, 40, 10, 4, 1)
+
+
+def test_a_request_that_moves_is_as_one_that_stays():
+    """It moves twice. One that was cut off has tokens, and takes time, but it isn't whole."""
+    stays = [(0.0, 9.0, 90, 90, 100, 20, True)]
+    moves = [(0.0, 4.0, 40, 40, 100, 0, False), (4.0, 6.0, 20, 60, 100, 100, False)]
+    moves += [(6.0, 9.0, 30, 90, 100, 20, True)]
+    assert RequestStats.of(moves) == RequestStats.of(stays)
+    assert RequestStats.of(moves[:1]) == RequestStats(40, 40, 4.0, 1.0)

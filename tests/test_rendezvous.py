@@ -15,6 +15,37 @@ from tests.support.patience import run_process
 FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
 
+HERE = [
+    ("GLOO", "lo"),
+    ("GLOO", "bond7,eth0"),
+    ("NCCL", "eth"),
+    ("NCCL", "=eth0"),
+    ("NCCL", "^docker"),
+]
+ELSEWHERE = [
+    ("GLOO", "bond7"),
+    ("GLOO", "eth"),
+    ("GLOO", ""),
+    ("NCCL", "bond7,ib"),
+    ("NCCL", "=eth"),
+]
+
+
+def test_an_interface_of_another_machine_is_named(monkeypatch):
+    """gloo takes whole names, NCCL beginnings too; what NCCL leaves out needn't be here."""
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
+    for library, value in HERE:
+        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", value)
+        rendezvous.check_interfaces(f"{library}_SOCKET_IFNAME")
+    for library, value in ELSEWHERE:
+        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", value)
+        line = (
+            rf"^{library}_SOCKET_IFNAME={value} is no interface of this machine: it has lo, eth0$"
+        )
+        with pytest.raises(UserError, match=line):
+            rendezvous.check_interfaces(f"{library}_SOCKET_IFNAME")
+
+
 def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
     """The same for all its children, another after a restart; nobody else may enter, or it is refused."""
     environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHELASTIC_RUN_ID": "1"}

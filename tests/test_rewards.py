@@ -2,12 +2,15 @@
 
 import asyncio
 import math
+import os
 import re
 import sys
+import time
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -20,12 +23,11 @@ import genrm
 import rewards
 from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
 from config import Config
-from runtime.errors import UserError
 from sample import Sample
 from tests import ROOT
 from tests.support.fakes import FakeSource, simulate, to_text, trained
 from tests.support.models import save_tokenizer
-from tests.support.patience import run_process
+from tests.support.patience import LIMIT_S, run_process
 
 
 def write(tmp_path, text):
@@ -51,7 +53,7 @@ def says(value, signal="reward"):
     return rewards.Rule(signal, lambda sample: value, rewards.UserCode(f"--{signal} {value}"))
 
 
-def score(judges=(), rules=(), weights=(), timeout_s=100.0, **fields):
+def score(judges=(), rules=(), weights=(), timeout_s=LIMIT_S, **fields):
     """An answer that is finished, as these judges and rules score it."""
     config = Config(model="m", rule=("right",) * max(1, len(weights)), reward_weights=weights)
     config = replace(config, judge_format=("chat",), timeout_s=timeout_s)
@@ -121,16 +123,14 @@ def test_what_says_none_isn_t_weighed():
     assert sample.critique == "says 1.0\n--reward 0.0: 0.0\n--cost 0.25: 0.25"
 
 
-NOBODY = [([], [says(None), says(None)], (), "reward")]
-NOBODY += [([], [says(0.5), says(None)], (0.0, 1.0), "reward")]
-NOBODY += [([StubJudge(1.0)], [says(None, "cost")], (), "cost")]
+NOBODY = [([], [says(None), says(None)], ()), ([], [says(0.5), says(None)], (0.0, 1.0))]
+NOBODY += [([StubJudge(1.0)], [says(None, "cost")], ())]
 
 
-@pytest.mark.parametrize("judges, rules, weights, lacking", NOBODY)
-def test_an_answer_that_nobody_scores_is_an_error_of_the_user_s(judges, rules, weights, lacking):
-    expected = rf"^an answer to the prompt '3\+9=' has no {lacking}: all rules that count said"
-    with pytest.raises(UserError, match=expected):
-        score(judges, rules, weights, question="3+9=")
+@pytest.mark.parametrize("judges, rules, weights", NOBODY)
+def test_an_answer_that_nobody_scores_is_dropped(judges, rules, weights):
+    sample = score(judges, rules, weights)
+    assert (sample.reward, sample.cost) == (None, None)
 
 
 def test_a_verdict_that_can_t_be_read_drops_a_sample_of_which_no_rule_speaks():
@@ -157,26 +157,48 @@ async def reward(sample):
 
 
 ASK = """
-import sys; sys.path[:0] = {paths!r}
-import rewards
-from runtime.errors import UserError
-from runtime import shutdown
-from tests.test_rewards import says, score
+import asyncio
+import sys
 
-rules = [rewards.load("reward", sys.argv[1])]
-try:
-    score([], [*rules, says(1.0), *rules * 9], timeout_s=0.5, question="3+9=")
-except UserError as error:
-    shutdown.exit_on_error(2, f"error: {{error}}")
+from config import Config
+from rewards import Rewards, load
+from runtime import shutdown
+from runtime.errors import UserError
+from sample import Sample
+from tests.support.fakes import to_text
+from tests.test_rewards import says
+
+async def work():
+    listed = Rewards(config, [], [*rules, says(1.0), *rules * 9], to_text)
+    sample = Sample(0, 0, [1], question="3+9=", response=[53], finish="stop")
+    await listed.score(sample, None)
+    await asyncio.sleep(0.1)  # for a signal to be heard
+    return sample.reward
+
+if __name__ == "__main__":
+    rules = [load("reward", sys.argv[1])]
+    config = Config(model="m", rule=("right",), judge_format=("chat",), timeout_s=float(sys.argv[2]))
+    stop = shutdown.Stop(graceful=True)
+    try:
+        print(shutdown.run(work(), stop), stop.asked, flush=True)
+    except UserError as error:
+        shutdown.exit_on_error(2, f"error: {error}")
+    shutdown.leave(0)
 """
+
+
+def asked(rule, timeout_s=0.5):
+    """A process that asks a rule often, as a rank does, and prints the reward and what signal it got."""
+    program = Path(rule).with_name("program.py")
+    program.write_text(ASK)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return run_process(sys.executable, program, rule, timeout_s, env=env)
 
 
 @pytest.mark.parametrize("text", NEVER.values(), ids=NEVER.keys())
 def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
     """After 0.9 of --timeout-s, whatever it catches: none of these answers in less than some seconds."""
-    rule = write(tmp_path, "import asyncio, re, time\n" + text)
-    program = ASK.format(paths=[str(ROOT)])
-    ran = run_process(sys.executable, "-c", program, rule)
+    ran = asked(write(tmp_path, "import asyncio, re, time\n" + text))
     late = r"error: --rule \S+mine\.py said nothing for 0\.45 s \(0\.9 --timeout-s\) of the prompt '3\+9='\n"
     assert re.fullmatch(late, ran.stderr) and ran.returncode == 2
 
@@ -201,6 +223,124 @@ def reward(sample):
         signal.signal(signal.SIGALRM, before)
 """
     assert score([], [rewards.load("reward", write(tmp_path, rule))]).reward == 0.25
+
+
+ALARMS = {
+    "when it is loaded": ("signal.setitimer(signal.ITIMER_REAL, 0.1)", "time.sleep(0.01)"),
+    "in a call, for later": ("", "signal.setitimer(signal.ITIMER_REAL, 0.05)"),
+}
+
+
+@pytest.mark.parametrize("loaded, called", ALARMS.values(), ids=ALARMS.keys())
+def test_an_alarm_that_comes_when_no_rule_runs_does_nothing(tmp_path, loaded, called):
+    rule = f"""
+import signal, time
+
+def late(number, frame):
+    raise TimeoutError("too hard")
+
+signal.signal(signal.SIGALRM, late)
+{loaded}
+
+def reward(sample):
+    {called}
+    return 1.0
+"""
+    rules = [rewards.load("reward", write(tmp_path, rule))]
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        time.sleep(0.01)
+    assert score([], rules).reward == 1.0
+    while time.monotonic() < end + 0.3:
+        time.sleep(0.01)
+
+
+def test_a_rule_that_sets_an_alarm_and_hangs_ends_the_run(tmp_path):
+    """Its own alarm isn't ours."""
+    text = "import signal, time\ndef reward(sample):\n    signal.alarm(0)\n    time.sleep(99)\n"
+    ran = asked(write(tmp_path, text))
+    assert "said nothing for 0.45 s" in ran.stderr and ran.returncode == 2
+
+
+CHILDREN = {
+    "a process that is ended": """
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(99,))
+    child.start()
+    child.terminate()
+    child.join()
+    return child.exitcode == -signal.SIGTERM
+""",
+    "a pool, forked": """
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(half, [2])[0]
+""",
+    "a pool, spawned": """
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(half, [2])[0]
+""",
+    "a pool of a fork server": """
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        return pool.map(half, [2])[0]
+""",
+    "an executor": """
+    with concurrent.futures.ProcessPoolExecutor(1) as executor:
+        return executor.submit(half, 2).result()
+""",
+    "threads": """
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(half, 2).result()
+""",
+    "os.fork": """
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(1)
+        time.sleep(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
+""",
+    "a process with a handler": """
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(99)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+""",
+    "a process of a thread": """
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        child = executor.submit(subprocess.Popen, ["sleep", "99"], preexec_fn=os.setsid).result()
+    try:
+        child.communicate(timeout=0.1)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGTERM)
+    return child.wait() == -signal.SIGTERM
+""",
+}
+
+
+@pytest.mark.parametrize("body", CHILDREN.values(), ids=CHILDREN.keys())
+def test_a_rule_may_run_code_in_processes_and_threads(tmp_path, body):
+    """While the run hears signals: what a child does with its own reaches nobody else."""
+    modules = "concurrent.futures, multiprocessing, os, signal, subprocess, time"
+    half = "def half(number):\n    return number / 2\n"
+    rule = write(tmp_path, f"import {modules}\n{half}\ndef reward(sample):{body}")
+    ran = asked(rule, LIMIT_S)
+    assert ran.stdout == "1.0 0\n", ran.stderr
+
+
+def test_a_rule_changes_only_its_own_copy():
+    def spoil(sample):
+        sample.turns[0]["content"] += "!"
+        sample.row["tests"].append(3)
+        sample.response.clear()
+        sample.prompt.append(9)
+        return 1.0
+
+    turns = [{"role": "user", "content": "3+9="}]
+    row = {"tests": [1, 2]}
+    rule = rewards.Rule("reward", spoil, rewards.UserCode("--rule"))
+    sample = score([], [rule, rule], turns=turns, row=row)
+    assert turns == [{"role": "user", "content": "3+9="}] and row == {"tests": [1, 2]}
+    assert (sample.prompt, sample.response) == ([1], list(b"It is 5"))
 
 
 @pytest.mark.parametrize("judges, rules", [([None, 1.0], []), ([None], [1.0])])

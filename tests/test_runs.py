@@ -144,6 +144,7 @@ def terminate_all(run: Run) -> None:
 STOPS = {
     "SIGTERM to torchrun": lambda run: run.launcher().terminate(),
     "SIGTERM to every process": terminate_all,
+    "SIGUSR1 to torchrun": lambda run: run.launcher().send_signal(signal.SIGUSR1),
     "SIGHUP under nohup": lambda run: time.sleep(1) or run.launcher().send_signal(signal.SIGHUP),
 }
 
@@ -153,7 +154,8 @@ STOPS = {
 def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
     """While it serves, or a second later trains: what is done is saved, though no save was due."""
     under = ("nohup",) if "nohup" in name else ()
-    run = Run(tmp_path, *FIVE, "--save-every", "4", under=under)
+    launch = ("--signals-to-handle", "SIGTERM,SIGUSR1") if "USR1" in name else ()
+    run = Run(tmp_path, *FIVE, "--save-every", "4", under=under, launch=launch)
     run.struck((rows_done(1), STOPS[name]))
     run.check_no_traceback_of_ours()
     run.check_nothing_is_left()

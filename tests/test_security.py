@@ -1,5 +1,6 @@
 """Who can come in: loopback and a key on a real run, a model's own code, control characters."""
 
+import io
 import json
 import sys
 import urllib.error
@@ -35,6 +36,18 @@ def test_what_a_terminal_sees_is_printable(text):
     assert printable(shown) == shown == shown.encode().decode()
     harmless = all(c.isprintable() or c in "\n\t" for c in text)
     assert (shown == text) == harmless
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1", "utf-8"])
+def test_what_a_terminal_cannot_encode_is_escaped(monkeypatch, encoding):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    print(printable("caf\xe9 \u7b54"), flush=True)
+    monkeypatch.undo()
+    kept = {"ascii": r"caf\xe9 \u7b54", "iso-8859-1": "caf\xe9 \\u7b54"}.get(
+        encoding, "caf\xe9 \u7b54"
+    )
+    assert stream.buffer.getvalue().decode(encoding) == f"{kept}\n"
 
 
 TOKENIZER_CODE = """
@@ -80,6 +93,21 @@ before = list(http_server.app.router.routes)
 server["drop_websockets"](http_server.app)
 print(*(type(route).__name__ for route in before if route not in http_server.app.router.routes))
 print(*(type(route).__name__ for route in http_server.app.router.routes))
+import asyncio
+guard = server["KeyGuard"](http_server.app, "secret")
+statuses = []
+async def status(host, authorization):
+    async def receive():
+        return {"type": "http.request"}
+    async def send(message):
+        statuses.append(message.get("status"))
+    headers = [(b"host", host), (b"authorization", authorization)]
+    scope = dict(type="http", method="POST", path="/no_such_path", headers=headers, query_string=b"")
+    await guard(scope | {"http_version": "1.1", "scheme": "http", "root_path": ""}, receive, send)
+for host in (b"a", b"a/health?", b"a:1/ready#"):
+    asyncio.run(status(host, b"Bearer other"))
+asyncio.run(status(b"a", b"Bearer secret"))
+print(*filter(None, statuses))
 from sglang.srt.model_loader import utils
 hf = SimpleNamespace(auto_map={"AutoModel": "own.Own"})
 named = dict(hf_config=hf, hf_text_config=hf, model_path=sys.argv[1], revision=None)
@@ -106,9 +134,15 @@ def test_a_models_own_code_never_runs_in_a_server(server_module):
 
 def test_a_server_has_no_websocket(server_module):
     """SGLang's has, and doesn't ask it for the key; nothing else is taken away."""
-    gone, left = (set(line.split()) for line in server_module[0].splitlines())
+    gone, left = (set(line.split()) for line in server_module[0].splitlines()[:2])
     assert all("WebSocket" in kind for kind in gone) and gone
     assert not any("WebSocket" in kind for kind in left) and left
+
+
+def test_a_server_asks_for_the_key_whatever_the_host_header_says(server_module):
+    """Host: a/health? makes a URL whose path is open, if Starlette is old."""
+    statuses = server_module[0].splitlines()[2].split()
+    assert statuses == ["401", "401", "401", "404"]
 
 
 def look(run, seen):

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 from types import SimpleNamespace
 
 import psutil
@@ -125,7 +125,7 @@ def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path, error, st
             assert abs(failure.timestamp - time.time()) < LIMIT_S
 
 
-@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP])
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])
 def test_a_signal_before_the_event_loop(number):
     """One line and the signal's status."""
     assert leave(f"os.kill(os.getpid(), {int(number)})") == (128 + number, "interrupted\n")
@@ -321,4 +321,4 @@ def test_the_process_of_shared_memory_is_deaf_to_what_stops_a_run():
     name, blocked = run_process(sys.executable, "-c", code).stdout.split()
     assert name == "torch_shm_manager"
     held = {number for number in range(1, 65) if int(blocked, 16) >> (number - 1) & 1}
-    assert held == {SIGINT, SIGTERM, SIGHUP}
+    assert held == set(shutdown.SIGNALS)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reporting import figure
 from reporting import timeline as tl
 from scheduling.pipeline import Task
 
@@ -121,6 +122,20 @@ MIXED = [
     *[tl.Event("span", n, r, 4.0, 5.0, 0) for n in ("train", "switch", "sync") for r in (0, 1)],
     *[tl.Event("span", "train", rank, 9.0, 9.5, 1) for rank in (0, 1)],
 ]
+
+
+def test_an_engine_is_busy_with_what_it_has_to_leave(tmp_path):
+    """One critique on two engines, which begin and end it: each has its stretch, and one is a span."""
+    begun, ended = spans_of([(0.0, 4.0), (4.5, 5.0)], "genrm", 0)
+    events = [begun._replace(kind="part"), ended._replace(rank=1)]
+    assert tl.seconds(events, "genrm") == 9
+    rows = rows_of(events, tmp_path, "X")
+    assert [(r["pid"], r["ts"], r["dur"]) for r in rows] == [(0, 0, 4e6), (1, 4.5e6, 5e6)]
+    drawn = figure.Picture("t", figure.of_steps(events, 0, 0), 4).lanes
+    assert [(lane, len(stretches)) for lane, stretches in drawn.items()] == [
+        ((0, "genrm"), 1),
+        ((1, "genrm"), 1),
+    ]
 
 
 def test_the_trace_is_a_chrome_trace(tmp_path):
