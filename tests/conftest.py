@@ -14,6 +14,8 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.patience import LIMIT_S
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -88,7 +90,7 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 def run():
     """Runs coroutines on one event loop: an engine's HTTP session belongs to the loop that made it."""
     with asyncio.Runner() as runner:
-        yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, 400))
+        yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, LIMIT_S))
 
 
 @pytest.fixture

@@ -34,11 +34,11 @@ from modes import place
 from runtime import rendezvous, shutdown
 from sample import Sample
 from tests.gpu_model import SIZES
+from tests.support.patience import LIMIT_S
 from tests.workers.parallel import balanced, set_constants
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
-START_S = 400.0  # for an engine to come up
 FITS_BYTES = 32e9  # in which some layers have to be computed again
 WEIGHT_BYTES = 2 * sum(
     torch.Size(shape).numel() for shape in hf_directory.checkpoint_shapes(MODEL).values()
@@ -265,7 +265,7 @@ async def serve_and_learn(tp: str = "1") -> None:
     engine = launch("rollout", config)
     try:
         begun = time.perf_counter()
-        await engine.ready(START_S)
+        await engine.ready(LIMIT_S)
         note("serve", start_s=time.perf_counter() - begun)
         written = await sampled(engine)
         awake = used_bytes()
@@ -311,7 +311,7 @@ async def same_tokens() -> None:
     dtype = "bfloat16" if HAS_GPU else "float32"  # which cpu/invariance.py is for
     engine = launch("genrm", settings(deterministic=True, dtype=dtype))
     try:
-        await engine.ready(START_S)
+        await engine.ready(LIMIT_S)
         asked = [request(number) for number in range(8)]
         alone = [(await answers_of(engine, [one]))[0] for one in asked]
         others = [request(number) for number in range(8, SIZE.answers)]
@@ -338,7 +338,7 @@ async def full() -> None:
     try:
         for role in ("rollout", "genrm"):
             engines[role] = launch(role, config)
-            await engines[role].ready(START_S)
+            await engines[role].ready(LIMIT_S)
             written = await sampled(engines[role])
             await engines[role].sleep()
             asleep = used_bytes()

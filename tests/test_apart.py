@@ -23,11 +23,14 @@ from rollout import RolloutBatch, outcomes_of
 from runtime.shutdown import Stop
 from runtime.world import World
 from sample import Sample
+from tests.support.patience import LIMIT_S
 from tests.support.plain import make_model, make_value_model
+from tests.support.rounding import apart
 from tests.workers.parallel import actor_config, far, gathered, save
 from tests.workers.start import train_layouts
 from training.groups import mpu
 
+NEAR = apart(20 * 12)  # sums over the tokens of make_batch
 PPO = dict(row="ppo", kl_coef=0.1, kl_in="reward", updates_per_step=2)
 SP = dict(tp=2, sp=True)
 CROSSED = "actor=1,3:tp1:cp2 critic=0,2:cp1:tp2"
@@ -100,7 +103,7 @@ def meet_in_updates(c: SimpleNamespace) -> None:
 
     def wait_for_the_other(own: str, other: str, update, *args):
         store.set(f"{own} learns in {c.state.step}", "")
-        store.wait([f"{other} learns in {c.state.step}"], timedelta(seconds=60))
+        store.wait([f"{other} learns in {c.state.step}"], timedelta(seconds=LIMIT_S))
         return update(*args)
 
     for trainer, *names in ((actor, "actor", "critic"), (critic, "critic", "actor")):
@@ -136,7 +139,7 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
     inputs = dict(algorithm=algorithm_of(config), texts=[])
     inputs |= dict(sampling=SimpleNamespace(stop_token_ids=()))
     models = run.build_models(config, SimpleNamespace(**inputs), placement, splits)
-    c = controller_of(config, placement, splits, models, World("cpu", 60.0))
+    c = controller_of(config, placement, splits, models, World("cpu", LIMIT_S))
     if "resumes" in layout:
         c.state.step = 1
         for name, trainer in checkpoint.trainers_of(c).items():
@@ -189,11 +192,7 @@ def test_all_learn_as_on_one_rank(name, results):
         expected = exact(one["metrics"][step])
         assert {"train/loss", "train/reference_kl", "critic/value_loss"} <= expected.keys()
         assert expected["train/grad_norm"] > 0.01 and expected["critic/grad_norm"] > 0.01
-        # a small difference of sums, whose order is another
-        variance = expected.pop("critic/explained_variance")
-        learned = exact(metrics)
-        assert learned.pop("critic/explained_variance") == pytest.approx(variance, rel=1e-6)
-        assert learned == pytest.approx(expected, rel=2e-7, abs=2e-7), f"update {step}"
+        assert exact(metrics) == pytest.approx(expected, rel=NEAR, abs=NEAR), f"update {step}"
     for trainer, weights in one["weights"].items():
         assert far(found["weights"][trainer], weights) < 2e-5
     assert len(found["versions"]) == LAYOUTS[name][0]

@@ -17,13 +17,7 @@ import torch  # noqa: F401  as in a rank: else every writer would import it
 from runtime import background_writer
 from runtime.background_writer import BackgroundWriter
 from tests import ROOT
-
-
-def wait_for(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "never came so far"
-        time.sleep(0.01)
+from tests.support.patience import LIMIT_S, run_process, wait_for
 
 
 def ended(writer: BackgroundWriter):
@@ -69,7 +63,7 @@ def test_a_writer_holds_no_file_of_the_rank(tmp_path):
     ours, theirs = socket.socketpair()
     locked = (tmp_path / "rows").open("w")
     fcntl.flock(locked, fcntl.LOCK_EX)
-    writer = BackgroundWriter(lambda: time.sleep(60))
+    writer = BackgroundWriter(lambda: time.sleep(LIMIT_S))
     locked.close()
     ours.close()
     try:
@@ -116,9 +110,9 @@ def test_a_writer_dies_with_its_rank(tmp_path):
     program = (
         "import os, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
         "from runtime.background_writer import BackgroundWriter\n"
-        "work = lambda: (Path(sys.argv[2]).write_text(str(os.getpid())), time.sleep(100))\n"
+        "work = lambda: (Path(sys.argv[2]).write_text(str(os.getpid())), time.sleep(9999))\n"
         "writer = BackgroundWriter(work)\n"
-        "time.sleep(100)"
+        "time.sleep(9999)"
     )
     rank = subprocess.Popen([sys.executable, "-c", program, str(ROOT), str(tmp_path / "pid")])
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
@@ -141,8 +135,7 @@ def test_a_writer_computes_where_the_rank_had_several_threads():
         "print(ended(BackgroundWriter(compute)))"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    command = [sys.executable, "-c", program, str(ROOT)]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    said = run_process(sys.executable, "-c", program, ROOT, env=environment)
     assert said.stdout == "((320000.0, 400.0, 1), '')\n", said.stderr[-2000:]
 
 

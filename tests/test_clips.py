@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import io
 import random
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from examples.finetune import FinetuneConfig, parse_sft, read_examples
 from images import clips, reader
 from runtime.errors import UserError
 from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
+from tests.support.patience import run_process
 from tests.support.rows import jsonl
 from tests.support.vision import IMAGE, encoded_picture, make_vision_model
 from tests.test_images import CHAT, prompts_of
@@ -200,13 +200,8 @@ def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
     other += "for path in sys.argv[1:]: print(digest_of_pairs(Path(path).read_bytes()))"
     paths = [str(tmp_path / str(number)) for number in range(len(files))]
     here = Path(__file__).parent
-    found = subprocess.run(
-        [sys.executable, "-c", other, *paths],
-        env={"PYTHONPATH": f"{here}:{here.parent}"},
-        capture_output=True,
-        timeout=120,
-        text=True,
-    )
+    environment = {"PYTHONPATH": f"{here}:{here.parent}"}
+    found = run_process(sys.executable, "-c", other, *paths, env=environment)
     assert found.stdout.split() == expected, found.stderr
 
 

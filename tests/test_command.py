@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,10 +27,10 @@ from modes import place
 from runtime import atomic_files
 from runtime.errors import UserError
 from scheduling.measured import Split
-from tests import ROOT
 from tests.support import models
 from tests.support.fakes import FakeWorld
 from tests.support.launched import Run
+from tests.support.patience import run_process
 from tests.support.rows import jsonl
 from tests.support.templates import GEMMA
 from training import model
@@ -64,15 +63,13 @@ def test_what_the_environment_must_not_say_is_named(program, variables, line):
     ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     environment = {name: text for name, text in os.environ.items() if name not in ranked}
     command = [sys.executable, *program.split(), "--steps", "1", "--device", "cpu"]
-    how = dict(cwd=ROOT, env=environment | variables, capture_output=True, text=True)
-    ran = subprocess.run(command, **how)
+    ran = run_process(*command, env=environment | variables)
     expected = line.replace(r"run\.py \[--name value \.\.\.\]", ".*")
     assert re.fullmatch(f"error: {expected}\n", ran.stderr) and ran.returncode == 2
 
 
 def test_one_process_ends_with_one_line(tmp_path):
-    command = [sys.executable, "run.py", "--out", str(tmp_path / "out"), "--stepz", "3"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = run_process(sys.executable, "run.py", "--out", tmp_path / "out", "--stepz", 3)
     assert (ran.returncode, ran.stdout) == (2, "")
     [line] = ran.stderr.splitlines()
     assert line.startswith("error: ") and "--stepz" in line
@@ -90,8 +87,7 @@ def test_two_ranks_end_with_one_line(tmp_path):
 def test_a_value_error_that_is_no_users_shows_its_place():
     """A broken invariant isn't the user's, though zip(strict=True) raises a ValueError, too."""
     broken = "import run; run.check_settings = lambda *_: list(zip([1], [], strict=True))"
-    command = [sys.executable, "-c", f"{broken}; run.main([])"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = run_process(sys.executable, "-c", f"{broken}; run.main([])")
     assert ran.returncode not in (0, 2) and "error: zip()" not in ran.stderr
     assert "in <lambda>" in ran.stderr and "ValueError: zip() argument 2" in ran.stderr
 

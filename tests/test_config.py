@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import config as settings
 from config import COMMANDS, DEMO_MODELS, PRESETS, Config, parse_config, settings_of
 from run import check_settings
-from tests import ROOT
+from tests.support.patience import run_process
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 # DESIGN.md: names that scripts outside may rely on
@@ -214,7 +213,7 @@ def test_help(command):
     heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}
     parse = f"run.parse_config({[command, '--help']}, run.__doc__)"
     code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"
-    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    ran = run_process(sys.executable, "-c", code)
     assert ran.returncode == 0 and not ran.stderr
     assert "python run.py eval" in ran.stdout
     shown = " ".join(ran.stdout.split())

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,8 +29,8 @@ from placement import colocate
 from runtime import devices, supported
 from runtime.errors import UserError
 from scheduling.layout import Shape
-from tests import ROOT
 from tests.support.fakes import LEFTOVERS, simulate
+from tests.support.patience import run_process
 from training.elsewhere import Elsewhere
 from training.lm_head import CHUNK_BYTES
 from training.memory import (
@@ -112,10 +111,10 @@ def test_sglang_takes_every_flag(models, monkeypatch):
         # of a judge, and of rollout that wakes between waves: nobody pushes weights then
         keeps_weights = device == "cuda" and (role, mode) != ("rollout", "partial")
         assert ("--enable-weights-cpu-backup" in asked[-1]) == keeps_weights
-    how = dict(text=True, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     given = json.dumps(asked, default=str)
-    found = subprocess.check_output([sys.executable, "-c", PARSE], input=given, **how)
-    assert found == "parsed\n"
+    ran = run_process(sys.executable, "-c", PARSE, input=given, env=env)
+    assert ran.stdout == "parsed\n", ran.stderr
     texts = [" ".join(map(str, flags)) for flags in asked]
     assert sum("--base-gpu-id 1" in text for text in texts) == len(texts) / 3
     # which return wrong values, and want more running requests than were asked for

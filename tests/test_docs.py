@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import fields
 from itertools import pairwise
@@ -21,6 +20,7 @@ from examples import finetune
 from examples.finetune import FinetuneConfig
 from simulation import plans
 from tests import ROOT
+from tests.support.patience import run_process
 from training import model
 
 README = ROOT / "README.md"
@@ -177,9 +177,9 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
         path.write_text(f"#!/usr/bin/env bash\n{does}\n")
         path.chmod(0o755)
     env = os.environ | JOB | {"SLURM_SUBMIT_DIR": str(tmp_path), "NETWORK": network}
-    ran = subprocess.check_output([SLURM, "--steps", "3"], env=env, text=True)
-    assert len(ran.splitlines()) == 2
-    for number, line in enumerate(ran.splitlines()):
+    lines = run_process(SLURM, "--steps", 3, env=env).stdout.splitlines()
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
         launch, _, arguments = line.partition('"run.py", ')
         given = get_args_parser().parse_args([*json.loads(f'{launch}"run.py"]')])
         config = parse_config(json.loads(f"[{arguments}"))

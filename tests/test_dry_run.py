@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import socket
-import subprocess
 import sys
 from math import prod
 from types import SimpleNamespace
@@ -22,8 +21,8 @@ from inputs.hf_directory import checkpoint_shapes
 from runtime import free_memory
 from runtime.shutdown import Stop
 from scheduling.layout import Shape
-from tests import ROOT
 from tests.support.models import save_model
+from tests.support.patience import run_process
 from tests.support.rows import jsonl
 from tests.support.vision import make_vision_model
 from training.memory import embedding, engine_parts, trainer_parts
@@ -122,8 +121,9 @@ def said(capsys, monkeypatch):
 
 def test_a_dry_run_starts_nothing(tmp_path):
     command = [sys.executable, "run.py", "--dry-run", "--out", tmp_path / "out", "--lr", "0.25"]
-    how = dict(cwd=ROOT, env=os.environ | {"WORLD_SIZE": "4"}, text=True)
-    said = subprocess.check_output(command, stderr=subprocess.STDOUT, **how)
+    ran = run_process(*command, env=os.environ | {"WORLD_SIZE": "4"}, check=True)
+    said = ran.stdout
+    assert not ran.stderr
     assert said.startswith("nanoYATT: partial colocation on 4 ranks")
     assert said.endswith("\nnothing was started\n")
     assert len(re.findall(r"^  rank \d+: ", said, re.MULTILINE)) == 4

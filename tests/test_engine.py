@@ -33,11 +33,11 @@ from runtime.errors import UserError
 from tests.support.fakes import VirtualClock, requests_of
 from tests.support.launched import free_port
 from tests.support.models import EOS, make_tiny_qwen3
+from tests.support.patience import LIMIT_S
 from tests.test_forks import check_ignored
 
 ROOM = dict(max_model_len=1024, max_new_tokens=64, judge_max_new_tokens=64)
 CONFIG = Config(max_running_requests=64, seed=1, **ROOM)
-START_S = 300.0  # for a server to come up
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
@@ -55,7 +55,7 @@ def launch(model_dir, log, role="rollout", port=0, kind=Engine):
 def shared_engine(run, models, tmp_path_factory):
     engine = launch(models[0], tmp_path_factory.mktemp("log") / "engine.log")
     try:
-        run(engine.ready(START_S))
+        run(engine.ready(LIMIT_S))
         engine.dirty = False  # whether a test has pushed other weights
         yield engine
     finally:
@@ -107,7 +107,7 @@ async def collect(engine, prompt, n, sampling):
 
 
 async def flush(engine):
-    await engine._call("POST", "/flush_cache?timeout=30")
+    await engine._call("POST", f"/flush_cache?timeout={LIMIT_S}")
 
 
 # ---- without a server
@@ -554,7 +554,7 @@ def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path))
     other = launch(models[0], tmp_path / "engine.log")
     try:
-        run(other.ready(START_S))
+        run(other.ready(LIMIT_S))
         plain_answers = run(ask(other, asked, Sampling(1.0, 60), seeds=range(16)))
         for one, plain in zip(answers, plain_answers, strict=True):
             assert one.tokens == plain.tokens
@@ -659,7 +659,7 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
         return [answer.score for answer in run(ask(engine, prompts, Sampling(0.0, 1)))]
 
     try:
-        run(engine.ready(START_S))
+        run(engine.ready(LIMIT_S))
         together = scores(prompts)
         for verb in (engine.sleep, engine.wake_weights, engine.wake_kv_cache):
             run(verb())
@@ -727,5 +727,5 @@ def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatc
     assert killed.startswith(f"{who} died (signal 9); the end of ")
     assert " crashed with exit code -9." in killed
     run(engine.close())
-    psutil.wait_procs(children, 5)
+    psutil.wait_procs(children, LIMIT_S)
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in children)

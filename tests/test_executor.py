@@ -16,6 +16,7 @@ from examples.make_demo.closing import close
 from sample import flat
 from scheduling.pipeline import SCHEDULES, Pipe, Task
 from tests.support.plain import make_model, make_samples
+from tests.support.rounding import apart
 from tests.workers.parallel import actor_config, balanced, critic_config, set_overlap
 from tests.workers.start import trained_by_tier
 from training import executor, groups, trainer
@@ -35,7 +36,7 @@ OTHERS = {
     "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "bucket": 500}),
 }
 SETTINGS = dict(row="ppo", critic_epochs=2, updates_per_step=2, max_tokens_per_micro_batch=32)
-# sums of squares in another order: their last bit may differ
+# sums of squares, one a tensor, in another order
 NORMS = ("critic/grad_norm", "train/grad_norm")
 
 
@@ -153,11 +154,12 @@ def test_a_schedule_trains_as_megatron_s_own(result_of, layout, schedule):
     """Three steps of two mini-batches, the critic twice: values, metrics and weights have the same bits."""
     ours, expected = result_of(layout)[schedule], result_of(layout)["megatron"]
     steps = zip(ours["history"], expected["history"], strict=True)
+    near = apart(len(expected["weights"]))
     for (metrics, values), (others, other_values) in steps:
         assert values == other_values and metrics.keys() == others.keys()
         assert others["critic/grad_norm"] > 0.1 and others["train/tokens"] > 0
         for name, value in others.items():
-            expects = pytest.approx(value, rel=1e-7) if name in NORMS else value
+            expects = pytest.approx(value, rel=near) if name in NORMS else value
             assert metrics[name] == expects, name
     assert ours["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():

@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import subprocess
 
 import pytest
 
@@ -11,6 +10,7 @@ from exercises import __main__ as exercises
 from exercises.table import EXERCISES
 from tests import ROOT
 from tests.runs.planted_bugs import copy_project
+from tests.support.patience import run_process
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="originals are in git")
 QUICK = ("karmarkar_karp", "bug_on_four_ranks")  # their tests take a second or two
@@ -31,7 +31,7 @@ def copied(tmp_path_factory):
             settings.delenv(name)
         copy_project(path)
         for arguments in (["init", "-q"], ["add", "--force", "."], commit):
-            subprocess.run(["git", *arguments], cwd=path, check=True)
+            run_process("git", *arguments, cwd=path, check=True)
         yield path
 
 
@@ -40,7 +40,7 @@ def checkout(copied, monkeypatch):
     """That copy, where the exercises are."""
     monkeypatch.setattr(exercises, "ROOT", copied)
     yield copied
-    subprocess.run(["git", "checkout", "-q", "."], cwd=copied, check=True)
+    run_process("git", "checkout", "-q", ".", cwd=copied, check=True)
     exercises.write_notes({})
 
 

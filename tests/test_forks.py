@@ -17,6 +17,7 @@ from cpu import forks
 from engines.server import ServerProcess
 from runtime import shutdown
 from tests import ROOT
+from tests.support.patience import LIMIT_S
 
 ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
 OWNER = """
@@ -24,7 +25,7 @@ import sys
 from pathlib import Path
 from engines.server import ServerProcess
 
-sleep = ["timeit", "-n1", "-r1", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(100)"]
+sleep = ["timeit", "-n1", "-r1", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(9999)"]
 process = ServerProcess(sleep, "a key", Path(sys.argv[1]), "cpu", {})
 for line in sys.stdin:
     process.start()
@@ -74,10 +75,10 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
         lost, same = start(second, logs[1])
         assert same == forks and forks.ppid() == first.pid
         second.kill()  # -9
-        assert psutil.wait_procs([lost], 20)[0]
+        assert psutil.wait_procs([lost], LIMIT_S)[0]
         assert kept.is_running() and kept.status() != psutil.STATUS_ZOMBIE
         forks.kill()
-        assert psutil.wait_procs([kept], 20)[0]
+        assert psutil.wait_procs([kept], LIMIT_S)[0]
         assert first.stdout.readline() == f"exit status 1 {ENDED}\n"
         again, other = start(first, logs[0])
         assert other != forks
@@ -85,7 +86,7 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
         assert first.stdout.readline().startswith("signal 9 ")
         last, _ = start(first, logs[0])
         first.kill()
-        assert not psutil.wait_procs([last, other], 20)[1]
+        assert not psutil.wait_procs([last, other], LIMIT_S)[1]
 
 
 def check_ignored(processes):
@@ -103,9 +104,9 @@ def check_ignored(processes):
 SPAWNER = """
 import multiprocessing, runpy, time
 runpy.run_module("engines.server_main", run_name="__mp_main__")
-work = "import time; print('up', flush=True); time.sleep(100)"
+work = "import time; print('up', flush=True); time.sleep(9999)"
 multiprocessing.get_context("spawn").Process(target=exec, args=(work,)).start()
-time.sleep(100)
+time.sleep(9999)
 """
 
 
@@ -160,7 +161,7 @@ def test_a_fork_server_that_can_not_import_says_why(tmp_path, monkeypatch):
 def test_a_fork_that_fails_fails_its_asker_alone(tmp_path, monkeypatch):
     """As many processes run as may, and the next has its own, though one before them is silent. Who asks a
     server that ended says so."""
-    socket.setdefaulttimeout(20.0)  # of what the server accepts
+    socket.setdefaulttimeout(LIMIT_S)  # of what the server accepts
     sequence = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server, silent, first, second = (socket.socket(*sequence) for _ in range(4))
     server.bind(str(tmp_path / "forks"))

@@ -25,6 +25,7 @@ from images.tokens import Image, expand
 from inputs.rows import fill
 from tests.support.clips import encoded_clip, frames_of
 from tests.support.launched import free_port
+from tests.support.patience import LIMIT_S
 from tests.support.vision import (
     CLASSES,
     END,
@@ -36,7 +37,6 @@ from tests.support.vision import (
 )
 
 CONFIG = Config(max_running_requests=64, max_new_tokens=64, seed=1)
-START_S = 300.0  # for a server to come up
 TEXT = [10, 11, 63, 7 + ALPHABET.index("|"), 7 + ALPHABET.index(">"), 18]  # spells the image token
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
@@ -60,7 +60,7 @@ def seeing(run, request, tmp_path_factory):
     log = home / "engine.log"
     engine = Engine.launch("rollout", 0, free_port(), directories[0], CONFIG, log, "a key")
     try:
-        run(engine.ready(START_S))
+        run(engine.ready(LIMIT_S))
         yield SimpleNamespace(engine=engine, **facts)
     finally:
         run(engine.close())
@@ -174,7 +174,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
     assert all(4 * image.features > 192 for request in requests for image in request.images)
 
     def ask_anew(*those):
-        run(seeing.engine._call("POST", "/flush_cache?timeout=30"))
+        run(seeing.engine._call("POST", f"/flush_cache?timeout={LIMIT_S}"))
         return [(answer.tokens, answer.logprobs) for answer in run(ask(seeing.engine, *those))]
 
     alone = [ask_anew(request)[0] for request in requests]

@@ -1,13 +1,13 @@
 """Several machines: a run over two of them, made of namespaces, against the same run on one."""
 
 import subprocess
-import time
 
 import pytest
 
 from tests.runs import two_machines
 from tests.runs.two_machines import MEETING_PORT, PORT
 from tests.support.launched import Run
+from tests.support.patience import wait_for
 
 pytestmark = pytest.mark.long
 STEPS = 2
@@ -64,7 +64,4 @@ def test_it_says_what_can_be_overheard(run_and_seen, machines):
 
 def test_nothing_is_left_behind(machines, run_and_seen):
     """Neither a rank nor an engine, nor what these started."""
-    deadline = time.monotonic() + 60
-    while left := [row for machine in machines for row in machine.family()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+    wait_for(lambda: not [row for machine in machines for row in machine.family()])

@@ -5,6 +5,7 @@ import torch
 
 from config import AS_FITS
 from tests.support.plain import make_model, make_samples
+from tests.support.rounding import apart
 from tests.test_actor import actor_config, make_actor, update  # noqa: F401
 from tests.workers.parallel import far, weights_of
 from training import lm_head
@@ -61,8 +62,8 @@ def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypatch, entropy_coef):  # noqa: F811
-    """Loss, statistics and weights after a step in float32, against one chunk that keeps all:
-    within 1e-6. Layers that are computed again and chunks that are kept, to the last bit."""
+    """Loss, statistics and weights after a step in float32, against one chunk that keeps all: but for the
+    order of its sums. Layers that are computed again and chunks that are kept, to the last bit."""
     model = make_model(tmp_path / "model", "qwen3", tied=True)
     found = []
     ways = [
@@ -84,14 +85,15 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
         timeless = {name: value for name, value in metrics.items() if "seconds" not in name}
         found.append((timeless, weights_of(actor), actor.ddp.buffers[0].grad_data.clone()))
     (metrics, weights, gradient), *others = found
+    near = apart(int(metrics["train/tokens"]))  # gradients of a token are below 1
     for layers in others[:2]:
         assert layers[0] == metrics and torch.equal(layers[2], gradient)
     for chunks in others[3:]:
         assert chunks[0] == others[2][0] and torch.equal(chunks[2], others[2][2])
     assert gradient.abs().max() > 1e-3
     for other, others_weights, others_gradient in others:
-        assert other == pytest.approx(metrics, abs=1e-6, rel=1e-5)
-        assert torch.allclose(others_gradient, gradient, rtol=0, atol=1e-6)
+        assert other == pytest.approx(metrics, rel=near, abs=near)
+        assert torch.allclose(others_gradient, gradient, rtol=0, atol=near)
         assert far(others_weights, weights) < 1e-4
 
 

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,6 +16,7 @@ from runtime import out_folder
 from runtime.errors import UserError
 from runtime.out_folder import archive, held
 from tests import ROOT
+from tests.support.patience import wait_for
 
 
 async def hold(out, say=print, during=None):
@@ -44,11 +44,10 @@ def test_a_folder_has_one_holder(out):
 
 def test_a_lock_goes_with_its_process(out):
     """Killed hard, too. What a run left is moved, not the lock: nobody else gets in meanwhile."""
-    code = "from tests.test_out_folder import *; stay = asyncio.sleep(99)"
+    code = "from tests.test_out_folder import *; stay = asyncio.sleep(9999)"
     code += f"; asyncio.run(hold(Path('{out}'), print, stay))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as holder:
-        while not (out / "lock").exists() or not (out / "lock").read_text():
-            time.sleep(0.01)
+        wait_for(lambda: (out / "lock").exists() and (out / "lock").read_text())
         (out / "metrics.jsonl").touch()
         archive(out, print)
         with pytest.raises(UserError, match=f"process {holder.pid} on .* is at work there"):

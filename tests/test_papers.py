@@ -1,7 +1,6 @@
 """What all papers' commands stand on: points with a source, constants with what they were fitted on, rows."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -21,6 +20,7 @@ from papers.tables import (
     write_rows,
 )
 from tests import ROOT
+from tests.support.patience import run_process
 
 SUMMARY = r"^(?:All )?\d+ predicted points: median error ([\d.]+) %, largest ([-+][\d.]+) % \("
 GOOD = "9,HybridFlow,7B,8,throughput,tokens/s,5500,0.02,FIG,arXiv,figure 9,"
@@ -163,7 +163,6 @@ def test_constants_are_at_most_half_of_the_points_that_they_were_fitted_on(path)
 @pytest.mark.slow
 def test_a_quick_command(path):
     """As a user starts it: status 0, nothing but its table."""
-    command = [sys.executable, path.with_suffix(".py"), "--quick"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = run_process(sys.executable, path.with_suffix(".py"), "--quick")
     assert ran.returncode == 0 and not ran.stderr, ran.stderr
     assert re.search(SUMMARY, ran.stdout, re.MULTILINE) and ran.stdout.count(" | ") > 10

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ from papers.rlhfuse import read_instances
 from scheduling import pipeline
 from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused
 from tests import ROOT
+from tests.support.patience import run_process
 
 TABLE3 = ROOT / "papers" / "published" / "rlhfuse_table3.json"
 INSTANCES = read_instances(TABLE3)
@@ -116,11 +116,10 @@ def test_every_process_finds_the_same_table():
     """Whatever the order of its sets: ranks that disagreed would wait for each other."""
     pipes = [Pipe((0, 1, 2), 5, 1.0, 1.7), Pipe((2, 1, 0), 3, 0.6, 1.1), Pipe((1, 0), 2)]
     program = f"from scheduling.pipeline import *; print(repr(fused({pipes!r})))"
-    command, here = [sys.executable, "-c", program], repr(fused(pipes))
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
-        found = subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
-        assert found.strip() == here
+        found = run_process(sys.executable, "-c", program, env=environment).stdout
+        assert found.strip() == repr(fused(pipes))
 
 
 @pytest.mark.parametrize("name", INSTANCES)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, replace
 
@@ -21,6 +20,7 @@ from simulation.engine import Moves
 from simulation.finished import APART, config_from, costs_like, read_run
 from simulation.plans import Plan, main, plans_of, simulate
 from tests import ROOT
+from tests.support.patience import run_process
 
 H20 = ROOT / "examples" / "h20.toml"
 ROLLOUT = Decode(0.02, 0.001, read=0.02, apart=APART)
@@ -213,14 +213,14 @@ def test_a_setting_that_changes_what_a_token_takes(finished):
 
 def test_the_words_are_run_pys():
     """Taken before the settings are read, which know none of them; a mistake is a line."""
-    how = dict(cwd=ROOT, capture_output=True, text=True, env=os.environ | {"WORLD_SIZE": "2"})
+    env = os.environ | {"WORLD_SIZE": "2"}
     for words, said in (
         ("--simulate --like x", "it goes with --dry-run"),
         ("--dry-run --simulate", "--simulate needs one of --like RUN"),
         ("--dry-run --simulate --like none", "--like none: no config.json in it"),
         ("--dry-run --like x", "unrecognized arguments: --like x"),
     ):
-        done = subprocess.run([sys.executable, "run.py", *words.split()], **how)
+        done = run_process(sys.executable, "run.py", *words.split(), env=env)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 

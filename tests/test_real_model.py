@@ -4,8 +4,6 @@ About an hour on 2 cores and 16 GB. Skipped where the package that ships the mod
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import pytest
 
 from tests import ROOT
 from tests.support.launched import Run, free_ports, saved
+from tests.support.patience import run_process
+from tests.workers.start import run_command
 
 pytestmark = pytest.mark.long
 FOLDER = ROOT / "runs" / "smollm2"
@@ -28,8 +28,7 @@ LOGPROB_DIFF = 1e-4  # between engine and trainer, at most
 @pytest.fixture(scope="session", autouse=True)
 def made():
     """The model and the rows, as the example makes them in runs/."""
-    command = ["bash", "examples/smollm2.sh", "--dry-run"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_process("bash", "examples/smollm2.sh", "--dry-run")
     if done.returncode:
         pytest.skip(f"the model can't be had: {done.stderr.strip().splitlines()[-1]}")
 
@@ -77,8 +76,7 @@ def learn(command: str, data, folder, steps: int):
         "--out",
         folder / "out",
     ]
-    settings = {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*map(str, command)], cwd=ROOT, env=os.environ | settings, check=True)
+    run_command(command)
     return folder / "out"
 
 
@@ -95,7 +93,7 @@ def evaluate(model, out, *more) -> dict:
     command = [sys.executable, "run.py", "eval", "--model", model, "--data", data, "--out", out]
     command += ["--judge-format", "number", "--max-new-tokens", "32", "--max-model-len", "128"]
     command += ["--eval-samples", "2", "--port", free_ports(), *more]
-    subprocess.run([*map(str, command)], cwd=ROOT, check=True)
+    run_command(command)
     return json.loads((out / "eval.json").read_text())
 
 

@@ -2,7 +2,6 @@
 
 import os
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from config import parse_config
 from runtime import rendezvous
 from runtime.errors import UserError
-from tests import ROOT
+from tests.support.patience import run_process
 
 FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
@@ -52,8 +51,7 @@ def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHELASTIC_RUN_ID": "1"}
 
     def child(**more):
-        command, environ = [sys.executable, "-c", FOLDER], environment | more
-        ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+        ran = run_process(sys.executable, "-c", FOLDER, env=environment | more)
         return Path(ran.stdout.strip()) if ran.returncode == 0 else ran.stderr
 
     folder = child()

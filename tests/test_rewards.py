@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -28,6 +27,7 @@ from sample import Sample
 from tests import ROOT
 from tests.support.fakes import FakeSource, simulate, to_text, trained
 from tests.support.models import save_tokenizer
+from tests.support.patience import LIMIT_S, run_process
 
 
 def write(tmp_path, text):
@@ -53,7 +53,7 @@ def says(value, signal="reward"):
     return rewards.Rule(signal, lambda sample: value, rewards.UserCode(f"--{signal} {value}"))
 
 
-def score(judges=(), rules=(), weights=(), timeout_s=100.0, **fields):
+def score(judges=(), rules=(), weights=(), timeout_s=LIMIT_S, **fields):
     """An answer that is finished, as these judges and rules score it."""
     config = Config(model="m", rule=("right",) * max(1, len(weights)), reward_weights=weights)
     config = replace(config, judge_format=("chat",), timeout_s=timeout_s)
@@ -191,9 +191,8 @@ def asked(rule, timeout_s=0.5):
     """A process that asks a rule often, as a rank does, and prints the reward and what signal it got."""
     program = Path(rule).with_name("program.py")
     program.write_text(ASK)
-    command = [sys.executable, program, rule, str(timeout_s)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    return run_process(sys.executable, program, rule, timeout_s, env=env)
 
 
 @pytest.mark.parametrize("text", NEVER.values(), ids=NEVER.keys())
@@ -324,7 +323,7 @@ def test_a_rule_may_run_code_in_processes_and_threads(tmp_path, body):
     modules = "concurrent.futures, multiprocessing, os, signal, subprocess, time"
     half = "def half(number):\n    return number / 2\n"
     rule = write(tmp_path, f"import {modules}\n{half}\ndef reward(sample):{body}")
-    ran = asked(rule, 100.0)
+    ran = asked(rule, LIMIT_S)
     assert ran.stdout == "1.0 0\n", ran.stderr
 
 

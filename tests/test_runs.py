@@ -4,7 +4,6 @@ one. Most are of the demo. How a run ends on bad input is test_command.py's."""
 import json
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,9 +11,10 @@ import pytest
 
 from config import DEMO_MODELS
 from tests import ROOT
-from tests.support.launched import LONGEST_S, Run, free_ports, rows_done, saved
+from tests.support.launched import Run, free_ports, rows_done, saved
 from tests.support.models import save_model
 from tests.support.vision import encoded_picture, make_vision_model
+from tests.workers.start import run_command
 
 SHORT = ("--log-samples", "20", "--prompts-per-step", "4", "--eval-every", "3", "--save-every", "1")
 THREE = (*SHORT, "--steps", "3")
@@ -239,7 +239,7 @@ def test_an_evaluation_on_an_engine(tmp_path):
     given = ["--model", DEMO / "actor", "--data", tmp_path / "rows.jsonl", "--max-new-tokens", "72"]
     given += ["--judge-format", "addition", "--out", tmp_path / "out", "--port", free_ports()]
     command = [sys.executable, ROOT / "run.py", "eval", *given]
-    subprocess.run([*map(str, command)], check=True, timeout=LONGEST_S)
+    run_command(command)
     found = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert (found["eval/accuracy"], found["eval/pass@8"]) == (1.0, 1.0)
 
@@ -285,7 +285,9 @@ def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
     assert 1e-5 < row["train/engine_logprob_diff_mean"] < 0.05
     assert (row["rollout/response_len_mean"], row["rollout/truncated_frac"]) == (12, 0)
     assert row["train/clip_frac"] == 0 and row["train/grad_norm"] > 0
-    assert row["train/reference_kl"] == pytest.approx(0, abs=1e-6)  # at the start weights
+    assert row["train/reference_kl"] == pytest.approx(
+        0, abs=2.0**-8
+    )  # at the start weights, in bfloat16
     samples = run.rows("samples.jsonl")
     assert samples and all(sample["verdict"] is None for sample in samples)
     assert all(sample["reward"] == float("7" in sample["response"]) for sample in samples)
@@ -327,5 +329,4 @@ def test_a_run_on_own_pictures(tmp_path):
 @pytest.mark.long
 def test_chaos():
     """Faults of every kind, at random moments."""
-    command = [sys.executable, str(ROOT / "tests" / "runs" / "chaos.py"), "--trials", "14"]
-    assert subprocess.run(command).returncode == 0
+    run_command([sys.executable, "tests/runs/chaos.py", "--trials", 14])

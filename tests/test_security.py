@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -18,9 +17,9 @@ import data
 from config import parse_config
 from engines.server import server_flags
 from runtime.errors import printable
-from tests import ROOT
 from tests.support.launched import Run
 from tests.support.models import save_model
+from tests.support.patience import LIMIT_S, run_process
 
 SMALL = ("--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12")
 # torchrun's own store listens on every interface, unless it is a file and isn't shared with the ranks
@@ -122,8 +121,7 @@ def server_module(tmp_path_factory):
     """SERVER_MODULE for a directory whose own.py leaves a mark: its output, its error, the mark."""
     home = tmp_path_factory.mktemp("home")
     (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(home / "mark")))
-    command = [sys.executable, "-c", SERVER_MODULE, str(home)]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    ran = run_process(sys.executable, "-c", SERVER_MODULE, home)
     return ran.stdout, ran.stderr, home / "mark"
 
 
@@ -164,7 +162,7 @@ def ask(port, method, path, key):
     url = f"http://127.0.0.1:{port}{path}"
     request = urllib.request.Request(url, method=method, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()

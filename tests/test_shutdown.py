@@ -19,6 +19,7 @@ from runtime import shutdown
 from tests import ROOT
 from tests.support.fakes import VirtualClock, run_on
 from tests.support.launched import TORCHRUN_S_OWN
+from tests.support.patience import LIMIT_S, run_process
 
 
 async def signalled(stop, times, clock, cleaned):
@@ -89,8 +90,7 @@ print(os.getpid(), flush=True)
 def leave(code, error_file="", program=LEAVE):
     """The end of a process that runs `code`: its status and what it printed on stderr."""
     environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(error_file)}
-    how = dict(cwd=ROOT, capture_output=True, text=True, env=environment, timeout=60)
-    ran = subprocess.run([sys.executable, "-c", program.format(code)], **how)
+    ran = run_process(sys.executable, "-c", program.format(code), env=environment)
     return ran.returncode, ran.stderr
 
 
@@ -122,7 +122,7 @@ def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path, error, st
             assert said == ("error: gone\n" if is_first else "")
             failure = ProcessFailure(0, 1, status, str(path))
             assert failure.message["message"] == "error: gone"
-            assert abs(failure.timestamp - time.time()) < 60
+            assert abs(failure.timestamp - time.time()) < LIMIT_S
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])
@@ -139,8 +139,8 @@ JOINED = """(lambda *_: dist.init_process_group(
 def test_a_rank_never_comes_to_pythons_own_end(start, status):
     """With a group of NCCL that took minutes on an H100: its thread looked for a file that was removed."""
     program = "import atexit, run; import torch.distributed as dist; atexit.register(print, 'late')"
-    command = [sys.executable, "-c", f"{program}; print('done'); run.main([], {start})"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    program += f"; print('done'); run.main([], {start})"
+    ran = run_process(sys.executable, "-c", program)
     assert (ran.returncode, ran.stdout) == (status, "done\n")
     assert ("ZeroDivisionError" in ran.stderr) == bool(status)
 
@@ -151,8 +151,7 @@ def test_nohup_is_obeyed_unless_torchrun_passes_the_signal_on(launched):
     environment = {name: os.environ[name] for name in os.environ if "TORCHELASTIC" not in name}
     environment |= {"TORCHELASTIC_RUN_ID": "1"} if launched else {}
     program = LEAVE.format("os.kill(os.getpid(), 1); print('goes on')")
-    how = dict(cwd=ROOT, capture_output=True, text=True, env=environment)
-    ran = subprocess.run(["nohup", sys.executable, "-c", program], **how)
+    ran = run_process("nohup", sys.executable, "-c", program, env=environment)
     assert ran.returncode == (129 if launched else 0)
     assert ("goes on" in ran.stdout) != launched
 
@@ -228,7 +227,7 @@ async def one_is_killed_elsewhere(world, stop):
     await world.barrier()
 
 async def work(stop):
-    async with run.joined(Config(command="sft", timeout_s=60, out=sys.argv[1])) as (world, _):
+    async with run.joined(Config(command="sft", timeout_s={limit_s}, out=sys.argv[1])) as (world, _):
         try:
             await stop.until_all_are_ready(world)
             return await {program}(world, stop)
@@ -243,7 +242,9 @@ run.main([], lambda _, stop: asyncio.run(shutdown.run_until_signal(work(stop), s
 @contextlib.contextmanager
 def torchrun(tmp_path, program, ranks):
     """Ranks that run it between run.py's own beginning and end; nothing of theirs stays behind."""
-    (tmp_path / "ranks.py").write_text(RANKS.format(root=str(ROOT), program=program))
+    (tmp_path / "ranks.py").write_text(
+        RANKS.format(root=str(ROOT), program=program, limit_s=LIMIT_S)
+    )
     command = [Path(sys.executable).with_name("torchrun"), "--rdzv-backend", "c10d"]
     command += ["--rdzv-conf", "store_type=file", "--nproc-per-node", str(ranks)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -268,13 +269,17 @@ def check_no_traceback_of_ours(stderr):
     [
         ("one_rank_fails", 2, "error: one of the samples"),
         ("one_is_killed", 1, "interrupted: rank 1 of this machine is gone"),
-        ("one_is_killed_elsewhere", 1, "rank 0 waited in vain for the others, for 60 s at most"),
+        (
+            "one_is_killed_elsewhere",
+            1,
+            f"rank 0 waited in vain for the others, for {LIMIT_S:g} s at most",
+        ),
     ],
 )
 def test_one_ranks_end_is_that_of_all(tmp_path, program, cleaned, line):
     """While others wait for it in a collective: one line, but of an error that nobody expects."""
     with torchrun(tmp_path, program, ranks=2) as run:
-        stdout, stderr = run.communicate(timeout=100)
+        stdout, stderr = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1 and stdout.count("cleaned up") == cleaned, stderr
     assert line in stderr
     if program == "one_is_killed_elsewhere":
@@ -296,7 +301,7 @@ def test_a_stop_that_was_asked_for(tmp_path, asked, status):
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         ranks = psutil.Process(run.pid).children()
         (run if asked == "torchrun" else ranks[0]).send_signal(SIGINT)
-        stdout, stderr = run.communicate(timeout=100)
+        stdout, stderr = run.communicate(timeout=LIMIT_S)
     assert stdout.count("cleaned up") == 2 and stderr.count("stopped after 3 steps\n") == 1, stderr
     assert "interrupted" not in stderr and run.returncode == status
     assert len(ranks) == 2 and not any(rank.is_running() for rank in ranks)
@@ -313,8 +318,7 @@ def test_the_process_of_shared_memory_is_deaf_to_what_stops_a_run():
             status = open(f"/proc/{child.pid}/status").read()
             print(child.name(), status.split("SigBlk:")[1].split()[0])
     """
-    found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    name, blocked = found.split()
+    name, blocked = run_process(sys.executable, "-c", code).stdout.split()
     assert name == "torch_shm_manager"
     held = {number for number in range(1, 65) if int(blocked, 16) >> (number - 1) & 1}
     assert held == set(shutdown.SIGNALS)

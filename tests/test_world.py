@@ -11,6 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from runtime.world import World
+from tests.support.patience import LIMIT_S, PATIENCE
+
+SHORT_S = 4.0 * PATIENCE  # of a collective to which somebody comes too late, and the others don't
 
 
 def in_ranks(folder, program, timeout_s, size=2):
@@ -21,7 +24,7 @@ def in_ranks(folder, program, timeout_s, size=2):
         if pid == 0:
             sys.stdout = sys.stderr = (folder / str(rank)).open("w")
             try:
-                where = dict(rank=rank, world_size=size, timeout=timedelta(seconds=30))
+                where = dict(rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S))
                 dist.init_process_group("gloo", f"file://{folder}/store", **where)
                 asyncio.run(program(World("cpu", timeout_s)))
             except RuntimeError as error:
@@ -46,7 +49,7 @@ async def meet(world):
 
 def test_collectives(tmp_path):
     """Every rank hears everyone, in rank order, or rank 0 alone does; parcels go point to point."""
-    assert in_ranks(tmp_path, meet, 30.0) == [
+    assert in_ranks(tmp_path, meet, LIMIT_S) == [
         "[0, 10] from 0\n[0, 1]\n{1: b'to the other', 0: b'to myself'}\n{}\n",
         "[0, 10] from 0\n[]\n{0: b'to the other', 1: b'to myself'}\n{0: b'passed on'}\n",
     ]
@@ -61,7 +64,7 @@ async def meet_in_parts(world):
     assert world.part(range(5)) is world
     print(part.rank, part.place, part.size, [*part.ranks])
     if world.rank not in PART:
-        store.wait(["the first is done"], timedelta(seconds=20))
+        store.wait(["the first is done"], timedelta(seconds=LIMIT_S))
     print(await part.gather(world.rank), await part.broadcast(world.rank))
     print(await part.gather_on_0(world.rank), await part.reduce(f"{world.rank}", "".join))
     right, left = (part.ranks[(part.place + step) % part.size] for step in (1, -1))
@@ -74,7 +77,7 @@ async def meet_in_parts(world):
 
 def test_parts_meet_by_themselves(tmp_path):
     """Each part has its first rank, its places, and its order of totals. Parcels name ranks of the run."""
-    said = in_ranks(tmp_path, meet_in_parts, 30.0, size=5)
+    said = in_ranks(tmp_path, meet_in_parts, LIMIT_S, size=5)
     for ranks in (PART, (1, 3)):
         first, text = ranks[0], "".join(map(str, ranks))
         for place, rank in enumerate(ranks):
@@ -92,13 +95,13 @@ def test_who_waits_for_all_waits_longer_than_a_collective(tmp_path):
         world.part((0,))
         for number in range(2):
             if world.rank == number:
-                await asyncio.sleep(2.5)
+                await asyncio.sleep(1.5 * SHORT_S)
             dist.distributed_c10d._get_default_store().add(f"come {number}", 1)
             await world.wait_for_all()
             print(dist.distributed_c10d._get_default_store().add(f"come {number}", 0))
         print(await world.gather(world.rank))
 
-    assert in_ranks(tmp_path, one_is_late, 1.0, size=3) == ["3\n3\n[0, 1, 2]\n"] * 3
+    assert in_ranks(tmp_path, one_is_late, SHORT_S, size=3) == ["3\n3\n[0, 1, 2]\n"] * 3
 
 
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
@@ -117,10 +120,10 @@ def test_an_error_says_in_which_phase_this_rank_waited(tmp_path, how):
         elif how == "dies":
             os._exit(1)
         else:
-            time.sleep(4.0)  # its event loop, too: as if it were stopped
+            time.sleep(2 * SHORT_S)  # its event loop, too: as if it were stopped
 
-    said = in_ranks(tmp_path, one_is_late, 2.0, size=3)
-    waited = "rank 0 waited in vain for the others, for 2 s at most (step 5: serving)"
+    said = in_ranks(tmp_path, one_is_late, SHORT_S, size=3)
+    waited = f"rank 0 waited in vain for the others, for {SHORT_S:g} s at most (step 5: serving)"
     assert said[0].splitlines()[-1] == waited
 
 
@@ -135,4 +138,4 @@ def test_an_error_of_its_own_is_nobody_elses(tmp_path):
         with world.explaining(lambda: "training"):
             await world.run(update)
 
-    assert in_ranks(tmp_path, both_fail, 2.0) == ["shapes don't fit\n"] * 2
+    assert in_ranks(tmp_path, both_fail, LIMIT_S) == ["shapes don't fit\n"] * 2

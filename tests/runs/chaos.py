@@ -23,11 +23,11 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.support.patience import LIMIT_S
 from tests import ROOT
 from tests.support.launched import Run
 
 PLACE = ROOT / "runs" / "chaos"
-DEADLINE_S = 420.0  # for one start to end: longer than any wait that the settings below allow
 STEPS = 6  # of a trial
 MODES = ("partial", "full", "fused")
 SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4"
@@ -46,7 +46,7 @@ FAULTS = [signal.SIGKILL] * 4 + [signal.SIGSTOP] * 3 + [IN_A_SAVE] * 2
 
 def wait(run: Run, condition: Callable[[], bool]) -> None:
     """Until the condition holds, the run has ended, or the time is up."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + LIMIT_S
     while run.is_running() and time.monotonic() < deadline and not condition():
         time.sleep(0.005)
 
@@ -92,7 +92,7 @@ def trial(number: int, mode: str) -> bool:
         run = Run(folder / f"start-{start}", *arguments, launch=launch, out=out).start()
         if fault:
             told.append(strike(run, rng, fault))
-        run.finish(DEADLINE_S)
+        run.finish()
         if run.left or (run.rows() and run.rows()[-1]["step"] == STEPS):
             break
     end = end_of(run, expected)

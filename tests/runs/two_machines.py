@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.patience import LIMIT_S
 from tests import ROOT
 from tests.support.launched import Run
 
 PORT = 26000  # --port of the run; each machine has its own
 MEETING_PORT = 26400  # where torchruns meet
-DEADLINE_S = 1800.0
 
 
 class Machine:
@@ -106,7 +106,7 @@ def replace_second(machines):
 def on_two(machines, out, arguments, strike_after):
     """One rank on each: the run, and what listened on which machine meanwhile. The second machine
     is replaced once so many steps are done. The new one gets the same command."""
-    launchers, deadline = {}, time.monotonic() + DEADLINE_S
+    launchers, deadline = {}, time.monotonic() + LIMIT_S
     seen = {machine.name: set() for machine in machines}
     found, is_struck = Run(out.parent, out=out), False
     try:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from tests import ROOT
+from tests.support.patience import LIMIT_S
 
 PATH = ROOT / "runs" / "gpu-report.txt"
 LOG_LINES, ERROR_LINES = 60, 40
@@ -31,7 +32,7 @@ def write(table: list[str], failures: list[tuple[str, str]], logs: list[Path]) -
 
 def output_of(*command: str) -> list[str]:
     """Lines that a command prints, or why it can't be run."""
-    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=120)
+    how = dict(cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     try:
         done = subprocess.run(command, **how)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,8 +1,8 @@
 """Runs a command and keeps all that it starts in the family: orphans come to this process instead of init.
 
-    python guard.py RESULT.json COMMAND ...
+    python -m tests.support.guard RESULT.json COMMAND ...
 
-The result has the command's exit status, what was still alive half a minute after it (which is then killed),
+The result has the command's exit status, what outlived it (which is then killed),
 and whether a bystander, a child of this process that has nothing to do with the command, is alive.
 """
 
@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+
+from tests.support.patience import LIMIT_S
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -34,9 +36,9 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # Ctrl-C is for the command; a handler, because exec would inherit SIG_IGN
     signal.signal(signal.SIGINT, lambda *_: None)
-    bystander = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    bystander = subprocess.Popen(["sleep", str(2 * LIMIT_S)], start_new_session=True)
     status = subprocess.Popen(sys.argv[2:]).wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT_S
     while (left := family(bystander.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     result = {"status": status, "left": list(left.values())}

@@ -16,8 +16,8 @@ import psutil
 
 from tests import ROOT
 from tests.support.columns import timing_free
+from tests.support.patience import LIMIT_S
 
-LONGEST_S = 900.0  # for a hang to be found: no run takes as long, however busy the machine is
 TORCHRUN_S_OWN = re.compile(r"[WE]\d{4} .*torch/distributed/")  # lines that it logs
 IN_OUR_CODE = re.compile(rf'File "{ROOT}/(?!\.venv)')  # in a traceback
 PORTS = 20  # of a run, from --port on; the last is torchrun's own
@@ -55,7 +55,8 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [
             sys.executable,
-            ROOT / "tests" / "support" / "guard.py",
+            "-m",
+            "tests.support.guard",
             self.folder / "result.json",
         ]
         command += [
@@ -95,10 +96,10 @@ class Run:
         assert self.status == 0, self.stderr + self.stdout
         return self
 
-    def finish(self, timeout_s: float = LONGEST_S) -> "Run":
+    def finish(self) -> "Run":
         """Wait for the end. Leaves no process, whatever happens."""
         try:
-            self.guard.wait(timeout_s)
+            self.guard.wait(LIMIT_S)
             if (result := self.folder / "result.json").is_file():
                 vars(self).update(json.loads(result.read_text()))
         finally:
@@ -108,7 +109,7 @@ class Run:
         return self
 
     def wait_for(self, condition: Callable[["Run"], bool]) -> None:
-        deadline = time.monotonic() + LONGEST_S
+        deadline = time.monotonic() + LIMIT_S
         while True:
             is_over = time.monotonic() > deadline or not self.is_running()
             if condition(self):

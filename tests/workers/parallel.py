@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 from algorithms import Settings
 from config import Config
 from scheduling.balance import plan_batch
+from tests.support.patience import LIMIT_S
 
 
 def actor_config(row: str = "grpo", **changes) -> Config:
@@ -105,7 +106,7 @@ def save(trainer, folder: Path) -> None:
 
 
 def rank_main(rank: int, size: int, train: Callable[..., dict], case: dict, path: str) -> None:
-    store, timeout = f"file://{path}.store{size}", datetime.timedelta(seconds=120)
+    store, timeout = f"file://{path}.store{size}", datetime.timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", store, timeout=timeout, rank=rank, world_size=size)
     results = {
         name: train(case["references"][family], layout, f"{path}.{name}")

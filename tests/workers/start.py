@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 
 from tests import ROOT
+from tests.support.patience import LIMIT_S
 
 
-def run_worker(module: str, *arguments: str | Path, timeout_s: float = 300) -> None:
-    run_command([sys.executable, "-m", module, *map(str, arguments)], timeout_s)
+def run_worker(module: str, *arguments: str | Path) -> None:
+    run_command([sys.executable, "-m", module, *arguments])
 
 
 def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references: dict) -> dict:
@@ -40,13 +41,13 @@ def trained_by_tier(module: str, factory, first: dict, others: dict, references:
     return lambda name: trained(name in first)[name]
 
 
-def run_command(command: list[str], timeout_s: float) -> None:
+def run_command(command: list[str | Path]) -> None:
     """Until it ends; its group is gone afterwards. AssertionError with the end of its output if it failed."""
     settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    how = dict(start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    process = subprocess.Popen(command, env=os.environ | settings, **how)
+    how = dict(cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen([*map(str, command)], env=os.environ | settings, **how)
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout=LIMIT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
