@@ -134,8 +134,8 @@ bootstrap._init_cpu_threads_env(local_omp_cpuid="0")
 
 def test_an_engine_starts_on_arm64():
     """There SGLang has threads bound to cores by its kernels, which aren't installed."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", ARM64], cwd=ROOT, env=environment, check=True)
+    ran = run_process(sys.executable, "-c", ARM64, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():
