@@ -289,12 +289,20 @@ class Rewards:
             judge.parsed = sum(parsed[number] for _, parsed in counts)
 
 
+def load_rules(config: Config) -> list[Rule]:
+    """Find what --rule and --cost-rule name. UserError. In the main thread: a file may set an alarm."""
+    rules = [load("reward", spec) for spec in config.rule]
+    return rules + [load("cost", spec) for spec in config.cost_rule]
+
+
 def build(
-    config: Config, tokenizers: list[data.Tokenizer], decode: Decode, readers: Sequence = ()
+    config: Config,
+    rules: list[Rule],
+    tokenizers: list[data.Tokenizer],
+    decode: Decode,
+    readers: Sequence = (),
 ) -> Rewards:
-    """Make what the settings name. tokenizers, readers (ImageReader or None): of the judges. UserError."""
+    """Make the judges that are named. tokenizers, readers (ImageReader or None): theirs. UserError."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *model) for number, model in enumerate(models)]
-    rules = [load("reward", spec) for spec in config.rule]
-    rules += [load("cost", spec) for spec in config.cost_rule]
     return Rewards(config, judges, rules, decode)

@@ -89,7 +89,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
             config = resolved(config, placement)
-            load_inputs(config, print)
+            load_inputs(config, rewards.load_rules(config), print)
             dry_run.dry_run(config, placement, splits)
         return ""
     choose_device(config)
@@ -211,7 +211,7 @@ async def build(
     """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
     out = Path(config.out)
     # all that needs no engine is read and checked first
-    inputs = await world.run(load_inputs, config, progress.line)
+    inputs = await world.run(load_inputs, config, rewards.load_rules(config), progress.line)
     contents = await on_rank_0(world, contents_of, config)
     point = await prepare_out(config, contents, world, progress.line)
     progress.line(describe(config, placement, splits[0]))
@@ -270,8 +270,8 @@ class Inputs(NamedTuple):
     texts: list[list[int]]  # of the pretraining term
 
 
-def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
-    """Read tokenizers, data and rewards. UserError for what can't be used."""
+def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], None]) -> Inputs:
+    """Read tokenizers and data. rules: of `rewards.load_rules`. UserError for what can't be used."""
     from training import ptx
 
     algorithm = algorithm_of(config)
@@ -297,7 +297,7 @@ def load_inputs(config: Config, say: Callable[[str], None]) -> Inputs:
     stop = data.stop_tokens(config.model, tokenizer, reader, say)
     is_exact = config.answer_tokens > 0
     sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
-    scores = rewards.build(config, judges, decode, readers)
+    scores = rewards.build(config, rules, judges, decode, readers)
     collect = modes.collect
     if config.train_only:
         steps = replay.read_replay(Path(config.replay), config.algorithm[0])

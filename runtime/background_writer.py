@@ -82,7 +82,6 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # the rank died a moment ago
-    os.setpgid(0, 0)
     os.nice(10)  # the engines go first
     # OpenMP's other threads weren't forked, and a parallel operation would wait for them without end
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as executor:

@@ -10,12 +10,14 @@ work: 128 and its number. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_
 import asyncio
 import contextlib
 import ctypes
+import functools
 import json
 import logging
 import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -100,8 +102,19 @@ def prepare() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+@functools.cache
+def group_holder() -> subprocess.Popen:
+    """Start a process that leads the group of all forked ones and ends with them.
+
+    Signals to the rank's group, which torchrun and terminals send, don't reach them there. None leads a
+    group of its own: it could not call setsid.
+    """
+    return subprocess.Popen("cat", stdin=subprocess.PIPE, process_group=0)
+
+
 def before_fork() -> None:
     """Keep signals from a forked process until it has Python's own handlers."""
+    group_holder()
     FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
@@ -110,7 +123,9 @@ def after_fork_in_parent() -> None:
 
 
 def after_fork_in_child() -> None:
-    """Give the process Python's own handlers: it isn't a rank, whoever forked it."""
+    """Give the process Python's own handlers, and another group: it isn't a rank, whoever forked it."""
+    with contextlib.suppress(OSError):  # it is in another session
+        os.setpgid(0, group_holder().pid)
     signal.set_wakeup_fd(-1)  # the event loop of the rank would read its signals there
     for number in (*SIGNALS, signal.SIGALRM):
         if callable(signal.getsignal(number)):

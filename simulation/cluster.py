@@ -292,7 +292,12 @@ class Simulation:
             algorithm,
             world,
             placement.Devices(self.placement, self.splits, models, pools, world, timeline),
-            rewards.build(config, [author] * len(config.judge_models), author.text_of),
+            rewards.build(
+                config,
+                rewards.load_rules(config),
+                [author] * len(config.judge_models),
+                author.text_of,
+            ),
             Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
             timeline=timeline,

@@ -24,6 +24,7 @@ from engines.engine import Engine
 from genrm import formats_of
 from inputs import hf_directory
 from modes import place
+from rewards import load_rules
 from runtime import atomic_files
 from runtime.errors import UserError
 from scheduling.measured import Split
@@ -50,8 +51,8 @@ from training.model import check_models
         ({"WORLD_SIZE": "8"}, r"start with: torchrun .* more than WORLD_SIZE"),
         ({"WORLD_SIZE": "two"}, r"WORLD_SIZE=two in the environment is no number: unset it"),
         (
-            {"LOCAL_WORLD_SIZE": "-1"},
-            r"LOCAL_WORLD_SIZE=-1 in the environment is no number: unset it",
+            {"WORLD_SIZE": "-1"},
+            r"WORLD_SIZE=-1 in the environment is no number: unset it",
         ),
         ({}, r"start with: torchrun --nproc-per-node 2 run\.py \[--name value \.\.\.\]"),
         ({"PYTHONOPTIMIZE": "1"}, r"unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
@@ -114,7 +115,7 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
     settings = run.resolved(settings, place(settings, 2)[0])
-    return run.load_inputs(settings, print)
+    return run.load_inputs(settings, load_rules(settings), print)
 
 
 def damaged(home: Path, file: str, change) -> Path:
@@ -319,11 +320,11 @@ def test_an_evaluation_has_all_rows_of_its_data(actor, tmp_path):
     settings = config.parse_config([*settings, "--data", str(path)])
     _, splits = run.check_settings(settings, 2)
     assert splits == [Split("partial", 2, 0)]
-    held_out = run.load_inputs(settings, print).prompts.source.held_out
+    held_out = run.load_inputs(settings, load_rules(settings), print).prompts.source.held_out
     assert [prompt.answer_key for prompt in held_out] == ["1"] * 30
     jsonl(path, [{"prompt": "3+4=", "answr": 7}])
     with pytest.raises(UserError, match=r"rows\.jsonl:1: `answer` is missing, for --data"):
-        run.load_inputs(settings, print)
+        run.load_inputs(settings, load_rules(settings), print)
 
 
 def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows):

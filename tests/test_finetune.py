@@ -260,7 +260,7 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
     row = {"prompt": prompt, "chosen": ">7", "rejected": ">6"}
     learned = parse_rm(row, tokenizer, "f:1")[0].prompt
     named = dict(model="m", judge=("m",), judge_format=("score",), max_model_len=2000)
-    [judge] = rewards.build(Config(**named), [tokenizer], "".join).judges
+    [judge] = rewards.build(Config(**named), [], [tokenizer], "".join).judges
     asyncio.run(judge.ask(prompt, ">7", pool))
     assert pool.shown == learned and tokenizer.decode(learned).endswith(">7" + end)
     asyncio.run(judge.ask(prompt, ">7", pool, is_cut=True))

@@ -205,7 +205,7 @@ def make_rewards(*formats, costs=0, max_prompt_tokens=1000, **changes):
     named |= dict(judge_format=formats or ("addition",), rule=() if split else ("right",))
     room = dict(max_new_tokens=10, judge_max_new_tokens=100, max_model_len=100 + max_prompt_tokens)
     config = Config(**named | room | changes)
-    return rewards.build(config, [Characters()] * len(judges), to_text)
+    return rewards.build(config, [], [Characters()] * len(judges), to_text)
 
 
 def sample(response, question="57+68=", finish="stop"):
@@ -500,7 +500,7 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
     """Whoever writes them, in question or answer, doesn't close the judge's turn; its words stay readable."""
     tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
     named = dict(model="m", judge=(str(tmp_path),), judge_format=(name,), max_model_len=2000)
-    judge = rewards.build(Config(**named), [tokenizer], "".join).judges[0]
+    judge = rewards.build(Config(**named), [], [tokenizer], "".join).judges[0]
     special = {tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     seen = []
 
@@ -595,4 +595,4 @@ def test_models_without_room_for_a_prompt_are_refused():
     with pytest.raises(
         UserError, match="--max-new-tokens 1024 leaves prompts no room in the 256 tok"
     ):
-        load_inputs(config, print)
+        load_inputs(config, [], print)

@@ -520,7 +520,7 @@ def score(listed, text, *samples):
 def listed_for(model_dir):
     config = Config(model="m", judge=(model_dir,), judge_format=("addition",), max_model_len=2000)
     eyes = [reader.reader_of(model_dir)]
-    return rewards.build(config, [data.load_tokenizer(model_dir)], "".join, eyes)
+    return rewards.build(config, [], [data.load_tokenizer(model_dir)], "".join, eyes)
 
 
 def read_picture(model_dir, seed):

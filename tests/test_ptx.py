@@ -91,6 +91,6 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     run.data.load_tokenizers.return_value = [None, None]
     run.data.READERS = 1
     monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)
-    longest = run.load_inputs(config, print).texts
+    longest = run.load_inputs(config, [], print).texts
     assert packed_length(longest, 3) <= config.max_tokens_per_micro_batch == 8192
     assert longest == 8190

@@ -752,7 +752,12 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
         devices=placement.Devices(placed, splits, models, pools, world, timeline),
-        rewards=rewards.build(config, [FakeTokenizer()] * len(config.judge_models), to_text),
+        rewards=rewards.build(
+            config,
+            rewards.load_rules(config),
+            [FakeTokenizer()] * len(config.judge_models),
+            to_text,
+        ),
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
         peers=peers,
         **given,
