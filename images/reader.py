@@ -205,7 +205,7 @@ def seen(image: Any) -> Any:
         tags = image.getexif()
     except DAMAGED:  # the picture is whole
         tags = {}
-    # not exif_transpose, which fails where other tags are damaged
+    # by hand: exif_transpose fails where other tags are damaged
     turn = TURNS.get(tags.get(Base.Orientation))
     if image.mode in ("RGB", "L") and not turn and not image.has_transparency_data:
         return image
