@@ -11,8 +11,8 @@ from tests.support.patience import run_process
 # no vectors in torch, and no AVX-512 in the libraries that multiply for it
 NARROW = {"ATEN_CPU_CAPABILITY": "default"}
 NARROW |= {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-FILES = ["actor", "algorithms", "apart", "attention", "checkpoint", "critic"]
-FILES += ["executor", "finetune", "layouts", "memory", "ptx"]
+FILES = ["actor", "algorithms", "apart", "attention", "critic", "executor", "finetune"]
+FILES += ["layouts", "memory", "ptx"]
 
 
 @pytest.mark.slow
