@@ -222,7 +222,7 @@ def test_a_judges_template_is_checked_at_the_start(with_template, directory, mon
     prompt = lambda question, answer: [turn("system", "Judge."), turn("user", question + answer)]  # noqa: E731
     monkeypatch.setitem(genrm.FORMATS, "own", genrm.JudgeFormat(genrm.chat_answer, prompt))
     config = Config(model="m", judge=(str(directory),), judge_format=("own",), max_model_len=2000)
-    build = partial(rewards.build, config, decode="".join)
+    build = partial(rewards.build, config, [], decode="".join)
     build([with_template(QWEN3)])
     dropping = EACH.replace("messages", "messages if m.role != 'system'")
     for template, problem in ((GEMMA, "refuses turns"), (dropping, "leaves out the system's turn")):
