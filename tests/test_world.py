@@ -13,7 +13,7 @@ import torch.distributed as dist
 from runtime.world import World
 from tests.support.patience import LIMIT_S, PATIENCE
 
-SHORT_S = 4.0 * PATIENCE  # of a collective to which somebody comes too late, and the others don't
+SHORT_S = 10.0 * PATIENCE  # of a collective to which somebody comes too late, and the others don't
 
 
 def in_ranks(folder, program, timeout_s, size=2):
