@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import inspect
 import math
+import os
 import re
 import signal as signals
 import sys
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -95,8 +96,13 @@ class UserCode(AbstractContextManager):
 
     title: str  # of the rule, as it was named: --rule my.py:score
     file: str = ""
+    pid: int = field(default_factory=os.getpid)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
+        if os.getpid() != self.pid:
+            # a child that the rule forked came back here, and must not go on as a rank
+            status = error.code if isinstance(error, SystemExit) else error
+            os._exit(status if isinstance(status, int) else int(status is not None))
         handler = signals.getsignal(signals.SIGALRM)
         if not isinstance(handler, AlarmInRules):
             signals.signal(signals.SIGALRM, AlarmInRules(handler))

@@ -53,18 +53,11 @@ def fork_children():
     os.register_at_fork(after_in_child=die_with_parent)
 
 
-def drop_websockets(app):
-    """Close websockets: SGLang asks only HTTP requests for the key, and anybody could open a socket."""
-    from starlette.routing import WebSocketRoute
-
-    routes = app.router.routes
-    routes[:] = [route for route in routes if not isinstance(route, WebSocketRoute)]
-
-
 class KeyGuard:
-    """Answers 401 to a request without the key.
+    """Refuses what comes without the key.
 
-    SGLang leaves some paths open, and reads the path from a URL that may hold the Host header.
+    SGLang asks no websocket for it, leaves some paths open, and reads the path from a URL in which an older
+    Starlette puts the Host header.
     """
 
     def __init__(self, app, key):
@@ -73,11 +66,13 @@ class KeyGuard:
 
     async def __call__(self, scope, receive, send):
         shown = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "http" and not secrets.compare_digest(shown, self._header):
+        if scope["type"] == "lifespan" or secrets.compare_digest(shown, self._header):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        else:
             await send({"type": "http.response.start", "status": 401, "headers": []})
             await send({"type": "http.response.body"})
-        else:
-            await self._app(scope, receive, send)
 
 
 def main():
@@ -88,7 +83,6 @@ def main():
     from sglang.srt.multimodal.processors import base_processor
     from sglang.srt.utils import kill_process_tree
 
-    drop_websockets(http_server.app)
     http_server.app.add_middleware(KeyGuard, key=key)
     # a GPU reads other pixels from a JPEG
     base_processor.BaseMultimodalProcessor.gpu_image_decode = False

@@ -97,18 +97,21 @@ def interface_of(host: str) -> str:
 
 
 def check_interfaces(variable: str) -> None:
-    """Raise UserError if a variable names none of this machine's network interfaces.
+    """Raise UserError if a variable names network interfaces that this machine doesn't have.
 
-    gloo takes names. NCCL takes how they begin, whole names behind =, and what it leaves out behind ^.
+    gloo takes whole names, and needs each. NCCL takes how names begin, whole ones after =, and those that it
+    leaves out after ^; one is enough.
     """
     value = os.environ[variable]
     names = value.lstrip("=").split(",")
     known = psutil.net_if_addrs()
-    is_exact = value.startswith("=") or variable.startswith("GLOO")
-    found = [
-        name for name in known if name in names or (not is_exact and name.startswith(tuple(names)))
-    ]
-    if not found and not value.startswith("^"):
+    if variable.startswith("GLOO"):
+        is_here = {*names} <= known.keys()
+    elif value.startswith("="):
+        is_here = bool({*names} & known.keys())
+    else:
+        is_here = value.startswith("^") or any(name.startswith(tuple(names)) for name in known)
+    if not is_here:
         there = ", ".join(known)
         raise UserError(f"{variable}={value} is no interface of this machine: it has {there}")
 

@@ -8,8 +8,8 @@ from itertools import compress, zip_longest
 from typing import NamedTuple
 
 ROLES = ("rollout", "genrm")
-# of what an engine wrote of a request: sent, end, tokens; tokens of the answer so far, of the request's own
-# prompt, of that in a cache; whether the answer is whole now
+# a part of a request, by one engine: sent, end, tokens that it wrote; then tokens of the answer
+# so far, of the request's own prompt, and of that in a cache; whether the answer is whole now
 Part = tuple[float, float, int, int, int, int, bool]
 
 

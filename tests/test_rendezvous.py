@@ -17,18 +17,19 @@ FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
 HERE = [
     ("GLOO", "lo"),
-    ("GLOO", "bond7,eth0"),
-    ("NCCL", "eth"),
-    ("NCCL", "=eth0"),
+    ("GLOO", "lo,eth0"),
+    ("NCCL", "eth,ib"),
+    ("NCCL", "=eth0,ib0"),
     ("NCCL", "^docker"),
 ]
 ELSEWHERE = [
     ("GLOO", "bond7"),
+    ("GLOO", "bond7,eth0"),
     ("GLOO", "eth"),
     ("GLOO", ""),
     ("NCCL", "bond7,ib"),
-    ("NCCL", "=eth"),
 ]
+ELSEWHERE += [("NCCL", "=eth")]
 
 
 def test_an_interface_of_another_machine_is_named(monkeypatch):

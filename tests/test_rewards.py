@@ -297,6 +297,21 @@ CHILDREN = {
         time.sleep(99)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
 """,
+    "a process that comes out of the rule": """
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return 0.0
+""",
+    "a process that fails": """
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    raise ValueError("in the child")
+""",
+    "a process that says how it ends": """
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    raise SystemExit(7)
+""",
     "a process with a handler": """
     pid = os.fork()
     if pid == 0:

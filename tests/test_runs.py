@@ -10,9 +10,11 @@ import time
 import pytest
 
 from config import DEMO_MODELS
+from runtime.shutdown import ECHO_S
 from tests import ROOT
 from tests.support.launched import Run, free_ports, rows_done, saved
 from tests.support.models import save_model
+from tests.support.patience import PATIENCE
 from tests.support.vision import encoded_picture, make_vision_model
 from tests.workers.start import run_command
 
@@ -171,7 +173,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
 def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
     """For an engine that hangs: nothing is saved any more, and the same command goes on."""
     hang = lambda run: run.engine("rollout", 0, "sglang::scheduler").suspend()  # noqa: E731
-    again = lambda run: time.sleep(4) or run.press_ctrl_c()  # noqa: E731
+    again = lambda run: time.sleep(ECHO_S + 5 * PATIENCE) or run.press_ctrl_c()  # noqa: E731
     strikes = [(saved(2), hang), (saved(2), Run.press_ctrl_c), (saved(2), again)]
     run = Run(tmp_path, *FIVE).struck(*strikes)
     assert run.status == 1 and run.ours == ["interrupted"]
