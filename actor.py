@@ -15,7 +15,6 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,8 +22,7 @@ from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
 from runtime.errors import UserError
 from sample import Key, Sample, flat
-from training import lm_head, ptx
-from training.executor import Work
+from training import lm_head
 from training.groups import Groups
 from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch, Sequence
@@ -44,7 +42,7 @@ MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
 # Statistics of a micro-batch: sums over its targets, reported as means over tokens, and others.
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
 ENGINE_STATS = ("fresh_tokens", "engine_logprob_diff_sum", "engine_logprob_diff_max")
-STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS, *ptx.STATS)
+STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS)
 
 
 class Actor(Trainer):
@@ -70,6 +68,7 @@ class Actor(Trainer):
         if not entropy_learns:  # else a chunk that is kept would take twice the memory
             options["kept"] = self.config.kept_chunks
         read = partial(lm_head.read_targets, self.gpt, **options)
+        names = STATS
         steps = []
         for number, micro_batches in enumerate(mini_batches):
             samples = flat([micro_batches])
@@ -77,10 +76,13 @@ class Actor(Trainer):
             loss = PolicyLoss(read, targets, self.algorithm, self.groups.cp)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
-                self._add_texts(work, number, targets)
+                from training import ptx
+
+                names = STATS + ptx.STATS
+                ptx.add_texts(self, work, number, targets.divisors)
             # later steps have moved the weights: only the first one's are those that the engine had
             check = self._check_engine if number == 0 else None
-            steps.append(OptimizerStep(work, STATS, lr, check))
+            steps.append(OptimizerStep(work, names, lr, check))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
@@ -134,27 +136,6 @@ class Actor(Trainer):
             for sample, row in zip(wanted, self.read_tokens(micro_batches), strict=True):
                 sample.policy_logprobs = row
         return {sample.key: sample.policy_logprobs for sample in wanted}
-
-    def _add_texts(self, work: Work, number: int, targets: PackedTargets) -> None:
-        """Add texts for optimizer step `number`, in micro-batches of their own (collective)."""
-        step = self.version * self.config.updates_per_step + number
-        size = self.algorithm.ptx_batch
-        mine = ptx.choose(self.texts, step, size, self.config.seed, self.dp_rank, self.dp_size)
-        # every rank of a model-parallel group counts the same tokens: the ratio is right
-        tokens = float(sum(len(response) for _, response in mine))
-        counts = {"divisor": targets.divisors.sum().item(), "tokens": tokens}
-        total = self.all_reduce(counts, dist.ReduceOp.SUM)
-        packed = []
-        for chosen in self.pack(mine):
-            packed.append([mine[index] for index in chosen])
-        # as many micro-batches on every rank: with other tables replicas would sum gradients in another order
-        most = self.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
-        while len(packed) < most["count"]:
-            packed.append([])
-        weight = self.algorithm.ptx_coef * total["divisor"] / total["tokens"]
-        texts = self.work(packed, ptx.TextLoss(self.own_logprobs, weight))
-        work.micro_batches += texts.micro_batches
-        work.losses += texts.losses
 
     def read_targets(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         """Log-probabilities of the targets at the temperature of sampling: [targets]."""
@@ -362,6 +343,6 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     if steps[0]["fresh_tokens"]:  # served ahead, none is
         metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
         metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
-    if total["ptx_tokens"]:
+    if total.get("ptx_tokens"):
         metrics["ptx_loss"] = total["ptx"] / total["ptx_tokens"]
     return {f"train/{name}": value for name, value in metrics.items()}

@@ -33,7 +33,6 @@ import psutil
 import rollout
 from config import Config, as_text, dashed
 from reporting import timeline
-from reporting.answers import keep_answers
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
 from runtime.background_writer import BackgroundWriter
@@ -339,6 +338,8 @@ async def prepare_out(config: Config, contents: dict, world: World, say: Say) ->
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         if config.command == "eval":
+            from reporting.answers import keep_answers
+
             return await on_rank_0(world, keep_answers, config, contents, say)
         if any(await world.gather(was_obeyed(config))):
             config = replace(config, resume="auto")

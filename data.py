@@ -10,22 +10,23 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from config import Config
-from images.reader import IMAGE, VIDEO, ImageReader, check_places, media_file
-from images.tokens import Image, expand
-from inputs.hf_directory import readable
-from inputs.rows import Text, answer_key, as_turns, fill, media_of, prompt_of, read_rows, transcript
+from inputs.hf_directory import readable, sees
+from inputs.rows import PLACES, Text, answer_key, as_turns, prompt_of, read_rows, transcript
 from inputs.shuffled import Shuffled, identities
-from inputs.templates import apply_settings, break_special_tokens, render
+from inputs.templates import IMAGE, VIDEO, apply_settings, break_special_tokens, render
 from runtime.errors import UserError
 from sample import Sample
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from images.reader import ImageReader
+    from images.tokens import Image
 
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
 Group = list[Sample]  # the answers to one prompt
@@ -163,7 +164,7 @@ class PromptRow(NamedTuple):
     where: str  # file and line
     prompt: Text
     answer_key: str | None
-    media: dict[str, Callable[[], list]]  # place -> paths and bytes, as `media_file` takes them
+    media: dict[str, Callable[[], list]] | None  # what gives its images and clips, by place
     row: dict[str, Any]  # all columns but media that are bytes
 
 
@@ -202,7 +203,9 @@ class PromptFile(Sequence[Prompt]):
         check_prompt(self.tokenizer, prompt, where)
         for tokenizer in self.scorers:
             encode_exchange(tokenizer, prompt, "yes", where=where)
-        media = media_of(row, prompt, self.path.parent, where, self.reader is not None)
+        media = self.reader and self.reader.media_of(row, prompt, self.path.parent, where)
+        for name in filter(row.get, () if self.reader else PLACES):
+            raise UserError(f"{where}: it has {name}, and --model reads text alone")
         columns = {name: value for name, value in row.items() if not callable(value)}
         return PromptRow(where, prompt, self._key(row, where), media, columns)
 
@@ -219,18 +222,19 @@ class PromptFile(Sequence[Prompt]):
         return key and self.read_key(key)
 
     def _read(self, row: PromptRow, decodes: bool = True) -> tuple[Text, list[int], tuple]:
-        """Return a row's prompt with its media in place, its tokens, its images: see read_item."""
+        """Return a row's prompt with its media in place, its tokens, its images: see ImageReader.fill."""
         text = row.prompt
         images = ()
         if self.reader:
-            read = partial(self.reader.read_item, self.path.parent, row.where, decodes)
-            text, images = fill(text, row.media, read, row.where)
+            text, images = self.reader.fill(text, row.media, self.path.parent, row.where, decodes)
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _files(self, number: int) -> list:
+        """The files of a prompt's images and clips."""
         row = self._rows[number]
-        items = row.media[IMAGE]() + row.media[VIDEO]()
-        return [media_file(item, self.path.parent, row.where) for item in items]
+        if not self.reader:
+            return []
+        return self.reader.media_files(row.media, self.path.parent, row.where)
 
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
@@ -285,6 +289,15 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
     return tokenizer
 
 
+def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
+    """The reader of a model; None if it reads text alone. sampling: of clips, as ImageReader takes it."""
+    if not sees(model_dir):
+        return None
+    from images.reader import ImageReader
+
+    return ImageReader(model_dir, *sampling)
+
+
 def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenizer]:
     """Load the policy's, then the judges', with --template's settings. UserError."""
     tokenizers = [load_tokenizer(model) for model in (config.model, *config.judge_models)]
@@ -334,8 +347,7 @@ def encode_prompt(
         return encode(tokenizer, prompt, where)
     image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
     tokens = encode(tokenizer, prompt, where, image=image)
-    check_places(tokens.count(reader.image_token), images, IMAGE, where)
-    return expand(tokens, images)
+    return reader.expanded(tokens, images, where)
 
 
 def encode(

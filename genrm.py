@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from numbers import Real
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 
@@ -22,9 +22,12 @@ from config import Config, as_text
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.pool import Pool
 from engines.server import context_length
-from images.reader import IMAGE, ImageReader
-from images.tokens import Image
+from inputs.templates import IMAGE
 from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from images.reader import ImageReader
+    from images.tokens import Image
 
 JUDGE_RETRIES = 2  # more calls while verdicts of a judge that samples can't be read
 MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict

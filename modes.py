@@ -25,9 +25,8 @@ from rollout import (
 from runtime.errors import UserError
 from runtime.shutdown import Stopped
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
-from scheduling.fusion import TAILS, histogram, kept_engines, token_latency
 from scheduling.layout import Placement
-from scheduling.measured import Split, StepStats
+from scheduling.measured import Split, StepStats, histogram
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -108,21 +107,6 @@ async def judge_as_generated(step: RolloutStep) -> None:
         await gather_finished_groups(step)
 
 
-async def judge_beside_the_tail(step: RolloutStep) -> None:
-    """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left."""
-    c = step.c
-    rollout = c.devices.rollout
-    latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)
-    capacity = rollout.capacity
-    while not step.is_over:
-        step.start(await step.draw_prompts(), generate_and_judge)
-        await step.tasks.poll()
-        left, outstanding = await gather_finished_groups(step)
-        if not step.is_over:
-            keep = kept_engines(left.unwritten, latency, capacity)
-            await c.devices.follow_the_tail(left, keep, outstanding)
-
-
 def full_colocation(placement: Placement, config: Config) -> list[Split]:
     """Let rollout and genrm take turns, each on all ranks of engines. WeChat-YATT, full colocation."""
     ranks = len(placement.engines)
@@ -136,14 +120,6 @@ def partial_colocation(placement: Placement, config: Config) -> list[Split]:
     return [Split("partial", cut, ranks - cut) for cut in cuts]
 
 
-def inter_stage_fusion(placement: Placement, config: Config) -> list[Split]:
-    """A split for each tail of the answers: 0 is full, 1 partial. RLHFuse (arXiv 2409.13221), section 4."""
-    ranks = len(placement.engines)
-    if ranks <= placement.unit:
-        return []
-    return [Split("fused", ranks, ranks, tail) for tail in dict.fromkeys((config.tail, *TAILS))]
-
-
 class Mode(NamedTuple):
     """The splits that a mode may take on the ranks of engines, and the loop that serves a step."""
 
@@ -151,10 +127,9 @@ class Mode(NamedTuple):
     serve: Callable[[RolloutStep], Awaitable[None]]
 
 
-MODES = {
+MODES = {  # fused.py adds one
     "partial": Mode(partial_colocation, judge_as_generated),
     "full": Mode(full_colocation, generate_then_judge),
-    "fused": Mode(inter_stage_fusion, judge_beside_the_tail),
 }
 
 

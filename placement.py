@@ -15,8 +15,7 @@ another split.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms import algorithm_of
@@ -25,7 +24,6 @@ from engines.pool import EngineStatus, Pool
 from engines.routing import Silence
 from runtime.errors import UserError
 from runtime.world import World
-from scheduling.fusion import Left, ranks_of_tail
 from scheduling.layout import Placement, Shape, placement_from
 from scheduling.measured import Split
 from scheduling.pipeline import schedule_of
@@ -66,6 +64,10 @@ def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
 
 
 PLACEMENTS = {"colocate": colocate, "split": split, "standalone": standalone}
+
+
+# of a run that can't be: (config, placement, splits), each may raise a UserError before anything starts
+CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []
 
 
 def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Placement:
@@ -193,27 +195,6 @@ class Devices:
             asked = f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine"
             idle = f"no engine has had anything to write for {most_s:g} s"
             raise UserError(f"{asked} that --mode {self.split.mode} doesn't wake, and {idle}")
-
-    async def follow_the_tail(self, left: Left, keep: int, owed: Counter[int]) -> None:
-        """Share the ranks by the answers that are left: fused mode (collective). See ranks_of_tail."""
-        placement = self.placement
-        tp = placement.rollout_tp
-        held = tuple(rank for lead in self.rollout.awake for rank in range(lead, lead + tp))
-        ranks = ranks_of_tail(
-            self.split.tail,
-            units=placement.units,
-            held=held,
-            left=left,
-            most_ranks=keep * tp,
-            owed=owed,
-            writers={engine.rank: engine.model for engine in self.rollout.engines},
-            judges={engine.rank: engine.model for engine in self.genrm.engines},
-        )
-        if ranks != held:
-            self._timeline.mark("tail", f"{len(ranks)}|{self.split.rollout - len(ranks)}")
-            rollout = tuple(sorted({*self.leads("rollout")} & {*ranks}))
-            genrm = tuple(sorted({*self.leads("genrm")} - {*ranks}))
-            await self.share(rollout, genrm)
 
     async def to_training(self) -> None:
         """Put engines to sleep that share ranks with trainers (collective)."""

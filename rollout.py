@@ -33,8 +33,7 @@ from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample, flat, sample_from_json
 from scheduling.dynamic_sampling import DynamicSampler
-from scheduling.fusion import Left
-from scheduling.measured import StepStats
+from scheduling.measured import Left, StepStats
 
 if TYPE_CHECKING:
     from controller import Controller

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import controller
 import data
+import extras  # noqa: F401
 import modes
 import rewards
 import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, contents_of, prepare_out, restore
-from commands import dry_run, memory, replay
 from config import HELD_OUT, Config, parse_config
 from controller import Controller
 from demo import task
@@ -42,9 +42,7 @@ from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of, number_key
-from images.reader import reader_of
-from placement import Devices, Models
-from reporting.answers import AnswersReport
+from placement import CHECKS, Devices, Models
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
@@ -65,7 +63,6 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to 
 
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # no torchrun
-REPORTS = {"rl": Report, "eval": AnswersReport}
 
 
 def start(arguments: list[str], stop: Stop) -> str:
@@ -75,9 +72,13 @@ def start(arguments: list[str], stop: Stop) -> str:
         command = f"torchrun --nproc-per-node 2 examples/finetune.py {word} ..."
         raise UserError(f"{word} is an example now: {command}")
     if word == "check":
-        sys.exit(dry_run.check(parse_config(arguments[1:], __doc__)))
+        from commands.dry_run import check
+
+        sys.exit(check(parse_config(arguments[1:], __doc__)))
     if "--simulate" in arguments and os.environ.get("RANK", "0") == "0":
-        dry_run.simulate(arguments)
+        from commands.dry_run import simulate
+
+        simulate(arguments)
     if "--simulate" in arguments:
         return ""
     config = parse_config(arguments, __doc__)
@@ -88,9 +89,11 @@ def start(arguments: list[str], stop: Stop) -> str:
     placement, splits = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
         if os.environ.get("RANK", "0") == "0":
+            from commands.dry_run import dry_run
+
             config = resolved(config, placement)
             load_inputs(config, rewards.load_rules(config), print)
-            dry_run.dry_run(config, placement, splits)
+            dry_run(config, placement, splits)
         return ""
     choose_device(config)
     check_launcher("run.py [--name value ...]")
@@ -151,8 +154,12 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
         config = await world.run(resolved, config, placement)
-        memory.check_fits(config, placement, splits)
-        config = await memory.settled(config, placement, splits, world)
+        for check in CHECKS:
+            check(config, placement, splits)
+        if config.device == "cuda":
+            from commands import memory
+
+            config = await memory.settled(config, placement, splits, world)
         fleet = await opened.enter_async_context(Fleet(config, world))
         c = await build(config, placement, splits, world, progress, fleet, stop)
         stopped = await fleet.while_up(work(c))
@@ -226,6 +233,9 @@ async def build(
     await fleet.ready()
     peers = world.part(placement.servers)
     pools = await fleet.connect(timeline, peers)
+    kind = Report
+    if config.command == "eval":
+        from reporting.answers import AnswersReport as kind
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
@@ -235,11 +245,11 @@ async def build(
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
-        report=REPORTS[config.command](config, world, out, progress, inputs.decode, point),
+        report=kind(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, contents, point and point.newest),
         peers=peers,
         collect=inputs.collect,
-        learn=replay.record if config.rollout_only else controller.learn,
+        learn=inputs.learn,
         stop=stop,
     )
     if point:
@@ -266,21 +276,22 @@ class Inputs(NamedTuple):
     prompts: data.Prompts
     rewards: rewards.Rewards
     sampling: Sampling  # of answers
-    collect: Callable[[Controller], Awaitable[rollout.RolloutBatch]]
+    collect: Callable[[Controller], Awaitable[rollout.RolloutBatch]]  # serve a step ...
+    learn: Callable[..., Awaitable[dict]]  # ... and train on it
     texts: list[list[int]]  # of the pretraining term
 
 
 def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], None]) -> Inputs:
     """Read tokenizers and data. rules: of `rewards.load_rules`. UserError for what can't be used."""
-    from training import ptx
-
     algorithm = algorithm_of(config)
     longest = server.context_length(config.model, config)
     if config.command == "rl":
         longest = min(longest, config.token_budget)
     tokenizer, *judges = data.load_tokenizers(config, say)
     clips = (config.video_fps, config.video_frames)
-    reader, *readers = (reader_of(model, *clips) for model in (config.model, *config.judge_models))
+    reader, *readers = (
+        data.reader_of(model, *clips) for model in (config.model, *config.judge_models)
+    )
     decode = partial(data.decode, tokenizer)
     room = longest - config.max_new_tokens
     if room < 1:
@@ -299,13 +310,20 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
     scores = rewards.build(config, rules, judges, decode, readers)
     collect = modes.collect
+    learn = controller.learn
+    if config.train_only or config.rollout_only:
+        from commands import replay
+    if config.rollout_only:
+        learn = replay.record
     if config.train_only:
         steps = replay.read_replay(Path(config.replay), config.algorithm[0])
         collect = partial(replay.collect, steps)
     texts = []
     if algorithm.ptx_data:
+        from training import ptx
+
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
-    return Inputs(algorithm, decode, prompts, scores, sampling, collect, texts)
+    return Inputs(algorithm, decode, prompts, scores, sampling, collect, learn, texts)
 
 
 def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.Source:
@@ -354,18 +372,17 @@ def build_models(
     if config.command == "eval":
         return Models([], [])
     from actor import Actor
-    from critic import Critic
-    from training import push
-    from training.elsewhere import Elsewhere
     from training.groups import make_groups
 
     groups = {}
     for shape in dict.fromkeys(placement.models):
         groups[shape] = make_groups(shape, config.timeout_s)
 
-    def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer | Elsewhere:
+    def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer:
         own = shape.sized(config)
         if groups[shape] is None:
+            from training.elsewhere import Elsewhere
+
             return Elsewhere(own, model, shape, **how)
         return kind(own, model, groups=groups[shape], **how)
 
@@ -379,13 +396,20 @@ def build_models(
         references[0].sleep()
     critics = []
     for name in () if config.rollout_only else inputs.algorithm.critics:
+        from critic import Critic
+
         model = config.critic or config.model
         critics.append(build(Critic, placement.critic, model, name=name))
         critics[-1].sleep()
     engines = {rank for split in splits for rank in placement.leads("rollout", split)}
     senders = [copy[0] for copy in placement.actor.copies]
     receivers = sorted(engines - {*placement.actor.ranks})
-    return Models([actor, *critics], references, push.connect(senders, receivers, config.timeout_s))
+    route = None
+    if receivers:
+        from training import push
+
+        route = push.connect(senders, receivers, config.timeout_s)
+    return Models([actor, *critics], references, route)
 
 
 if __name__ == "__main__":

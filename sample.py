@@ -1,9 +1,12 @@
 """The record that flows between the roles."""
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-from images.tokens import Image
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from images.tokens import Image
 
 Key = tuple[int, int]  # prompt_id and index of a sample
 

@@ -29,7 +29,7 @@ import controller
 import run
 from bench.measuring import ROOT, column, parser_of, peak_rss_mb, print_table, run_ranks
 from examples.make_demo import models
-from images.reader import IMAGE, VIDEO
+from inputs.templates import IMAGE, VIDEO
 from rollout import RolloutBatch
 from runtime.world import World
 from scheduling.dealing import Sizes

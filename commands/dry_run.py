@@ -14,7 +14,6 @@ import psutil
 
 from commands import memory
 from config import Config, as_text
-from cpu import compiler
 from engines import server
 from genrm import formats_of
 from inputs.hf_directory import read_model_config
@@ -143,6 +142,7 @@ def packages() -> list[Row]:
 
 def decoder_rates(config: Config) -> str:
     """Name what serves the policy; decoder.cpp with its speed beside torch's on this processor."""
+    from cpu import compiler
     from cpu.decoder import product_rates
 
     name = compiler.program_for(config.model, config.dtype)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from config import Config
 from engines import server
+from placement import CHECKS
 from runtime.errors import UserError
 from runtime.free_memory import free_memory
 from runtime.world import World
@@ -158,3 +159,6 @@ def check_fits(config: Config, placement: Placement, splits: list[Split]) -> Non
             hint = f"{need.free / 1e9:.1f} are free: try {HINTS[need.place]}"
             takes = f"{need.place}: the run needs about {most}, and {hint}"
             raise UserError(f"{takes}; --no-memory-check starts anyway")
+
+
+CHECKS.append(check_fits)

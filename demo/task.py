@@ -3,19 +3,22 @@
 For a model that sees the numbers are drawn, and the question is `<image>=`, or filmed: `<video>=`.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from data import Prompt
-from demo.drawing import clip, picture
 from genrm import FORMATS, JudgeFormat
-from images.reader import IMAGE, VIDEO, ImageReader
-from images.tokens import Image
-from inputs.rows import fill
+from inputs.templates import IMAGE, VIDEO
+
+if TYPE_CHECKING:
+    from images.reader import ImageReader
+    from images.tokens import Image
 
 # digits of the longer summand: relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
@@ -64,9 +67,8 @@ class Shown(NamedTuple):
         """Return the text with an IMAGE for each image, and these: a clip is several."""
         if reader is None:
             return self.text, ()
-        where = "a problem of the demo"
         media = {IMAGE: partial(list, self.images), VIDEO: partial(list, self.videos)}
-        return fill(self.text, media, partial(reader.read_item, Path(), where, True), where)
+        return reader.fill(self.text, media, Path(), "a problem of the demo")
 
 
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides how they look
@@ -77,10 +79,14 @@ def written(a: int, b: int, key: str) -> Shown:
 
 
 def drawn(a: int, b: int, key: str) -> Shown:
+    from demo.drawing import picture
+
     return Shown(f"{IMAGE}=", images=(picture(a, b, key),))
 
 
 def filmed(a: int, b: int, key: str) -> Shown:
+    from demo.drawing import clip
+
     return Shown(f"{VIDEO}=", videos=(clip(a, b, key),))
 
 

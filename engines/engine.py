@@ -17,12 +17,13 @@ import aiohttp
 
 from config import Config
 from engines import server, wire
-from images.tokens import Image, collapse
 from inputs import hf_directory
 from runtime.errors import RunLost, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from images.tokens import Image
 
 LOOK_S = 0.1  # between two looks at whether a server is ready, or down
 HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
@@ -347,9 +348,11 @@ def names_of(requests: list[Request]) -> dict[str, list[str]]:
 
 def prompts_of(requests: list[Request]) -> dict[str, Any]:
     """Write prompts with one token for each image, and the images; one that all share only once."""
-    prompts = [collapse(request.prompt, request.images) for request in requests]
-    body: dict[str, Any] = {"input_ids": prompts}
+    body: dict[str, Any] = {"input_ids": [request.prompt for request in requests]}
     if any(request.images for request in requests):
+        from images.tokens import collapse
+
+        body["input_ids"] = [collapse(request.prompt, request.images) for request in requests]
         each = [list(request.images) or [None] for request in requests]
         is_shared = len(each[0]) == 1 and all(found == each[0] for found in each)
         body["image_data"] = each[0][0] if is_shared else each

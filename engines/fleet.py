@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from config import Config
 from engines.engine import Engine, EngineLost
 from engines.pool import Pool
-from engines.reward_model import ScoringEngine
 from runtime.world import World, raise_on_all
 from scheduling.measured import ROLES
 
@@ -67,7 +66,9 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         rank = self._world.rank
         for spec in specs:
             log = Path(self._config.out, "logs", f"{spec.role}-{rank}.log")
-            kind = ScoringEngine if spec.scores else Engine
+            kind = Engine
+            if spec.scores:
+                from engines.reward_model import ScoringEngine as kind
             engine = kind.launch(spec.role, rank, spec.port, spec.model_dir, self._config, log, key)
             engine.model = spec.model
             self._engines.append(engine)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config
-from images.reader import sees
-from inputs.hf_directory import read_model_config
+from inputs.hf_directory import read_model_config, sees
 from runtime import rendezvous
 from runtime.devices import cuda_home, cuda_libraries
 from runtime.errors import UserError

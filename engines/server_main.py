@@ -19,7 +19,7 @@ import torch
 
 from cpu import compiler, invariance, sglang
 from cpu.forks import die_with_parent
-from images.reader import show_pairs
+from inputs.hf_directory import sees
 
 # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
 CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
@@ -86,12 +86,15 @@ def main():
     http_server.app.add_middleware(KeyGuard, key=key)
     # a GPU reads other pixels from a JPEG
     base_processor.BaseMultimodalProcessor.gpu_image_decode = False
-    show_pairs()  # in this process, whose threads read images
     if not torch.cuda.is_available():
         fork_children()
         server_args.add_deterministic_attention_backend_choices(["torch_native"])
         server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     settings = server_args.prepare_server_args(sys.argv[1:])
+    if sees(settings.model_path):
+        from images.reader import show_pairs
+
+        show_pairs()  # in this process, whose threads read images
     try:
         http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
     finally:  # like SGLang's own main: with its port taken, this process would wait for its children

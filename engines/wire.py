@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from images.tokens import Image
 from runtime.shutdown import starting_deaf
 
 if TYPE_CHECKING:
     import aiohttp
     from torch import Tensor
+
+    from images.tokens import Image
 
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body on its way; base64 of multiples of three can be joined

@@ -33,8 +33,8 @@ from config import HELD_OUT, TINY, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from critic import Critic
 from demo.task import shown_work, training_problem
-from images.reader import PLACES, sees
-from inputs.rows import TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
+from inputs.hf_directory import sees
+from inputs.rows import PLACES, TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
 from inputs.shuffled import identities
 from placement import make_placement
 from reporting.describe import run_metadata

@@ -10,22 +10,20 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from hashlib import file_digest, sha256
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from images.clips import MOST_OF_A_FRAME, Clips, File, open_file
-from images.tokens import Image
-from inputs.hf_directory import VISION_FAMILIES, read_model_config
+from images.tokens import Image, expand
+from inputs.hf_directory import read_model_config
+from inputs.rows import PLACES, Text
+from inputs.templates import IMAGE, VIDEO, map_texts
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# the place of an image or a clip in the texts of rows, whatever a model's own tokens are called
-IMAGE = "<image>"
-VIDEO = "<video>"
-PLACES = {"images": IMAGE, "videos": VIDEO}  # by the column with the files
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # for EPS Pillow would run Ghostscript
 MOST_BYTES = 8 * MOST_OF_A_FRAME  # of a file: as many pixels, not compressed, of four times 16 bits
 # by EXIF's orientation, Pillow's name for the turn that undoes it
@@ -34,6 +32,8 @@ TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
+# by place, what gives a column of a row: paths and bytes, as `media_file` takes them
+Media = dict[str, Callable[[], list]]
 
 
 class ImageReader:
@@ -65,6 +65,46 @@ class ImageReader:
         # of an image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
         self._clips = Clips(fps, frames, self._fit)
+
+    def media_of(self, row: dict, prompt: Text, folder: Path, where: str) -> Media:
+        """Return what gives a row's images and videos, checked unless bytes. UserError."""
+        media = {}
+        for name, place in PLACES.items():
+            items = row.get(name) or []
+            if not (callable(items) or isinstance(items, list)):
+                raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
+            if not callable(items):  # of JSON
+                items = [media_file(item, folder, where) for item in items]
+                check_places(str(prompt).count(place), items, place, where)
+                items = partial(list, items)
+            media[place] = items
+        return media
+
+    def media_files(self, media: Media, folder: Path, where: str) -> list[File]:
+        """Return the files of a row's images and clips."""
+        items = media[IMAGE]() + media[VIDEO]()
+        return [media_file(item, folder, where) for item in items]
+
+    def fill(
+        self, prompt: Text, media: Media, folder: Path, where: str, decodes: bool = True
+    ) -> tuple[Text, tuple[Image, ...]]:
+        """Write IMAGE for each image and each pair of a clip. Returns prompt and images. UserErrors.
+
+        folder: of the row's file. decodes: else a clip is as its header bounds it.
+        """
+        numbers = {place: count() for place in media}
+        for place, items in media.items():
+            check_places(str(prompt).count(place), items(), place, where)
+        images = []
+
+        def put(found: re.Match) -> str:
+            place = found[0]
+            number = next(numbers[place])
+            parts = self.read_item(folder, where, decodes, place, media[place], number)
+            images.extend(image for _, image in parts)
+            return "".join(text + IMAGE for text, _ in parts)
+
+        return map_texts(partial(re.compile("|".join(media)).sub, put), prompt), tuple(images)
 
     def read_item(
         self, folder: Path, where: str, decodes: bool, place: str, items: Callable, number: int
@@ -123,6 +163,11 @@ class ImageReader:
         except ValueError as error:  # one side is 200 times the other
             raise UserError(f"{where}: {error}") from None
 
+    def expanded(self, tokens: list[int], images: Sequence[Image], where: str) -> list[int]:
+        """Write a token for each feature. UserError, which says `where`, for too few or many images."""
+        check_places(tokens.count(self.image_token), images, IMAGE, where)
+        return expand(tokens, images)
+
     def pixels(self, images: list[Image]) -> tuple[Tensor, Tensor]:
         """Return patches [patches, numbers of a patch] and grids [images, 3]: frames, rows, columns."""
         import torch
@@ -134,17 +179,6 @@ class ImageReader:
             pixels.append(found["pixel_values"])
             grids.append(found["image_grid_thw"])
         return torch.cat(pixels), torch.cat(grids)
-
-
-def sees(model_dir: str | Path) -> bool:
-    """Tell if the model reads images; no, if there is none in the directory."""
-    is_here = Path(model_dir, "config.json").is_file()
-    return is_here and read_model_config(model_dir).get("model_type") in VISION_FAMILIES
-
-
-def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
-    """The reader of a model; None if it reads text alone. sampling: of clips, as ImageReader takes it."""
-    return ImageReader(model_dir, *sampling) if sees(model_dir) else None
 
 
 @cache  # once in a process

@@ -81,6 +81,12 @@ def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
     return found["config.json"]
 
 
+def sees(model_dir: str | Path) -> bool:
+    """Tell if the model reads images; no, if there is none in the directory."""
+    is_here = Path(model_dir, "config.json").is_file()
+    return is_here and read_model_config(model_dir).get("model_type") in VISION_FAMILIES
+
+
 def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
     """Return the open file of each tensor by its name; only heads are read. UserErrors name the directory.
 

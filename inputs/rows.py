@@ -2,20 +2,19 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
 from functools import partial
-from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from images.reader import IMAGE, PLACES, VIDEO, check_places, media_file
-from inputs.templates import map_texts
+from inputs.templates import IMAGE, VIDEO
 from runtime.errors import UserError
 
+PLACES = {"images": IMAGE, "videos": VIDEO}  # by the column with the files
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may write any other, too
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
@@ -229,45 +228,6 @@ def read_content(content: Any, where: str, sees: bool) -> Any:
                 needed = f"only {{type: text, text}}{media}"
                 raise UserError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
     return whole
-
-
-def media_of(row: dict, prompt: Text, folder: Path, where: str, sees: bool) -> dict[str, Callable]:
-    """Return by place what gives a row's images and videos, checked unless bytes. UserError."""
-    media = {}
-    for name, place in PLACES.items():
-        items = row.get(name) or []
-        if items and not sees:
-            raise UserError(f"{where}: it has {name}, and --model reads text alone")
-        if not (callable(items) or isinstance(items, list)):
-            raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
-        if not callable(items):  # of JSON
-            items = [media_file(item, folder, where) for item in items]
-            if sees:
-                check_places(str(prompt).count(place), items, place, where)
-            items = partial(list, items)
-        media[place] = items
-    return media
-
-
-def fill(
-    prompt: Text, media: dict[str, Callable], read: Callable, where: str
-) -> tuple[Text, tuple]:
-    """Write IMAGE for each image and each pair of a clip. Returns prompt and images. UserErrors.
-
-    read: of a place, its items and a number among them, as ImageReader.read_item.
-    """
-    numbers = {place: count() for place in media}
-    for place, items in media.items():
-        check_places(str(prompt).count(place), items(), place, where)
-    images = []
-
-    def put(found: re.Match) -> str:
-        place = found[0]
-        parts = read(place, media[place], next(numbers[place]))
-        images.extend(image for _, image in parts)
-        return "".join(text + IMAGE for text, _ in parts)
-
-    return map_texts(partial(re.compile("|".join(media)).sub, put), prompt), tuple(images)
 
 
 def is_chat(turns: Any) -> bool:

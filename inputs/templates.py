@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, meta
 
-from images.reader import IMAGE
 from runtime.errors import UserError
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+# the place of an image or a clip in the texts of rows, whatever a model's own tokens are called
+IMAGE = "<image>"
+VIDEO = "<video>"
 TODAY = datetime(2024, 7, 26)  # for a template that asks for the clock: Llama-3.2's own default
 PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers'
 MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers' own

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
 from runtime.errors import UserError
-from scheduling import pipeline
+from scheduling import fused_pipelines, pipeline
 from scheduling.fusion import TAILS
 from scheduling.pipeline import Pipe
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
@@ -103,7 +103,7 @@ def gain(name: str) -> dict[str, float]:
     pipes = read_instances(INSTANCES).get(name)
     if not pipes:
         raise UserError(f"`{name}` is no instance of {INSTANCES}")
-    latency, memory, _ = pipeline.evaluate(pipes, pipeline.fused(pipes))
+    latency, memory, _ = pipeline.evaluate(pipes, fused_pipelines.fused(pipes))
     # all other pipes are copies, which run at the same time
     serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])
     return {"speed-up": serial / latency, "memory": memory / pipeline.base_memory(pipes)}

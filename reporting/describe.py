@@ -8,7 +8,6 @@ from pathlib import Path
 
 from algorithms import Settings, algorithm_of
 from config import Config, as_text, dashed
-from cpu import compiler
 from scheduling.layout import Placement
 from scheduling.measured import Split
 
@@ -33,6 +32,8 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
         if value != field.default:
             text += f" --{dashed(field.name)} {as_text(value)}"
     if config.device == "cpu":
+        from cpu import compiler
+
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:
         text += "\n  tokens differ from run to run, also of one seed; --deterministic: they don't,"

@@ -2,16 +2,15 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from scheduling.measured import Split, StepStats
+from scheduling.measured import Left, Split, StepStats
+from scheduling.rebalance import LEAST_GAIN, TRIALS
 
 Ranks = tuple[int, ...]
 TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance and auto choose from these
 RECENT = 3  # steps that say how fast tokens come: what a start took is soon forgotten
-LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
 
 
 class TokenLatency(NamedTuple):
@@ -50,14 +49,6 @@ def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
     # with more answers than this an engine's step takes twice as long as an empty one
     at_once = latency.fixed / latency.per_request if latency.per_request else math.inf
     return max(1, math.ceil(unwritten / max(1.0, min(capacity, at_once))))
-
-
-class Left(NamedTuple):
-    """The answers that a step has left, over all controllers."""
-
-    unwritten: int = 0
-    judging: int = 0  # with those that wait for genrm
-    begun: int = 0  # in the step so far
 
 
 def ranks_of_tail(
@@ -105,12 +96,6 @@ def can_share(ranks: set[int], writers: dict[int, int], judges: dict[int, int]) 
 
 
 Cohorts = list[tuple[float, float]]  # seconds, answers
-
-
-def histogram(lengths: Iterable[int]) -> tuple[int, ...]:
-    """Answers in each bin, 4 an octave, up to the longest."""
-    counts = Counter(round(4 * math.log2(max(1, length))) for length in lengths)
-    return tuple(counts[number] for number in range(1 + max(counts, default=0)))
 
 
 class FluidModel(NamedTuple):
@@ -194,3 +179,6 @@ def best_tail(
             seconds[split] += model.seconds(split.tail, step.lengths, step.genrm.requests, critique)
     best = min(splits, key=seconds.__getitem__)
     return best if seconds[best] < (1 - LEAST_GAIN) * seconds[now] else now
+
+
+TRIALS["fused"] = lambda *facts: [best_tail(*facts)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from itertools import compress, zip_longest
@@ -77,7 +79,7 @@ class StepStats:
     waves: int
     serve_s: float
     swap_s: float  # of these, sleeping and waking between roles
-    lengths: tuple[float, ...] = ()  # of the answers: see fusion.histogram
+    lengths: tuple[float, ...] = ()  # of the answers: see `histogram`
 
     @staticmethod
     def total(parts: list[StepStats]) -> StepStats:
@@ -111,3 +113,17 @@ class StepStats:
         """Requests in flight in each engine of a role, in the mean over the phase. tp: its ranks."""
         ranks, stats = self.ranks_and_stats(role)
         return stats.request_s / max(1e-9, ranks // tp * self.serve_s)
+
+
+def histogram(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Answers in each bin, 4 an octave, up to the longest."""
+    counts = Counter(round(4 * math.log2(max(1, length))) for length in lengths)
+    return tuple(counts[number] for number in range(1 + max(counts, default=0)))
+
+
+class Left(NamedTuple):
+    """The answers that a step has left, over all controllers."""
+
+    unwritten: int = 0
+    judging: int = 0  # with those that wait for genrm
+    begun: int = 0  # in the step so far

@@ -14,13 +14,14 @@ HISTORY steps, all is measured again. In fused mode ranks change hands within a 
 fusion.ranks_of_tail.
 """
 
+from collections.abc import Callable
 from itertools import takewhile
 from statistics import fmean, median
 from typing import NamedTuple
 
-from scheduling.fusion import LEAST_GAIN, best_tail
 from scheduling.measured import Split, StepStats
 
+LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
 HISTORY = 200  # steps that are remembered
 COOL_DOWN = 3  # steps to measure a split before the next move
 RECENT = 10  # steps of a split that say how fast it is
@@ -31,6 +32,10 @@ LEAST_BUSY = 0.3  # a role whose engines have a smaller part of the other's in f
 class Decision(NamedTuple):
     split: Split  # of the next step
     reason: str  # for people
+
+
+# mode -> what is worth a trial there, where that isn't an engine more; see with_an_engine_moved
+TRIALS: dict[str, Callable[..., list[Split]]] = {}
 
 
 def choose_split(
@@ -48,10 +53,8 @@ def choose_split(
     of_mode = [split for split in splits if split.mode == now.mode]
     trials = []
     if max(speeds.get(split, 0.0) for split in of_mode) <= enough:
-        if now.mode == "fused":
-            trials = [best_tail(history, newest, of_mode, capacity, tp)]
-        else:
-            trials = with_an_engine_moved(newest, of_mode, tp)
+        find = TRIALS.get(now.mode, with_an_engine_moved)
+        trials = find(history, newest, of_mode, capacity, tp)
     modes = {split.mode for split in speeds}
     trials = [split for split in trials if split not in speeds]
     trials += [split for split in splits if split.mode not in modes]
@@ -86,7 +89,9 @@ def judges_load(step: StepStats) -> float:
     return step.genrm.tokens / max(1, step.genrm.requests) / max(1.0, step.answer_tokens)
 
 
-def with_an_engine_moved(newest: list[StepStats], splits: list[Split], tp: dict) -> list[Split]:
+def with_an_engine_moved(
+    _: list, newest: list[StepStats], splits: list[Split], capacity: int, tp: dict
+) -> list[Split]:
     """Return the splits in which one role has an engine more, that of the busier role first.
 
     newest: steps of one split. The busier role is that whose engines have more in flight.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import controller
+import extras  # noqa: F401
 import genrm
 import modes
 import placement

@@ -25,9 +25,8 @@ from placement import make_placement
 from reporting import timeline as tl
 from runtime.atomic_files import complete_rows
 from runtime.errors import UserError
-from scheduling.fusion import histogram
 from scheduling.layout import Placement
-from scheduling.measured import ROLES, RequestStats, StepStats
+from scheduling.measured import ROLES, RequestStats, StepStats, histogram
 from simulation.cluster import Cluster, Costs, Lengths, Workload, simulation_of
 from simulation.costs import Decode, Passes
 from simulation.engine import FULL, Moves
@@ -44,7 +43,7 @@ TIMES = ("step", "serve", "train", "switch", "sync", "save")
 
 @dataclass(frozen=True)
 class Drawn(Lengths):
-    """Lengths drawn from a `fusion.histogram`. A text's is always the same."""
+    """Lengths drawn from a `histogram`. A text's is always the same."""
 
     counts: tuple[float, ...] = ()
 
@@ -71,7 +70,7 @@ class Known:
     ranks: int
     split: list  # the last step's
     steps: int  # how many counted
-    lengths: list[float]  # of the answers: see fusion.histogram
+    lengths: list[float]  # of the answers: see `histogram`
     critiques: list[float]  # likewise, but of the last LAST_SPANS steps
     prompt: int  # tokens
     judged: int  # tokens that a judge reads of an answer

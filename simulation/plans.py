@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import demo.task  # noqa: F401 (it adds a judge format)
+import extras  # noqa: F401
 import modes
 from commands import memory
 from config import Config, Parser, parse_config

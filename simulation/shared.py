@@ -15,8 +15,8 @@ from typing import Any
 from unittest import mock
 
 import controller
+import fused
 import modes
-import placement
 from scheduling.dynamic_sampling import Draw, DynamicSampler, OrderedSampler
 
 
@@ -92,8 +92,8 @@ def sharing() -> Iterator[None]:
     shared = {
         (controller, "choose_split"): Once(controller.choose_split),
         (controller, "deal"): Once(controller.deal, 1),
-        (placement, "ranks_of_tail"): Once(placement.ranks_of_tail),
-        (modes, "token_latency"): Once(modes.token_latency),
+        (fused, "ranks_of_tail"): Once(fused.ranks_of_tail),
+        (fused, "token_latency"): Once(fused.token_latency),
         (modes, "DynamicSampler"): partial(SharedSampler, page=page),
         (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }

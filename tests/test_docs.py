@@ -228,6 +228,7 @@ def metrics_of_the_loop() -> set[str]:
     import actor
     import critic
     from reporting.metrics import PHASES
+    from training import ptx
 
     files = ("reporting/metrics.py", "controller.py", "algorithms.py", "actor.py")
     names = set().union(*map(strings_in, files)) | {f"time/{name}_s" for name in PHASES}
@@ -235,7 +236,8 @@ def metrics_of_the_loop() -> set[str]:
         names |= {f"{role}/cache_hit_frac", f"occupancy/{role}"}
     learned = ("loss", "divisor", "slowest_s", "fastest_s", "grad_norm", "not_finite", "skipped")
     learned += ("micro_batches",)
-    names |= actor.update_metrics([dict.fromkeys((*actor.STATS, *learned), 1.0)], 0.1).keys()
+    of_policy = (*actor.STATS, *ptx.STATS, *learned)
+    names |= actor.update_metrics([dict.fromkeys(of_policy, 1.0)], 0.1).keys()
     values = critic.value_metrics([dict.fromkeys((*critic.STATS, *learned), 1.0)], 0.1)
     names -= {"rollout/wrong_frac"}  # written as correct_frac
     return names | {f"critic/{name}" for name in values}

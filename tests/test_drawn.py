@@ -10,7 +10,8 @@ from PIL import Image, ImageSequence
 from config import DEMO_MODELS
 from demo import task
 from demo.drawing import CELL, picture
-from images.reader import IMAGE, VIDEO, ImageReader
+from images.reader import ImageReader
+from inputs.templates import IMAGE, VIDEO
 
 SUMMAND = st.integers(1, 6).flatmap(lambda digits: st.integers(0, 10**digits - 1))
 # of character displays: the columns of each digit, from the left; a bit is a dot, the lowest at the top

@@ -18,8 +18,8 @@ import rollout
 from genrm import FORMATS
 from reporting import timeline
 from scheduling import fusion
-from scheduling.fusion import FluidModel, Left, TokenLatency, histogram, kept_engines, ranks_of_tail
-from scheduling.measured import RequestStats, Split, StepStats
+from scheduling.fusion import FluidModel, TokenLatency, kept_engines, ranks_of_tail
+from scheduling.measured import Left, RequestStats, Split, StepStats, histogram
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
 from simulation.engine import Moves

@@ -19,10 +19,8 @@ from data import encode_prompt, load_tokenizer
 from engines import server, wire
 from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
-from images import reader
 from images.reader import ImageReader
 from images.tokens import Image, expand
-from inputs.rows import fill
 from tests.support.clips import encoded_clip, frames_of
 from tests.support.launched import free_port
 from tests.support.patience import LIMIT_S
@@ -84,9 +82,8 @@ async def ask(engine, *requests):
 
 def clips_of(seeing, *files, seed=0, limit=24):
     """A prompt of these clips, each followed by text: the images are pairs of frames."""
-    read = partial(seeing.reader.read_item, Path(), "here", True)
-    media = {reader.VIDEO: lambda: list(files)}
-    shown, images = fill("1+<video>=" * len(files) + "?", media, read, "here")
+    media = {"<video>": lambda: list(files)}
+    shown, images = seeing.reader.fill("1+<video>=" * len(files) + "?", media, Path(), "here")
     prompt = encode_prompt(seeing.tokenizer, seeing.reader, shown, images)
     sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
     return Request(prompt, sampling, limit, seed, images)

@@ -81,7 +81,7 @@ def test_collapse_is_the_inverse_of_expand_and_positions_are_transformers(prompt
 
 @pytest.mark.parametrize("width, height", [(64, 32), (40, 100), (5, 5), (700, 300), (33, 900)])
 def test_an_images_shape_is_its_pixels(model_dir, width, height):
-    read = reader.reader_of(model_dir)
+    read = data.reader_of(model_dir)
     image = read.read(partial(encoded_picture, width, height), "here")
     other = read.read(partial(encoded_picture, 64, 64, kind="JPEG"), "there")
     pixels, grids = read.pixels([image, other])
@@ -92,7 +92,7 @@ def test_an_images_shape_is_its_pixels(model_dir, width, height):
 def test_what_is_no_still_image_is_refused(model_dir, monkeypatch):
     def check(content: bytes, problem: str) -> None:
         with pytest.raises(UserError, match=rf"^a\.gif: {problem}"):
-            reader.reader_of(model_dir).read(partial(bytes, content), "a.gif")
+            data.reader_of(model_dir).read(partial(bytes, content), "a.gif")
 
     whole = encoded_picture(64, 64)
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
@@ -260,7 +260,7 @@ def test_engine_and_trainer_get_what_people_see(model_dir, name):
     assert abs(np.array(image, int) - expected).max() <= error
     if min(image.size) < 32:
         return
-    eyes = reader.reader_of(model_dir)
+    eyes = data.reader_of(model_dir)
     found = eyes.read(partial(bytes, file), "here")
     sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
     assert sent.tobytes() == image.tobytes() and pickle.loads(pickle.dumps(found)) == found
@@ -298,7 +298,7 @@ def test_a_picture_stands_upright(model_dir, kind):
             tags[0x0112] = orientation
         stored = pillow.fromarray(turned_back(pixels, orientation)).convert(mode)
         file = saved(stored, form, exif=tags, **options)
-        found = reader.reader_of(model_dir).read(partial(bytes, file), "here")
+        found = data.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.shape == (1, 2, 3)
         sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
         assert abs(np.array(sent, int) - pixels).max() <= (3 if kind == "JPEG" else 0)
@@ -310,7 +310,7 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
     kinds += [saved(picture("L", [0, 90])), photo(), photo(exif=pillow.Exif())]
     kinds.append(encoded_picture(64, 64, kind="WEBP", exif=b"damaged"))
     for file in kinds:
-        found = reader.reader_of(model_dir).read(partial(bytes, file), "here")
+        found = data.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.read() == file and found.digest == hashlib.sha256(file).digest()
 
 
@@ -318,7 +318,7 @@ def test_gray_is_read_whatever_the_directory_says_of_colors(model_dir, tmp_path)
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_convert_rgb": False}))
-    eyes = reader.reader_of(str(tmp_path))
+    eyes = data.reader_of(str(tmp_path))
     gray = saved(picture("L", [0, 90]))
     colors = saved(picture("L", [0, 90]).convert("RGB"))
     (pixels, _), (expected, _) = (
@@ -348,7 +348,7 @@ def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
     path = folder / "pictures/0.png"
     with path.open("ab") as file:
         file.truncate(reader.MOST_BYTES + 1)
-    read = partial(reader.reader_of(model_dir).read_item, folder, "rows.jsonl:1", True)
+    read = partial(data.reader_of(model_dir).read_item, folder, "rows.jsonl:1", True)
     with pytest.raises(UserError, match=r"^rows.jsonl:1: .*0.png: 715,827,881 bytes, of at most"):
         read(reader.IMAGE, lambda: ["pictures/0.png"], 0)
     monkeypatch.setattr(reader, "MOST_BYTES", (folder / "pictures/1.png").stat().st_size)
@@ -372,7 +372,7 @@ def folder(tmp_path):
 
 
 def prompts_of(model_dir, path, room=200, **options):
-    eyes, tokenizer = reader.reader_of(model_dir), data.load_tokenizer(model_dir)
+    eyes, tokenizer = data.reader_of(model_dir), data.load_tokenizer(model_dir)
     if options.pop("template", False):
         turn = "{{ turn.content }}{{ eos_token }}"
         tokenizer.chat_template = f"{{% for turn in messages %}}{turn}{{% endfor %}}"
@@ -519,12 +519,12 @@ def score(listed, text, *samples):
 
 def listed_for(model_dir):
     config = Config(model="m", judge=(model_dir,), judge_format=("addition",), max_model_len=2000)
-    eyes = [reader.reader_of(model_dir)]
+    eyes = [data.reader_of(model_dir)]
     return rewards.build(config, [], [data.load_tokenizer(model_dir)], "".join, eyes)
 
 
 def read_picture(model_dir, seed):
-    return (reader.reader_of(model_dir).read(partial(encoded_picture, 64, 32, seed=seed), "here"),)
+    return (data.reader_of(model_dir).read(partial(encoded_picture, 64, 32, seed=seed), "here"),)
 
 
 def sample_of(media, prompt_id=0, answer=">5"):
@@ -538,7 +538,7 @@ def test_a_judge_that_sees_is_shown_the_images(model_dir, answer):
     sample = sample_of(media, answer=answer)
     [(prompt, images, stop)] = score(listed_for(model_dir), tokenizer("Y")["input_ids"], sample)
     assert prompt.count(IMAGE) == 2 and images is media
-    assert {*reader.reader_of(model_dir).stop_tokens} < {*stop}
+    assert {*data.reader_of(model_dir).stop_tokens} < {*stop}
     if answer == ">5":
         shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
         assert prompt == tokens.expand(shown, media)

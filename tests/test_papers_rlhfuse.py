@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 import controller
-import placement
+import fused
 from papers import rlhfuse
 from papers.rlhfuse import Setting, cluster_of, fastest, inference_s, setting_of, simulate
 from papers.tables import ROOT, Paper, read_constants, read_points
@@ -30,12 +30,12 @@ def points_of(figure, system, setting):
 
 def test_who_does_the_work():
     """The product's controllers decide who holds the devices; its schedule is what training gains."""
-    decides = dict(autospec=True, side_effect=placement.ranks_of_tail)
-    follows = dict(autospec=True, side_effect=placement.Devices.follow_the_tail)
+    decides = dict(autospec=True, side_effect=fused.ranks_of_tail)
+    follows = dict(autospec=True, side_effect=fused.follow_the_tail)
     with (
         mock.patch.object(controller, "train", wraps=controller.train) as train,
-        mock.patch.object(placement, "ranks_of_tail", **decides) as ranks_of_tail,
-        mock.patch.object(placement.Devices, "follow_the_tail", **follows) as follow_the_tail,
+        mock.patch.object(fused, "ranks_of_tail", **decides) as ranks_of_tail,
+        mock.patch.object(fused, "follow_the_tail", **follows) as follow_the_tail,
         mock.patch.object(pipeline, "evaluate", wraps=pipeline.evaluate) as evaluate,
     ):
         simulate(CONSTANTS, BASE._replace(tail=0.3))

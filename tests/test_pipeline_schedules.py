@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from papers.rlhfuse import read_instances
 from scheduling import pipeline
-from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate, fused
+from scheduling.fused_pipelines import MOST_MEMORY, fused
+from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate
 from tests import ROOT
 from tests.support.patience import run_process
 
@@ -109,13 +110,13 @@ def test_every_schedule(name, data):
     assert latency >= bound(pipes) * (1 - 1e-9)
     if schedule.fuses:
         assert latency <= evaluate(pipes, pipeline.one_after_another(pipes)).latency * (1 + 1e-9)
-        assert memory <= pipeline.MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-6)
+        assert memory <= MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-6)
 
 
 def test_every_process_finds_the_same_table():
     """Whatever the order of its sets: ranks that disagreed would wait for each other."""
     pipes = [Pipe((0, 1, 2), 5, 1.0, 1.7), Pipe((2, 1, 0), 3, 0.6, 1.1), Pipe((1, 0), 2)]
-    program = f"from scheduling.pipeline import *; print(repr(fused({pipes!r})))"
+    program = f"from scheduling.fused_pipelines import *; print(repr(fused({pipes!r})))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         found = run_process(sys.executable, "-c", program, env=environment).stdout
@@ -128,4 +129,4 @@ def test_fused_is_as_fast_as_published(name):
     pipes, published = INSTANCES[name], PUBLISHED[name]
     latency, memory = check(pipes, fused(pipes))
     assert latency == published["bound"] <= published["published"]["latency"]
-    assert memory <= pipeline.MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-9)
+    assert memory <= MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-9)

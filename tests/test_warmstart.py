@@ -9,7 +9,7 @@ from config import DEMO_MODELS, Config
 from demo import task
 from examples.make_demo import texts, warmstart
 from examples.make_demo.texts import DEMOS
-from images.reader import IMAGE, VIDEO
+from inputs.templates import IMAGE, VIDEO
 from tests.test_drawn import read_clip, read_numbers
 
 CRITIQUES = {  # of 57+68

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from config import Config
 from scheduling.layout import Shape
 from training import model as models
-from training import sharded_checkpoint, vision
+from training import sharded_checkpoint
 
 
 class Elsewhere:
@@ -34,7 +34,7 @@ class Elsewhere:
         self.passes = []
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
-        self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
+        self.image_cost = models.image_cost(hf)
         # Megatron's optimizer gathers its groups of parameters from all ranks, once more for experts'
         for _ in range(2 if learns else 0):
             dist.all_gather_object([None] * dist.get_world_size(), [])

@@ -11,8 +11,7 @@ from algorithms import algorithm_of
 from config import AS_FITS, Config
 from engines.server import context_length, kv_tokens
 from engines.wire import BUCKET_BYTES
-from images.reader import sees
-from inputs.hf_directory import checkpoint_shapes
+from inputs.hf_directory import checkpoint_shapes, sees
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of

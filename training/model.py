@@ -5,6 +5,8 @@ Engine and Apex refuse RMSNorm under sequence parallelism, and attention on pack
 """
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import transformer_block
@@ -24,7 +27,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import data
 from config import Config
-from images.reader import ImageReader
 from inputs.hf_directory import (
     FAMILIES,
     HEAD,
@@ -38,7 +40,6 @@ from scheduling.layout import Placement, Shape
 from training import lm_head
 from training.hf_weights import HFWeights
 from training.packing import MicroBatch
-from training.vision import Packing, VisionModel, deep_features
 
 OUTPUT = "lm_head.weight"
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -56,6 +57,14 @@ class RMSNorm:  # a class, because Megatron would not call a function
         norm.weight.sequence_parallel = config.sequence_parallel
         norm.weight.tensor_model_parallel = False
         return norm
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """The facts of a micro-batch that all layers share. Megatron's own layers read `qkv_format` alone."""
+
+    batch: MicroBatch | None = None
+    rope: tuple[Tensor, Tensor] | None = None  # cosines and sines, [tokens, 1, dim]
 
 
 def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
@@ -159,6 +168,8 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
     hf["whole"] = whole
     if FAMILIES[model_type].tower:
+        from images.reader import ImageReader
+
         hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
@@ -252,6 +263,15 @@ def forward_cost(hf: dict, tokens: int) -> int:
     return tokens * matrices + tokens**2 * attention
 
 
+def image_cost(hf: dict) -> Callable[[list[int]], int]:
+    """Return a function of a prompt: a forward pass's multiply-adds on its images."""
+    if "vision" not in hf:
+        return lambda prompt: 0
+    from training.vision import image_cost
+
+    return image_cost(hf)
+
+
 def check_sizes(hf: dict, config: Config) -> None:
     """UserError if the tensor-parallel ranks or the stages don't divide the model."""
     cuts = [("tp", name) for name in SPLIT_BY_TP] + [("pp", "num_hidden_layers")]
@@ -260,9 +280,12 @@ def check_sizes(hf: dict, config: Config) -> None:
         if hf[name] % size:
             raise UserError(f"--{flag} {size} does not divide {name} = {hf[name]} of --model")
     layers = hf["num_hidden_layers"] // config.pp
-    if layers < (deep := deep_features(hf.get("vision"))):
-        needed = f"images enter the first {deep} of --model"
-        raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
+    if "vision" in hf:
+        from training.vision import deep_features
+
+        if layers < (deep := deep_features(hf["vision"])):
+            needed = f"images enter the first {deep} of --model"
+            raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
 
 
 def tensor_shapes(hf: dict) -> dict[str, list[int]]:
@@ -353,8 +376,10 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     layers = [layer] * transformer_block.get_num_layers_to_build(config, pp_rank=stage)
-    sees = stage == 0 and "vision" in hf
-    gpt = (VisionModel if sees else GPTModel)(
+    kind = GPTModel
+    if sees := stage == 0 and "vision" in hf:
+        from training.vision import VisionModel as kind
+    gpt = kind(
         config,
         transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=hf["vocab_size"],

@@ -1,15 +1,19 @@
 """Micro-batches: sequences packed end to end, with next-token targets. balance.py says what goes in."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from images.tokens import Image, positions
 from scheduling.balance import packed_length
+
+if TYPE_CHECKING:
+    from images.tokens import Image
 
 NO_TARGET = NO_FEATURE = -1
 
@@ -95,6 +99,8 @@ def _with_images(
     images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
     if not images:
         return batch
+    from images.tokens import positions
+
     ends = accumulate(image.features for image in images)
     ranges = (range(end - image.features, end) for image, end in zip(images, ends, strict=True))
     features = dict(zip(images, ranges, strict=True))

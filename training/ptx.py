@@ -11,15 +11,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import data
 from inputs.rows import read_rows
 from runtime.errors import UserError
+from training.executor import Work
 from training.packing import MicroBatch, Sequence
 from training.trainer import LossSums, Read, loss_sums
+
+if TYPE_CHECKING:
+    from actor import Actor
 
 STATS = ("ptx", "ptx_tokens")  # of micro-batches of texts
 
@@ -57,6 +63,29 @@ def choose(
     order = data.Shuffled(texts, seed, name="texts")
     draws = range(number * size + dp_rank, (number + 1) * size, dp_size)
     return [order.training(draw) for draw in draws]
+
+
+def add_texts(actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
+    """Add texts for optimizer step `number`, in micro-batches of their own (collective)."""
+    config = actor.config
+    step = actor.version * config.updates_per_step + number
+    place = (actor.dp_rank, actor.dp_size)
+    mine = choose(actor.texts, step, actor.algorithm.ptx_batch, config.seed, *place)
+    # every rank of a model-parallel group counts the same tokens: the ratio is right
+    tokens = float(sum(len(response) for _, response in mine))
+    counts = {"divisor": divisors.sum().item(), "tokens": tokens}
+    total = actor.all_reduce(counts, dist.ReduceOp.SUM)
+    packed = []
+    for chosen in actor.pack(mine):
+        packed.append([mine[index] for index in chosen])
+    # as many micro-batches on every rank: with other tables replicas would sum gradients in another order
+    most = actor.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
+    while len(packed) < most["count"]:
+        packed.append([])
+    weight = actor.algorithm.ptx_coef * total["divisor"] / total["tokens"]
+    texts = actor.work(packed, TextLoss(actor.own_logprobs, weight))
+    work.micro_batches += texts.micro_batches
+    work.losses += texts.losses
 
 
 @dataclass

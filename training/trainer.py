@@ -29,7 +29,7 @@ from config import Config
 from sample import Sample, flat
 from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
-from training import hf_weights, sharded_checkpoint, vision
+from training import hf_weights, sharded_checkpoint
 from training import model as models
 from training.executor import Pass, Work, run
 from training.groups import Groups, make_groups, own_device
@@ -99,7 +99,7 @@ class Trainer:
         self.device = own_device()
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
-        self.image_cost = vision.image_cost(hf) if "vision" in hf else lambda prompt: 0
+        self.image_cost = models.image_cost(hf)
         self._join(groups)
         model_config = models.transformer_config(hf, config)
         # of a token, about: schedules compare models by it

@@ -5,14 +5,14 @@ Qwen3-VL's tower makes more of them in its lower layers; they are added behind t
 model (DeepStack, arXiv 2406.04334).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
@@ -20,13 +20,8 @@ from images.reader import ImageReader
 from images.tokens import Image
 from training.packing import NO_FEATURE, MicroBatch
 
-
-@dataclass
-class Packing(PackedSeqParams):
-    """The facts of a micro-batch that all layers share. Megatron's own layers read `qkv_format` alone."""
-
-    batch: MicroBatch | None = None
-    rope: tuple[Tensor, Tensor] | None = None  # cosines and sines, [tokens, 1, dim]
+if TYPE_CHECKING:
+    from training.model import Packing
 
 
 def deep_features(vision: PretrainedConfig | None) -> int:

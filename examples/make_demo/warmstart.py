@@ -33,13 +33,14 @@ from safetensors.torch import load_file, save_file
 import data
 from actor import Actor
 from config import Config, parse_config
+from data import reader_of
 from demo import task
 from demo.task import shown_work, training_problem
 from examples.make_demo.closing import close
 from examples.make_demo.models import VISION, character_tokenizer, new_model
 from examples.make_demo.slips import corrupted
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
-from images.reader import ImageReader, reader_of
+from images.reader import ImageReader
 from reporting.progress import Progress
 from runtime import rendezvous
 from runtime.world import World

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 import controller
-import demo.task  # noqa: F401 (it adds a judge format)
+import extras  # noqa: F401
 import modes
 import placement
 import rewards
