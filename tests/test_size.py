@@ -40,8 +40,8 @@ MOST_WORDS = 12_950  # of docs/, without the pages that a command writes
 MOST_FLAGS = 64
 MOST_ROOT_FILES, MOST_COLUMNS = 18, 110
 LAYERS = (  # each may import what stands below it, and its own line
-    {"run", "papers", "extras"},
-    {"commands", "simulation"},
+    {"run", "papers"},
+    {"extras", "commands", "simulation"},
     {"controller"},
     {"fused"},
     {"modes", "rollout", "rewards", "checkpoint", "demo"},
