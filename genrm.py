@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 
-import data
 from config import Config, as_text
 from engines.engine import Answer, Request, Sampling, seed_of
 from engines.pool import Pool
 from engines.server import context_length
-from inputs.templates import IMAGE
+from inputs import tokenization
+from inputs.rows import Text, transcript
+from inputs.templates import IMAGE, break_special_tokens
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -234,7 +235,11 @@ class Judge:
     """A judge model with its tokenizer. The genrm engines of `model` m serve judge number m."""
 
     def __init__(
-        self, config: Config, number: int, tokenizer: data.Tokenizer, reader: ImageReader | None
+        self,
+        config: Config,
+        number: int,
+        tokenizer: tokenization.Tokenizer,
+        reader: ImageReader | None,
     ):
         self.number = number
         self.tokenizer = tokenizer
@@ -247,7 +252,7 @@ class Judge:
         self.judgements = self.format.judgements
         self.name = model_dir = config.judge_models[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
-        stop = data.stop_tokens(model_dir, tokenizer, reader)
+        stop = tokenization.stop_tokens(model_dir, tokenizer, reader)
         self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
         context = context_length(model_dir, config)
         self.max_prompt_tokens = context - max_new_tokens
@@ -259,11 +264,11 @@ class Judge:
         self.latencies: list[float] = []  # seconds of each critique in this step
         # raises UserError for what its chat template can't say of the format
         tokens, _ = self._tokens("Is it?", "yes", (), False)
-        begun = re.search(rf"<{THINK}\s*$", data.decode(tokenizer, tokens, special=True))
+        begun = re.search(rf"<{THINK}\s*$", tokenization.decode(tokenizer, tokens, special=True))
         self.thought = begun[0] if begun else ""  # that the template begins
 
     async def ask(
-        self, prompt: data.Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
+        self, prompt: Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
     ) -> Judgement:
         """Get the critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
 
@@ -275,7 +280,7 @@ class Judge:
         if len(tokens) > (most := self.max_prompt_tokens):
             self.failed += 1
             return Judgement(f"not asked: {len(tokens)} tokens, of at most {most}", None)
-        pair = (data.transcript(prompt), answer)
+        pair = (transcript(prompt), answer)
         judgements: list[Judgement] = []
         missing = list(range(self.judgements))
         attempts = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES  # greedy repeats
@@ -319,25 +324,25 @@ class Judge:
         return [replies[place] for place in range(len(requests))]
 
     def _tokens(
-        self, prompt: data.Text, answer: str, images: tuple[Image, ...], is_cut: bool
+        self, prompt: Text, answer: str, images: tuple[Image, ...], is_cut: bool
     ) -> tuple[list[int], tuple]:
         """Return the tokens that the judge is sent, and the images in them."""
         if self.format.prompt is None:
-            return data.encode_exchange(self.tokenizer, prompt, answer, is_cut), ()
+            return tokenization.encode_exchange(self.tokenizer, prompt, answer, is_cut), ()
         # a special token that they spell out is text: it can't end the turn
-        texts = (data.transcript(prompt), answer)
-        question, answer = (data.break_special_tokens(self.tokenizer, text) for text in texts)
+        texts = (transcript(prompt), answer)
+        question, answer = (break_special_tokens(self.tokenizer, text) for text in texts)
         if not (self.reader and images):
-            return data.encode(self.tokenizer, self.format.prompt(question, answer)), ()
+            return tokenization.encode(self.tokenizer, self.format.prompt(question, answer)), ()
         answer = answer.replace(IMAGE, "< image>")  # no place that it made up
         shown = self.format.prompt(question, answer)
-        return data.encode_prompt(self.tokenizer, self.reader, shown, images), images
+        return tokenization.encode_prompt(self.tokenizer, self.reader, shown, images), images
 
     def _read(self, reply: Answer) -> Judgement:
         if self.format.scores:
             score = math.nan if reply.score is None else reply.score
             return Judgement(f"score {score:.6g}", score if math.isfinite(score) else None)
-        text = data.decode(self.tokenizer, reply.tokens)
+        text = tokenization.decode(self.tokenizer, reply.tokens)
         return Judgement(text, self.format.grade(self.thought + text, reply))
 
 

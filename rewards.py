@@ -25,16 +25,16 @@ from typing import NamedTuple
 
 import numpy
 
-import data
 from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
+from inputs import tokenization
 from runtime import shutdown
 from runtime.alarm import Alarm
 from runtime.errors import UserError
 from sample import Sample
 
-Decode = Callable[..., str]  # the policy's tokens -> text, as data.decode
+Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
 OVERDUE = ContextVar("overdue", default="")  # what to say of the rule that runs now, if one does
 LATE = signals.SIGRTMIN  # the signal that a rule's time is over; SIGALRM is the user's
 
@@ -304,7 +304,7 @@ def load_rules(config: Config) -> list[Rule]:
 def build(
     config: Config,
     rules: list[Rule],
-    tokenizers: list[data.Tokenizer],
+    tokenizers: list[tokenization.Tokenizer],
     decode: Decode,
     readers: Sequence = (),
 ) -> Rewards:

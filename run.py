@@ -42,6 +42,7 @@ from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of, number_key
+from inputs import prompt_file, tokenization
 from placement import CHECKS, Devices, Models
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
@@ -287,12 +288,12 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     longest = server.context_length(config.model, config)
     if config.command == "rl":
         longest = min(longest, config.token_budget)
-    tokenizer, *judges = data.load_tokenizers(config, say)
+    tokenizer, *judges = tokenization.load_tokenizers(config, say)
     clips = (config.video_fps, config.video_frames)
     reader, *readers = (
-        data.reader_of(model, *clips) for model in (config.model, *config.judge_models)
+        tokenization.reader_of(model, *clips) for model in (config.model, *config.judge_models)
     )
-    decode = partial(data.decode, tokenizer)
+    decode = partial(tokenization.decode, tokenizer)
     room = longest - config.max_new_tokens
     if room < 1:
         of = f"leaves prompts no room in the {longest} tokens of {config.model}"
@@ -305,7 +306,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     if reader:
         keeps |= {"has_images": True, "threads": ThreadPoolExecutor(data.READERS)}
     prompts = data.Prompts(source, config.answers_per_prompt, **keeps)
-    stop = data.stop_tokens(config.model, tokenizer, reader, say)
+    stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
     is_exact = config.answer_tokens > 0
     sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
     scores = rewards.build(config, rules, judges, decode, readers)
@@ -326,15 +327,15 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     return Inputs(algorithm, decode, prompts, scores, sampling, collect, learn, texts)
 
 
-def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.Source:
+def source_of(config: Config, how: tuple, judges: list[tokenization.Tokenizer]) -> data.Source:
     """The prompts to train on, and those held out, of an evaluation all. how: as PromptFile reads a file."""
     tokenizer, _, _, reader, _ = how
     show = task.filmed if config.preset == "video" else task.drawn
-    encode = partial(data.encode_prompt, tokenizer, reader)
+    encode = partial(tokenization.encode_prompt, tokenizer, reader)
     source = task.Addition(config.seed, encode, reader, show)
     if config.command == "eval":
         if config.data:
-            source.held_out = data.PromptFile(Path(config.data), *how, {"--data": str})
+            source.held_out = prompt_file.PromptFile(Path(config.data), *how, {"--data": str})
         return source
     if config.data:
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
@@ -342,11 +343,11 @@ def source_of(config: Config, how: tuple, judges: list[data.Tokenizer]) -> data.
         needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
         formats = zip(judges, formats_of(config), strict=False)
         scorers = [tokenizer for tokenizer, row in formats if row.scores]
-        rows = data.PromptFile(Path(config.data), *how, needs, scorers=scorers)
+        rows = prompt_file.PromptFile(Path(config.data), *how, needs, scorers=scorers)
         source = rows.shuffled(config.seed, 0 if config.eval_data else HELD_OUT)
     if config.eval_data:
         needs = {"--eval-data": str}
-        source.held_out = data.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")
+        source.held_out = prompt_file.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")
     return source
 
 

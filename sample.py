@@ -21,6 +21,16 @@ class Outcome(NamedTuple):
     greedy: bool
 
 
+@dataclass(frozen=True)
+class Prompt:
+    tokens: list[int]
+    question: str  # the last turn of the user
+    answer_key: str | None  # for the accuracy and for rules; no judge sees it
+    images: tuple[Image, ...] = field(default=(), compare=False)
+    turns: list[dict] = field(default_factory=list)  # as Sample.turns
+    row: dict[str, Any] = field(default_factory=dict, compare=False)
+
+
 @dataclass
 class Sample:
     """One answer to one prompt. Every field names the file that fills it."""

@@ -30,7 +30,7 @@ from engines.engine import Answer, Engine, Request, seed_of
 from engines.pool import Pool
 from reporting.metrics import local_facts, serving_metrics, summarize
 from rollout import RolloutBatch
-from sample import Key, Sample
+from sample import Key, Prompt, Sample
 
 
 class GivenPrompts(data.Prompts):
@@ -42,7 +42,7 @@ class GivenPrompts(data.Prompts):
         self.keys: dict[int, Key] = {}
         self._seed = config.seed
 
-    def group(self, prompt_id: int, prompt: data.Prompt) -> list[Sample]:
+    def group(self, prompt_id: int, prompt: Prompt) -> list[Sample]:
         group = super().group(prompt_id, prompt)
         for sample in group:
             self.keys[seed_of(self._seed, *sample.key)] = sample.key

@@ -27,13 +27,13 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import controller
-import data
 import run
 from algorithms import Algorithm, algorithm_of
 from bench.measuring import ROOT, run_ranks
 from config import Config, parse_config
 from engines import wire
 from genrm import formats_of
+from inputs import tokenization
 from reporting import timeline
 from rollout import MEETING_INTERVAL_S
 from sample import flat
@@ -179,12 +179,12 @@ def samples_of(ranks: list[SimpleNamespace]) -> list[SimpleNamespace]:
 
 def answers_of(group: list[SimpleNamespace], config: Config) -> dict:
     """The life of the answers to one prompt, a row each, and how their rewards are spread."""
-    tokenizer, *_ = data.load_tokenizers(config, print)
+    tokenizer, *_ = tokenization.load_tokenizers(config, print)
     judge = formats_of(config)[0]
     rows = []
     for sample in group:
-        text = data.decode(tokenizer, sample.response)
-        sample.pieces = [data.decode(tokenizer, [token]) for token in sample.response]
+        text = tokenization.decode(tokenizer, sample.response)
+        sample.pieces = [tokenization.decode(tokenizer, [token]) for token in sample.response]
         sample.asked = judge.prompt(sample.question, judge.answer_of(text, sample.finish))
         row = f"| {sample.index} | `{text}` | {len(sample.response)} | `{sample.critique}`"
         row += f" | {sample.reward:g} | {sample.advantage:+.4f} | {sample.trainer} |"

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from data import Prompt
 from genrm import FORMATS, JudgeFormat
 from inputs.templates import IMAGE, VIDEO
+from sample import Prompt
 
 if TYPE_CHECKING:
     from images.reader import ImageReader

@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import data
+
 import run
 from actor import Actor, learning_rate
 from commands import memory
@@ -33,9 +33,10 @@ from config import HELD_OUT, TINY, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from critic import Critic
 from demo.task import shown_work, training_problem
+from inputs import tokenization
 from inputs.hf_directory import sees
 from inputs.rows import PLACES, TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
-from inputs.shuffled import identities
+from inputs.shuffled import Shuffled, identities
 from placement import make_placement
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -69,7 +70,7 @@ class FinetuneConfig(Config):
     dpo_beta: float = setting(0.1, "dpo: strength of the KL to the start", "examples", low=TINY)
 
 
-def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -> tuple:
+def read_answer(row: dict, answer: Any, tokenizer: tokenization.Tokenizer, where: str) -> tuple:
     """Return a row's prompt and an answer, both text or both chat turns. UserError says what is wrong."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
@@ -77,8 +78,8 @@ def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -
         if tokenizer.eos_token_id is None:
             name = tokenizer.name_or_path
             raise UserError(f"{where}: the tokenizer in {name} has no end-of-sequence token")
-        data.check_prompt(tokenizer, prompt, where)
-        data.check_end(tokenizer, answer.rstrip(), where, "answer")
+        tokenization.check_prompt(tokenizer, prompt, where)
+        tokenization.check_end(tokenizer, answer.rstrip(), where, "answer")
         return prompt, answer
     before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
     turns = read_turns(as_turns(answer, "assistant"), where)
@@ -92,8 +93,8 @@ def read_answer(row: dict, answer: Any, tokenizer: data.Tokenizer, where: str) -
         raise UserError(f"{where}: a conversation ends with {needed}")
     if turns[-2]["role"] == "assistant":
         raise UserError(f"{where}: the answer follows a turn of the assistant; make them one")
-    data.check_prompt(tokenizer, turns[:-1], where)
-    data.check_end(tokenizer, last["content"].rstrip(), where, "answer")
+    tokenization.check_prompt(tokenizer, turns[:-1], where)
+    tokenization.check_end(tokenizer, last["content"].rstrip(), where, "answer")
     return with_tools(turns[:-1], row, where), [last]
 
 
@@ -110,17 +111,19 @@ def conversation_of(before: list[dict], turns: list[dict], where: str) -> list[d
     return before[:new] + turns
 
 
-def parse_sft(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+def parse_sft(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
     answers = [row[n] for n in ("messages", "response", "completion") if row.get(n) is not None]
     if len(answers) != 1:
         raise UserError(f"{where}: needs `messages`, or `prompt` and `response` or `completion`")
     pair = read_answer(row, answers[0], tokenizer, where)
-    prompt, response = data.encode_pair(tokenizer, *pair, where)
+    prompt, response = tokenization.encode_pair(tokenizer, *pair, where)
     return [Sample(0, 0, prompt, response=response, turns=as_turns(pair[0], "user"))]
 
 
-def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callable) -> tuple:
+def encode_both(
+    row: dict, tokenizer: tokenization.Tokenizer, where: str, encode: Callable
+) -> tuple:
     """Read {"prompt", "chosen", "rejected"}, the first answer is liked better: turns, both encoded."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
@@ -133,20 +136,24 @@ def encode_both(row: dict, tokenizer: data.Tokenizer, where: str, encode: Callab
     return as_turns(pairs[0][0], "user"), encoded
 
 
-def parse_pair(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+def parse_pair(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
     """Read a row as `encode_both` does, as two samples."""
-    turns, pairs = encode_both(row, tokenizer, where, partial(data.encode_pair, where=where))
+    turns, pairs = encode_both(
+        row, tokenizer, where, partial(tokenization.encode_pair, where=where)
+    )
     return [Sample(0, n, pair[0], response=pair[1], turns=turns) for n, pair in enumerate(pairs)]
 
 
-def parse_rm(row: dict, tokenizer: data.Tokenizer, where: str) -> Example:
+def parse_rm(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
     """Read a pair for a scalar head, which is read at the last token: one target behind it, any one."""
-    turns, pairs = encode_both(row, tokenizer, where, partial(data.encode_exchange, where=where))
+    turns, pairs = encode_both(
+        row, tokenizer, where, partial(tokenization.encode_exchange, where=where)
+    )
     return [Sample(0, n, both, response=both[-1:], turns=turns) for n, both in enumerate(pairs)]
 
 
 def read_examples(
-    path: Path, parse: Callable, tokenizer: data.Tokenizer, config: FinetuneConfig
+    path: Path, parse: Callable, tokenizer: tokenization.Tokenizer, config: FinetuneConfig
 ) -> list[Example]:
     """Read all rows. UserError with file and line for one that can't be used, or is too long."""
     rows = []
@@ -207,7 +214,7 @@ class PairLoss:
 class Task(NamedTuple):
     """A command: how a row is parsed, which model learns, and how fast by default."""
 
-    parse: Callable[[dict, data.Tokenizer, str], Example]
+    parse: Callable[[dict, tokenization.Tokenizer, str], Example]
     model: type[Trainer]
     lr: float
     stats: tuple[str, ...] = ()  # of PairLoss; a task without any has the cross-entropy
@@ -314,10 +321,10 @@ def train(
     """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
     name = config.command
     path = Path(config.data or out / "data.jsonl")
-    [tokenizer] = data.load_tokenizers(config, progress.line)
+    [tokenizer] = tokenization.load_tokenizers(config, progress.line)
     examples = read_examples(path, TASKS[name].parse, tokenizer, config)
     prompts = identities(example[0].turns for example in examples)
-    order = data.Shuffled(range(len(examples)), config.seed, HELD_OUT, prompts=prompts)
+    order = Shuffled(range(len(examples)), config.seed, HELD_OUT, prompts=prompts)
     held_out = [examples[number] for number in sorted(order.held_out)]
     config = with_micro_batch(config)
     memory.check_fits(config, placement, [])
@@ -327,7 +334,9 @@ def train(
     progress.line(f"nanoYATT {name}: {config.model} learns from {source}; {steps}")
     learner = Learner(config)
     writer = MetricsWriter(out) if rank == 0 else None
-    learner.trainer.stop_tokens = data.stop_tokens(config.model, tokenizer, say=progress.line)
+    learner.trainer.stop_tokens = tokenization.stop_tokens(
+        config.model, tokenizer, say=progress.line
+    )
     skips = 0
     for step in range(config.steps + 1):
         row = {}
@@ -359,7 +368,7 @@ def train(
     progress.line(f"wrote {out}/: hf/ (a Hugging Face directory), metrics.jsonl, tensorboard/")
 
 
-def set_padding(folder: Path, tokenizer: data.Tokenizer, examples: list[Example]) -> str:
+def set_padding(folder: Path, tokenizer: tokenization.Tokenizer, examples: list[Example]) -> str:
     """Let an exported reward model pad with a special token that ends no example. Returns what to say.
 
     transformers scores the last token that isn't padding; without a pad token it takes single texts.

@@ -28,12 +28,12 @@ import rollout
 from algorithms import algorithm_of
 from config import Config
 from controller import Controller
-from data import Prompt, Prompts
+from data import Prompts
 from engines import pool
 from engines.engine import Request, Sampling, seed_of
 from reporting import timeline as tl
 from rollout import RolloutBatch
-from sample import Key, Sample
+from sample import Key, Prompt, Sample
 from scheduling.layout import Placement
 from scheduling.measured import StepStats
 from simulation.clock import VirtualClock, end_all

@@ -23,7 +23,9 @@ from PIL import Image as pillow
 import data
 from examples.finetune import FinetuneConfig, parse_sft, read_examples
 from images import clips, reader
+from inputs import prompt_file, tokenization
 from runtime.errors import UserError
+from sample import Prompt
 from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
 from tests.support.patience import run_process
 from tests.support.rows import jsonl
@@ -346,7 +348,9 @@ def test_fewer_frames_by_the_settings(model_dir, folder):
     path = jsonl(folder / "rows.jsonl", ROWS[:1])
     for fps, most, pairs in ((2.0, 16, 3), (0.1, 16, 2), (2.0, 2, 1), (10.0, 100, 15)):
         eyes = reader.ImageReader(model_dir, fps, most)
-        (prompt,) = data.PromptFile(path, data.load_tokenizer(model_dir), 900, reader=eyes)
+        (prompt,) = prompt_file.PromptFile(
+            path, tokenization.load_tokenizer(model_dir), 900, reader=eyes
+        )
         assert len(prompt.images) == pairs
 
 
@@ -489,7 +493,7 @@ def test_fine_tuning_refuses_videos(model_dir, folder):
     path = jsonl(folder / "rows.jsonl", [row])
     config = FinetuneConfig(model=model_dir, command="sft")
     with pytest.raises(UserError, match=r"rows.jsonl:1: it has videos, and sft learns from texts"):
-        read_examples(path, parse_sft, data.load_tokenizer(model_dir), config)
+        read_examples(path, parse_sft, tokenization.load_tokenizer(model_dir), config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -524,7 +528,7 @@ class Slow:
     def training(self, prompt_id):
         self.read.append(prompt_id)
         time.sleep(0.05)
-        return data.Prompt([1], str(prompt_id), None)
+        return Prompt([1], str(prompt_id), None)
 
 
 def test_prompts_are_read_in_threads_and_ahead(run):

@@ -16,13 +16,12 @@ import torch
 from safetensors import torch as safetensors
 
 import config
-import data
 import run
 from commands import dry_run
 from engines import fleet
 from engines.engine import Engine
 from genrm import formats_of
-from inputs import hf_directory
+from inputs import hf_directory, tokenization
 from modes import place
 from rewards import load_rules
 from runtime import atomic_files
@@ -381,7 +380,7 @@ def test_a_damaged_record_of_a_run_is_named(tmp_path):
 def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch):
     """The names of --template; of a scalar judge, which is shown all turns, every row."""
     monkeypatch.setattr(model, "check_models", lambda *_: None)
-    tokenizer = data.load_tokenizer(str(models.save_model(tmp_path / "judge")))
+    tokenizer = tokenization.load_tokenizer(str(models.save_model(tmp_path / "judge")))
     tokenizer.chat_template = GEMMA
     tokenizer.save_pretrained(tmp_path / "judge")
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
@@ -395,8 +394,8 @@ def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch)
 
 
 def test_a_prompt_leaves_room_for_its_answer(actor, rows, capsys):
-    tokenizer = data.load_tokenizer(str(actor))
-    longest = max(n for n in range(501) if len(data.encode(tokenizer, "7" * n)) == 500)
+    tokenizer = tokenization.load_tokenizer(str(actor))
+    longest = max(n for n in range(501) if len(tokenization.encode(tokenizer, "7" * n)) == 500)
     sampling = read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * longest}])).sampling
     assert (sampling.temperature, sampling.max_new_tokens) == (1.0, 12)
     exactly = read(actor, rows, "--answer-tokens", 12).sampling

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import algorithms
-import data
 import genrm
 import modes
 import placement
 import rewards
 import run
+from inputs import prompt_file, tokenization
 from tests import ROOT
 from tests.support import fakes
 from tests.support.fakes import simulate, text_answer, to_text
@@ -139,8 +139,8 @@ def test_a_reward_of_one_s_own_runs():
 def test_a_rule_that_reads_its_rows():
     """Of each row of its file: the right answer, one too short, one that was cut off; none of other rows."""
     rule = rewards.load("reward", f"{EXAMPLES / 'my_rule_rows.py'}:tidy")
-    tokenizer = data.load_tokenizer(str(EXAMPLES.parent / "demo/models/written/actor"))
-    prompts = data.PromptFile(EXAMPLES / "my_rows.jsonl", tokenizer, 184)
+    tokenizer = tokenization.load_tokenizer(str(EXAMPLES.parent / "demo/models/written/actor"))
+    prompts = prompt_file.PromptFile(EXAMPLES / "my_rows.jsonl", tokenizer, 184)
     assert {prompt.row["kind"] for prompt in prompts} == {"sum", "free"}
     for prompt in prompts:
         said = []

@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import data
 import rewards
 from config import Config
 from engines.engine import Answer
@@ -24,6 +23,7 @@ from examples import finetune
 from examples.finetune import FinetuneConfig, parse_pair, parse_rm, parse_sft, read_examples
 from examples.make_demo import models
 from examples.make_demo.closing import close
+from inputs import tokenization
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.models import end_turns_with, save_model, save_tokenizer
@@ -152,8 +152,8 @@ def tokenizers(tmp_path_factory) -> dict:
     """One that has a chat template, also without an end of turns; the demo's, which has none."""
     path = tmp_path_factory.mktemp("tokenizers")
     models.new_model(path / "text", 0)
-    named = {"text": data.load_tokenizer(str(path / "text"))}
-    named["chat"] = data.load_tokenizer(str(save_tokenizer(path / "chat")))
+    named = {"text": tokenization.load_tokenizer(str(path / "text"))}
+    named["chat"] = tokenization.load_tokenizer(str(save_tokenizer(path / "chat")))
     named["endless"] = copy.deepcopy(named["chat"])
     named["endless"].chat_template = named["chat"].chat_template.replace("<|im_end|>", "")
     return named
@@ -384,7 +384,7 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert list((out / "tensorboard").iterdir())
     assert json.loads((out / "config.json").read_text())["command"] == command
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
-    assert kind.from_pretrained(out / "hf") and data.load_tokenizer(str(out / "hf"))
+    assert kind.from_pretrained(out / "hf") and tokenization.load_tokenizer(str(out / "hf"))
     written = json.loads((out / "hf" / "generation_config.json").read_text())
     assert {*written["eos_token_id"]} == {2, end} and written["pad_token_id"] == 0
 
@@ -435,7 +435,7 @@ PADS += [(None, False, "<|im_start|>"), ("<|im_end|>", True, None)]
 def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone, padded_with):
     """At the last token, though the tokenizer pads with that one, in batches padded on either side."""
     home = save_model(tmp_path / "model")
-    tokenizer = data.load_tokenizer(str(home))
+    tokenizer = tokenization.load_tokenizer(str(home))
     tokenizer.pad_token, tokenizer.chat_template = pad, None
     tokenizer.save_pretrained(home)
     (home / "chat_template.jinja").unlink()
@@ -462,7 +462,7 @@ def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone,
     again = finetune.parse_command(f"rm --model {exported}".split())
     check_models(again, becomes_scalar=True)  # it may learn on
     reader = finetune.Learner(again).trainer
-    tokenizer = data.load_tokenizer(exported)
+    tokenizer = tokenization.load_tokenizer(exported)
     texts = [parse_rm(row, tokenizer, "f:1")[n % 2] for n, row in enumerate(rows[:4])]
     ours = list(chain(*reader.read_tokens([texts])))
     close(reader)

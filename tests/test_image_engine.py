@@ -15,12 +15,12 @@ from PIL import Image as pillow
 from safetensors.torch import load_file
 
 from config import Config
-from data import encode_prompt, load_tokenizer
 from engines import server, wire
 from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
 from images.reader import ImageReader
 from images.tokens import Image, expand
+from inputs.tokenization import encode_prompt, load_tokenizer
 from tests.support.clips import encoded_clip, frames_of
 from tests.support.launched import free_port
 from tests.support.patience import LIMIT_S

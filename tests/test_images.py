@@ -29,6 +29,8 @@ from config import Config
 from engines.engine import Answer
 from images import reader, tokens
 from images.tokens import Image
+from inputs import prompt_file, tokenization
+from inputs.shuffled import Shuffled
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.models import save_tokenizer
@@ -81,7 +83,7 @@ def test_collapse_is_the_inverse_of_expand_and_positions_are_transformers(prompt
 
 @pytest.mark.parametrize("width, height", [(64, 32), (40, 100), (5, 5), (700, 300), (33, 900)])
 def test_an_images_shape_is_its_pixels(model_dir, width, height):
-    read = data.reader_of(model_dir)
+    read = tokenization.reader_of(model_dir)
     image = read.read(partial(encoded_picture, width, height), "here")
     other = read.read(partial(encoded_picture, 64, 64, kind="JPEG"), "there")
     pixels, grids = read.pixels([image, other])
@@ -92,7 +94,7 @@ def test_an_images_shape_is_its_pixels(model_dir, width, height):
 def test_what_is_no_still_image_is_refused(model_dir, monkeypatch):
     def check(content: bytes, problem: str) -> None:
         with pytest.raises(UserError, match=rf"^a\.gif: {problem}"):
-            data.reader_of(model_dir).read(partial(bytes, content), "a.gif")
+            tokenization.reader_of(model_dir).read(partial(bytes, content), "a.gif")
 
     whole = encoded_picture(64, 64)
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
@@ -260,7 +262,7 @@ def test_engine_and_trainer_get_what_people_see(model_dir, name):
     assert abs(np.array(image, int) - expected).max() <= error
     if min(image.size) < 32:
         return
-    eyes = data.reader_of(model_dir)
+    eyes = tokenization.reader_of(model_dir)
     found = eyes.read(partial(bytes, file), "here")
     sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
     assert sent.tobytes() == image.tobytes() and pickle.loads(pickle.dumps(found)) == found
@@ -298,7 +300,7 @@ def test_a_picture_stands_upright(model_dir, kind):
             tags[0x0112] = orientation
         stored = pillow.fromarray(turned_back(pixels, orientation)).convert(mode)
         file = saved(stored, form, exif=tags, **options)
-        found = data.reader_of(model_dir).read(partial(bytes, file), "here")
+        found = tokenization.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.shape == (1, 2, 3)
         sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
         assert abs(np.array(sent, int) - pixels).max() <= (3 if kind == "JPEG" else 0)
@@ -310,7 +312,7 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
     kinds += [saved(picture("L", [0, 90])), photo(), photo(exif=pillow.Exif())]
     kinds.append(encoded_picture(64, 64, kind="WEBP", exif=b"damaged"))
     for file in kinds:
-        found = data.reader_of(model_dir).read(partial(bytes, file), "here")
+        found = tokenization.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.read() == file and found.digest == hashlib.sha256(file).digest()
 
 
@@ -318,7 +320,7 @@ def test_gray_is_read_whatever_the_directory_says_of_colors(model_dir, tmp_path)
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_convert_rgb": False}))
-    eyes = data.reader_of(str(tmp_path))
+    eyes = tokenization.reader_of(str(tmp_path))
     gray = saved(picture("L", [0, 90]))
     colors = saved(picture("L", [0, 90]).convert("RGB"))
     (pixels, _), (expected, _) = (
@@ -348,7 +350,7 @@ def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
     path = folder / "pictures/0.png"
     with path.open("ab") as file:
         file.truncate(reader.MOST_BYTES + 1)
-    read = partial(data.reader_of(model_dir).read_item, folder, "rows.jsonl:1", True)
+    read = partial(tokenization.reader_of(model_dir).read_item, folder, "rows.jsonl:1", True)
     with pytest.raises(UserError, match=r"^rows.jsonl:1: .*0.png: 715,827,881 bytes, of at most"):
         read(reader.IMAGE, lambda: ["pictures/0.png"], 0)
     monkeypatch.setattr(reader, "MOST_BYTES", (folder / "pictures/1.png").stat().st_size)
@@ -372,11 +374,11 @@ def folder(tmp_path):
 
 
 def prompts_of(model_dir, path, room=200, **options):
-    eyes, tokenizer = data.reader_of(model_dir), data.load_tokenizer(model_dir)
+    eyes, tokenizer = tokenization.reader_of(model_dir), tokenization.load_tokenizer(model_dir)
     if options.pop("template", False):
         turn = "{{ turn.content }}{{ eos_token }}"
         tokenizer.chat_template = f"{{% for turn in messages %}}{turn}{{% endfor %}}"
-    return data.PromptFile(path, tokenizer, room, reader=eyes, **options)
+    return prompt_file.PromptFile(path, tokenizer, room, reader=eyes, **options)
 
 
 def write(folder, *rows):
@@ -437,7 +439,7 @@ def test_a_text_cannot_spell_an_image_in_a_chat(model_dir, folder):
 
 def test_images_are_read_when_a_group_is_taken(model_dir, folder):
     """Once for a group, whose samples share them; a prompt holds no bytes."""
-    source = data.Shuffled(prompts_of(model_dir, write(folder, ROWS[0])), seed=0)
+    source = Shuffled(prompts_of(model_dir, write(folder, ROWS[0])), seed=0)
     prompts = data.Prompts(source, 3, keeps_groups=True, has_images=True)
     group = prompts.group(0, source.training(0))
     assert len({id(sample.media) for sample in group}) == 1 and len(group[0].media) == 1
@@ -487,12 +489,12 @@ def test_a_row_that_cannot_be_used_is_refused_at_once(model_dir, folder, kind):
 
 
 def test_a_model_of_texts_refuses_images(folder, tmp_path):
-    tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
-    texts = data.PromptFile(write(folder, dict(prompt="<image>")), tokenizer, 100)
+    tokenizer = tokenization.load_tokenizer(str(save_tokenizer(tmp_path)))
+    texts = prompt_file.PromptFile(write(folder, dict(prompt="<image>")), tokenizer, 100)
     assert tokenizer.decode(texts[0].tokens) == "<image>"  # a text like any other
     refused = r"rows.jsonl:1: it has images, and --model reads text alone"
     with pytest.raises(ValueError, match=refused):
-        data.PromptFile(write(folder, *ROWS), tokenizer, 100)
+        prompt_file.PromptFile(write(folder, *ROWS), tokenizer, 100)
 
 
 # ---------------------------------------------------------------- judges
@@ -519,12 +521,14 @@ def score(listed, text, *samples):
 
 def listed_for(model_dir):
     config = Config(model="m", judge=(model_dir,), judge_format=("addition",), max_model_len=2000)
-    eyes = [data.reader_of(model_dir)]
-    return rewards.build(config, [], [data.load_tokenizer(model_dir)], "".join, eyes)
+    eyes = [tokenization.reader_of(model_dir)]
+    return rewards.build(config, [], [tokenization.load_tokenizer(model_dir)], "".join, eyes)
 
 
 def read_picture(model_dir, seed):
-    return (data.reader_of(model_dir).read(partial(encoded_picture, 64, 32, seed=seed), "here"),)
+    return (
+        tokenization.reader_of(model_dir).read(partial(encoded_picture, 64, 32, seed=seed), "here"),
+    )
 
 
 def sample_of(media, prompt_id=0, answer=">5"):
@@ -534,11 +538,11 @@ def sample_of(media, prompt_id=0, answer=">5"):
 @pytest.mark.parametrize("answer", [">5", "><image>"])
 def test_a_judge_that_sees_is_shown_the_images(model_dir, answer):
     """At their places, expanded; its critique ends at an image token. An answer can't make up a place."""
-    tokenizer, media = data.load_tokenizer(model_dir), read_picture(model_dir, 0)
+    tokenizer, media = tokenization.load_tokenizer(model_dir), read_picture(model_dir, 0)
     sample = sample_of(media, answer=answer)
     [(prompt, images, stop)] = score(listed_for(model_dir), tokenizer("Y")["input_ids"], sample)
     assert prompt.count(IMAGE) == 2 and images is media
-    assert {*data.reader_of(model_dir).stop_tokens} < {*stop}
+    assert {*tokenization.reader_of(model_dir).stop_tokens} < {*stop}
     if answer == ">5":
         shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
         assert prompt == tokens.expand(shown, media)
@@ -547,6 +551,6 @@ def test_a_judge_that_sees_is_shown_the_images(model_dir, answer):
 def test_a_judgement_is_shared_only_if_the_images_are_the_same(model_dir):
     first, second, same = (read_picture(model_dir, seed) for seed in (0, 1, 0))
     samples = [sample_of(media, number) for number, media in enumerate((first, second, same))]
-    yes = data.load_tokenizer(model_dir)("Y")["input_ids"]
+    yes = tokenization.load_tokenizer(model_dir)("Y")["input_ids"]
     asked = score(listed_for(model_dir), yes, *samples)
     assert [images for _, images, _ in asked] == [first, second]

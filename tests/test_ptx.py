@@ -85,10 +85,10 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     texts = ("grpo", "ptx_data=x.jsonl", "ptx_coef=0.1")
     config = Config(model="m", rule=("right",), judge_format=("chat",), algorithm=texts, cp=3)
     monkeypatch.setattr(run.server, "context_length", lambda *_: 32768)
-    elsewhere = [(model, "check_models"), (run, "reader_of"), (run, "task"), (run, "data")]
+    elsewhere = [(model, "check_models"), (run, "task"), (run, "data"), (run, "tokenization")]
     for where, name in [*elsewhere, (run.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())
-    run.data.load_tokenizers.return_value = [None, None]
+    run.tokenization.load_tokenizers.return_value = [None, None]
     run.data.READERS = 1
     monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)
     longest = run.load_inputs(config, [], print).texts

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import data
 import genrm
 import rewards
 from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
 from config import Config
+from inputs import tokenization
 from sample import Sample
 from tests import ROOT
 from tests.support.fakes import FakeSource, simulate, to_text, trained
@@ -396,13 +396,13 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
 
 
 def test_a_rule_sees_special_tokens_and_others_don_t(tmp_path):
-    tokenizer = data.load_tokenizer(str(save_tokenizer(tmp_path)))
-    prompt = data.encode(tokenizer, [{"role": "user", "content": "3+9="}])
+    tokenizer = tokenization.load_tokenizer(str(save_tokenizer(tmp_path)))
+    prompt = tokenization.encode(tokenizer, [{"role": "user", "content": "3+9="}])
     response = tokenizer("It is 12<|im_end|>")["input_ids"]
     config = Config(model="m", rule=("right",), judge_format=("number",))
     rule = write(tmp_path, SEES)
     rules = [rewards.load("reward", f"{rule}:score"), rewards.load("cost", "forbidden:im_")]
-    listed = rewards.Rewards(config, [], rules, partial(data.decode, tokenizer))
+    listed = rewards.Rewards(config, [], rules, partial(tokenization.decode, tokenizer))
     sample = Sample(0, 0, prompt, "3+9=", response=response, finish="stop", row={"level": [1]})
     asyncio.run(listed.score(sample, None))
     (seen,) = seen_by(rules[0])

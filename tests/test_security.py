@@ -13,9 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-import data
 from config import parse_config
 from engines.server import server_flags
+from inputs import tokenization
 from runtime.errors import printable
 from tests.support.launched import Run
 from tests.support.models import save_model
@@ -69,7 +69,7 @@ def test_a_tokenizers_own_code_never_runs(tmp_path, monkeypatch):
     (home / "tokenizer_config.json").write_text(json.dumps(settings))
     (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(mark)))
     with suppress(ValueError):  # it may refuse the directory, or take the class that it knows
-        data.load_tokenizer(str(home))
+        tokenization.load_tokenizer(str(home))
     assert not mark.exists()
     AutoTokenizer.from_pretrained(home, trust_remote_code=True)  # who trusts it would have run it
     assert mark.exists()

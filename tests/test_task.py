@@ -5,12 +5,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data
 from config import DEMO_MODELS, parse_config
 from demo import task
 from examples import finetune
 from examples.make_demo import slips
 from genrm import FORMATS
+from inputs import tokenization
 from runtime import atomic_files
 
 SUMMAND = st.integers(0, 6).flatmap(lambda digits: st.integers(0, max(0, 10**digits - 1)))
@@ -23,7 +23,7 @@ BY_HAND = {("one digit off", 0, 9): {"0", "8"}, ("swapped digits", 10, 2): {"21"
 BY_HAND |= {("lost carry", 57, 68): {"115", "25"}, ("a summand", 57, 68): {"57", "68"}}
 BY_HAND |= {("cut short", 57, 68): {"", "1", "12", "5", "25"}}
 ACTORS = [str(DEMO_MODELS / name / "actor") for name in ("written", "drawn")]
-TOKENIZERS = st.sampled_from([data.load_tokenizer(actor) for actor in ACTORS])
+TOKENIZERS = st.sampled_from([tokenization.load_tokenizer(actor) for actor in ACTORS])
 
 
 def characters(prompt, images=()):
@@ -118,8 +118,8 @@ def test_the_models_are_the_ones_that_were_made():
 @given(st.text(alphabet=CHARACTERS, max_size=80), TOKENIZERS)
 def test_the_tokenizers_give_a_text_back(text, tokenizer):
     """One token a character, behind <bos>; special tokens stay out of the text."""
-    tokens = data.encode(tokenizer, text)
+    tokens = tokenization.encode(tokenizer, text)
     assert len(tokens) == len(text) + 1 and tokens[0] == tokenizer.bos_token_id
-    assert data.decode(tokenizer, tokens) == text
-    prompt, response = data.encode_pair(tokenizer, text, text)
+    assert tokenization.decode(tokenizer, tokens) == text
+    prompt, response = tokenization.encode_pair(tokenizer, text, text)
     assert prompt == tokens and response == [*tokens[1:], tokenizer.eos_token_id]

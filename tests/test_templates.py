@@ -8,11 +8,11 @@ from functools import partial
 import datasets
 import pytest
 
-import data
 import genrm
 import rewards
 from config import Config
 from examples.finetune import parse_pair, parse_rm, parse_sft
+from inputs import prompt_file, tokenization
 from inputs.templates import TODAY
 from runtime.errors import UserError
 from tests.support.models import TEMPLATE, save_tokenizer
@@ -30,7 +30,7 @@ def with_template(directory):
     """A function that gives the tokenizer a chat template, maybe special tokens."""
 
     def changed(template, special=()):
-        tokenizer = data.load_tokenizer(str(directory))
+        tokenizer = tokenization.load_tokenizer(str(directory))
         tokenizer.chat_template = template
         tokenizer.add_special_tokens({"extra_special_tokens": [*special]})
         return tokenizer
@@ -56,7 +56,7 @@ TOLD = turn("tool", '{"sun": "yes"}', name="weather", tool_call_id="call00001")
 
 
 def prompts_of(tokenizer, tmp_path, *rows, **how):
-    return data.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), tokenizer, 4000, **how)
+    return prompt_file.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), tokenizer, 4000, **how)
 
 
 def calling(*calls):
@@ -153,7 +153,7 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     row = {"prompt": [ASKED], "chosen": "7", "rejected": "6", "tools": TOOLS}
     assert [sample.prompt for sample in parse_pair(row, tokenizer, "f:1")] == [expected] * 2
     [learned, _] = parse_rm(row, tokenizer, "f:1")
-    assert data.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
+    assert tokenization.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
     called = {"prompt": [ASKED], "chosen": [CALLED], "rejected": [turn("assistant", "6")]}
     for each in (row, called):
         with pytest.raises(UserError, match=r"f:1: .* has no chat template"):
@@ -197,7 +197,7 @@ def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
     for template in (LLAMA3, QWEN3, CODER):
         tokenizer = with_template(template)
         expected = oracle(tokenizer, turns)
-        [prompt] = data.PromptFile(tmp_path / "rows.parquet", tokenizer, 4000)
+        [prompt] = prompt_file.PromptFile(tmp_path / "rows.parquet", tokenizer, 4000)
         assert prompt.tokens == expected
         as_text = copy.deepcopy(turns)
         as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Ulm"}'
@@ -233,7 +233,7 @@ def test_a_judges_template_is_checked_at_the_start(with_template, directory, mon
 @pytest.fixture
 def loaded(directory, monkeypatch):
     """A function that gives the tokenizer as a run has it, and what the start says."""
-    load = data.load_tokenizer
+    load = tokenization.load_tokenizer
 
     def loaded(template, *settings):
         def load_tokenizer(model):
@@ -242,9 +242,9 @@ def loaded(directory, monkeypatch):
             return tokenizer
 
         said = []
-        monkeypatch.setattr(data, "load_tokenizer", load_tokenizer)
+        monkeypatch.setattr(tokenization, "load_tokenizer", load_tokenizer)
         config = Config(command="eval", model=str(directory), template=settings)
-        [tokenizer] = data.load_tokenizers(config, said.append)
+        [tokenizer] = tokenization.load_tokenizers(config, said.append)
         return tokenizer, said
 
     return loaded
@@ -261,7 +261,7 @@ def test_the_date_in_a_prompt_is_always_the_same(directory, loaded):
         (direct, [], "2024-07-26", [date]),
     ):
         tokenizer, said = loaded(template, *given)
-        assert f"Today Date: {shown}" in tokenizer.decode(data.encode(tokenizer, [ASKED]))
+        assert f"Today Date: {shown}" in tokenizer.decode(tokenization.encode(tokenizer, [ASKED]))
         assert said == expected
 
 
@@ -278,11 +278,11 @@ def test_a_setting_is_read_as_json_else_as_text(directory, loaded, value):
         expected = json.loads(python.get(value, value))
     except json.JSONDecodeError:
         expected = value
-    plain = data.load_tokenizer(str(directory))
+    plain = tokenization.load_tokenizer(str(directory))
     for template in TEMPLATES:
         plain.chat_template = template
         tokenizer, _ = loaded(template, f"x={value}")
-        assert data.encode(tokenizer, [ASKED]) == oracle(plain, [ASKED], x=expected)
+        assert tokenization.encode(tokenizer, [ASKED]) == oracle(plain, [ASKED], x=expected)
 
 
 UNKNOWN = "role=x loop=1 messages=1 enable_thinkng=0 think=0 enable_thinking =1 enable-thinking=1"

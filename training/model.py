@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-import data
 from config import Config
+from inputs import tokenization
 from inputs.hf_directory import (
     FAMILIES,
     HEAD,
@@ -307,8 +307,8 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
     hf: its config. scores: it ends in a scalar HEAD. device: of its engine, unless it learns.
     """
     where = f"{setting} {model_dir}"
-    ids = data.load_tokenizer(model_dir).get_vocab().values()
-    tokens = 1 + max(*ids, *data.named_ends(model_dir), hf.get("pad_token_id") or 0)
+    ids = tokenization.load_tokenizer(model_dir).get_vocab().values()
+    tokens = 1 + max(*ids, *tokenization.named_ends(model_dir), hf.get("pad_token_id") or 0)
     if tokens > hf["vocab_size"]:
         counts = f"has {tokens} tokens, its embeddings {hf['vocab_size']} rows"
         raise UserError(f"{where}: its tokenizer (or an id in its JSON) {counts}")
@@ -355,8 +355,8 @@ def check_critic(config: Config, actor: dict) -> None:
     hf = read_hf_config(config.critic, "--critic")
     where = f"--critic {config.critic}"
     check_directory(config.critic, "--critic", hf, scores=True)
-    actors = data.load_tokenizer(config.model).get_vocab()
-    own = data.load_tokenizer(config.critic).get_vocab()
+    actors = tokenization.load_tokenizer(config.model).get_vocab()
+    own = tokenization.load_tokenizer(config.critic).get_vocab()
     if strange := actors.items() - own.items():
         raise UserError(f"{where}: {min(strange)[0]!r} isn't the token it is for --model")
     if hf["vocab_size"] < actor["vocab_size"]:

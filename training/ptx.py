@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import data
+from inputs import tokenization
 from inputs.rows import read_rows
+from inputs.shuffled import Shuffled
 from runtime.errors import UserError
 from training.executor import Work
 from training.packing import MicroBatch, Sequence
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 STATS = ("ptx", "ptx_tokens")  # of micro-batches of texts
 
 
-def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequence]:
+def read_texts(path: Path, tokenizer: tokenization.Tokenizer, longest: int) -> list[Sequence]:
     """Read each row's tokens, cut off at `longest`. UserError with file and line.
 
     A row has `text`, learned from its second token on, or `prompt` and `response`.
@@ -43,9 +44,9 @@ def read_texts(path: Path, tokenizer: data.Tokenizer, longest: int) -> list[Sequ
             needed = "`text`, or `prompt` and `response`, which are texts"
             raise UserError(f"{path}:{line}: needs {needed}")
         if len(texts) == 2:
-            prompt, response = data.encode_pair(tokenizer, *texts)
+            prompt, response = tokenization.encode_pair(tokenizer, *texts)
         else:
-            tokens = data.encode(tokenizer, *texts)
+            tokens = tokenization.encode(tokenizer, *texts)
             prompt = tokens[:1]
             response = tokens[1:]
         response = response[: max(0, longest - len(prompt))]
@@ -60,7 +61,7 @@ def choose(
     texts: list[Sequence], number: int, size: int, seed: int, dp_rank: int, dp_size: int
 ) -> list[Sequence]:
     """Choose a rank's texts of the run's optimizer step `number`, of `size` in all (pure)."""
-    order = data.Shuffled(texts, seed, name="texts")
+    order = Shuffled(texts, seed, name="texts")
     draws = range(number * size + dp_rank, (number + 1) * size, dp_size)
     return [order.training(draw) for draw in draws]
 

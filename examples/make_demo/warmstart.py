@@ -30,10 +30,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-import data
 from actor import Actor
 from config import Config, parse_config
-from data import reader_of
 from demo import task
 from demo.task import shown_work, training_problem
 from examples.make_demo.closing import close
@@ -41,6 +39,8 @@ from examples.make_demo.models import VISION, character_tokenizer, new_model
 from examples.make_demo.slips import corrupted
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
 from images.reader import ImageReader
+from inputs import tokenization
+from inputs.tokenization import reader_of
 from reporting.progress import Progress
 from runtime import rendezvous
 from runtime.world import World
@@ -124,7 +124,7 @@ def train(
     alone = dict(tp=1, pp=1, cp=1, sp=False, schedule="1f1b")
     config = dataclasses.replace(config, command="sft", dtype="float32", **alone)
     actor = MuonActor(config, str(start))
-    tokenizer = data.load_tokenizer(str(start))
+    tokenizer = tokenization.load_tokenizer(str(start))
     reader = reader_of(str(start))
     for step in range(steps):
         progress.doing(f"warm start: {end.name} {step + 1}/{steps}")
@@ -173,11 +173,13 @@ class MuonActor(Actor):
         return float(norm)
 
 
-def encode(example: Example, tokenizer: data.Tokenizer, reader: ImageReader | None) -> Sequence:
+def encode(
+    example: Example, tokenizer: tokenization.Tokenizer, reader: ImageReader | None
+) -> Sequence:
     """Return the tokens and images of an example, as the model reads it."""
     text, images = example.prompt.read(reader)
-    prompt = data.encode_prompt(tokenizer, reader, text, images)
-    _, response = data.encode_pair(tokenizer, "", example.response)
+    prompt = tokenization.encode_prompt(tokenizer, reader, text, images)
+    _, response = tokenization.encode_pair(tokenizer, "", example.response)
     return Sequence(prompt, response, images)
 
 
@@ -185,7 +187,7 @@ def generate(model_dir: Path, examples: list[Example], world: World, **sampling)
     """Answer each prompt by transformers; "" if it was cut off. Ranks share the work (collective)."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    tokenizer = data.load_tokenizer(str(model_dir))
+    tokenizer = tokenization.load_tokenizer(str(model_dir))
     reader = reader_of(str(model_dir))
     kind = AutoModelForImageTextToText if reader else AutoModelForCausalLM
     model = kind.from_pretrained(model_dir, dtype=torch.float32, use_safetensors=True)
@@ -196,13 +198,15 @@ def generate(model_dir: Path, examples: list[Example], world: World, **sampling)
         images = [image for sequence in mine for image in sequence.images]
         batch["pixel_values"], batch["image_grid_thw"] = reader.pixels(images)
         batch["mm_token_type_ids"] = (batch["input_ids"] == reader.image_token).int()
-    stop = list(data.stop_tokens(str(model_dir), tokenizer, reader))
+    stop = list(tokenization.stop_tokens(str(model_dir), tokenizer, reader))
     torch.manual_seed(world.rank)
     with torch.inference_mode():
         tokens = model.generate(**batch, eos_token_id=stop, **sampling)
     end = tokenizer.eos_token_id
     rows = tokens[:, batch["input_ids"].shape[1] :].tolist()
-    answers = [data.decode(tokenizer, row[: row.index(end)]) if end in row else "" for row in rows]
+    answers = [
+        tokenization.decode(tokenizer, row[: row.index(end)]) if end in row else "" for row in rows
+    ]
     texts = [None] * world.size
     dist.all_gather_object(texts, answers)
     return [texts[i % world.size][i // world.size] for i in range(len(examples))]

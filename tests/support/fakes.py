@@ -22,14 +22,14 @@ import rewards
 from algorithms import ALGORITHMS, algorithm_of
 from checkpoint import Checkpoints, contents_of, restore
 from config import Config
-from data import Prompt, Prompts
+from data import Prompts
 from engines.engine import LOOK_S, Answer, EngineLost, Request, Sampling, seed_of
 from engines.fleet import Fleet
 from engines.pool import Pool
 from images.tokens import Image
 from reporting.timeline import MARKS, Timeline, of_kind
 from runtime.background_writer import BackgroundWriter
-from sample import flat
+from sample import Prompt, flat
 from scheduling.pipeline import SCHEDULES
 from simulation.clock import VirtualClock, end_all
 from simulation.meetings import Network, SimulatedWorld

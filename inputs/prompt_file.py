@@ -1,0 +1,140 @@
+"""A file of prompts: its rows are checked at the start, and read when they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from inputs.rows import PLACES, Text, answer_key, as_turns, prompt_of, read_rows
+from inputs.shuffled import Shuffled, identities
+from inputs.templates import IMAGE, VIDEO, render
+from inputs.tokenization import check_prompt, encode, encode_exchange, encode_prompt
+from runtime.errors import UserError
+from sample import Prompt
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from images.reader import ImageReader
+
+ReadKey = Callable[[str], str | None]
+
+
+class PromptRow(NamedTuple):
+    where: str  # file and line
+    prompt: Text
+    answer_key: str | None
+    media: dict[str, Callable[[], list]] | None  # what gives its images and clips, by place
+    row: dict[str, Any]  # all columns but media that are bytes
+
+
+@dataclass(eq=False)
+class PromptFile(Sequence[Prompt]):
+    """The prompts of a file, each encoded when it is drawn: the tokens of all could fill the memory.
+
+    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`, `images`,
+    `videos`. UserError for what can't be used: file and line.
+    """
+
+    path: Path
+    tokenizer: Tokenizer
+    max_tokens: int  # of a prompt: room in the context; longer ones are left out
+    say: Callable[[str], None] = print
+    reader: ImageReader | None = None  # of a model that sees
+    read_key: ReadKey = str  # as JudgeFormat.read_key
+    needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
+    setting: str = "--data"  # or --eval-data
+    scorers: Sequence[Tokenizer] = ()  # of scalar judges, which are shown all turns
+
+    def __post_init__(self):
+        self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
+        rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
+        self._rows = [row for row in rows if self._most_tokens(row) <= self.max_tokens]
+        if not self._rows:
+            raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
+        if longer := len(rows) - len(self._rows):
+            room = f"--max-model-len less --max-new-tokens, {self.max_tokens} tokens"
+            self.say(f"{longer} of {len(rows)} prompts in {self.path} are left out: over {room}")
+
+    def _row(self, line: int, row: dict) -> PromptRow:
+        """Check all of a row that can be checked before its media are read. UserError."""
+        where = f"{self.path}:{line}"
+        prompt = prompt_of(row, where, self.reader is not None)
+        check_prompt(self.tokenizer, prompt, where)
+        for tokenizer in self.scorers:
+            encode_exchange(tokenizer, prompt, "yes", where=where)
+        media = self.reader and self.reader.media_of(row, prompt, self.path.parent, where)
+        for name in filter(row.get, () if self.reader else PLACES):
+            raise UserError(f"{where}: it has {name}, and --model reads text alone")
+        columns = {name: value for name, value in row.items() if not callable(value)}
+        return PromptRow(where, prompt, self._key(row, where), media, columns)
+
+    def _key(self, row: dict, where: str) -> str | None:
+        """Read the answer key in the form of final answers. UserError for one that isn't as needed."""
+        key = answer_key(row.get("answer"), where)
+        if key is None and self.needs:
+            missing = f"`answer` is missing, for {' and '.join(self.needs)}"
+            raise UserError(f"{where}: {missing}; the row has {', '.join(row)}")
+        for name, read in {"--judge-format": self.read_key, **self.needs}.items():
+            if key is not None and read(key) is None:
+                form = "; for number a key is one number, maybe with a unit"
+                raise UserError(f"{where}: {name} finds no key in {row['answer']!r:.60}{form}")
+        return key and self.read_key(key)
+
+    def _read(self, row: PromptRow, decodes: bool = True) -> tuple[Text, list[int], tuple]:
+        """Return a row's prompt with its media in place, its tokens, its images: see ImageReader.fill."""
+        text = row.prompt
+        images = ()
+        if self.reader:
+            text, images = self.reader.fill(text, row.media, self.path.parent, row.where, decodes)
+        return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
+
+    def _files(self, number: int) -> list:
+        """The files of a prompt's images and clips."""
+        row = self._rows[number]
+        if not self.reader:
+            return []
+        return self.reader.media_files(row.media, self.path.parent, row.where)
+
+    def _most_tokens(self, row: PromptRow) -> int:
+        """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
+        if self.reader and row.media[VIDEO]():
+            most = len(self._read(row, decodes=False)[1])
+        else:
+            text = row.prompt
+            if not isinstance(text, str):
+                text = render(self.tokenizer, text, row.where)
+            most = len(text.encode()) + self._frame
+            if self.reader:
+                most += text.count(IMAGE) * self.reader.most_features
+        return most if most <= self.max_tokens else len(self._read(row)[1])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def shuffled(self, seed: int, held_out: int) -> Shuffled[Prompt]:
+        """Return the rows to train on, with up to `held_out` prompts aside that have a key."""
+        prompts = identities([row.prompt for row in self._rows], self._files)
+        keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
+        order = Shuffled(self, seed, held_out, prompts=prompts, keyless=keyless)
+        aside = copy(self)
+        aside._rows = [self._rows[number] for number in order.held_out]
+        order.held_out = aside
+        measured = f"{len(aside)} measure, {order.repeats} repeat a prompt"
+        self.say(f"{self.path}: {order.count} rows train, {measured}, {len(keyless)} lack a key")
+        return order
+
+    def __getitem__(self, number: int) -> Prompt:
+        row = self._rows[number]
+        text, tokens, images = self._read(row)
+        # `_most_tokens` thought too little of a template or normaliser
+        if len(tokens) > self.max_tokens:
+            room = f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
+            raise UserError(f"{row.where}: the prompt has {len(tokens)} tokens, but {room}")
+        turns = as_turns(text, "user")
+        question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
+        several = turns if len(turns) > 1 or "tools" in turns[0] else []
+        return Prompt(tokens, question, row.answer_key, images, several, row.row)

@@ -1,0 +1,170 @@
+"""Tokens: a model's tokenizer, and texts, chats and images as the model is given them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from config import Config
+from inputs.hf_directory import readable, sees
+from inputs.rows import Text, as_turns, transcript
+from inputs.templates import IMAGE, apply_settings, break_special_tokens, render
+from runtime.errors import UserError
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from images.reader import ImageReader
+
+Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
+
+
+def load_tokenizer(model_dir: str) -> Tokenizer:
+    """Load a directory's tokenizer; code that it brings along never runs. UserError if none loads."""
+    from transformers import AutoTokenizer
+
+    options = {"local_files_only": True, "trust_remote_code": False}
+    with readable(f"no tokenizer could be loaded from {model_dir}"):
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, **options)
+        if not isinstance(tokenizer.chat_template, str | dict | None):
+            raise ValueError("its chat template isn't text")
+    return tokenizer
+
+
+def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
+    """The reader of a model; None if it reads text alone. sampling: of clips, as ImageReader takes it."""
+    if not sees(model_dir):
+        return None
+    from images.reader import ImageReader
+
+    return ImageReader(model_dir, *sampling)
+
+
+def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenizer]:
+    """Load the policy's, then the judges', with --template's settings. UserError."""
+    tokenizers = [load_tokenizer(model) for model in (config.model, *config.judge_models)]
+    apply_settings(tokenizers, config.template, say)
+    return tokenizers
+
+
+@lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """Find the token by which the chat template ends an answer: special, or named as an end; or None."""
+    if tokenizer.chat_template is None:
+        return None
+    turns = as_turns("Is it?", "user") + as_turns("yes", "assistant")
+    try:
+        text = render(tokenizer, turns, "a prompt", is_complete=True)
+    except UserError:  # rows of text need no template
+        return None
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    ends = special | named_ends(tokenizer.name_or_path)
+    behind = tokenizer(text.rpartition("yes")[2], add_special_tokens=False)["input_ids"]
+    return next((token for token in behind if token in ends), None)
+
+
+def check_end(tokenizer: Tokenizer, text: str, where: str, name: str) -> None:
+    """Raise UserError if a text, of this name, ends with what ends an answer, which comes by itself."""
+    stop = {tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
+    if text.endswith(tuple(map(tokenizer.decode, stop))):
+        raise UserError(f"{where}: the {name} ends with what ends an answer: {text[-20:]!r}")
+
+
+def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
+    """Raise UserError, which says `where`, if no answer can follow the prompt, or none could end."""
+    end = end_of_turn(tokenizer)
+    if isinstance(prompt, str):
+        check_end(tokenizer, prompt, where, "prompt")
+    elif end is None and tokenizer.chat_template is not None:
+        render(tokenizer, prompt, where)  # UserError, if that is why
+        problem = "ends an answer with no special token, so none could end"
+        raise UserError(f"{where}: the chat template in {tokenizer.name_or_path} {problem}")
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text, images=(), where="a prompt"
+) -> list[int]:
+    """Encode a prompt; each IMAGE is one of `images`, if the model sees. UserError for too few or many."""
+    if reader is None:
+        return encode(tokenizer, prompt, where)
+    image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
+    tokens = encode(tokenizer, prompt, where, image=image)
+    return reader.expanded(tokens, images, where)
+
+
+def encode(
+    tokenizer: Tokenizer, prompt: Text, where="a prompt", is_complete=False, image: str = IMAGE
+) -> list[int]:
+    """Encode text, or chat turns as `render` writes them. UserError."""
+    if isinstance(prompt, str):
+        text = prompt.replace(IMAGE, image)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        framed = tokenizer(text)["input_ids"]
+        # behind a BOS that the tokenizer adds, unless the text spells it; no EOS: it is to go on
+        return framed[: framed.index(tokens[0])] + tokens if tokens else framed
+    text = render(tokenizer, prompt, where, is_complete, image=image)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a prompt") -> Pair:
+    """Encode two texts, or two lists of turns. UserError if the template doesn't put one behind the other."""
+    start = encode(tokenizer, prompt, where)
+    if isinstance(prompt, str):
+        # encoded apart: a token across the border would be none of a prompt's
+        answer = tokenizer(response, add_special_tokens=False)["input_ids"]
+        return start, [*answer, tokenizer.eos_token_id]
+    text = render(tokenizer, prompt + response, where, is_complete=True, is_learned=True)
+    both = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if both[: len(start)] != start or both == start:
+        raise UserError(f"{where}: the chat template doesn't put the answer behind its prompt")
+    return start, both[len(start) :]
+
+
+def encode_exchange(
+    tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False, where="a prompt"
+) -> list[int]:
+    """Encode a prompt and an answer as a scalar reward model reads them. is_cut: without the end."""
+    turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
+    needs_template = "tools" in turns[0] or "tool_calls" in turns[-1]
+    if tokenizer.chat_template is not None or needs_template:
+        tokens = encode(tokenizer, turns, where, is_complete=True)
+        end = end_of_turn(tokenizer)
+    else:
+        texts = (transcript(turns[:-1]), turns[-1]["content"])
+        pair = encode_pair(tokenizer, *(break_special_tokens(tokenizer, text) for text in texts))
+        tokens = pair[0] + pair[1]
+        end = tokenizer.eos_token_id
+    if is_cut and end in tokens:
+        del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
+    return tokens
+
+
+def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> str:
+    """Return the text of tokens, `special` ones among them or left out."""
+    return tokenizer.decode(tokens, skip_special_tokens=not special)
+
+
+def named_ends(model_dir: str) -> set[int]:
+    """The end-of-sequence tokens of a directory's generation_config.json, if it has one."""
+    path = Path(model_dir, "generation_config.json")
+    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ends = named if isinstance(named, list) else [named]
+    if not all(isinstance(end, int | None) for end in ends):
+        raise UserError(f"{path}: eos_token_id is a number, or several, not {named!r:.60}")
+    return {*ends} - {None}
+
+
+def stop_tokens(
+    model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None, say=lambda line: None
+) -> tuple[int, ...]:
+    """The ids that end an answer: of a sequence, a turn, generation_config.json's, an image's."""
+    end = end_of_turn(tokenizer)
+    stop = ({tokenizer.eos_token_id, end} | named_ends(model_dir)) - {None}
+    if not stop:
+        raise UserError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
+    if end is not None:
+        say(f"{model_dir}: its chat template ends an answer with {tokenizer.decode(end)}")
+    return tuple(sorted({*stop, *(reader.stop_tokens if reader else ())}))
