@@ -8,7 +8,6 @@ and the event loop's clock.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -72,6 +71,7 @@ class Controller:
     learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
+    stopping: bool = False  # the controllers have agreed to stop
 
     def __post_init__(self) -> None:
         self.peers = self.peers or self.world
@@ -115,10 +115,10 @@ async def loop(c: Controller) -> None:
         sizes, measured = await tell_served(batch, c)  # all ranks meet: lengths, times, a stop
         shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
         await c.devices.to_training()  # engines that share ranks with trainers sleep
-        c.ahead = await serve_ahead(c)  # with --ahead: ranks that only serve begin the next step
+        c.ahead = await c.devices.sharing.serve_ahead(c)  # --ahead: ranks that only serve go on
         with c.timeline.span("train"):
             stats = await c.learn(c, shares)
-        stats, stopping = await agree(c, stats, shares)  # all ranks meet: metrics, a stop
+        stats = await agree(c, stats, shares)  # all ranks meet: metrics, a stop
         decision = rebalance(c, measured)  # with --rebalance the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # if one is due: a snapshot; it is written beside what follows
@@ -126,7 +126,7 @@ async def loop(c: Controller) -> None:
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
         await c.checkpoints.finish(c)  # has every rank written the save by now? Then it is complete
-        stop_if_due(c, stopping)
+        stop_if_due(c)
         del batch, sizes, shares  # not held while the next step is served
     c.timeline.step = c.config.steps
     await evaluate(c, c.config.steps)
@@ -143,7 +143,8 @@ async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], 
     facts = (own, batch.stats, batch.missing_groups, bool(c.stop.asked))
     sizes, stats, missing_groups, stops = zip(*await c.world.gather(facts), strict=True)
     batch.missing_groups = max(missing_groups)
-    if any(stops):
+    c.stopping = any(stops)
+    if c.stopping:
         c.ahead = batch
         raise Stopped
     measured = [each for each in stats if each]
@@ -178,17 +179,6 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
     return Shares(dealt.of, samples, flat([[each.costs for each in sizes]]))
 
 
-async def serve_ahead(c: Controller) -> RolloutBatch | None:
-    """With --ahead serve the next step's batch, on the ranks that serve. The other ranks return and train.
-
-    The weights are those that this step begins with, so the batch depends on the step alone.
-    """
-    is_last = c.state.step + 1 == c.config.steps
-    if not c.config.ahead or is_last:
-        return None
-    return await c.collect(c)
-
-
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     """Update critics and actor, in turns, in one pipeline, or on ranks of their own. Returns metrics."""
     stats = await compute_advantages(c, shares)
@@ -213,7 +203,7 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     for critic in c.devices.critics:
         await c.devices.give_device_to(critic)
         await c.peers.run(critic.compute_values, shares.of(critic))
-    await share_columns(c, shares)
+    await c.devices.sharing.share_columns(c, shares)
     metrics = {}
     if "cost" in c.algorithm.signals:
         metrics = algorithms.update_multiplier(c.state, shares.costs, c.algorithm)
@@ -231,40 +221,14 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     return metrics
 
 
-async def share_columns(c: Controller, shares: Shares) -> None:
-    """Send values and log-probabilities of samples to the ranks that train another model on them.
+async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> dict[str, float]:
+    """Return the metrics of all models; note whether a rank was asked to stop (collective).
 
-    The lead of a copy of the model that computed them sends them.
+    UserError after MAX_SKIPS skipped updates in a row.
     """
-    parcels = {}
-    senders = set()
-    for source, target in itertools.permutations(shares.deals, 2):
-        for key, makers in shares.deals[source].copies.items():
-            for rank in set(shares.deals[target].copies[key]).difference(makers):
-                if makers[0] == c.world.rank:
-                    parcels.setdefault(rank, {})[key] = shares.samples[key].columns()
-                if rank == c.world.rank:
-                    senders.add(makers[0])
-    if len(shares.deals) > 1:
-        for columns_of in (await c.peers.exchange(parcels, senders)).values():
-            for key, columns in columns_of.items():
-                shares.samples[key].fill(columns)
-
-
-async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> tuple[dict, bool]:
-    """Return the metrics of all models, and whether a rank was asked to stop (collective).
-
-    Where all ranks hold all models they needn't meet: all have these metrics, and they learn of a stop when
-    they meet after serving. UserError after MAX_SKIPS skipped updates in a row.
-    """
-    stopping = False
-    if not c.devices.is_colocated:
-        await c.world.wait_for_all()
-        for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
-            stats = stats | of_rank
-            stopping = stopping or was_asked
+    stats = await c.devices.sharing.agree(c, stats)
     stop_on_nan(c, stats, shares.of(c.devices.actor))
-    return stats, stopping
+    return stats
 
 
 def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
@@ -303,9 +267,9 @@ def advance(c: Controller, batch: RolloutBatch) -> None:
     c.state.empty_steps = c.state.empty_steps + 1 if is_empty else 0
 
 
-def stop_if_due(c: Controller, stopping: bool) -> None:
+def stop_if_due(c: Controller) -> None:
     """End the run where a step ends: Stopped, if a rank was asked to; UserError after MAX_EMPTY_STEPS."""
-    if stopping:
+    if c.stopping:
         raise Stopped
     if c.state.empty_steps >= MAX_EMPTY_STEPS:
         problem = f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward"

@@ -4,6 +4,7 @@ What isn't named in a row is imported where it is asked for: delete its files al
 (--algorithm ppo, safe_rlhf), training/ptx.py (ptx_data), images/ with training/vision.py (a model that sees).
 """
 
+import apart  # noqa: F401  PLACEMENTS: models and engines on ranks of their own, --ahead
 import commands.memory  # noqa: F401  CHECKS: a run that takes too much memory doesn't start; with dry_run.py
 import demo.task  # noqa: F401  FORMATS: the demo's judges
 import fused  # noqa: F401  MODES, TRIALS: --mode fused; with scheduling/fusion.py

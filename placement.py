@@ -18,18 +18,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from algorithms import algorithm_of
 from config import Config
 from engines.pool import EngineStatus, Pool
 from engines.routing import Silence
 from runtime.errors import UserError
 from runtime.world import World
-from scheduling.layout import Placement, Shape, placement_from
+from scheduling.layout import Placement, Shape
 from scheduling.measured import Split
-from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
+    from controller import Controller
     from reporting.timeline import Timeline
+    from rollout import RolloutBatch
+    from scheduling.dealing import Shares
     from training.push import Route
     from training.trainer import Trainer  # which imports Megatron: placements are made without
 
@@ -43,31 +44,65 @@ def colocate(everyone: tuple[int, ...], config: Config) -> Placement:
     return Placement(everyone, shape, shape, shape)
 
 
-def split(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Let actor and reference hold one half, critics the other, engines all. HybridFlow, section 8.3."""
-    shape = Shape.of(config, everyone)
-    cut = len(everyone) // 2 // shape.unit * shape.unit
-    actor = shape._replace(ranks=everyone[: len(everyone) - cut])
-    critic = shape._replace(ranks=everyone[len(everyone) - cut :])
-    return Placement(everyone, actor, critic, actor)
+class Shared:
+    """Engines and trainers have the same ranks, and take turns on their devices.
+
+    What another placement does in another way is a method here: the loop asks for no placement.
+    """
+
+    stops_serving = True  # a stop gives up the step that is served
+    serves_ahead = False
+
+    def problems(self, placement: Placement, config: Config) -> Iterator[str]:
+        """Yield what the other settings don't go with, a sentence each."""
+        if config.ahead and not self.serves_ahead:
+            yield "--ahead 1 needs engines on ranks that train nothing, as --placement standalone"
+
+    async def to_training(self, devices: Devices) -> None:
+        """Put engines to sleep (collective)."""
+        await devices.rest_engines()
+
+    async def to_serving(self, devices: Devices) -> None:
+        """Move critics out, weights back, push, actor out, KV cache back (collective)."""
+        devices.take_next_split()
+        await devices.give_device_to(devices.actor)
+        await devices.push(stays=False)
+        await devices.rest_trainers()
+        await devices.meet_for_wide_engines()
+        await devices.rollout.wake_kv_cache()
+
+    async def serve_ahead(self, c: Controller) -> RolloutBatch | None:
+        """Return the batch of the next step, if it is served while this one is trained on."""
+        return None
+
+    async def share_columns(self, c: Controller, shares: Shares) -> None:
+        """Give each model what another computed of its samples: here every rank has it."""
+
+    async def agree(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of all models: here every rank has them, and they needn't meet."""
+        return stats
 
 
-def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Let engines hold one half, and actor and critics each a part of the other. HybridFlow, section 8.3."""
-    shape = Shape.of(config, everyone)
-    models = 2 if algorithm_of(config).critics else 1
-    each = max(1, len(everyone) // 2 // models // shape.unit) * shape.unit
-    first = len(everyone) - models * each
-    actor = shape._replace(ranks=everyone[first : first + each])
-    critic = shape._replace(ranks=everyone[-each:])
-    return Placement(everyone[:first], actor, critic, actor)
+class Row(NamedTuple):
+    """A placement: which ranks hold what, and how they share their devices."""
+
+    place: Callable[[tuple[int, ...], Config], Placement]  # of all ranks
+    sharing: Callable[[Placement], Shared]
 
 
-PLACEMENTS = {"colocate": colocate, "split": split, "standalone": standalone}
+PLACEMENTS = {"colocate": Row(colocate, lambda placement: Shared())}  # apart.py adds others
 
 
 # of a run that can't be: (config, placement, splits), each may raise a UserError before anything starts
 CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []
+
+
+def row_of(config: Config) -> Row:
+    """The row of --placement. UserError."""
+    name = "ranks" if "=" in config.placement else config.placement
+    if name not in PLACEMENTS:
+        raise UserError(f"choose one of {', '.join(PLACEMENTS)}")
+    return PLACEMENTS[name]
 
 
 def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Placement:
@@ -80,35 +115,18 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
     everyone = tuple(range(world_size))
     text = config.placement
     try:
-        if "=" in text:
-            placement = placement_from(text, Shape.of(config, everyone))
-        elif text in PLACEMENTS:
-            placement = PLACEMENTS[text](everyone, config)
-        else:
-            raise UserError(f"choose {', '.join(PLACEMENTS)}, or ranks: engines=0-1 actor=2-3")
+        row = row_of(config)
+        placement = row.place(everyone, config)
         if config.train_only:
             placement = placement._replace(engines=())
-        for problem in (*placement.problems(world_size), *problems_of(placement, config)):
+        for problem in (
+            *placement.problems(world_size),
+            *row.sharing(placement).problems(placement, config),
+        ):
             raise UserError(problem)
     except UserError as error:
         raise UserError(f"--placement {text}: {error}") from None
     return placement._replace(rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp)
-
-
-def problems_of(placement: Placement, config: Config) -> Iterator[str]:
-    """Yield what the other settings don't go with, a sentence each."""
-    algorithm = algorithm_of(config)
-    row = f"--algorithm {config.algorithm[0]}"
-    if 0 not in placement.engines and not config.train_only:
-        yield "rank 0, which saves where the prompts stand, needs an engine"
-    if "critic" in placement.shapes and not algorithm.critics:
-        yield f"{row} has no critic"
-    if "critic" in placement.shapes and schedule_of(config).fuses:
-        yield f"--schedule {config.schedule} needs actor and critic on the same ranks"
-    if "reference" in placement.shapes and not algorithm.kl_coef:
-        yield f"{row} without kl_coef has no reference"
-    if config.ahead and not placement.is_apart:
-        yield "--ahead 1 needs engines on ranks that train nothing, as --placement standalone"
 
 
 # ---------------------------------------------------------------- what has a rank's device
@@ -130,6 +148,7 @@ class Devices:
 
     def __init__(
         self,
+        config: Config,
         placement: Placement,
         splits: list[Split],
         models: Models,
@@ -142,10 +161,8 @@ class Devices:
         self.splits = splits
         self.split = splits[0]
         self.next = splits[0]
-        self.is_apart = placement.is_apart  # engines and trainers share no rank
-        # every rank holds every model
-        self.is_colocated = all(len(s.ranks) == world.size for s in placement.shapes.values())
-        self.serves = world.rank in placement.servers
+        self.sharing = row_of(config).sharing(placement)
+        self.serves = world.rank in placement.servers  # else it only trains
         self.actor, *self.critics = models.trainers or [None]  # of an evaluation
         self.references = models.references
         self.rollout = pools["rollout"]
@@ -197,11 +214,14 @@ class Devices:
             raise UserError(f"{asked} that --mode {self.split.mode} doesn't wake, and {idle}")
 
     async def to_training(self) -> None:
-        """Put engines to sleep that share ranks with trainers (collective)."""
-        if not self.is_apart:
-            await self._rest()
+        """Have the trainers take over the ranks that they share with engines (collective)."""
+        await self.sharing.to_training(self)
 
-    async def _rest(self) -> None:
+    async def to_serving(self) -> None:
+        """Push the weights, and have the engines take over (collective). A mode wakes genrm."""
+        await self.sharing.to_serving(self)
+
+    async def rest_engines(self) -> None:
         """Put all engines to sleep (collective)."""
         await self.rollout.sleep()
         await self.genrm.sleep()
@@ -225,30 +245,24 @@ class Devices:
                 with self._timeline.span("switch"):
                     await self._world.run(trainer.sleep)
 
-    async def to_serving(self) -> None:
-        """Move critics out, weights back, push, actor out, KV cache back (collective). A mode wakes genrm."""
-        if self.is_apart:
-            await self._rest()
+    def take_next_split(self) -> None:
+        """Deal the engines by the split of the next step. Not collective."""
         self.split = self.next
         self.rollout.assign(self.leads("rollout"))
         self.genrm.assign(self.leads("genrm"))
-        if not (self.is_apart or self.actor.holds):
-            await self.rest_trainers()  # of ranks that another model trained on
-        await self.give_device_to(self.actor)
-        await self._world.run(self.actor.trim, self.is_apart)
-        await self._meet_for_wide_engines()
+        self.swap_s = 0.0
+
+    async def push(self, stays: bool) -> None:
+        """Wake the rollout engines' weights, and load the actor's (collective). stays: it stays awake."""
+        await self._world.run(self.actor.trim, stays)
+        await self.meet_for_wide_engines()
         await self.rollout.wake_weights()
         named_weights = self.actor.named_weights()
         if self._route:
             named_weights = self._route.carry(named_weights)
         await self.rollout.load_weights(named_weights, self.actor.version)
-        if not self.is_apart:
-            await self.rest_trainers()
-            await self._meet_for_wide_engines()
-        await self.rollout.wake_kv_cache()
-        self.swap_s = 0.0
 
-    async def _meet_for_wide_engines(self) -> None:
+    async def meet_for_wide_engines(self) -> None:
         """Meet if an engine holds the devices of other ranks, too, which must have room (collective)."""
         if self.placement.rollout_tp > 1:
             await self._world.barrier()

@@ -299,7 +299,7 @@ async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Me
     own = Meeting(facts, *statuses, bool(c.stop.asked))
     meeting = await c.peers.reduce(own, partial(Meeting.total, add=add))
     c.devices.apply(meeting.rollout, meeting.genrm)
-    if meeting.stop and not c.devices.is_apart:
+    if meeting.stop and c.devices.sharing.stops_serving:
         raise Stopped
     return meeting
 

@@ -241,7 +241,7 @@ async def build(
         config=config,
         algorithm=inputs.algorithm,
         world=world,
-        devices=Devices(placement, splits, models, pools, world, timeline),
+        devices=Devices(config, placement, splits, models, pools, world, timeline),
         rewards=inputs.rewards,
         prompts=inputs.prompts,
         sampling=inputs.sampling,

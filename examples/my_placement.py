@@ -8,6 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import apart
 import placement
 import run
 from scheduling.layout import Placement, Shape
@@ -21,6 +22,6 @@ def critics_last(everyone, config):  # they have the last ranks; all others take
     return Placement(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
 
 
-placement.PLACEMENTS["last"] = critics_last
+placement.PLACEMENTS["last"] = placement.Row(critics_last, apart.sharing_of)
 if __name__ == "__main__":
     run.main(sys.argv[1:])

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from config import Config
-from runtime.errors import UserError
 from scheduling.measured import ROLES, Split
 
 SIZES = ("tp", "pp", "cp")
-RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 class Place(NamedTuple):
@@ -70,7 +67,7 @@ class Shape(NamedTuple):
         return None
 
     def __str__(self) -> str:
-        """Return the words that `shape_from` reads, whatever its default is: 0-3:tp2, or 0-3:tp1."""
+        """Return the words that --placement reads, whatever its default is: 0-3:tp2, or 0-3:tp1."""
         sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
         return ranks_in_words(self.ranks) + ("".join(sizes) or ":tp1")
 
@@ -82,28 +79,6 @@ def ranks_in_words(ranks: tuple[int, ...]) -> str:
         first, *_, last = [rank for _, rank in run] * 2
         words.append(f"{first}-{last}" if last > first else str(first))
     return ",".join(words)
-
-
-def ranks_from(text: str) -> tuple[int, ...]:
-    """Read ranks such as 0-3,6. UserError."""
-    if not RANKS.fullmatch(text):
-        raise UserError(f"{text!r} names no ranks: write them as 0-3,6")
-    ranks = []
-    for word in text.split(","):
-        first, _, last = word.partition("-")
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
-
-
-def shape_from(text: str, default: Shape) -> Shape:
-    """Read ranks and sizes such as 0-3:tp2, others are 1; without any those of the default. UserError."""
-    ranks, *words = text.split(":")
-    sizes = dict.fromkeys(SIZES, 1) if words else {}
-    for word in words:
-        if not re.fullmatch(f"({'|'.join(SIZES)})[1-9]\\d*", word):
-            raise UserError(f"{word!r} is no size: write it as tp2, pp2 or cp2")
-        sizes[word[:2]] = int(word[2:])
-    return default._replace(ranks=ranks_from(ranks), **sizes)
 
 
 class Placement(NamedTuple):
@@ -218,22 +193,6 @@ class Placement(NamedTuple):
             yield f"rank {min(idle)} holds nothing"
 
     def __str__(self) -> str:
-        """Return the words that `placement_from` reads."""
+        """Return the words that --placement reads."""
         models = f"actor={self.actor} critic={self.critic} reference={self.reference}"
         return f"engines={ranks_in_words(self.engines)} {models}"
-
-
-def placement_from(text: str, default: Shape) -> Placement:
-    """Read ranks such as engines=0-3 actor=0-1 critic=2-3:tp2. UserError.
-
-    Engines and the actor that aren't named have the default's ranks, other models the actor's.
-    """
-    words = dict(word.partition("=")[::2] for word in text.split())
-    known = ("engines", "actor", "critic", "reference")
-    if unknown := words.keys() - {*known}:
-        raise UserError(f"{min(unknown)} is none of {', '.join(known)}")
-    engines = ranks_from(words["engines"]) if "engines" in words else default.ranks
-    actor = shape_from(words["actor"], default) if "actor" in words else default
-    critic = shape_from(words["critic"], actor) if "critic" in words else actor
-    reference = shape_from(words["reference"], actor) if "reference" in words else actor
-    return Placement(engines, actor, critic, reference)

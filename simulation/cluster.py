@@ -292,7 +292,7 @@ class Simulation:
             config,
             algorithm,
             world,
-            placement.Devices(self.placement, self.splits, models, pools, world, timeline),
+            placement.Devices(config, self.placement, self.splits, models, pools, world, timeline),
             rewards.build(
                 config,
                 rewards.load_rules(config),

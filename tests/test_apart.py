@@ -80,7 +80,7 @@ def controller_of(config, placement, splits, models, world: World) -> SimpleName
     """As much of a Controller as exchange, learn and agree look at."""
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
     how = dict(pools={"rollout": None, "genrm": None}, world=world, timeline=timeline)
-    held = Devices(placement, splits, models, **how)
+    held = Devices(config, placement, splits, models, **how)
     return SimpleNamespace(
         config=config,
         algorithm=algorithm_of(config),
@@ -91,7 +91,7 @@ def controller_of(config, placement, splits, models, world: World) -> SimpleName
         timeline=timeline,
         state=controller.State(),
         stop=Stop(),
-        stopping=0,
+        stopping=False,
         report=SimpleNamespace(note=print),
     )
 
@@ -118,7 +118,7 @@ async def step_of(c: SimpleNamespace) -> dict[str, float]:
     held, _ = await controller.tell_served(batch, c)
     shares = await controller.exchange(batch, held, c)
     stats = await controller.learn(c, shares)
-    stats, _ = await controller.agree(c, stats, shares)
+    stats = await controller.agree(c, stats, shares)
     c.state.step += 1
     return stats
 

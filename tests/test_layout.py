@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import extras  # noqa: F401
+from apart import placement_from, ranks_from
 from config import Config
 from placement import make_placement
 from runtime.errors import UserError
-from scheduling.layout import Placement, Shape, placement_from, ranks_from, ranks_in_words
+from scheduling.layout import Placement, Shape, ranks_in_words
 
 PPO = ("ppo", "kl_coef=0.1")
 SIZES = [(tp, pp, cp, dp) for tp, pp, cp, dp in itertools.product((1, 2, 3, 4), repeat=4)]
@@ -77,10 +79,10 @@ REFUSED = [
     ("engines=a", {}, 2, "'a' names no ranks"),
     ("engines=0,,1", {}, 2, "'0,,1' names no ranks"),
     ("engine=0", {}, 2, "engine is none of engines, actor, critic, reference"),
-    ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2, pp2 or cp2"),
+    ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2 or pp2 or cp2"),
     ("actor=0:tp0", {}, 2, "'tp0' is no size"),
     ("actor=tp2", {}, 2, "'tp2' names no ranks"),
-    ("rows", {}, 2, "choose colocate, split, standalone"),
+    ("rows", {}, 2, "choose one of colocate, split, standalone, ranks"),
     ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
     ("engines=0 actor=2,1", {}, 3, "the ranks of actor aren't each named once, in order"),
     ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),

@@ -751,7 +751,7 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     return controller.Controller(
-        devices=placement.Devices(placed, splits, models, pools, world, timeline),
+        devices=placement.Devices(config, placed, splits, models, pools, world, timeline),
         rewards=rewards.build(
             config,
             rewards.load_rules(config),

@@ -1,0 +1,186 @@
+"""Models and engines on ranks of their own: placements that aren't colocated, and --ahead.
+
+HybridFlow (arXiv 2409.19256), section 8.3, compares `split` and `standalone` with `colocate`; ranks in words,
+`engines=0-3 actor=0-1 critic=2-3:tp2`, say any other placement. With --ahead ranks that only serve begin the
+next step while the others train.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import modes
+from algorithms import algorithm_of
+from config import Config
+from placement import PLACEMENTS, Devices, Row, Shared
+from rollout import RolloutBatch
+from runtime.errors import UserError
+from scheduling.dealing import Shares
+from scheduling.layout import SIZES, Placement, Shape
+from scheduling.pipeline import schedule_of
+
+if TYPE_CHECKING:
+    from controller import Controller
+
+RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+# ---------------------------------------------------------------- which ranks hold which model
+
+
+def split(everyone: tuple[int, ...], config: Config) -> Placement:
+    """Let actor and reference hold one half, critics the other, engines all. HybridFlow, section 8.3."""
+    shape = Shape.of(config, everyone)
+    cut = len(everyone) // 2 // shape.unit * shape.unit
+    actor = shape._replace(ranks=everyone[: len(everyone) - cut])
+    critic = shape._replace(ranks=everyone[len(everyone) - cut :])
+    return Placement(everyone, actor, critic, actor)
+
+
+def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
+    """Let engines hold one half, and actor and critics each a part of the other. HybridFlow, section 8.3."""
+    shape = Shape.of(config, everyone)
+    models = 2 if algorithm_of(config).critics else 1
+    each = max(1, len(everyone) // 2 // models // shape.unit) * shape.unit
+    first = len(everyone) - models * each
+    actor = shape._replace(ranks=everyone[first : first + each])
+    critic = shape._replace(ranks=everyone[-each:])
+    return Placement(everyone[:first], actor, critic, actor)
+
+
+def in_words(everyone: tuple[int, ...], config: Config) -> Placement:
+    """Place everything as the words of --placement say. UserError."""
+    return placement_from(config.placement, Shape.of(config, everyone))
+
+
+def placement_from(text: str, default: Shape) -> Placement:
+    """Read ranks such as engines=0-3 actor=0-1 critic=2-3:tp2. UserError.
+
+    Engines and the actor that aren't named have the default's ranks, other models the actor's.
+    """
+    words = dict(word.partition("=")[::2] for word in text.split())
+    known = ("engines", "actor", "critic", "reference")
+    if unknown := words.keys() - {*known}:
+        raise UserError(f"{min(unknown)} is none of {', '.join(known)}")
+    engines = ranks_from(words["engines"]) if "engines" in words else default.ranks
+    actor = shape_from(words["actor"], default) if "actor" in words else default
+    critic = shape_from(words["critic"], actor) if "critic" in words else actor
+    reference = shape_from(words["reference"], actor) if "reference" in words else actor
+    return Placement(engines, actor, critic, reference)
+
+
+def ranks_from(text: str) -> tuple[int, ...]:
+    """Read ranks such as 0-3,6. UserError."""
+    if not RANKS.fullmatch(text):
+        raise UserError(f"{text!r} names no ranks: write them as 0-3,6")
+    ranks = []
+    for word in text.split(","):
+        first, _, last = word.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)
+
+
+def shape_from(text: str, default: Shape) -> Shape:
+    """Read ranks and sizes such as 0-3:tp2, others are 1; without any those of the default. UserError."""
+    ranks, *words = text.split(":")
+    sizes = dict.fromkeys(SIZES, 1) if words else {}
+    for word in words:
+        if not re.fullmatch(f"({'|'.join(SIZES)})[1-9]\\d*", word):
+            raise UserError(
+                f"{word!r} is no size: write it as {' or '.join(f'{s}2' for s in SIZES)}"
+            )
+        sizes[word[:2]] = int(word[2:])
+    return default._replace(ranks=ranks_from(ranks), **sizes)
+
+
+# ---------------------------------------------------------------- what the ranks do
+
+
+class Split(Shared):
+    """Engines share ranks with trainers, and some models are on ranks of their own."""
+
+    def problems(self, placement: Placement, config: Config) -> Iterator[str]:
+        algorithm = algorithm_of(config)
+        row = f"--algorithm {config.algorithm[0]}"
+        if 0 not in placement.engines:
+            yield "rank 0, which saves where the prompts stand, needs an engine"
+        if "critic" in placement.shapes and not algorithm.critics:
+            yield f"{row} has no critic"
+        if "critic" in placement.shapes and schedule_of(config).fuses:
+            yield f"--schedule {config.schedule} needs actor and critic on the same ranks"
+        if "reference" in placement.shapes and not algorithm.kl_coef:
+            yield f"{row} without kl_coef has no reference"
+        yield from super().problems(placement, config)
+
+    async def to_serving(self, devices: Devices) -> None:
+        if not devices.actor.holds:
+            await devices.rest_trainers()  # another model trained on this rank
+        await super().to_serving(devices)
+
+    async def share_columns(self, c: Controller, shares: Shares) -> None:
+        """Send values and log-probabilities of samples to the ranks that train another model on them.
+
+        The lead of a copy of the model that computed them sends them.
+        """
+        if len(shares.deals) == 1:
+            return
+        parcels = {}
+        senders = set()
+        for source, target in itertools.permutations(shares.deals, 2):
+            for key, makers in shares.deals[source].copies.items():
+                for rank in set(shares.deals[target].copies[key]).difference(makers):
+                    if makers[0] == c.world.rank:
+                        parcels.setdefault(rank, {})[key] = shares.samples[key].columns()
+                    if rank == c.world.rank:
+                        senders.add(makers[0])
+        for columns_of in (await c.peers.exchange(parcels, senders)).values():
+            for key, columns in columns_of.items():
+                shares.samples[key].fill(columns)
+
+    async def agree(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
+        """Gather the metrics of models that only some ranks hold, and whether one is to stop (collective)."""
+        await c.world.wait_for_all()
+        for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
+            stats = stats | of_rank
+            c.stopping = c.stopping or was_asked
+        return stats
+
+
+class Apart(Split):
+    """No rank both serves and trains: engines sleep only while weights are pushed."""
+
+    stops_serving = False  # the other ranks may train meanwhile
+    serves_ahead = True
+
+    async def serve_ahead(self, c: Controller) -> RolloutBatch | None:
+        """With --ahead serve the next step's batch, on the ranks that serve. The others return and train.
+
+        The weights are those that this step begins with, so the batch depends on the step alone.
+        """
+        is_last = c.state.step + 1 == c.config.steps
+        if not c.config.ahead or is_last:
+            return None
+        return await modes.collect(c)
+
+    async def to_training(self, devices: Devices) -> None:
+        """Leave engines as they are."""
+
+    async def to_serving(self, devices: Devices) -> None:
+        """Have all engines sleep for the push."""
+        await devices.rest_engines()
+        devices.take_next_split()
+        await devices.give_device_to(devices.actor)
+        await devices.push(stays=True)
+        await devices.rollout.wake_kv_cache()
+
+
+def sharing_of(placement: Placement) -> Shared:
+    return Apart() if placement.is_apart else Split()
+
+
+PLACEMENTS["split"] = Row(split, sharing_of)
+PLACEMENTS["standalone"] = Row(standalone, sharing_of)
+PLACEMENTS["ranks"] = Row(in_words, sharing_of)  # engines=0-3 actor=0-1
