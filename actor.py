@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
@@ -24,7 +23,6 @@ from runtime.errors import UserError
 from sample import Key, Sample, flat
 from training import lm_head
 from training.groups import Groups
-from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch, Sequence
 from training.trainer import (
     LossSums,
@@ -73,7 +71,7 @@ class Actor(Trainer):
         for number, micro_batches in enumerate(mini_batches):
             samples = flat([micro_batches])
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
-            loss = PolicyLoss(read, targets, self.algorithm, self.groups.cp)
+            loss = PolicyLoss(read, targets, self.algorithm)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
                 from training import ptx
@@ -197,7 +195,6 @@ def pack_targets(
             columns.setdefault("proximal_logprobs", []).extend(known)
         if sample.reference_logprobs is not None:
             columns.setdefault("reference_logprobs", []).extend(sample.reference_logprobs)
-    columns["lengths"] = columns["lengths"] or [0]  # a sum over ranks needs an element
     tensors = {}
     for name, column in columns.items():
         dtype = DTYPES.get(name, torch.float32)
@@ -212,10 +209,9 @@ class PolicyLoss:
     read: Callable  # log-probabilities and entropies of a micro-batch's targets
     targets: PackedTargets
     algorithm: Algorithm
-    cp: ProcessGroup  # the context-parallel group
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
-        """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp, cp)."""
+        """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp)."""
         algorithm = self.algorithm
         targets = self.targets.at(batch.slots[batch.slots != NO_TARGET])
         logprobs, entropy = self.read(batch, hidden)
@@ -229,7 +225,6 @@ class PolicyLoss:
             advantages=targets.advantages,
             sequence=targets.sequence,
             lengths=targets.lengths,
-            total=partial(over_context_parallel, self.cp),
         )
         loss, clipped = algorithm.loss(inputs, algorithm)
         if loss.shape != logprobs.shape or not loss.requires_grad:

@@ -86,19 +86,18 @@ def lagrangian(advantages: dict[str, list[float]], multiplier: float) -> list[fl
 
 @dataclass
 class LossInputs:
-    """The targets of one micro-batch, as one context-parallel rank sees them."""
+    """The targets of one micro-batch."""
 
     logprobs: Tensor  # under the weights that train; the only one with a gradient
     old_logprobs: Tensor  # under the weights that the ratio is to
     advantages: Tensor
     sequence: Tensor  # the answer that each target belongs to, a row of `lengths`
-    lengths: Tensor  # [answers], the targets of each answer, over all context-parallel ranks
-    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over those ranks, with a gradient
+    lengths: Tensor  # [answers], the targets of each answer
 
     def mean_of_sequence(self, x: Tensor) -> Tensor:
-        """Return for each target the mean of x over its answer (collective: context-parallel group)."""
+        """Return for each target the mean of x over its answer."""
         sums = x.new_zeros(len(self.lengths)).index_add(0, self.sequence, x)
-        return (self.total(sums) / self.lengths.clamp(min=1))[self.sequence]
+        return (sums / self.lengths.clamp(min=1))[self.sequence]
 
 
 def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -122,7 +121,7 @@ def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]
     s is sg[s] * p / sg[p] with each token's p (sg stops gradients): importance weights weigh their own token.
     """
     logprobs = inputs.logprobs.detach()
-    log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)  # (collective)
+    log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)
     return clip((log_ratio + (inputs.logprobs - logprobs)).exp(), inputs.advantages, algorithm)
 
 

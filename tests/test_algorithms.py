@@ -234,12 +234,9 @@ def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
     assert clipped.tolist() == [True, False]
 
 
-ALONE = SimpleNamespace(size=lambda: 1)  # a group of one rank
-
-
 def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy) -> tuple:
     """A policy's loss whose model says so of the targets; its sum and its statistics."""
-    loss = PolicyLoss(lambda batch, output: output, targets, config, ALONE)
+    loss = PolicyLoss(lambda batch, output: output, targets, config)
     total, divisor, stats = loss(SimpleNamespace(slots=slots), (logprobs, entropy))
     assert stats["loss"] == total and stats["divisor"] == divisor
     return total, stats
