@@ -85,10 +85,10 @@ class Critic(Trainer):
             sample.values[self.name] = row
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
-        """Prepare the steps that learn `returns[name]`, `critic_epochs` a mini-batch. Not collective."""
+        """Prepare the steps that learn `returns[name]`, one a mini-batch. Not collective."""
         lr = self._learning_rate()
         steps = []
-        for micro_batches in mini_batches * self.algorithm.critic_epochs:
+        for micro_batches in mini_batches:
             samples = flat([micro_batches])
             returns = list(chain(*(sample.returns[self.name] for sample in samples)))
             values = list(chain(*(sample.values[self.name] for sample in samples)))

@@ -9,7 +9,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,13 +212,11 @@ class Trainer:
         plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
         taken = [[] for _ in trainers]
         self.passes = []
-        for steps in zip_longest(*plans):  # None for a model that has taken all of its steps
-            works = [step.work for step in steps if step]
-            run(works, self.config.schedule)
+        for steps in zip(*plans, strict=True):
+            run([step.work for step in steps], self.config.schedule)
             for trainer, step, stats in zip(trainers, steps, taken, strict=True):
-                if step:
-                    stats.append(trainer.step(*step))
-                    self.passes += step.work.passes
+                stats.append(trainer.step(*step))
+                self.passes += step.work.passes
         metrics = {}
         for trainer, stats in zip(trainers, taken, strict=True):
             metrics |= trainer.metrics_of(stats)
