@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
@@ -24,7 +23,6 @@ from runtime.errors import UserError
 from sample import Key, Sample, flat
 from training import lm_head
 from training.groups import Groups
-from training.lm_head import over_context_parallel
 from training.packing import NO_TARGET, MicroBatch, Sequence
 from training.trainer import (
     LossSums,
@@ -40,7 +38,7 @@ from training.trainer import (
 # and say little.
 MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
 # Statistics of a micro-batch: sums over its targets, reported as means over tokens, and others.
-TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "masked_frac", "stale_token_frac")
+TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "stale_token_frac")
 ENGINE_STATS = ("fresh_tokens", "engine_logprob_diff_sum", "engine_logprob_diff_max")
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS)
 
@@ -73,7 +71,7 @@ class Actor(Trainer):
         for number, micro_batches in enumerate(mini_batches):
             samples = flat([micro_batches])
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
-            loss = PolicyLoss(read, targets, self.algorithm, self.groups.cp)
+            loss = PolicyLoss(read, targets, self.algorithm)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
                 from training import ptx
@@ -197,7 +195,6 @@ def pack_targets(
             columns.setdefault("proximal_logprobs", []).extend(known)
         if sample.reference_logprobs is not None:
             columns.setdefault("reference_logprobs", []).extend(sample.reference_logprobs)
-    columns["lengths"] = columns["lengths"] or [0]  # a sum over ranks needs an element
     tensors = {}
     for name, column in columns.items():
         dtype = DTYPES.get(name, torch.float32)
@@ -212,24 +209,20 @@ class PolicyLoss:
     read: Callable  # log-probabilities and entropies of a micro-batch's targets
     targets: PackedTargets
     algorithm: Algorithm
-    cp: ProcessGroup  # the context-parallel group
 
     def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
-        """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp, cp)."""
+        """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp)."""
         algorithm = self.algorithm
         targets = self.targets.at(batch.slots[batch.slots != NO_TARGET])
         logprobs, entropy = self.read(batch, hidden)
         log_ratio = logprobs.detach() - targets.engine_logprobs
         correction = importance_weights(targets, algorithm, logprobs.detach())
-        # masked tokens leave the graph here: their loss is 0 below, but 0 times an infinite slope is NaN
-        logprobs = logprobs.where(correction.kept, logprobs.detach())
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=correction.old_logprobs,
             advantages=targets.advantages,
             sequence=targets.sequence,
             lengths=targets.lengths,
-            total=partial(over_context_parallel, self.cp),
         )
         loss, clipped = algorithm.loss(inputs, algorithm)
         if loss.shape != logprobs.shape or not loss.requires_grad:
@@ -246,13 +239,12 @@ class PolicyLoss:
                 loss = loss + algorithm.kl_coef * reference_kl
         if algorithm.entropy_coef:
             loss = loss - algorithm.entropy_coef * entropy
-        loss = (targets.mean_weights * loss).where(correction.kept, 0.0)
+        loss = targets.mean_weights * loss
         stats["tokens"] = torch.tensor(len(logprobs))
         stats["policy_loss"] = loss.detach().sum()
         stats["entropy"] = entropy.detach().sum()
         stats["kl"] = -log_ratio.sum()  # k1, of KL(the weights that wrote || those that train)
         stats["clip_frac"] = clipped.sum()
-        stats["masked_frac"] = (~correction.kept).sum()
         stats["stale_token_frac"] = targets.stale.sum()
         stats["stale_weight"] = correction.importance[targets.stale].sum()
         return loss_sums(loss.sum(), targets.divisors.sum(), stats)
@@ -263,7 +255,6 @@ class Correction(NamedTuple):
 
     old_logprobs: Tensor  # in the denominator of the algorithm's ratio
     importance: Tensor  # the weight of its loss
-    kept: Tensor  # False: masked, it has no gradient
 
 
 def importance_weights(
@@ -277,14 +268,14 @@ def importance_weights(
     are detached, are taken. The ratio to proximal is then 1, and nothing is clipped. A token is stale if
     weights of an earlier step wrote it.
 
-        token                      importance                   old_logprobs  kept
-        fresh                      1                            engine        always
-        fresh, corrects_mismatch   at most tis_cap              proximal      within icepop_bound
-        stale                      at most behavior_weight_cap  proximal      always
+        token                      importance                   old_logprobs
+        fresh                      1                            engine
+        fresh, corrects_mismatch   at most tis_cap              proximal
+        stale                      at most behavior_weight_cap  proximal
 
     Sources. Stale tokens: AReaL's decoupled objective (arXiv 2505.24298), section 5.2, after Hilton et al.
     (arXiv 2110.00641). tis_cap: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    (2025). icepop_bound: IcePop (arXiv 2510.18855).
+    (2025).
     """
     stale = targets.stale
     proximal = logprobs if targets.proximal_logprobs is None else targets.proximal_logprobs
@@ -293,14 +284,9 @@ def importance_weights(
     stale_weights = likelier.clamp(max=algorithm.behavior_weight_cap)
     if not algorithm.corrects_mismatch:
         old_logprobs = proximal.where(stale, targets.engine_logprobs)
-        weights = stale_weights.where(stale, 1.0)
-        return Correction(old_logprobs, weights, kept=torch.ones_like(stale))
-    most = algorithm.tis_cap or math.inf
-    bound = algorithm.icepop_bound or math.inf
-    kept = stale | ((likelier >= 1 / bound) & (likelier <= bound))
-    weights = stale_weights.where(stale, likelier.clamp(max=most))
-    # the weight of a masked token may be infinite
-    return Correction(proximal, weights.where(kept, 0.0), kept)
+        return Correction(old_logprobs, stale_weights.where(stale, 1.0))
+    fresh_weights = likelier.clamp(max=algorithm.tis_cap)
+    return Correction(proximal, stale_weights.where(stale, fresh_weights))
 
 
 def engine_stats(differences: Tensor) -> dict[str, Tensor]:

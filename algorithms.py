@@ -86,19 +86,18 @@ def lagrangian(advantages: dict[str, list[float]], multiplier: float) -> list[fl
 
 @dataclass
 class LossInputs:
-    """The targets of one micro-batch, as one context-parallel rank sees them."""
+    """The targets of one micro-batch."""
 
     logprobs: Tensor  # under the weights that train; the only one with a gradient
     old_logprobs: Tensor  # under the weights that the ratio is to
     advantages: Tensor
     sequence: Tensor  # the answer that each target belongs to, a row of `lengths`
-    lengths: Tensor  # [answers], the targets of each answer, over all context-parallel ranks
-    total: Callable[[Tensor], Tensor] = lambda sums: sums  # over those ranks, with a gradient
+    lengths: Tensor  # [answers], the targets of each answer
 
     def mean_of_sequence(self, x: Tensor) -> Tensor:
-        """Return for each target the mean of x over its answer (collective: context-parallel group)."""
+        """Return for each target the mean of x over its answer."""
         sums = x.new_zeros(len(self.lengths)).index_add(0, self.sequence, x)
-        return (self.total(sums) / self.lengths.clamp(min=1))[self.sequence]
+        return (sums / self.lengths.clamp(min=1))[self.sequence]
 
 
 def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
@@ -122,7 +121,7 @@ def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]
     s is sg[s] * p / sg[p] with each token's p (sg stops gradients): importance weights weigh their own token.
     """
     logprobs = inputs.logprobs.detach()
-    log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)  # (collective)
+    log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)
     return clip((log_ratio + (inputs.logprobs - logprobs)).exp(), inputs.advantages, algorithm)
 
 
@@ -170,7 +169,6 @@ class Settings:
     clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)
     behavior_weight_cap: float = 2.0  # largest importance weight of a token of older weights
     tis_cap: float = 0.0  # largest weight that corrects for the engine's numbers; 0: none does
-    icepop_bound: float = 0.0  # a weight that isn't in [1/this, this] masks its token; 0: none does
     gamma: float = 1.0  # discount of a token's reward for each token before it
     gae_lambda: float = 1.0  # from the critic's word (0) to what was rewarded (1)
     kl_coef: float = 0.0  # weight of the KL to the start weights; 0: no reference model is made
@@ -187,7 +185,6 @@ class Settings:
     lagrange_lr: float = 0.1  # ln(lambda) grows by this times lambda times (cost - cost_limit)
     max_refill_waves: int = 3  # of a step: they replace groups that teach nothing
     critic_lr: float = 1e-5  # AdamW; the demo's is 1e-3
-    critic_epochs: int = 1  # passes of a critic over a step's answers; the actor makes one
     critic_warmup: int = 0  # first steps in which the critic learns alone
     value_clip: float = 0.2  # a value that moved by more to its return isn't pulled on; inf: none
 
@@ -195,8 +192,7 @@ class Settings:
 LIMITS = {each.name: (0.0, math.inf) for each in fields(Settings) if each.type != "str"}
 ABOVE_0 = ("clip_high", "behavior_weight_cap", "critic_lr", "value_clip")
 LIMITS |= dict.fromkeys(ABOVE_0, (TINY, math.inf))
-LIMITS |= dict.fromkeys(("ptx_batch", "critic_epochs"), (1, math.inf))
-LIMITS |= {"gamma": (0, 1), "gae_lambda": (0, 1)}
+LIMITS |= {"ptx_batch": (1, math.inf), "gamma": (0, 1), "gae_lambda": (0, 1)}
 LIMITS |= {"lagrange_init": (0, MULTIPLIER_MAX), "cost_limit": (-1e30, 1e30)}
 
 
@@ -226,7 +222,7 @@ class Algorithm(Settings):
     @property
     def corrects_mismatch(self) -> bool:
         """True if fresh tokens, too, are corrected: the engine's numbers aren't the trainer's."""
-        return self.tis_cap > 0 or self.icepop_bound > 0
+        return self.tis_cap > 0
 
 
 # arXiv 2402.03300, equation 3 and section 4.2; it names no clip
@@ -288,8 +284,6 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
     for name, value in a.own.items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name}, a finite number"
-    if 0 < a.icepop_bound <= 1:
-        yield "icepop_bound=0 or more than 1"
     if a.kl_in not in ("loss", "reward"):
         yield "kl_in=loss or kl_in=reward"
     if a.kl_estimator not in KL_ESTIMATORS:
@@ -306,7 +300,7 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
     if bool(a.ptx_coef) != bool(a.ptx_data):
         yield "both of ptx_coef and ptx_data, or none"
     if a.loss is gspo_loss and config.dtype == "bfloat16" and not a.corrects_mismatch:
-        yield "tis_cap or icepop_bound with --dtype bfloat16: the engine's numbers are beyond its clip"
+        yield "tis_cap with --dtype bfloat16: the engine's numbers are beyond its clip"
     if a.overlong_from >= a.max_new_tokens:
         yield f"overlong_from below --max-new-tokens {a.max_new_tokens}"
     if a.overlong_from and config.answer_tokens:

@@ -108,7 +108,6 @@ class Config:
     )
     tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
     pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
-    cp: int = setting(1, "context-parallel ranks", "training", low=1)
     sp: bool = setting(False, "sequence parallelism beside tp", "training")
     schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
     recompute: int = setting(
@@ -156,12 +155,6 @@ class Config:
         return layers if self.recompute == AS_FITS else min(self.recompute, layers)
 
     @property
-    def token_budget(self) -> int:
-        """The longest sequence that a micro-batch takes: context parallelism cuts it into 2 * cp."""
-        pieces = 2 * self.cp if self.cp > 1 else 1
-        return self.max_tokens_per_micro_batch // pieces * pieces
-
-    @property
     def engine_start_s(self) -> float:
         """The longest start of an engine, while the other ranks wait."""
         return 0.9 * self.timeout_s
@@ -187,8 +180,9 @@ class Config:
         if writes and 0 < context <= self.judge_max_new_tokens:
             raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
         longest = max(context, self.max_new_tokens + 1)
-        if self.command == "rl" and longest > self.token_budget:
-            flag = f"--max-tokens-per-micro-batch {self.token_budget}"
+        budget = self.max_tokens_per_micro_batch
+        if self.command == "rl" and longest > budget:
+            flag = f"--max-tokens-per-micro-batch {budget}"
             raise UserError(f"{flag}: one sample may have {longest} tokens")
 
     def _check_limits(self, field: dataclasses.Field) -> None:

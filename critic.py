@@ -17,7 +17,7 @@ from config import Config
 from inputs.hf_directory import HEAD
 from sample import Sample, flat
 from scheduling.pipeline import schedule_of
-from training import hf_weights
+from training import hf_weights, lm_head
 from training import model as models
 from training.groups import Groups
 from training.packing import NO_TARGET, MicroBatch
@@ -48,7 +48,7 @@ class ValueHead(torch.nn.Linear):
         """Return values, and None for the bias that an output layer of Megatron's may have."""
         if self.config.sequence_parallel:
             # every rank makes all values: their gradients are equal, and must not be summed
-            gather = models.gather_from_sequence_parallel_region
+            gather = lm_head.mappings.gather_from_sequence_parallel_region
             hidden = gather(hidden, tensor_parallel_output_grad=False, group=self.tp_group)
         return super().forward(hidden), None
 
@@ -85,10 +85,10 @@ class Critic(Trainer):
             sample.values[self.name] = row
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
-        """Prepare the steps that learn `returns[name]`, `critic_epochs` a mini-batch. Not collective."""
+        """Prepare the steps that learn `returns[name]`, one a mini-batch. Not collective."""
         lr = self._learning_rate()
         steps = []
-        for micro_batches in mini_batches * self.algorithm.critic_epochs:
+        for micro_batches in mini_batches:
             samples = flat([micro_batches])
             returns = list(chain(*(sample.returns[self.name] for sample in samples)))
             values = list(chain(*(sample.values[self.name] for sample in samples)))

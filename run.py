@@ -287,7 +287,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     algorithm = algorithm_of(config)
     longest = server.context_length(config.model, config)
     if config.command == "rl":
-        longest = min(longest, config.token_budget)
+        longest = min(longest, config.max_tokens_per_micro_batch)
     tokenizer, *judges = tokenization.load_tokenizers(config, say)
     clips = (config.video_fps, config.video_frames)
     reader, *readers = (

@@ -57,9 +57,8 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
 def grid(rank: int, shape: Shape) -> dict[str, int]:
     """The place of a rank in a model, in Megatron's order: tensor-parallel ranks are neighbours."""
     rest, tp = divmod(shape.ranks.index(rank), shape.tp)
-    rest, cp = divmod(rest, shape.cp)
     pp, dp = divmod(rest, shape.dp)
-    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+    return {"dp": dp, "tp": tp, "pp": pp}
 
 
 def simulate(arguments: list[str]) -> NoReturn:

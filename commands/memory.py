@@ -75,7 +75,7 @@ def host_parts(config: Config, placement: Placement, splits: list[Split], here: 
                 shape = placement.critic if name.endswith("critic") else placement.actor
                 # of weights on a GPU a rank copies only those that no other rank saves
                 is_share = part == "weights" and config.device == "cuda"
-                parts["checkpoints"] += size / (shape.dp * shape.cp) if is_share else size
+                parts["checkpoints"] += size / shape.dp if is_share else size
     return dict(parts)
 
 

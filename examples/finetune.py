@@ -51,7 +51,6 @@ from sample import Sample, flat
 from scheduling.balance import packed_length, plan_batch
 from scheduling.layout import Placement
 from scheduling.pipeline import schedule_of
-from training.lm_head import over_context_parallel
 from training.memory import with_micro_batch
 from training.model import check_models
 from training.packing import NO_TARGET, MicroBatch
@@ -163,27 +162,25 @@ def read_examples(
         for name in filter(row.get, PLACES):
             raise UserError(f"{where}: it has {name}, and {config.command} learns from texts")
         rows.append(parse(row, tokenizer, where))
-        if (tokens := room(rows[-1], config.cp)) > budget:
+        if (tokens := room(rows[-1])) > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
             raise UserError(f"{where}: {tokens} tokens don't fit into {flag}")
     return rows
 
 
-def room(example: Example, cp: int) -> int:  # in a micro-batch, in tokens
-    return sum(packed_length(len(sample.prompt) + len(sample.response), cp) for sample in example)
+def room(example: Example) -> int:  # in a micro-batch, in tokens
+    return sum(packed_length(len(sample.prompt) + len(sample.response)) for sample in example)
 
 
 class PairLoss:
     """The mean of -log sigmoid(r(chosen) - r(rejected)) over pairs, by the conventions of TRL.
 
-    r = scale * the sum over an answer's targets of what `read` gives, less the reference's. Every
-    context-parallel rank counts every pair.
+    r = scale * the sum over an answer's targets of what `read` gives, less the reference's.
     """
 
     def __init__(self, trainer: Trainer, scale: float, samples: list[Sample]):
         """samples: of all micro-batches, chosen and rejected in turns."""
         self.read = trainer.read_targets
-        self.cp = trainer.groups.cp
         self.scale = scale
         self.answers = len(samples)
         answer_of = []  # [slots]
@@ -195,14 +192,13 @@ class PairLoss:
         self.reference = torch.tensor(reference, dtype=torch.float32, device=trainer.device)
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
-        """The loss of a micro-batch, from the model's output (collective: the context-parallel group)."""
+        """The loss of a micro-batch, from the model's output."""
         slots = batch.slots[batch.slots != NO_TARGET]
         # less the reference before they are summed: equal weights give exactly 0
         values = self.read(batch, output) - self.reference[slots]
-        both = torch.stack([values, torch.ones_like(values)], -1)
-        sums = values.new_zeros(self.answers, 2).index_add(0, self.answer_of[slots], both)
-        sums, targets = over_context_parallel(self.cp, sums).unbind(-1)  # [answers]
-        here = targets[::2] > 0  # pairs of this micro-batch
+        answers = self.answer_of[slots]
+        sums = values.new_zeros(self.answers).index_add(0, answers, values)
+        here = answers.bincount(minlength=self.answers)[::2] > 0  # pairs of this micro-batch
         chosen, rejected = (self.scale * sums).view(-1, 2)[here].unbind(-1)
         margin = chosen - rejected
         losses = -F.logsigmoid(margin)
@@ -263,7 +259,7 @@ class Learner:
     def _prepare(self, examples: list[Example]) -> tuple[list, Loss]:
         """Make this rank's micro-batches, and the loss. Samples keep the reference's log-probabilities."""
         trainer = self.trainer
-        rooms = {(n, 0): room(example, self.config.cp) + 1 for n, example in enumerate(examples)}
+        rooms = {(n, 0): room(example) + 1 for n, example in enumerate(examples)}
         plans = plan_batch(rooms, trainer.cost, self.config, trainer.dp_size)
         (plan,) = plans[trainer.dp_rank]
         micro_batches = []

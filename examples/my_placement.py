@@ -15,7 +15,7 @@ from scheduling.layout import Placement, Shape
 
 
 def critics_last(everyone, config):  # they have the last ranks; all others take turns on the rest
-    shape = Shape.of(config, everyone)  # --tp, --pp and --cp, as every model has them here
+    shape = Shape.of(config, everyone)  # --tp and --pp, as every model has them here
     cut = len(everyone) - shape.unit
     actor = shape._replace(ranks=everyone[:cut])
     critic = shape._replace(ranks=everyone[cut:])

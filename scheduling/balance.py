@@ -32,7 +32,7 @@ def plan_batch(
     plan = [[] for _ in range(dp_size)]
     for first in range(updates):
         mini_batch = keys[first::updates]
-        lengths = [packed_length(tokens[key], config.cp) for key in mini_batch]
+        lengths = [packed_length(tokens[key]) for key in mini_batch]
         costs = [cost(tokens[key]) + image_costs.get(key[0], 0) for key in mini_batch]
         packing = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
         by_rank = karmarkar_karp(sums(costs, packing), dp_size)
@@ -115,9 +115,9 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> lis
     return micro_batches
 
 
-def packed_length(tokens: int, cp: int) -> int:
-    """Return the room in a micro-batch: the last token is only a target; cp cuts 2 * cp pieces."""
-    return round_up(tokens - 1, 2 * cp if cp > 1 else 1)
+def packed_length(tokens: int) -> int:
+    """Return the room in a micro-batch: the last token is only a target."""
+    return tokens - 1
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from config import Config
 from scheduling.measured import ROLES, Split
 
-SIZES = ("tp", "pp", "cp")
+SIZES = ("tp", "pp")
 
 
 class Place(NamedTuple):
@@ -27,17 +27,16 @@ class Shape(NamedTuple):
     ranks: tuple[int, ...]  # any of the run's
     tp: int = 1
     pp: int = 1
-    cp: int = 1
 
     @staticmethod
     def of(config: Config, ranks: tuple[int, ...]) -> Shape:
         """The layout of a model on `ranks` with the sizes of a config."""
-        return Shape(ranks, config.tp, config.pp, config.cp)
+        return Shape(ranks, config.tp, config.pp)
 
     @property
     def unit(self) -> int:
         """The ranks of one copy of the model."""
-        return self.tp * self.pp * self.cp
+        return self.tp * self.pp
 
     @property
     def dp(self) -> int:
@@ -47,17 +46,17 @@ class Shape(NamedTuple):
     def copies(self) -> list[list[int]]:
         """The model-parallel group of each data-parallel rank, its lead first: [dp][unit].
 
-        From one rank to the next tp changes first, then cp, dp and pp. In a push the ranks of a group put
+        From one rank to the next tp changes first, then dp and pp. In a push the ranks of a group put
         the weights together: HybridFlow (arXiv 2409.19256), section 5.3.
         """
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
-            copies[place // (self.tp * self.cp) % self.dp].append(rank)
+            copies[place // self.tp % self.dp].append(rank)
         return copies
 
     def sized(self, config: Config) -> Config:
         """The settings of a model that is cut like this."""
-        return replace(config, tp=self.tp, pp=self.pp, cp=self.cp, sp=config.sp and self.tp > 1)
+        return replace(config, tp=self.tp, pp=self.pp, sp=config.sp and self.tp > 1)
 
     def place(self, rank: int) -> Place | None:
         """The place of a rank; None of one that doesn't hold the model."""
@@ -187,7 +186,7 @@ class Placement(NamedTuple):
             if not ranks and name != "engines":
                 yield f"{name} has no rank"
             if len(ranks) % shape.unit:
-                sizes = f"tp {shape.tp} x pp {shape.pp} x cp {shape.cp} = {shape.unit}"
+                sizes = f"tp {shape.tp} x pp {shape.pp} = {shape.unit}"
                 yield f"{sizes} doesn't divide the {len(ranks)} ranks of {name}"
         if idle := {*range(world_size)} - {*self.engines} - self.learners:
             yield f"rank {min(idle)} holds nothing"

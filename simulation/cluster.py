@@ -47,7 +47,7 @@ PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
 # settings that a simulation takes from a user's run: of its samples, of serving, of training
 SAMPLES = ("algorithm", "seed", "prompts_per_step", "answers_per_prompt", "over_dispatch")
 SERVING = ("placement", "ahead", "tail", "rollout_ranks", "rollout_tp", "genrm_tp")
-TRAINING = ("updates_per_step", "schedule", "tp", "pp", "cp")
+TRAINING = ("updates_per_step", "schedule", "tp", "pp")
 STEPS = (3, 20)  # of such a simulation, at least and at most
 WORK = 2500  # samples of all of these steps, where a rank counts as 8 samples a step
 GRAINS = 256  # tokens of the longest answer, at most: one stands for several

@@ -33,7 +33,7 @@ from simulation.engine import FULL, Moves
 
 APART = 8  # decode steps between two reads of a full engine: engines/server.py
 # settings that change the seconds of a token
-SAME = ("tp", "pp", "cp", "rollout_tp", "genrm_tp", "dtype", "device", "recompute", "schedule")
+SAME = ("tp", "pp", "rollout_tp", "genrm_tp", "dtype", "device", "recompute", "schedule")
 MODELS = ("model", "judge", "cost_judge", "critic")  # settings; others of the same size will do
 LAST = 10  # steps that count: lengths change as a policy learns
 LAST_SPANS = 5  # of these, the newest, whose requests are looked at one by one

@@ -42,7 +42,7 @@ from tests.workers.parallel import (
     supervised,
     weights_of,
 )
-from training.packing import NO_TARGET, make_micro_batches, zigzag
+from training.packing import NO_TARGET, make_micro_batches
 from training.trainer import Trainer
 
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
@@ -493,31 +493,25 @@ def test_numbers_that_no_rank_saved_are_missed(make_actor, model_dir, tmp_path):
 SEQUENCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=12)
 
 
-@given(sequences=SEQUENCES, cp=st.sampled_from([1, 2, 4]), tp_with_sp=st.sampled_from([1, 2]))
-def test_every_response_token_is_a_target_on_one_context_parallel_rank(sequences, cp, tp_with_sp):
+@given(sequences=SEQUENCES, tp_with_sp=st.sampled_from([1, 2]))
+def test_every_response_token_is_a_target_once(sequences, tp_with_sp):
     """Some micro-batches are empty; each has the tokens that packing counted, and few more for sp."""
     counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
     sequences = [[[next(counter) for _ in range(n)] for n in lengths] for lengths in sequences]
-    lengths = [packed_length(len(prompt) + len(response), cp) for prompt, response in sequences]
+    lengths = [packed_length(len(prompt) + len(response)) for prompt, response in sequences]
     chosen = [[], *pack_evenly(lengths, lengths, 64, multiple=1), []]
     packed = [[sequences[index] for index in numbers] for numbers in chosen]
     responses = [token for chosen in packed for _, response in chosen for token in response]
     seen = []
-    for rank in range(cp):
-        batches = make_micro_batches(packed, cp=cp, cp_rank=rank, tp_with_sp=tp_with_sp)
-        for batch, chosen_sequences in zip(batches, packed, strict=True):
-            counted = sum(packed_length(len(p) + len(r), cp) for p, r in chosen_sequences)
-            total = sum(queries for queries, _ in batch.lengths) * cp
-            assert counted <= total <= max(counted, 1) + tp_with_sp * (2 * cp if cp > 1 else 1) - 1
-            chosen = batch.slots != NO_TARGET
-            assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] * cp == total
-            assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
-            slots = batch.slots[chosen].tolist()
-            assert [responses[slot] for slot in slots] == batch.targets[chosen].tolist()
-            seen += slots
-    assert sorted(seen) == list(range(len(responses)))
-
-
-def test_zigzag_by_hand():
-    assert zigzag([8, 4], cp=2, rank=0).tolist() == [0, 1, 6, 7, 8, 11]
-    assert zigzag([8, 4], cp=2, rank=1).tolist() == [2, 3, 4, 5, 9, 10]
+    batches = make_micro_batches(packed, tp_with_sp)
+    for batch, chosen_sequences in zip(batches, packed, strict=True):
+        counted = sum(packed_length(len(p) + len(r)) for p, r in chosen_sequences)
+        total = sum(queries for queries, _ in batch.lengths)
+        assert counted <= total <= max(counted, 1) + tp_with_sp - 1
+        chosen = batch.slots != NO_TARGET
+        assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] == total
+        assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
+        slots = batch.slots[chosen].tolist()
+        assert [responses[slot] for slot in slots] == batch.targets[chosen].tolist()
+        seen += slots
+    assert seen == list(range(len(responses)))

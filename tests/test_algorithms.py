@@ -172,7 +172,7 @@ def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[flo
 
 CHOICES = dict(gamma=[1.0, 0.9], gae_lambda=[1.0, 0.8], kl_coef=[0.0, 0.3])
 CHOICES |= dict(kl_in=["reward", "loss"], kl_estimator=list(algorithms.KL_ESTIMATORS))
-CHOICES |= dict(entropy_coef=[0.0, 0.1], tis_cap=[0.0, 2.0], icepop_bound=[0.0, 3.0])
+CHOICES |= dict(entropy_coef=[0.0, 0.1], tis_cap=[0.0, 2.0])
 CHOICES |= dict(overlong_from=[0, 3], overlong_penalty=[0.5], max_new_tokens=[6])
 CHOICES |= dict(clip_low=[0.2], clip_high=[0.28])
 CHANGES = st.fixed_dictionaries({name: st.sampled_from(CHOICES[name]) for name in CHOICES})
@@ -234,12 +234,9 @@ def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
     assert clipped.tolist() == [True, False]
 
 
-ALONE = SimpleNamespace(size=lambda: 1)  # a group of one rank
-
-
 def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy) -> tuple:
     """A policy's loss whose model says so of the targets; its sum and its statistics."""
-    loss = PolicyLoss(lambda batch, output: output, targets, config, ALONE)
+    loss = PolicyLoss(lambda batch, output: output, targets, config)
     total, divisor, stats = loss(SimpleNamespace(slots=slots), (logprobs, entropy))
     assert stats["loss"] == total and stats["divisor"] == divisor
     return total, stats
@@ -247,7 +244,6 @@ def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy)
 
 def plain_objective(groups, row: str, advantages, config, stale, start_column):
     """Loss, slopes and sums of a step; `stale` tokens, `start_column` of a token; entropy: 0.7 logprob."""
-    corrects = config.tis_cap or config.icepop_bound
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
     for key, tokens in answers_of(groups):
         n = len(tokens)
@@ -256,16 +252,15 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
         divisor += 1 if row in by_answer else n
         engine, now = [token[0] for token in tokens], [token[2] for token in tokens]
         start = [token[start_column] for token in tokens]
-        old = [start[t] if corrects or stale[key, t] else engine[t] for t in range(n)]
+        old = [start[t] if config.tis_cap or stale[key, t] else engine[t] for t in range(n)]
         s = math.exp(sum(now[t] - old[t] for t in range(n)) / n)
         for t in range(n):
-            weight, off, kept = 1.0, math.exp(start[t] - engine[t]), True
+            weight, off = 1.0, math.exp(start[t] - engine[t])
             if stale[key, t]:
                 weight = min(off, config.behavior_weight_cap)
                 sums["stale_weight"] += weight
-            elif corrects:
-                bound = config.icepop_bound or math.inf
-                weight, kept = min(off, config.tis_cap or math.inf), 1 / bound <= off <= bound
+            elif config.tis_cap:
+                weight = min(off, config.tis_cap)
             a, r = advantages[key][t], s if row == "gspo" else math.exp(now[t] - old[t])
             cut = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
             loss, slope, clipped = -r * a, -r * a, -cut * a > -r * a
@@ -280,9 +275,8 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
             loss -= config.entropy_coef * 0.7 * now[t]
             slope -= config.entropy_coef * 0.7
             sums.update(clip_frac=clipped, stale_token_frac=stale[key, t], kl=engine[t] - now[t])
-            sums["masked_frac"] += not kept
-            total += per_token * loss * kept
-            slopes[key, t] = per_token * slope * kept
+            total += per_token * loss
+            slopes[key, t] = per_token * slope
     slopes = {where: slope / divisor for where, slope in slopes.items()}
     return total / divisor, slopes, sums
 
@@ -294,7 +288,7 @@ def answers_of(groups) -> list[tuple[tuple[int, int], list]]:
 def near_a_kink(groups, config) -> bool:
     """Whether some ratio is so near a bound that rounding decides on which side it is."""
     bounds = [1 - config.clip_low, 1 + config.clip_high, config.behavior_weight_cap]
-    bounds += [config.tis_cap or 9e9, config.icepop_bound or 9e9, 1 / (config.icepop_bound or 9e9)]
+    bounds.append(config.tis_cap or 9e9)
     offs = []
     for _, tokens in answers_of(groups):
         rows = [[a - b for a, b in permutations(token[:3], 2)] for token in tokens]
@@ -341,7 +335,7 @@ def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(row, **dr
     for place, slope in slopes.items():
         wanted = expected[1][place]
         assert slope / sums["divisor"] == pytest.approx(wanted, abs=1e-6), place
-        assert slope == 0.0 or wanted != 0.0, "a masked or clipped token's gradient is exactly 0"
+        assert slope == 0.0 or wanted != 0.0, "a clipped token's gradient is exactly 0"
     assert {name: sums[name] for name in expected[2]} == pytest.approx(expected[2], abs=1e-6)
 
 
@@ -358,37 +352,22 @@ def exact(targets: PackedTargets, samples: list[Sample], config: Algorithm) -> P
     return replace(targets, **{name: column.double() for name, column in known.items()})
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_a_masked_token_gives_a_gradient_of_exactly_zero(row):
-    """Whatever else is in the loss, and though its ratio be infinite; what isn't masked has one."""
-    config = settings_of(row, icepop_bound=1.5, kl_coef=0.5, entropy_coef=0.1)
-    tokens = dict(logprobs=[-1.0, -1.0, -1.0], reference_logprobs=[-2.0, -2.0, -2.0])
-    one = Sample(0, 0, [1], response=[2] * 3, versions=[0] * 3, advantages=[1.0] * 3, **tokens)
-    now = torch.tensor([200.0, -1.25, -0.5], requires_grad=True)
-    targets = pack_targets([one], 0, {}, config, CPU)
-    loss, stats = loss_of(targets, config, torch.arange(3), now, -now)
-    loss.backward()
-    assert stats["masked_frac"] == 2 and loss.isfinite()
-    assert now.grad[0] == now.grad[2] == 0 and now.grad[1] != 0 and now.grad.isfinite().all()
-
-
 def test_in_bfloat16_engines_are_corrected_for():
-    """By default; gspo insists, and takes either way."""
+    """By default; gspo insists."""
 
     def found(*given, dtype="bfloat16"):
         return algorithm_of(Config(algorithm=given, dtype=dtype))
 
     assert (found("grpo").tis_cap, found("grpo", dtype="float32").tis_cap) == (2.0, 0.0)
     assert found("grpo", "tis_cap=0").tis_cap == 0.0
-    assert found("gspo", "tis_cap=0", "icepop_bound=3").icepop_bound == 3.0
     assert found("gspo", "tis_cap=0", dtype="float32").tis_cap == 0.0
-    with pytest.raises(ValueError, match="tis_cap=0 needs tis_cap or icepop_bound with --dtype"):
+    with pytest.raises(ValueError, match="tis_cap=0 needs tis_cap with --dtype"):
         found("gspo", "tis_cap=0")
 
 
 @pytest.mark.parametrize("difference, agrees", [(1e-5, True), (1.0, False), (math.nan, False)])
 def test_what_is_no_number_is_no_agreement_with_the_engine(difference, agrees):
-    """A masked token has no gradient, whatever it is: the loss alone wouldn't tell."""
+    """A mean difference of NaN ends the run, too."""
     found = actor.engine_stats(torch.tensor([0.0, difference]))
     stats = {name: value.item() for name, value in found.items()}
     refused = pytest.raises(ValueError, match="differ from the engine's by")
@@ -400,13 +379,13 @@ def test_metrics_of_two_optimizer_steps_by_hand():
     """Sums over both by the tokens of both; seconds lost in both by those of the slowest rank."""
     first = dict.fromkeys(STATS, 0.0) | numbers("""
         policy_loss=2 entropy=4 kl=1 clip_frac=3 tokens=10 reference_kl=5 stale_token_frac=4
-        stale_weight=6 masked_frac=2 divisor=4 ptx=0 ptx_tokens=0 not_finite=0 skipped=0 grad_norm=1
+        stale_weight=6 divisor=4 ptx=0 ptx_tokens=0 not_finite=0 skipped=0 grad_norm=1
         fresh_tokens=4 engine_logprob_diff_max=0.1 engine_logprob_diff_sum=0.2
         slowest_s=3 fastest_s=2 micro_batches=3""")
     second = dict.fromkeys(first, 0.0) | dict(slowest_s=1.0, fastest_s=1.0, skipped=1.0)
     second["engine_logprob_diff_max"] = 0.7
     expected = numbers("""
-        loss=0.5 reference_kl=0.5 masked_frac=0.2 entropy=0.4 kl=0.1 clip_frac=0.3 grad_norm=1.0
+        loss=0.5 reference_kl=0.5 entropy=0.4 kl=0.1 clip_frac=0.3 grad_norm=1.0
         lr=0.01 tokens=10 skipped=1 not_finite=0 engine_logprob_diff_mean=0.05
         engine_logprob_diff_max=0.1 seconds_spread=0.25 stale_token_frac=0.4
         stale_weight_mean=1.5 micro_batches=3""")
@@ -492,7 +471,6 @@ def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, rema
         ("ppo critic_warmup=7", "needs critic_warmup below --steps 7"),
         ("grpo critic_warmup=1", "needs a critic for --critic and critic_warmup"),
         ("grpo kl_estimator=k4", "needs kl_estimator one of k1, k2, k3"),
-        ("grpo icepop_bound=0.5", "needs icepop_bound=0 or more than 1"),
         ("grpo overlong_from=9", "needs overlong_from below --max-new-tokens 9"),
         ("grpo ptx_coef=0.1", "needs both of ptx_coef and ptx_data"),
         ("safe_rlhf", "safe_rlhf needs a --cost-rule or a --cost-judge"),

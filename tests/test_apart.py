@@ -33,7 +33,7 @@ from training.groups import mpu
 NEAR = apart(20 * 12)  # sums over the tokens of make_batch
 PPO = dict(row="ppo", kl_coef=0.1, kl_in="reward", updates_per_step=2)
 SP = dict(tp=2, sp=True)
-CROSSED = "actor=1,3:tp1:cp2 critic=0,2:cp1:tp2"
+CROSSED = "actor=1,3:tp1:pp2 critic=0,2:pp1:tp2"
 LAYOUTS = {  # name -> ranks, what is said of it
     "one": (1, dict(placement="colocate")),
     "equal": (2, dict(placement="actor=0-1:tp2 critic=0-1:tp1:pp2")),

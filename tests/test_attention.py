@@ -1,4 +1,4 @@
-"""Attention on packed sequences, and context-parallel parts of them, against plain softmax of whole ones.
+"""Attention on packed sequences, also those that share keys, against plain softmax of each.
 
 Torch's variable-length attention runs on CUDA alone: here a fake of it, in plain arithmetic, checks what it
 is given.
@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from training import model
-from training.model import packing_of, rotate
-from training.packing import MicroBatch, make_micro_batches, zigzag
+from training.model import PackedAttention, Packing, packing_of, rotate
+from training.packing import MicroBatch, make_micro_batches, starts_of
 
 HEADS, DIM, SCALE = 4, 8, 0.3
-LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=5)  # in pieces of a token
+LENGTHS = st.lists(st.integers(1, 5), max_size=4)
+GROUPS = st.lists(st.tuples(st.integers(1, 6), LENGTHS), min_size=1, max_size=3)  # prompt, answers
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -42,39 +43,70 @@ def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how) -> Tensor
     return torch.cat([plain(*piece, scale) for piece in zip(*parts, strict=True)])
 
 
-def batch_of(lengths: list[int], cp: int, rank: int) -> MicroBatch:
-    """Of padded sequences of these lengths."""
-    packed = [[([0], [0] * length) for length in lengths]]
-    return make_micro_batches(packed, cp, rank, tp_with_sp=1)[0]
+def shared(groups: list[tuple[int, list[int]]]) -> MicroBatch:
+    """A prompt's tokens once, then what follows it: each answer is a piece that sees the prompt, too."""
+    lengths, keys = [], []
+    start = 0
+    for prompt, answers in groups:
+        own = [*range(start, start + prompt)]
+        lengths.append((prompt, prompt))
+        keys += own
+        start += prompt
+        for answer in answers:
+            lengths.append((answer, prompt + answer))
+            keys += [*own, *range(start, start + answer)]
+            start += answer
+    facts = dict(lengths=lengths, starts=starts_of(lengths), keys=torch.tensor(keys))
+    return MicroBatch(*[torch.arange(start)] * 4, **facts)
+
+
+def plain_groups(query, key, value, groups) -> Tensor:
+    """Each sequence by itself, prompt and answer, as if it shared nothing."""
+    outputs = []
+    start = 0
+    for prompt, answers in groups:
+        own = [*range(start, start + prompt)]
+        outputs.append(plain(query[own], key[own], value[own], SCALE))
+        start += prompt
+        for answer in answers:
+            seen = [*own, *range(start, start + answer)]
+            outputs.append(plain(query[seen], key[seen], value[seen], SCALE)[prompt:])
+            start += answer
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("way", ["attend_by_length", "attend_at_once"])
-def test_the_ranks_attend_as_the_whole_sequences_do(monkeypatch, way):
-    """Outputs, and gradients: of keys and values summed over the ranks, as the all-gather's backward does."""
-
+def test_packed_sequences_attend_as_each_by_itself(monkeypatch, way):
+    """Outputs and gradients, in float64: whole sequences, and answers that share a prompt's keys."""
     monkeypatch.setattr(model, "varlen_attn", varlen)
+    monkeypatch.setattr(
+        model, "attend_by_length", getattr(model, way)
+    )  # PackedAttention's without CUDA
+    attention = PackedAttention(None, softmax_scale=SCALE)
 
-    @given(LENGTHS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, HEADS]), st.integers(0, 9))
-    def check(sizes, cp, kv_heads, seed):
+    @given(GROUPS, st.booleans(), st.sampled_from([1, 2, HEADS]), st.integers(0, 9))
+    def check(groups, shares, kv_heads, seed):
+        if shares:
+            batch = shared(groups)
+        else:
+            groups = [(prompt, []) for prompt, _ in groups]
+            [batch] = make_micro_batches([[([0], [0] * n) for n, _ in groups]], tp_with_sp=1)
+            assert batch.keys is None
         torch.manual_seed(seed)
-        lengths = [size * (2 * cp if cp > 1 else 1) for size in sizes]
-        tensors = [torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, kv_heads, kv_heads)]
-        whole = [x.clone().requires_grad_() for x in tensors]
-        pieces = zip(*(x.split(lengths) for x in whole), strict=True)
-        expected = torch.cat([plain(*parts, SCALE) for parts in pieces])
-        slope = torch.randn_like(expected)
-        (expected * slope).sum().backward()
-        query, key, value = ours = [x.clone().requires_grad_() for x in tensors]
-        gathered = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])
-        for rank in range(cp):
-            batch, mine = batch_of(lengths, cp, rank), zigzag(lengths, cp, rank)
-            assert len(batch.keys) <= (1 + 1 / (2 * cp)) * sum(lengths)
-            seen = (x[gathered][batch.keys] for x in (key, value))
-            output = getattr(model, way)(query[mine], *seen, batch, SCALE)
-            assert torch.allclose(output, expected[mine], rtol=0, atol=1e-5)
-            (output * slope[mine]).sum().backward()
-        for x, other in zip(ours, whole, strict=True):
-            assert torch.allclose(x.grad, other.grad, rtol=0, atol=1e-5)
+        tokens = batch.tokens.numel()
+        sizes = [(tokens, heads, DIM) for heads in (HEADS, kv_heads, kv_heads)]
+        ours = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+        expected = [x.detach().clone().requires_grad_() for x in ours]
+        zeros = torch.zeros(tokens, 1, DIM, dtype=torch.float64)
+        packing = Packing("thd", batch=batch, rope=(zeros + 1, zeros))
+        output = attention(*ours, None, packed_seq_params=packing)
+        wanted = plain_groups(*expected, groups)
+        assert torch.allclose(output, wanted, rtol=0, atol=1e-12)
+        slope = torch.randn_like(output)
+        (output * slope).sum().backward()
+        (wanted * slope).sum().backward()
+        for x, other in zip(ours, expected, strict=True):
+            assert torch.allclose(x.grad, other.grad, rtol=0, atol=1e-12)
 
     check()
 

@@ -13,8 +13,8 @@ def cost(tokens: int) -> int:
     return 360_000 * tokens + 288 * tokens**2
 
 
-def config(budget: int = 8192, updates: int = 1, cp: int = 1) -> Config:
-    sizes = dict(max_new_tokens=1, updates_per_step=updates, cp=cp)
+def config(budget: int = 8192, updates: int = 1) -> Config:
+    sizes = dict(max_new_tokens=1, updates_per_step=updates)
     return Config(max_tokens_per_micro_batch=budget, **sizes)
 
 
@@ -55,9 +55,8 @@ def test_even_micro_batches_are_few(lengths, budget, multiple):
 
 
 def test_room_in_a_micro_batch_by_hand():
-    """The last token is only a target; two context-parallel ranks cut four equal pieces."""
-    assert [packed_length(tokens, 1) for tokens in (2, 10)] == [1, 9]
-    assert [packed_length(tokens, 2) for tokens in (5, 6, 10)] == [4, 8, 12]
+    """The last token is only a target."""
+    assert [packed_length(tokens) for tokens in (2, 10)] == [1, 9]
 
 
 def test_a_sequence_over_the_budget_raises_it_for_all():
@@ -73,21 +72,20 @@ KEYS = st.tuples(st.integers(0, 9), st.integers(0, 7))
     tokens=st.dictionaries(KEYS, st.integers(2, 60), max_size=40),
     dp_size=st.integers(1, 4),
     updates=st.integers(1, 3),
-    cp=st.sampled_from([1, 2]),
     budget=st.integers(64, 256),
 )
-def test_the_plan(tokens, dp_size, updates, cp, budget):
+def test_the_plan(tokens, dp_size, updates, budget):
     """Every sample once; a mini-batch is every n-th key; equal numbers of micro-batches in the budget."""
-    plan = plan_batch(tokens, cost, config(budget, updates, cp), dp_size)
+    plan = plan_batch(tokens, cost, config(budget, updates), dp_size)
     backwards = dict(reversed(tokens.items()))
-    assert plan_batch(backwards, cost, config(budget, updates, cp), dp_size) == plan
+    assert plan_batch(backwards, cost, config(budget, updates), dp_size) == plan
     assert len(plan) == dp_size and all(len(mini_batches) == updates for mini_batches in plan)
     for update in range(updates):
         ranks = [mini_batches[update] for mini_batches in plan]
         assert sorted(flat(ranks)) == sorted(tokens)[update::updates]
         assert len({len(micro_batches) for micro_batches in ranks}) == 1 and ranks[0]
         for micro_batch in (m for micro_batches in ranks for m in micro_batches):
-            assert sum(packed_length(tokens[key], cp) for key in micro_batch) <= budget
+            assert sum(packed_length(tokens[key]) for key in micro_batch) <= budget
 
 
 def test_the_work_on_images_is_balanced_too():

@@ -264,7 +264,7 @@ def test_a_batch_that_waits_shows_the_same_however_often_it_was_stopped(tmp_path
 
 
 LAYOUTS = {"save": (3, {"saves": True}), "dp3": (3, {}), "dp2": (2, {})}  # name -> ranks, sizes
-LAYOUTS |= {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
+LAYOUTS |= {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
 
 
 @pytest.fixture(scope="module")

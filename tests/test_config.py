@@ -16,7 +16,7 @@ from tests.support.patience import run_process
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 # DESIGN.md: names that scripts outside may rely on
 PROMISED = """preset mode out steps seed resume model judge rule data algorithm prompts_per_step
-answers_per_prompt rollout_ranks rebalance over_dispatch tp pp cp sp max_tokens_per_micro_batch lr
+answers_per_prompt rollout_ranks rebalance over_dispatch tp pp sp max_tokens_per_micro_batch lr
 save_every keep save_hf_every deterministic dry_run rollout_only train_only replay"""
 # what isn't given follows from the rest
 RESOLVED = ("preset", "out", "judge_format", "model", "judge")
@@ -174,7 +174,7 @@ BAD = [
     *[(each, each.split()[0]) for each in REFUSED.split(";")],
 ]
 ON_RANKS = [  # what only the number of ranks tells; test_placement.py has more of the split
-    ("--tp 2", "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks of actor", 3),
+    ("--tp 2", "tp 2 x pp 1 = 2 doesn't divide the 3 ranks of actor", 3),
     ("--model m --judge j k l --rollout-ranks 6", "this run takes 1, 2, 3, 4, 5", 8),
 ]
 

@@ -97,8 +97,8 @@ def test_the_device_map_names_who_owns_which_server():
 
     config = settings(port=23010)
     assert lines(config, 2) == [
-        "  rank 0: actor dp 0, tp 0, pp 0, cp 0; rollout on port 23010",
-        "  rank 1: actor dp 1, tp 0, pp 0, cp 0; genrm on port 23013",
+        "  rank 0: actor dp 0, tp 0, pp 0; rollout on port 23010",
+        "  rank 1: actor dp 1, tp 0, pp 0; genrm on port 23013",
     ]
     moving = lines(dataclasses.replace(config, rebalance=True), 4)
     assert moving[0] == "  may move to 1|3, 3|1"

@@ -24,7 +24,7 @@ SIZES = dict(temperature=1.0, max_tokens_per_micro_batch=64)
 FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 FIRST = {"tp2_sp": ("qwen3_vl", 2, {"tp": 2, "sp": True, "recompute": -1})}
 # name -> ranks, sizes
-EVERY = {"dp2": (2, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2}), "cp2": (2, {"cp": 2})}
+EVERY = {"dp2": (2, {}), "tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
 EVERY |= {"tp2_pp2": (4, {"tp": 2, "pp": 2, "sp": True})}
 OTHERS = {f"{f}_{name}": (f, *row) for f in FAMILIES for name, row in EVERY.items()}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]

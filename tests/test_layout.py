@@ -14,7 +14,7 @@ from runtime.errors import UserError
 from scheduling.layout import Placement, Shape, ranks_in_words
 
 PPO = ("ppo", "kl_coef=0.1")
-SIZES = [(tp, pp, cp, dp) for tp, pp, cp, dp in itertools.product((1, 2, 3, 4), repeat=4)]
+SIZES = [*itertools.product((1, 2, 3, 4), repeat=3)]  # tp, pp, dp
 
 
 @st.composite
@@ -23,7 +23,7 @@ def shapes(draw, most=12):
     ranks = draw(st.sets(st.integers(0, 40), min_size=1, max_size=most))
     sizes = []
     left = len(ranks)
-    for _ in range(3):
+    for _ in range(2):
         sizes.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
         left //= sizes[-1]
     return Shape(tuple(sorted(ranks)), *sizes)
@@ -34,12 +34,12 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
     """Of all small sizes, on neighbouring ranks and others: copies, leads, and a stranger's place."""
     from training.groups import ORDER, mpu
 
-    for tp, pp, cp, dp in SIZES:
-        ranks = tuple(range(2, 2 + step * tp * pp * cp * dp, step))
-        shape = Shape(ranks, tp, pp, cp)
-        generator = mpu.RankGenerator(tp, 1, dp, pp, cp, ORDER)
-        expected = [[ranks[at] for at in row] for row in generator.get_ranks("tp-cp-pp")]
-        assert (shape.copies, shape.dp, shape.unit) == (expected, dp, tp * pp * cp)
+    for tp, pp, dp in SIZES:
+        ranks = tuple(range(2, 2 + step * tp * pp * dp, step))
+        shape = Shape(ranks, tp, pp)
+        generator = mpu.RankGenerator(tp, 1, dp, pp, 1, ORDER)
+        expected = [[ranks[at] for at in row] for row in generator.get_ranks("tp-pp")]
+        assert (shape.copies, shape.dp, shape.unit) == (expected, dp, tp * pp)
         # Megatron's place among the ranks of one data-parallel group is the share of the samples
         for row in generator.get_ranks("dp"):
             places = [shape.place(ranks[at]) for at in row]
@@ -60,12 +60,12 @@ def test_what_is_written_is_read(engines, actor, critic, reference, default):
 def test_words_that_people_write():
     """What isn't named is the default's, or the actor's; beside a size that is, others are 1."""
     default = Shape((0, 1, 2, 3), tp=2)
-    found = placement_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:cp2", default)
+    found = placement_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:tp2", default)
     actor = Shape((0, 1), tp=1, pp=2)
-    assert found == Placement((0, 2, 3), actor, Shape((2, 3), cp=2), actor)
+    assert found == Placement((0, 2, 3), actor, Shape((2, 3), tp=2), actor)
     expected = Placement(default.ranks, default, default, Shape((1,), tp=2))
     assert placement_from("reference=1", default) == expected
-    words = "engines=0,2-3 actor=0-1:pp2 critic=2-3:cp2 reference=0-1:pp2"
+    words = "engines=0,2-3 actor=0-1:pp2 critic=2-3:tp2 reference=0-1:pp2"
     assert str(found) == words
     assert not found.is_apart and found.learners == {0, 1, 2, 3}
 
@@ -79,15 +79,15 @@ REFUSED = [
     ("engines=a", {}, 2, "'a' names no ranks"),
     ("engines=0,,1", {}, 2, "'0,,1' names no ranks"),
     ("engine=0", {}, 2, "engine is none of engines, actor, critic, reference"),
-    ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2 or pp2 or cp2"),
+    ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2 or pp2"),
     ("actor=0:tp0", {}, 2, "'tp0' is no size"),
     ("actor=tp2", {}, 2, "'tp2' names no ranks"),
     ("rows", {}, 2, "choose one of colocate, split, standalone, ranks"),
     ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
     ("engines=0 actor=2,1", {}, 3, "the ranks of actor aren't each named once, in order"),
     ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),
-    ("engines=0-1 actor=2:tp2", {}, 3, "tp 2 x pp 1 x cp 1 = 2 doesn't divide the 1 ranks of"),
-    ("engines=0 actor=1-3", dict(pp=2), 4, "tp 1 x pp 2 x cp 1 = 2 doesn't divide the 3 ranks"),
+    ("engines=0-1 actor=2:tp2", {}, 3, "tp 2 x pp 1 = 2 doesn't divide the 1 ranks of"),
+    ("engines=0 actor=1-3", dict(pp=2), 4, "tp 1 x pp 2 = 2 doesn't divide the 3 ranks"),
     ("engines=0-2 actor=1-3", {}, 3, "actor on rank 3: there are 3 ranks, from 0"),
     ("engines=1 actor=0", {}, 2, "rank 0, which saves where the prompts stand, needs an engine"),
     ("engines=0 actor=0 critic=1", {}, 2, "--algorithm grpo has no critic"),

@@ -21,7 +21,7 @@ PLACEMENTS = {  # name -> ranks, words; the actor's samples may be dealt to any 
     "other sizes on the same ranks": (4, "engines=0-3 actor=0-3:tp2 critic=0-3:pp2"),
     "a reference, too": (6, "engines=0-1 actor=2-3 critic=4 reference=5"),
     "a reference beside engines": (3, "engines=0,2 actor=0-1 critic=1 reference=2"),
-    "overlapping": (4, "engines=0-1 actor=1-2 critic=2-3:cp2"),
+    "overlapping": (4, "engines=0-1 actor=1-2 critic=2-3:tp2"),
 }
 MODES = ("full", "partial", "fused")
 IS_APART = ("standalone", "interleaved")

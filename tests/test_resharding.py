@@ -38,7 +38,7 @@ def test_table_2_by_hand(sizes, deepspeed, vanilla, ours):
 LAYOUTS = {  # name -> model, ranks, sizes
     "1-4-1": ("untied", 4, {"tp": 4}),
     "2-1-2": ("untied", 4, {"pp": 2}),
-    "1-2-2 by context": ("untied", 4, {"tp": 2, "cp": 2}),
+    "1-2-2": ("untied", 4, {"tp": 2}),
     "2-2-1": ("untied", 4, {"pp": 2, "tp": 2}),
     "2-4-1": ("untied", 8, {"pp": 2, "tp": 4, "sp": True}),
     "2-2-1 tied": ("tied", 4, {"pp": 2, "tp": 2}),  # embeddings make a stage larger

@@ -169,7 +169,7 @@ def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: b
         input_tensor=received,
         forward_data_store=work.stats,
         config=module.config,
-        cp_group_size=module.config.context_parallel_size,
+        cp_group_size=1,  # each rank has whole sequences
         is_last_stage=is_last_stage,
     )
     work.divisor = work.divisor + divisor

@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 
 from scheduling.layout import Shape
 
-ORDER = "tp-cp-ep-dp-pp"  # Megatron's default, which Shape describes
-# Megatron's name of a group -> what its ranks differ in
-KINDS = {"tp": "tp", "cp": "cp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "mp": "tp-pp"}
+ORDER = "tp-dp-pp"  # Megatron's default, which Shape describes
+# Megatron's name of a group -> what its ranks differ in; a group of cp is one rank
+KINDS = {"tp": "tp", "cp": "cp", "dp": "dp", "dp_cp": "dp", "tp_cp": "tp", "mp": "tp-pp"}
 
 
 class Pipeline(NamedTuple):
@@ -61,7 +61,7 @@ class Maker:
         self.ranks = shape.ranks
         self.made: dict[tuple, ProcessGroup] = {}
         self._timeout = timedelta(seconds=timeout_s)
-        self._places = mpu.RankGenerator(shape.tp, 1, shape.dp, shape.pp, shape.cp, ORDER)
+        self._places = mpu.RankGenerator(shape.tp, 1, shape.dp, shape.pp, 1, ORDER)
 
     def rows(self, kind: str) -> list[list[int]]:
         """The ranks of all groups of a kind, such as tp-pp."""
@@ -93,7 +93,7 @@ def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
     """Make the groups of a shape (collective: every rank of the run). None on ranks outside of it."""
     maker = Maker(shape, timeout_s)
     by_name = {name: maker.make(maker.rows(kind)) for name, kind in KINDS.items()}
-    everyone = maker.make(maker.rows("tp-cp-dp-pp"))
+    everyone = maker.make(maker.rows("tp-dp-pp"))
     pipelines = maker.rows("pp")
     # messages between stages have groups of their own: NCCL keeps the order of all that is in one
     use = "messages" if shape.pp > 1 else ""
@@ -105,8 +105,8 @@ def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
     if up is None:
         return None
     # of experts, which there are none of; but without `expt_dp` DDP makes a group on these ranks alone
-    by_name |= {"expt_dp": by_name["dp_cp"], "ep": None, "tp_ep_pp": None, "pos_embd": None}
-    by_name |= {"intra_dp_cp": by_name["dp_cp"], "intra_dist_opt": everyone}
+    by_name |= {"expt_dp": by_name["dp"], "ep": None, "tp_ep_pp": None, "pos_embd": None}
+    by_name |= {"intra_dp_cp": by_name["dp"], "intra_dist_opt": everyone}
     if mpu._GLOBAL_MEMORY_BUFFER is None:
         mpu._set_global_memory_buffer()  # what sequence parallelism gathers in
     pipeline = Pipeline(up.rank(), dist.get_process_group_ranks(up), up, down)

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
@@ -87,11 +86,6 @@ def _read_chunk(
     maximum = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=tp)
     return ReadLogits.apply(logits.sub_(maximum), targets, tp, entropy_learns)
-
-
-def over_context_parallel(cp: ProcessGroup, sums: Tensor) -> Tensor:
-    """The sum over the context-parallel group (collective); its gradient is summed over it, too."""
-    return sums if cp.size() == 1 else differentiable.all_reduce(sums, group=cp)
 
 
 class ReadLogits(torch.autograd.Function):

@@ -95,7 +95,7 @@ def trainer_parts(shapes: Shapes, config: Config, shape: Shape) -> Parts:
     size = BYTES[config.dtype]
     count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
     # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
-    states = (8 if config.dtype == "float32" else 12) * count // (shape.dp * config.cp)
+    states = (8 if config.dtype == "float32" else 12) * count // shape.dp
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
@@ -119,7 +119,7 @@ def activations(shapes: Shapes, config: Config, tokens: int) -> int:
     inputs = again * BYTES[config.dtype] * widths[0] // whole
     # as many micro-batches as there are stages; and all of a layer while it is computed again
     everything = config.pp * (inputs + (layers - again) * kept) + min(again, 1) * kept
-    return everything * tokens // config.cp
+    return everything * tokens
 
 
 def embedding(shapes: Shapes) -> list[int]:
@@ -131,8 +131,8 @@ def with_micro_batch(config: Config) -> Config:
     """Lower --max-tokens-per-micro-batch to what ACTIVATIONS hold, but not below a sample, on a CPU."""
     if config.device == "cuda" or config.command == "eval":
         return config
-    per_token = activations(checkpoint_shapes(config.model), config, config.cp)
-    fitting = ACTIVATIONS * config.cp // per_token
+    per_token = activations(checkpoint_shapes(config.model), config, tokens=1)
+    fitting = ACTIVATIONS // per_token
     tokens = 1 << fitting.bit_length() - 1  # a power of two
     if config.command == "rl":
         tokens = max(tokens, context_length(config.model, config), config.max_new_tokens + 1)

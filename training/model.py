@@ -17,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -87,26 +86,21 @@ rotate_at_once = torch.compile(rotate, dynamic=True) if torch.cuda.is_available(
 class PackedAttention(MegatronModule):
     """Rotary embedding, then causal attention within each sequence of a packed micro-batch."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale=None, pg_collection=None, **unused):
+    def __init__(self, config: TransformerConfig, softmax_scale=None, **unused):
         super().__init__(config=config)
-        self.cp_group = pg_collection.cp
         self.scale = softmax_scale
 
     def forward(self, query, key, value, mask, *, packed_seq_params: Packing, **unused) -> Tensor:
-        """Return [tokens, heads, dim], of key and value [tokens, kv heads, dim] (collective: `cp_group`)."""
+        """Return [tokens, heads, dim], of key and value [tokens, kv heads, dim]."""
         batch = packed_seq_params.batch
         query = rotate_at_once(query, *packed_seq_params.rope)
         key = rotate_at_once(key, *packed_seq_params.rope)
-        if self.cp_group.size() > 1:
-            key = self._gather(key, batch)
-            value = self._gather(value, batch)
+        if batch.keys is not None:
+            key = key.index_select(0, batch.keys)
+            value = value.index_select(0, batch.keys)
         takes_flash = query.is_cuda and query.dtype != torch.float32
         attend = attend_at_once if takes_flash else attend_by_length
         return attend(query, key, value, batch, self.scale)
-
-    def _gather(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        whole = gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
-        return whole.index_select(0, batch.keys)
 
 
 def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
@@ -211,7 +205,6 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         tensor_model_parallel_size=config.tp,
         sequence_parallel=config.sp and config.tp > 1,
         pipeline_model_parallel_size=config.pp,
-        context_parallel_size=config.cp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -31,7 +30,7 @@ Packed = list[list[Sequence]]  # micro-batches of a pass
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end, as one context-parallel rank sees them: T = the sum of padded lengths / cp.
+    """Sequences end to end: T = the sum of padded lengths.
 
     `slots` ties the packed tokens to what is known about each response token (old log-probabilities,
     advantages): slot i is the i-th of all the response tokens of all micro-batches.
@@ -42,11 +41,11 @@ class MicroBatch:
     slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token or padding
     # [T], of each token in its sequence; with images [3, T], see images.tokens.positions
     positions: Tensor
-    # a piece's queries, and keys up to the last of them, of a sequence; on the host: no layer waits for them
+    # of each piece, its queries and the keys up to its last query; on the host: no layer waits for them
     lengths: list[tuple[int, int]]
-    starts: Tensor  # [2, pieces + 1], int32, where each piece's queries start, and its keys
-    # [sum of pieces' keys], their places in an all-gather over the context-parallel group
-    keys: Tensor
+    starts: Tensor  # [2, pieces + 1], int32: see `starts_of`
+    # [sum of pieces' keys], their places among the tokens; None: a piece's keys are its own tokens'
+    keys: Tensor | None = None
     images: tuple[Image, ...] = ()  # each once, however many sequences show it
     places: Tensor | None = None  # [T], the image feature that a token stands for, or NO_FEATURE
 
@@ -56,21 +55,20 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def make_micro_batches(packed: Packed, cp: int, cp_rank: int, tp_with_sp: int) -> list[MicroBatch]:
+def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
     """Make micro-batches of sequences, whose response tokens are the targets.
 
-    A sequence is padded to a multiple of 2 * cp (see `pieces`). `tp_with_sp`, the tensor-parallel size under
-    sequence parallelism, else 1, must divide the tokens of a micro-batch: its last sequence is padded for
-    that, over the budget if need be. An empty micro-batch is a token without a target: a rank that has
-    nothing to train on takes part in the passes, too.
+    A sequence is a piece. `tp_with_sp`, the tensor-parallel size under sequence parallelism, else 1, must
+    divide the tokens of a micro-batch: its last sequence is padded for that, over the budget if need be. An
+    empty micro-batch is a token without a target: a rank that has nothing to train on takes part in the
+    passes, too.
     """
     micro_batches = []
     slot = 0
-    multiple = tp_with_sp * (2 * cp if cp > 1 else 1)
     for chosen in packed:
         sequences = [Sequence(*each) for each in chosen]
-        lengths = [packed_length(len(s.prompt) + len(s.response), cp) for s in sequences] or [1]
-        lengths[-1] += -sum(lengths) % multiple
+        lengths = [packed_length(len(s.prompt) + len(s.response)) for s in sequences] or [1]
+        lengths[-1] += -sum(lengths) % tp_with_sp
         tokens = []
         targets = []
         slots = []
@@ -87,15 +85,20 @@ def make_micro_batches(packed: Packed, cp: int, cp_rank: int, tp_with_sp: int) -
             slots += [NO_TARGET] * padding
             slot += len(response)
             places += range(length)
-        batch = _split(torch.tensor([tokens, targets, slots, places]), lengths, cp, cp_rank)
-        micro_batches.append(_with_images(batch, sequences, lengths, cp, cp_rank))
+        pieces = [(length, length) for length in lengths]
+        columns = torch.tensor([tokens, targets, slots, places])
+        batch = MicroBatch(columns[:1], *columns[1:], pieces, starts_of(pieces))
+        micro_batches.append(_with_images(batch, sequences, lengths))
     return micro_batches
 
 
-def _with_images(
-    batch: MicroBatch, sequences: list[Sequence], lengths: list[int], cp: int, cp_rank: int
-) -> MicroBatch:
-    """Add what a context-parallel rank has to know of images."""
+def starts_of(lengths: list[tuple[int, int]]) -> Tensor:
+    """Where each piece's queries start, and its keys: [2, pieces + 1], int32."""
+    return torch.tensor([(0, 0), *lengths]).T.cumsum(1).to(torch.int32)
+
+
+def _with_images(batch: MicroBatch, sequences: list[Sequence], lengths: list[int]) -> MicroBatch:
+    """Add what a pass has to know of images."""
     images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
     if not images:
         return batch
@@ -112,38 +115,5 @@ def _with_images(
         left = chain(*(features[image] for image in shown))
         markers = {image.token for image in shown}
         places += [next(left) if token in markers else NO_FEATURE for token in tokens]
-    columns = torch.tensor([*zip(*axes, strict=True), places])[:, zigzag(lengths, cp, cp_rank)]
+    columns = torch.tensor([*zip(*axes, strict=True), places])
     return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))
-
-
-def _split(columns: Tensor, lengths: list[int], cp: int, cp_rank: int) -> MicroBatch:
-    """Take a context-parallel rank's part of tokens, targets (shifted before), slots, positions: [4, T]."""
-    mine = list(pieces(lengths, cp, cp_rank))
-    gathered = torch.cat([zigzag(lengths, cp, rank) for rank in range(cp)])
-    place = gathered.argsort()
-    keys = torch.cat([place[sequence:end] for sequence, _, end in mine])
-    sizes = [(end - start, end - sequence) for sequence, start, end in mine]
-    starts = torch.tensor([(0, 0), *sizes]).T.cumsum(1).to(torch.int32)
-    tokens, *others = columns[:, zigzag(lengths, cp, cp_rank)]
-    return MicroBatch(tokens[None], *others, sizes, starts, keys)
-
-
-def pieces(lengths: list[int], cp: int, rank: int) -> Iterator[tuple[int, int, int]]:
-    """Yield a context-parallel rank's pieces: of each sequence's 2 * cp, number `rank` and its mirror image.
-
-    A piece is: where the sequence starts, where the piece starts, where it ends. An early piece has few keys
-    to see and a late one many, so every rank gets the same work, as in Megatron. Without cp a sequence is
-    whole.
-    """
-    sequence = 0
-    count = 2 * cp if cp > 1 else 1
-    for length in lengths:
-        for piece in sorted({rank, count - 1 - rank}):
-            start = sequence + piece * length // count
-            yield sequence, start, sequence + (piece + 1) * length // count
-        sequence += length
-
-
-def zigzag(lengths: list[int], cp: int, rank: int) -> Tensor:
-    """The places of a context-parallel rank's tokens among all packed ones: [T]."""
-    return torch.cat([torch.arange(start, end) for _, start, end in pieces(lengths, cp, rank)])

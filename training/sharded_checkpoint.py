@@ -1,4 +1,4 @@
-"""A trainer's part of a checkpoint, by torch.distributed.checkpoint: any ranks, --tp, --pp, --cp can load it.
+"""A trainer's part of a checkpoint, by torch.distributed.checkpoint: any ranks, --tp, --pp can load it.
 
 A rank saves boxes of full tensors, and loads the part of all saved boxes that lies in its own. No rank asks
 another: training waits only for this rank's `take_snapshot`. Of the two functions that it returns, `write` is
@@ -177,7 +177,7 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
     if not trainer.holds:
         return found
     assert trainer.awake, f"the {trainer.title} sleeps: wake it before a save or a load"
-    group = trainer.groups.dp_cp  # who has the same weights
+    group = trainer.groups.dp  # who has the same weights
     mpu.set_data_parallel_rank(group.rank())  # a tied copy asks nobody else
     for module in trainer.gpt.modules():
         vars(module).setdefault("tp_group", trainer.groups.tp)  # nor does one without a group

@@ -1,6 +1,6 @@
 """One Megatron-Core model that is trained: what the policy and the value models share.
 
-Parallelism is Megatron's: tensor, pipeline, context, sequence; and for data DistributedDataParallel (DDP)
+Parallelism is Megatron's: tensor, pipeline, sequence; and for data DistributedDataParallel (DDP)
 with the DistributedOptimizer, which shards AdamW over the ranks.
 """
 
@@ -9,7 +9,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,7 +143,7 @@ class Trainer:
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             # on a single rank DDP would insist that the loss reaches every parameter
-            overlap_grad_reduce=self.overlaps and self.groups.dp_cp.size() > 1,
+            overlap_grad_reduce=self.overlaps and self.groups.dp.size() > 1,
         )
         parts = (model_config, settings, self.module)
         self.module = self.ddp = DistributedDataParallel(*parts, pg_collection=self.groups)
@@ -213,13 +212,11 @@ class Trainer:
         plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
         taken = [[] for _ in trainers]
         self.passes = []
-        for steps in zip_longest(*plans):  # None for a model that has taken all of its steps
-            works = [step.work for step in steps if step]
-            run(works, self.config.schedule)
+        for steps in zip(*plans, strict=True):
+            run([step.work for step in steps], self.config.schedule)
             for trainer, step, stats in zip(trainers, steps, taken, strict=True):
-                if step:
-                    stats.append(trainer.step(*step))
-                    self.passes += step.work.passes
+                stats.append(trainer.step(*step))
+                self.passes += step.work.passes
         metrics = {}
         for trainer, stats in zip(trainers, taken, strict=True):
             metrics |= trainer.metrics_of(stats)
@@ -274,23 +271,23 @@ class Trainer:
             return loss_sums(result.new_zeros(()), 1, {})
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)
-        for group in (self.groups.cp, self.groups.pp):
-            dist.all_reduce(result, group=group)  # each rank left zeros where others fill in
+        dist.all_reduce(
+            result, group=self.groups.pp
+        )  # the last stage fills in, the others have zeros
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
         """Pack sequences, by number; ranks may get unequal work. UserError as pack_evenly."""
         tokens = [len(prompt) + len(response) for prompt, response, *_ in sequences]
-        lengths = [packed_length(count, self.config.cp) for count in tokens]
+        lengths = [packed_length(count) for count in tokens]
         return pack_evenly(lengths, lengths, self.config.max_tokens_per_micro_batch, multiple=1)
 
     def work(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
         """Prepare passes for executor.run. A rank without sequences has an empty micro-batch."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         config = self.config
-        cp_rank = self.groups.cp.rank()
         tp_with_sp = config.tp if config.sp else 1
-        micro_batches = make_micro_batches(packed or [[]], config.cp, cp_rank, tp_with_sp)
+        micro_batches = make_micro_batches(packed or [[]], tp_with_sp)
         return Work(self, micro_batches, [loss] * len(micro_batches), forward_only)
 
     def _passes(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:

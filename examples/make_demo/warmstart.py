@@ -121,7 +121,7 @@ def train(
     progress: Progress,
 ) -> None:
     """Make supervised steps from the checkpoint `start` to `end` (collective)."""
-    alone = dict(tp=1, pp=1, cp=1, sp=False, schedule="1f1b")
+    alone = dict(tp=1, pp=1, sp=False, schedule="1f1b")
     config = dataclasses.replace(config, command="sft", dtype="float32", **alone)
     actor = MuonActor(config, str(start))
     tokenizer = tokenization.load_tokenizer(str(start))
