@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from engines.pool import Pool
 from engines.server import context_length
 from images.reader import IMAGE, ImageReader
 from images.tokens import Image
+from inputs.numbers import number_answer, number_key
 from runtime.errors import UserError
 
 JUDGE_RETRIES = 2  # more calls while verdicts of a judge that samples can't be read
@@ -114,54 +114,6 @@ def chat_answer(text: str) -> str | None:
 def chat_key(text: str) -> str | None:
     """Read a key in a box as an answer is read; any other stays as it is written."""
     return chat_answer(text) if BOX.search(text) else text
-
-
-# a minus behind an operand is an operator, as in 10-3; commas stand between thousands; 3/4 is one number
-NUMBER = re.compile(
-    r"(?:(?<![\w)\]}%])(-))?\\?[$€£]?"
-    # also as \, and {,} of LaTeX and narrow spaces
-    r"((?:\d{1,3}(?:(?:\{?\\?,(?:\\!)?\}?|[_\u00a0\u2009\u202f])\d{3})+(?!\d)"
-    r"|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?)"
-    r"([eE][+-]?\d+)?(/[0-9]+)?"
-)
-SIGNS = dict.fromkeys(map(ord, "−–‑－"), "-") | {ord("⁄"): "/"}  # written for a minus, for a slash
-# what may stand behind a key's number: signs and words, LaTeX's among them
-UNIT = re.compile(
-    r"(?:[\s%$€£¥₹°.,/]|(?<=[A-Za-z])[²³]|\\[%$, ]|\^\{?\\circ\}?|\\(?:text|mathrm)\{[A-Za-z ]*\}|[A-Za-z])*"
-)
-# words that aren't a unit, but make another number of it
-NO_UNITS = (
-    " and or to plus minus times over by of hundred thousand million billion trillion dozen lakh crore bn mn"
-    " half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths"
-    " tenth tenths hundredth hundredths squared cubed factorial pi one two three four five six seven eight"
-    " nine ten eleven twelve "
-)
-LETTERS = "AVWJNFCmgshlLtd"  # that are units by themselves: not x, k, M, e, i
-
-
-def number_answer(text: str) -> str | None:
-    """The last number, in digits that are the same however it is written: -$1,234.50 is -1234.5, 7.0 is 7."""
-    if not (found := NUMBER.findall(text.translate(SIGNS))):
-        return None
-    minus, digits, exponent, divisor = found[-1]
-    if len(exponent) > 5:  # no page of zeros
-        return None
-    number = format(Decimal(re.sub(r"[^\d.]", "", digits) + exponent), "f")
-    if "." in number:
-        number = number.rstrip("0").rstrip(".")
-    number += divisor
-    return f"-{number}" if minus and number != "0" else number
-
-
-def number_key(text: str) -> str | None:
-    """Read a key that is one number, maybe with a unit: none of several numbers, of dates, of \\frac."""
-    before, *numbers = NUMBER.split(text.translate(SIGNS))
-    if len(numbers) != NUMBER.groups + 1 or before.strip("+ \t\n\\$€£¥₹"):
-        return None
-    words = re.findall("[A-Za-z]+", re.sub(r"\\(text|mathrm|circ)", "", numbers[-1]))
-    others = [word for word in words if len(word) == 1 and word not in LETTERS]
-    others += [word for word in words if f" {word.lower()} " in NO_UNITS]
-    return None if others or not UNIT.fullmatch(numbers[-1]) else number_answer(text)
 
 
 def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
