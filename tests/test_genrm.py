@@ -75,48 +75,36 @@ class Engine:
 
     def __init__(self, reply, *delays):
         self.reply, self.delays = reply, delays or (0.0,)
-        self.asked, self.seeds, self.starts, self.in_flight = [], [], [], 0
+        self.asked, self.in_flight = [], 0
 
     async def generate(self, requests):
         delay = self.delays[min(len(self.asked), len(self.delays) - 1)]
         now = asyncio.get_running_loop().time
-        self.starts.append(now())
-        prompt = to_text(requests[0].prompt)
-        assert all(request.prompt == requests[0].prompt for request in requests)
+        sent = now()
+        (request,) = requests
+        prompt = to_text(request.prompt)
         self.asked.append(prompt)
-        self.seeds.append([request.seed for request in requests])
         self.in_flight += 1
         try:
-            for index in range(len(requests)):
-                text, logprob, finish = self.reply(prompt, len(self.asked))
-                await asyncio.sleep(delay)
-                score = None if isinstance(text, str) else text
-                tokens = list(map(ord, text)) if isinstance(text, str) else []
-                logprobs = [-0.01, logprob, -0.02]
-                times = dict(sent=self.starts[-1], end=now())
-                yield Answer(index, tokens, logprobs, finish, [], score=score, **times)
+            text, logprob, finish = self.reply(prompt, len(self.asked))
+            await asyncio.sleep(delay)
+            score = None if isinstance(text, str) else text
+            tokens = list(map(ord, text)) if isinstance(text, str) else []
+            logprobs = [-0.01, logprob, -0.02]
+            yield Answer(0, tokens, logprobs, finish, [], score=score, sent=sent, end=now())
         finally:
             self.in_flight -= 1
 
 
 class Pool:
-    """A pool of an engine for each judge. `backwards`: the last critique of a request is there first."""
+    """A pool of an engine for each judge."""
 
-    def __init__(self, *engines, backwards=False):
-        self.engines, self.backwards = engines, backwards
+    def __init__(self, *engines):
+        self.engines = engines
 
     async def generate(self, requests, model):
-        answers = [answer async for answer in self.engines[model].generate(requests)]
-        for answer in reversed(answers) if self.backwards else answers:
+        async for answer in self.engines[model].generate(requests):
             yield answer
-
-
-@pytest.fixture
-def several(monkeypatch):
-    """Formats whose judges judge each answer so many times."""
-    for count in (3, 4):
-        several = dataclasses.replace(genrm.FORMATS["addition"], judgements=count)
-        monkeypatch.setitem(genrm.FORMATS, f"{count} times", several)
 
 
 def make_rewards(*formats, costs=0, max_prompt_tokens=1000, **changes):
@@ -154,12 +142,6 @@ def always(text):
 
 
 accept, reject = always("1:1.Y"), always("1:1x0.N")
-
-
-def numbered(*texts):
-    """Replies in the order of the critiques, over all requests."""
-    left = iter(texts)
-    return lambda prompt, number: (next(left), -0.1, "stop")
 
 
 def truth(prompt, number):
@@ -293,7 +275,7 @@ NOT_ASKED = (None, None, "not asked: 13 tokens, of at most 11", 0, ([1], [0]))
 )
 def test_what_has_no_verdict(response, finish, text, how, expected):
     """Without a final answer 0, and nobody is asked. A failed judgement, or a prompt beyond the context, is
-    never scored 0: it is counted once. A greedy judge isn't asked again."""
+    never scored 0: it is counted once. Nobody is asked again."""
     listed, engine = make_rewards(max_prompt_tokens=11), Engine(lambda *_: (text, -0.1, how))
     samples = [sample(response, finish=finish) for _ in range(2 if text != "Y" else 1)]
     score_all(listed, Pool(engine), samples)
@@ -303,58 +285,23 @@ def test_what_has_no_verdict(response, finish, text, how, expected):
 
 
 def test_a_critique_that_was_aborted_is_continued_from_its_tokens():
-    """Two of three, one of them before its first token; the third is whole. They are read in their order."""
-    parts = iter([("1:", "abort"), ("N", "stop"), ("", "abort"), ("1.Y", "stop"), ("?", "stop")])
+    """Aborted before its first token, behind one, and where the pool has nothing to give."""
+    parts = iter([("", "abort"), ("1:", "abort"), None, ("1.Y", "stop")])
     asked = []
 
     class Pool:
         async def generate(self, requests, model):
-            for index, request in enumerate(requests):
-                asked.append((to_text(request.prompt), request.limit, request.seed))
-                text, finish = next(parts)
+            (request,) = requests
+            asked.append((to_text(request.prompt), request.limit))
+            if part := next(parts):
+                text, finish = part
                 times = dict(sent=len(asked), end=len(asked))
-                yield Answer(index, list(map(ord, text)), [-0.1] * len(text), finish, [], **times)
+                yield Answer(0, list(map(ord, text)), [-0.1] * len(text), finish, [], **times)
 
-    listed = make_rewards()
-    (judge,) = listed.judges
-    requests = [Request(list(map(ord, "P")), judge.sampling, 9, seed) for seed in range(3)]
-    replies = run(judge._replies(requests, Pool()))
-    assert [to_text(reply.tokens) for reply in replies] == ["1:1.Y", "N", "?"]
-    assert [(reply.finish, reply.sent, reply.end) for reply in replies] == [
-        ("stop", 1, 4),
-        ("stop", 2, 2),
-        ("stop", 3, 5),
-    ]
-    assert asked == [("P", 9, 0), ("P", 9, 1), ("P", 9, 2), ("P1:", 7, 0), ("P", 9, 2)]
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, several, backwards):
-    """Two of four can't be read, then one of two: the three count. The text has all in their order."""
-    monkeypatch.setattr(genrm, "JUDGE_RETRIES", 1)
-    listed, judged = make_rewards("4 times"), sample(">125")
-    engine = Engine(numbered("Y", "?", "N", "?", "N", "?"))
-    score_all(listed, Pool(engine, backwards=backwards), [judged])
-    assert judged.reward == pytest.approx(1 / 3) and judged.verdict is False
-    assert len(engine.asked) == 2 and listed.counts() == ([0], [3])
-    assert judged.critique == "Y\n?\nN\n?\nN\n?"
-
-
-def test_a_judgement_has_a_seed_of_its_own(several):
-    """Each of three, of each judge, and what is asked for again; the same for whoever asks in a run."""
-
-    def asked(reply, judges=1, **changes):
-        listed = make_rewards(*["3 times"] * judges, **changes)
-        engines = [Engine(reply) for _ in range(judges)]
-        score_all(listed, Pool(*engines), [sample(">125")])
-        return [engine.seeds for engine in engines]
-
-    [[first, again]] = asked(numbered("Y", "?", "N", "Y"))
-    assert len({*first, *again}) == 4 and len(again) == 1
-    assert asked(numbered("Y", "?", "N", "Y")) == [[first, again]]
-    [[zero], [one]] = asked(accept, judges=2)
-    assert zero == first and not {*zero} & {*one}
-    assert not {*asked(accept, seed=1)[0][0]} & {*first}
+    (judge,) = make_rewards().judges
+    reply = run(judge._reply(Request(list(map(ord, "P")), judge.sampling, 9), Pool()))
+    assert (to_text(reply.tokens), reply.finish, reply.sent, reply.end) == ("1:1.Y", "stop", 1, 4)
+    assert asked == [("P", 9), ("P", 9), ("P1:", 7), ("P1:", 7)]
 
 
 def test_an_engine_that_breaks_stops_everyone():
