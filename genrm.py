@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,10 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy
 
 from config import Config, as_text
-from engines.engine import Answer, Request, Sampling, seed_of
+from engines.engine import Answer, Request, Sampling
 from engines.pool import Pool
 from engines.server import context_length
 from inputs import tokenization
+from inputs.numbers import number_answer, number_key
 from inputs.rows import Text, transcript
 from inputs.templates import IMAGE, break_special_tokens
 from runtime.errors import UserError
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from images.reader import ImageReader
     from images.tokens import Image
 
-JUDGE_RETRIES = 2  # more calls while verdicts of a judge that samples can't be read
 MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict
 
 
@@ -45,7 +44,6 @@ class JudgeFormat:
     parse: Callable[[str], float | None] = lambda text: None
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
-    judgements: int = 1  # of an answer: the reward is their mean; a single one is greedy
     scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
     read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
 
@@ -118,54 +116,6 @@ def chat_answer(text: str) -> str | None:
 def chat_key(text: str) -> str | None:
     """Read a key in a box as an answer is read; any other stays as it is written."""
     return chat_answer(text) if BOX.search(text) else text
-
-
-# a minus behind an operand is an operator, as in 10-3; commas stand between thousands; 3/4 is one number
-NUMBER = re.compile(
-    r"(?:(?<![\w)\]}%])(-))?\\?[$€£]?"
-    # also as \, and {,} of LaTeX and narrow spaces
-    r"((?:\d{1,3}(?:(?:\{?\\?,(?:\\!)?\}?|[_\u00a0\u2009\u202f])\d{3})+(?!\d)"
-    r"|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?)"
-    r"([eE][+-]?\d+)?(/[0-9]+)?"
-)
-SIGNS = dict.fromkeys(map(ord, "−–‑－"), "-") | {ord("⁄"): "/"}  # written for a minus, for a slash
-# what may stand behind a key's number: signs and words, LaTeX's among them
-UNIT = re.compile(
-    r"(?:[\s%$€£¥₹°.,/]|(?<=[A-Za-z])[²³]|\\[%$, ]|\^\{?\\circ\}?|\\(?:text|mathrm)\{[A-Za-z ]*\}|[A-Za-z])*"
-)
-# words that aren't a unit, but make another number of it
-NO_UNITS = (
-    " and or to plus minus times over by of hundred thousand million billion trillion dozen lakh crore bn mn"
-    " half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths eighth eighths"
-    " tenth tenths hundredth hundredths squared cubed factorial pi one two three four five six seven eight"
-    " nine ten eleven twelve "
-)
-LETTERS = "AVWJNFCmgshlLtd"  # that are units by themselves: not x, k, M, e, i
-
-
-def number_answer(text: str) -> str | None:
-    """The last number, in digits that are the same however it is written: -$1,234.50 is -1234.5, 7.0 is 7."""
-    if not (found := NUMBER.findall(text.translate(SIGNS))):
-        return None
-    minus, digits, exponent, divisor = found[-1]
-    if len(exponent) > 5:  # no page of zeros
-        return None
-    number = format(Decimal(re.sub(r"[^\d.]", "", digits) + exponent), "f")
-    if "." in number:
-        number = number.rstrip("0").rstrip(".")
-    number += divisor
-    return f"-{number}" if minus and number != "0" else number
-
-
-def number_key(text: str) -> str | None:
-    """Read a key that is one number, maybe with a unit: none of several numbers, of dates, of \\frac."""
-    before, *numbers = NUMBER.split(text.translate(SIGNS))
-    if len(numbers) != NUMBER.groups + 1 or before.strip("+ \t\n\\$€£¥₹"):
-        return None
-    words = re.findall("[A-Za-z]+", re.sub(r"\\(text|mathrm|circ)", "", numbers[-1]))
-    others = [word for word in words if len(word) == 1 and word not in LETTERS]
-    others += [word for word in words if f" {word.lower()} " in NO_UNITS]
-    return None if others or not UNIT.fullmatch(numbers[-1]) else number_answer(text)
 
 
 def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> list[dict]:
@@ -244,16 +194,14 @@ class Judge:
         self.number = number
         self.tokenizer = tokenizer
         self.reader = reader
-        self.seed = config.seed
         self.format = formats_of(config)[number]
         self.signal = "reward" if number < len(config.judge) else "cost"
         # it counts for Sample.verdict
         self.says_verdict = self.signal == "reward" and not self.format.scores
-        self.judgements = self.format.judgements
         self.name = model_dir = config.judge_models[number]
         max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
         stop = tokenization.stop_tokens(model_dir, tokenizer, reader)
-        self.sampling = Sampling(0.0 if self.judgements == 1 else 1.0, max_new_tokens, stop)
+        self.sampling = Sampling(0.0, max_new_tokens, stop)
         context = context_length(model_dir, config)
         self.max_prompt_tokens = context - max_new_tokens
         if self.max_prompt_tokens < 1:
@@ -270,7 +218,7 @@ class Judge:
     async def ask(
         self, prompt: Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
     ) -> Judgement:
-        """Get the critiques of an answer (None: it has none) and the mean of the verdicts that can be read.
+        """Get the critique of an answer (None: it has none) and its verdict.
 
         prompt: the question, or all turns before the answer; IMAGE for each of `images`. is_cut: by a limit.
         """
@@ -280,48 +228,27 @@ class Judge:
         if len(tokens) > (most := self.max_prompt_tokens):
             self.failed += 1
             return Judgement(f"not asked: {len(tokens)} tokens, of at most {most}", None)
-        pair = (transcript(prompt), answer)
-        judgements: list[Judgement] = []
-        missing = list(range(self.judgements))
-        attempts = 1 if self.sampling.temperature == 0 else 1 + JUDGE_RETRIES  # greedy repeats
-        for attempt in range(attempts):
-            seeds = [seed_of(self.seed, *pair, self.number, which, attempt) for which in missing]
-            limit = self.sampling.max_new_tokens
-            # they share the prompt's KV cache
-            requests = [Request(tokens, self.sampling, limit, seed, images) for seed in seeds]
-            try:
-                replies = await self._replies(requests, pool)
-            except UserError as error:
-                raise UserError(f"the judge {self.name} on {pair[0][:60]!r}: {error}") from None
-            self.latencies += [reply.end - reply.sent for reply in replies]
-            found = [self._read(reply) for reply in replies]
-            judgements += found
-            asked = zip(missing, found, strict=True)
-            missing = [which for which, judgement in asked if judgement.value is None]
-            if not missing:
-                break
-        critique = "\n".join(judgement.critique for judgement in judgements)
-        verdicts = [judgement.value for judgement in judgements if judgement.value is not None]
-        self.parsed += len(verdicts)
-        self.failed += not verdicts
-        return Judgement(critique, sum(verdicts) / len(verdicts) if verdicts else None)
+        request = Request(tokens, self.sampling, self.sampling.max_new_tokens, images=images)
+        try:
+            reply = await self._reply(request, pool)
+        except UserError as error:
+            about = transcript(prompt)[:60]
+            raise UserError(f"the judge {self.name} on {about!r}: {error}") from None
+        self.latencies.append(reply.end - reply.sent)
+        judgement = self._read(reply)
+        self.parsed += judgement.value is not None
+        self.failed += judgement.value is None
+        return judgement
 
-    async def _replies(self, requests: list[Request], pool: Pool) -> list[Answer]:
-        """Return the whole reply to each request, in their order. What an engine aborts another continues."""
-        left = dict(enumerate(requests))  # by place; each the rest of a request
-        replies: dict[int, Answer] = {}  # by place, as far as they are written
-        while left:
-            places = list(left)
-            async for part in pool.generate(list(left.values()), self.number):
-                place = places[part.index]
-                replies[place] = replies[place].extended(part) if place in replies else part
-                if part.finish != "abort":
-                    del left[place]
-                    continue
-                prompt = left[place].prompt + part.tokens
-                limit = left[place].limit - len(part.tokens)
-                left[place] = left[place]._replace(prompt=prompt, limit=limit)
-        return [replies[place] for place in range(len(requests))]
+    async def _reply(self, request: Request, pool: Pool) -> Answer:
+        """Return the whole reply to a request. What an engine aborts another continues."""
+        reply: Answer | None = None
+        while reply is None or reply.finish == "abort":
+            async for part in pool.generate([request], self.number):
+                reply = reply.extended(part) if reply else part
+                limit = request.limit - len(part.tokens)
+                request = request._replace(prompt=request.prompt + part.tokens, limit=limit)
+        return reply
 
     def _tokens(
         self, prompt: Text, answer: str, images: tuple[Image, ...], is_cut: bool

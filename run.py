@@ -41,8 +41,9 @@ from demo import task
 from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
-from genrm import formats_of, number_key
+from genrm import formats_of
 from inputs import prompt_file, tokenization
+from inputs.numbers import number_key
 from placement import CHECKS, Devices, Models
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report

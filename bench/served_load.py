@@ -23,7 +23,7 @@ import genrm
 import rewards
 import run
 from bench.measuring import parser_of
-from bench.workloads import CRITIQUE, PROMPTS, WORKLOADS, Side, is_kept, length_of
+from bench.workloads import PROMPTS, WORKLOADS, Side, is_kept, length_of
 from config import Config
 from controller import Controller, State, train
 from engines.engine import Answer, Engine, Request, seed_of
@@ -76,14 +76,11 @@ class GivenRewards(rewards.Rewards):
         super().__init__(c.config, c.rewards.judges, [], c.report.decode)
         self._workload = workload
 
-    def reset(self) -> None:
-        super().reset()
-        self.judges[0].judgements = WORKLOADS[self._workload].judgements
-
     async def score(self, sample: Sample, pool: Pool) -> None:
         (judge,) = self.judges
         exactly = copy.copy(judge)
-        exact = dict(ignore_eos=True, max_new_tokens=CRITIQUE)
+        length = WORKLOADS[self._workload].critique
+        exact = dict(ignore_eos=True, max_new_tokens=length)
         exactly.sampling = dataclasses.replace(judge.sampling, **exact)
         answer = f"{sample.prompt_id}+{sample.index}"
         task = asyncio.create_task(exactly.ask(sample.question, answer, pool))

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 PROMPTS = 16  # of a step
 ANSWERS = 8  # of a prompt
-CRITIQUE = 32  # tokens
 
 
 class Side(NamedTuple):
@@ -26,7 +25,7 @@ class Workload:
 
     # of one answer; the first generator is its group's
     length: Callable[[random.Random, random.Random], int]
-    judgements: int = 1
+    critique: int = 32
     keep: float = 1.0  # part of the groups whose rewards differ
 
 
@@ -53,9 +52,9 @@ def by_prompt(group: random.Random, answer: random.Random) -> int:
 WORKLOADS = {
     "short": Workload(uniform),
     "tail": Workload(long_tail),
-    "tail-judged": Workload(longer_tail, judgements=2),
+    "tail-judged": Workload(longer_tail, critique=52),
     "resample": Workload(by_prompt, keep=0.5),
-    "judge-heavy": Workload(by_prompt, judgements=4),
+    "judge-heavy": Workload(by_prompt, critique=96),
 }
 
 

@@ -26,6 +26,8 @@ MOST_OF_A_FRAME = 89_478_485  # pixels, as Pillow thinks safe
 CUT_SECONDS = 0.5  # that may be missing of what the header says
 HDR = (16, 18)  # transfer functions PQ and HLG, for screens that are brighter than white
 KEPT_BYTES = 512 << 20  # of pairs: engines and trainer ask for those of a step several times
+# a display matrix: degrees against the clock
+TURNS = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 90, (-1, 0, 0, -1): 180, (0, 1, -1, 0): 270}
 # of swscale: bicubic, ACCURATE_RND, BITEXACT. Else each kind of processor rounds in its own way
 EXACT = 0x4 | 0x40000 | 0x80000
 File = bytes | Path
@@ -191,7 +193,7 @@ def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tupl
 
 def picture(frame: Any, sides: tuple[int, int], where: str) -> Any:
     """A frame in RGB, of this height and width, then turned as it is to be shown. UserError."""
-    from PIL.Image import Resampling, Transpose
+    from PIL.Image import Resampling
 
     colors = {"src_colorspace": frame.colorspace, "src_color_range": frame.color_range}
     # another space than its own: PyAV would take all for BT.601
@@ -200,9 +202,8 @@ def picture(frame: Any, sides: tuple[int, int], where: str) -> Any:
     if matrix := frame.side_data.get("DISPLAYMATRIX"):
         # x and y go to (a x + c y, b x + d y)
         a, b, _, c, d, *_ = (number / 65536 for number in struct.unpack("=9i", bytes(matrix)))
-        if (abs(a), abs(b), abs(c), abs(d)) not in ((1, 0, 0, 1), (0, 1, 1, 0)):
-            raise UserError(f"{where}: it is to be turned by no quarter, or bent")
-        image = image.transpose(Transpose.TRANSPOSE) if b else image
-        image = image.transpose(Transpose.FLIP_LEFT_RIGHT) if a + c < 0 else image
-        image = image.transpose(Transpose.FLIP_TOP_BOTTOM) if b + d < 0 else image
+        if (a, b, c, d) not in TURNS:
+            wrong = "it is to be mirrored, bent or turned by no quarter; convert it"
+            raise UserError(f"{where}: {wrong}")
+        image = image.rotate(TURNS[a, b, c, d], expand=True)
     return image

@@ -80,7 +80,7 @@ class PromptFile(Sequence[Prompt]):
             raise UserError(f"{where}: {missing}; the row has {', '.join(row)}")
         for name, read in {"--judge-format": self.read_key, **self.needs}.items():
             if key is not None and read(key) is None:
-                form = "; for number a key is one number, maybe with a unit"
+                form = "; for number a key is one plain number, such as 1,234.5"
                 raise UserError(f"{where}: {name} finds no key in {row['answer']!r:.60}{form}")
         return key and self.read_key(key)
 

@@ -1,4 +1,4 @@
-"""Chat templates: what they are given, and whether what they render holds all of it."""
+"""Chat templates: what they are given, and whether what they render holds what matters most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformer
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # by the program
 OF_CALLS = (TypeError, ValueError, ArithmeticError, RecursionError)  # of what a template calls
 NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not what a turn says
-IN_ORDER = ("user", "assistant", "tool")  # some templates move the other turns
+CHECKED = ("system", "developer", "tool")  # turns that a template may not leave out, nor the last
 
 
 def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Callable) -> None:
@@ -96,15 +96,12 @@ def render(
 
     settings = {"add_generation_prompt": not is_complete, "strftime_now": TODAY.strftime}
     apply = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
-    marks = Marks()
     try:
         broken = turns[:-1] if is_learned else turns
         turns = map_texts(plain, broken) + map_texts(str, turns[len(broken) :])
         tools = turns[0].pop("tools", None)
-        marked = [marks.turn(turn, is_learned and turn is turns[-1]) for turn in turns]
-        marked_tools = [marks.function(tool, "ignores `tools`") for tool in tools or ()]
         text = apply(turns, tools=tools)
-        problem = marks.problem_in(apply(marked, tools=marked_tools or None))
+        problem = left_out(apply, turns, tools, is_learned)
     except (TemplateError, *OF_CALLS) as error:
         problem = f"refuses turns: {error}"
     if problem:
@@ -112,58 +109,43 @@ def render(
     return text
 
 
-class Marks:
-    """Marks, each of its own, behind texts: one that is rendered tells that its text is, not another's."""
+def left_out(apply: Callable, turns: list[dict], tools: list | None, is_learned: bool) -> str:
+    """Say what `apply` leaves out of tools, calls, CHECKED turns and the last; "" if nothing.
 
-    def __init__(self):
-        # of a turn its role; what a template does that leaves the text out; the text and its mark
-        self._marked: list[tuple[str, str, str]] = []
+    It is given the turns once more with marks in them: a text whose mark is rendered is, too. The last turn
+    has one behind all that it says if it is learned.
+    """
+    problems: dict[str, str] = {}  # by mark
 
-    def turn(self, turn: dict, is_learned: bool) -> dict:
-        """Mark a turn's text and calls. Reasoning may be left out, but of an answer that is learned."""
-        role = turn["role"]
-        problem = f"leaves out the {role}'s turn"
-        mark = partial(self._mark, role, problem)
-        parts = re.split("(</?think>)", turn["content"])
-        texts = range(0, len(parts), 2)
-        if role == "assistant" and not is_learned:
-            texts = [n for n in texts if "<think>" in parts[n + 1 : n + 2] or n == texts[-1]]
-        for number in texts:
-            parts[number] = mark(parts[number])
-        marked = turn | {"content": "".join(parts)}
-        for name in turn.keys() - NAMES if is_learned else ():  # such as reasoning_content
-            marked[name] = map_texts(partial(self._mark, "", problem), turn[name])
-        if calls := turn.get("tool_calls"):
-            marked["tool_calls"] = [self.function(call, "leaves out a tool call") for call in calls]
-        return marked
-
-    def function(self, item: dict, problem: str) -> dict:
-        """Mark the name of a tool or tool call, and what it is called with."""
-        mark = partial(self._mark, "", problem)
-        function = item["function"]
-        arguments = map_texts(mark, function.get("arguments"))
-        return item | {
-            "function": function | {"name": mark(function["name"]), "arguments": arguments}
-        }
-
-    def _mark(self, role: str, problem: str, text: str) -> str:
+    def mark(problem: str, text: str) -> str:
         if not text.strip():
             return text
-        mark = f"~{len(self._marked)}~"
-        self._marked.append((role, problem, text.lstrip() + mark))
-        return text + mark
+        own = f"~mark {len(problems)}~"
+        problems[own] = problem
+        return text + own
 
-    def problem_in(self, rendered: str) -> str:
-        """Say what a template did that leaves a text out, or moves it; "" if all are in what it rendered."""
-        last = 0
-        for role, problem, text in self._marked:
-            start = last if role in IN_ORDER else 0
-            as_json = json.dumps(text, ensure_ascii=False)[1:-1]
-            place = max(rendered.find(text, start), rendered.find(as_json, start))
-            if place < 0:
-                return problem
-            last = max(last, place) if role in IN_ORDER else last
-        return ""
+    def named(items: list[dict], problem: str) -> list[dict]:
+        functions = [item["function"] for item in items]
+        marked = [each | {"name": mark(problem, each["name"])} for each in functions]
+        return [item | {"function": each} for item, each in zip(items, marked, strict=True)]
+
+    shown = []
+    for number, turn in enumerate(turns, 1):
+        mark_turn = partial(mark, f"leaves out the {turn['role']}'s turn")
+        marked = dict(turn)
+        if number == len(turns) and is_learned:
+            for name in turn.keys() - NAMES:  # such as reasoning_content
+                marked[name] = map_texts(mark_turn, turn[name])
+            parts = re.split("(</?think>)", turn["content"])
+            parts[::2] = map(mark_turn, parts[::2])
+            marked["content"] = "".join(parts)
+        elif number == len(turns) or turn["role"] in CHECKED:
+            marked["content"] = mark_turn(turn["content"])
+        if calls := turn.get("tool_calls"):
+            marked["tool_calls"] = named(calls, "leaves out a tool call")
+        shown.append(marked)
+    rendered = apply(shown, tools=named(tools or [], "ignores `tools`") or None)
+    return next((problem for own, problem in problems.items() if own not in rendered), "")
 
 
 def map_texts(change: Callable[[str], str], value: Any) -> Any:

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.measuring import column
 from bench.modes import by_workload, run_sides
-from bench.workloads import ANSWERS, CRITIQUE, PROMPTS, WORKLOADS, Side, is_kept, length_of
+from bench.workloads import ANSWERS, PROMPTS, WORKLOADS, Side, is_kept, length_of
 from papers import plans
 from papers.tables import ROOT, Constants, Paper, Row, command, keep_measured, read_constants
 from rollout import MEETING_INTERVAL_S
-from simulation.cluster import Cluster, Lengths, Simulation, Workload, simulated_format
+from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
 from simulation.engine import Moves
 
@@ -69,10 +69,9 @@ def serving_s(
     cluster = Cluster(roles, Passes(0.0), moves=moves, meeting_s=MEETING_INTERVAL_S)
     load = WORKLOADS[name]
     answer = GivenLengths(0, 0, MOST, name)
-    critique = Lengths(CRITIQUE, 0, CRITIQUE)
+    critique = Lengths(load.critique, 0, load.critique)
     work = GivenWork(at["prompt"], answer, critique, load.keep, name=name)
     settings = dict(prompts_per_step=PROMPTS, answers_per_prompt=ANSWERS, steps=steps)
-    settings["judge_format"] = (simulated_format(load.judgements),)
     mode, _, tail = side.partition(" ")
     if tail:
         settings["tail"] = float(tail)

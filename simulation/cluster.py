@@ -396,7 +396,7 @@ def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) 
     settings["judge"] = ("JUDGE",) * len(config.judge)
     settings["cost_judge"] = ("JUDGE",) * len(config.cost_judge)
     formats = genrm.formats_of(config)
-    names = [simulated_format(judge.judgements, judge.scores) for judge in formats]
+    names = ["simulated scores" if judge.scores else "simulated" for judge in formats]
     settings["judge_format"] = tuple(names)
     rule = (f"simulated:{work.keep:.6f}",)
     settings["rule"] = () if config.judge else rule
@@ -408,11 +408,3 @@ def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) 
     meeting_s = max(rollout.MEETING_INTERVAL_S, longest_s * min(ranks, 64) / 1600)
     cluster = replace(cluster, grain=max(1, most // GRAINS), meeting_s=meeting_s)
     return Simulation(config.mode, ranks, work, cluster, **settings)
-
-
-def simulated_format(judgements: int, scores: bool = False) -> str:
-    """Add the format of a simulated judge to FORMATS. Returns its name."""
-    like = "simulated scores" if scores else "simulated"
-    name = f"{like}, {judgements}"
-    genrm.FORMATS[name] = replace(genrm.FORMATS[like], judgements=judgements)
-    return name

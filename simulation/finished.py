@@ -152,7 +152,7 @@ def known_of(
     if algorithm.kl_coef:
         shapes.append(placement.reference)
     held = Counter(rank for shape in shapes for rank in shape.ranks)
-    asked = genrm.requests / max(1, sum(judge.judgements for judge in judges))
+    asked = genrm.requests / max(1, len(judges))
     seconds = {}
     for name in TIMES:
         seconds[name] = fmean(row[f"time/{name}_s"] for row in rows)

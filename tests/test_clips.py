@@ -117,12 +117,12 @@ def test_a_variable_rate_shows_what_is_seen_at_a_time():
 
 
 TURNS = [(1, 0, 0, 1), (-1, 0, 0, -1), (0, 1, -1, 0), (0, -1, 1, 0)]
-TURNS += [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]  # mirrored
+MIRRORED = [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]
 
 
 @pytest.mark.parametrize("matrix", TURNS)
 def test_a_display_matrix_is_obeyed(matrix):
-    """A quarter at (x, y) from the middle goes to (a x + c y, b x + d y): turned, mirrored, or both."""
+    """A quarter at (x, y) from the middle goes to (a x + c y, b x + d y)."""
     a, b, c, d = matrix
     (pair,) = pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
     assert pair.sides == ((96, 64) if b else (64, 96))
@@ -131,6 +131,13 @@ def test_a_display_matrix_is_obeyed(matrix):
     for (x, y), color in quarters.items():
         place = (a * x + c * y, b * x + d * y)
         assert is_near(shown[list(quarters).index(place)], color)
+
+
+@pytest.mark.parametrize("matrix", [*MIRRORED, (1, 1, -1, 1)])
+def test_a_clip_that_is_not_only_turned_is_refused(matrix):
+    refused = "^a clip: it is to be mirrored, bent or turned by no quarter; convert it$"
+    with pytest.raises(UserError, match=refused):
+        pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
 
 
 def test_pixels_that_are_not_square_are_shown_square():
@@ -377,7 +384,6 @@ BAD_WHEN_DRAWN = {
     "cut behind moov": "cut off at .* of 6.0 seconds",
     "cut": "cut off at .* of 3.0 seconds",
     "a hole": "damaged: .* frames can't be read|no MP4, MOV, WebM or MKV that can be read",
-    "bent": "it is to be turned by no quarter, or bent",
 }
 
 
@@ -430,7 +436,6 @@ def bad_file(name: str, whole: bytes) -> bytes:
         "cut behind moov": fragments[: len(fragments) * 3 // 4],
         "cut": webm[: len(webm) // 2],
         "a hole": whole[:middle] + bytes(300) + whole[middle + 300 :],
-        "bent": turned_clip(whole, (1, 1, -1, 1)),
     }[name]
 
 

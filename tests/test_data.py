@@ -24,6 +24,7 @@ import inputs.prompt_file
 from demo import task  # noqa: F401  task adds the format
 from examples.make_demo import models
 from inputs import tokenization
+from inputs.numbers import number_key
 from inputs.prompt_file import PromptFile
 from inputs.rows import read_rows
 from inputs.shuffled import Shuffled, identities
@@ -442,7 +443,7 @@ def test_the_key_of_an_answer(tmp_path):
 
 
 READ = genrm.FORMATS["number"].read_key
-RULED = {"needs": {"a rule": genrm.number_key}}
+RULED = {"needs": {"a rule": number_key}}
 UNUSABLE_KEYS = [  # key, what else is asked of it, what is said
     ({"answr": 7}, {"needs": {"a rule": str}}, "`answer` is missing, for a rule; .* prompt, answr"),
     ({"answer": "a"}, RULED, "a rule finds no key in 'a'; for number"),

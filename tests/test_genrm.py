@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import math
 import re
-from decimal import Decimal
 
 import numpy
 import pytest
@@ -61,83 +60,6 @@ def test_how_chat_is_read():
     assert {text: genrm.chat_parse(text) for text in VERDICTS} == VERDICTS
 
 
-NUMBERS = {  # text -> its last number
-    "3 + 4 = 7": "7",
-    "1,234,56": "56",
-    "-$3": "-3",
-    "\u22123": "-3",  # MINUS SIGN
-    "- 3": "3",  # of a list
-    "10-3": "3",  # an operator, or a range
-    "(5)-3": "3",
-    "3/4": "3/4",
-    r"$\boxed{-\$18}$": "-18",
-    "9" * 5000: "9" * 5000,  # int() takes 4300 digits
-    "": None,
-    "\u00bd": None,  # one half
-    "-, $. and ./": None,
-    "-0.0": "0",
-    "007.50": "7.5",
-    r"10,\!080": "10080",  # of LaTeX
-    "10{,}080": "10080",
-    r"10\,080": "10080",
-    "1_000": "1000",
-    "1\u202f000": "1000",  # NARROW NO-BREAK SPACE
-    "1e-5": "0.00001",
-    "-1.5E3": "-1500",
-    "1e\u22122 m": "0.01",
-    "1e400": "1" + "0" * 400,
-    "1e99999999999": None,
-    "\uff11\uff12": "12",  # FULLWIDTH DIGITS
-}
-
-
-def test_the_last_number_of_a_text():
-    """By hand. 3/4 is one number, neither 4 nor 0.75; of dates, times and powers the last, as graders do."""
-    assert {text: genrm.number_answer(text) for text in NUMBERS} == NUMBERS
-
-
-SEVENTY_TWO = r"72 apples|$72.00|\$72|72%|72\%|+72.|72 km/h|$72$|72^\circ|72\text{ cm}|72cm"
-SEVENTY_TWO += r"|72 m²|72 .|72 €|72m|72 kg|$72 per hour|72 years old"
-KEYS = {text: text for text in ("3/4", "0", "7", "-3", "0.5")}  # text -> the one number that it is
-KEYS |= dict.fromkeys(SEVENTY_TWO.split("|"), "72")
-KEYS |= dict.fromkeys((r"10,\!080", "10{,}080", "10,080", "1.008e4"), "10080")
-KEYS |= dict.fromkeys(("-.5", "\u2212.5", "\u20130.50", "-5e-1"), "-0.5")
-NO_KEYS = r"""\frac{3}{5}|2024-01-05|1.234,50|3, 5|3 or 5|[3]|(3)|3-5|3=3|1:30|3x|3i|3!|3\pi|3^x|3^2|3²|3½|½
-1 1/2|0x10|1'234|1 000|1,00,000|1.2.3|3 million|about 3|x = 3|three|1e99999999999
-5 or six|4 fifths|5 pi|72 k|5 M""".replace("\n", "|").split("|")
-
-
-def test_a_key_is_one_number():
-    """Maybe with a currency, a percent sign, a unit; what says more is none."""
-    assert {text: genrm.number_key(text) for text in KEYS} == KEYS
-    assert {text: genrm.number_key(text) for text in NO_KEYS} == dict.fromkeys(NO_KEYS)
-
-
-WRITTEN = [  # with a Decimal's exponent, without, with separators of thousands, in a unit
-    *("{:f}", "{:e}", "{:E}", "{:,f}", "+{:f}", "${:,f}$", "{:f}.", "{:f} apples", "{:.3e}"),
-    *(r"\${:,f}", r"{:,f}\%"),
-]
-SENTENCES = ["{}", "It is {}.", "2 + 3: {}", "**{}**", "(-1, {})", "**Answer:** {}\n"]
-
-NUMBER = st.decimals(-(10**40), 10**40, allow_nan=False)
-
-
-@given(NUMBER, st.sampled_from(WRITTEN), st.sampled_from(SENTENCES))
-def test_a_key_and_an_answer_agree_however_they_are_written(number, form, sentence):
-    """Exactly: one text, without an exponent, commas, zeros at the end; what it says reads as itself."""
-    number = Decimal(f"{number:.3e}") if "3e" in form else number
-    written = form.format(number)
-    if "+" in form:
-        written = written.replace("+-", "-")
-    found = genrm.number_answer(written)
-    assert genrm.number_key(written) == found == genrm.number_key(found)
-    assert Decimal(found) == Decimal(number) and "E" not in found.upper() and "," not in found
-    assert "." not in found or found[-1] != "0"
-    others = [written.replace(",", r",\!"), written.replace("-", "\u2212")]
-    others.append(sentence.format(written))
-    assert {*map(genrm.number_answer, others)} == {found}
-
-
 class Characters(FakeTokenizer):
     """Turns of a chat are `<role>content`."""
 
@@ -153,48 +75,36 @@ class Engine:
 
     def __init__(self, reply, *delays):
         self.reply, self.delays = reply, delays or (0.0,)
-        self.asked, self.seeds, self.starts, self.in_flight = [], [], [], 0
+        self.asked, self.in_flight = [], 0
 
     async def generate(self, requests):
         delay = self.delays[min(len(self.asked), len(self.delays) - 1)]
         now = asyncio.get_running_loop().time
-        self.starts.append(now())
-        prompt = to_text(requests[0].prompt)
-        assert all(request.prompt == requests[0].prompt for request in requests)
+        sent = now()
+        (request,) = requests
+        prompt = to_text(request.prompt)
         self.asked.append(prompt)
-        self.seeds.append([request.seed for request in requests])
         self.in_flight += 1
         try:
-            for index in range(len(requests)):
-                text, logprob, finish = self.reply(prompt, len(self.asked))
-                await asyncio.sleep(delay)
-                score = None if isinstance(text, str) else text
-                tokens = list(map(ord, text)) if isinstance(text, str) else []
-                logprobs = [-0.01, logprob, -0.02]
-                times = dict(sent=self.starts[-1], end=now())
-                yield Answer(index, tokens, logprobs, finish, [], score=score, **times)
+            text, logprob, finish = self.reply(prompt, len(self.asked))
+            await asyncio.sleep(delay)
+            score = None if isinstance(text, str) else text
+            tokens = list(map(ord, text)) if isinstance(text, str) else []
+            logprobs = [-0.01, logprob, -0.02]
+            yield Answer(0, tokens, logprobs, finish, [], score=score, sent=sent, end=now())
         finally:
             self.in_flight -= 1
 
 
 class Pool:
-    """A pool of an engine for each judge. `backwards`: the last critique of a request is there first."""
+    """A pool of an engine for each judge."""
 
-    def __init__(self, *engines, backwards=False):
-        self.engines, self.backwards = engines, backwards
+    def __init__(self, *engines):
+        self.engines = engines
 
     async def generate(self, requests, model):
-        answers = [answer async for answer in self.engines[model].generate(requests)]
-        for answer in reversed(answers) if self.backwards else answers:
+        async for answer in self.engines[model].generate(requests):
             yield answer
-
-
-@pytest.fixture
-def several(monkeypatch):
-    """Formats whose judges judge each answer so many times."""
-    for count in (3, 4):
-        several = dataclasses.replace(genrm.FORMATS["addition"], judgements=count)
-        monkeypatch.setitem(genrm.FORMATS, f"{count} times", several)
 
 
 def make_rewards(*formats, costs=0, max_prompt_tokens=1000, **changes):
@@ -232,12 +142,6 @@ def always(text):
 
 
 accept, reject = always("1:1.Y"), always("1:1x0.N")
-
-
-def numbered(*texts):
-    """Replies in the order of the critiques, over all requests."""
-    left = iter(texts)
-    return lambda prompt, number: (next(left), -0.1, "stop")
 
 
 def truth(prompt, number):
@@ -371,7 +275,7 @@ NOT_ASKED = (None, None, "not asked: 13 tokens, of at most 11", 0, ([1], [0]))
 )
 def test_what_has_no_verdict(response, finish, text, how, expected):
     """Without a final answer 0, and nobody is asked. A failed judgement, or a prompt beyond the context, is
-    never scored 0: it is counted once. A greedy judge isn't asked again."""
+    never scored 0: it is counted once. Nobody is asked again."""
     listed, engine = make_rewards(max_prompt_tokens=11), Engine(lambda *_: (text, -0.1, how))
     samples = [sample(response, finish=finish) for _ in range(2 if text != "Y" else 1)]
     score_all(listed, Pool(engine), samples)
@@ -381,58 +285,23 @@ def test_what_has_no_verdict(response, finish, text, how, expected):
 
 
 def test_a_critique_that_was_aborted_is_continued_from_its_tokens():
-    """Two of three, one of them before its first token; the third is whole. They are read in their order."""
-    parts = iter([("1:", "abort"), ("N", "stop"), ("", "abort"), ("1.Y", "stop"), ("?", "stop")])
+    """Aborted before its first token, behind one, and where the pool has nothing to give."""
+    parts = iter([("", "abort"), ("1:", "abort"), None, ("1.Y", "stop")])
     asked = []
 
     class Pool:
         async def generate(self, requests, model):
-            for index, request in enumerate(requests):
-                asked.append((to_text(request.prompt), request.limit, request.seed))
-                text, finish = next(parts)
+            (request,) = requests
+            asked.append((to_text(request.prompt), request.limit))
+            if part := next(parts):
+                text, finish = part
                 times = dict(sent=len(asked), end=len(asked))
-                yield Answer(index, list(map(ord, text)), [-0.1] * len(text), finish, [], **times)
+                yield Answer(0, list(map(ord, text)), [-0.1] * len(text), finish, [], **times)
 
-    listed = make_rewards()
-    (judge,) = listed.judges
-    requests = [Request(list(map(ord, "P")), judge.sampling, 9, seed) for seed in range(3)]
-    replies = run(judge._replies(requests, Pool()))
-    assert [to_text(reply.tokens) for reply in replies] == ["1:1.Y", "N", "?"]
-    assert [(reply.finish, reply.sent, reply.end) for reply in replies] == [
-        ("stop", 1, 4),
-        ("stop", 2, 2),
-        ("stop", 3, 5),
-    ]
-    assert asked == [("P", 9, 0), ("P", 9, 1), ("P", 9, 2), ("P1:", 7, 0), ("P", 9, 2)]
-
-
-@pytest.mark.parametrize("backwards", [False, True])
-def test_only_the_missing_judgements_are_asked_for_again(monkeypatch, several, backwards):
-    """Two of four can't be read, then one of two: the three count. The text has all in their order."""
-    monkeypatch.setattr(genrm, "JUDGE_RETRIES", 1)
-    listed, judged = make_rewards("4 times"), sample(">125")
-    engine = Engine(numbered("Y", "?", "N", "?", "N", "?"))
-    score_all(listed, Pool(engine, backwards=backwards), [judged])
-    assert judged.reward == pytest.approx(1 / 3) and judged.verdict is False
-    assert len(engine.asked) == 2 and listed.counts() == ([0], [3])
-    assert judged.critique == "Y\n?\nN\n?\nN\n?"
-
-
-def test_a_judgement_has_a_seed_of_its_own(several):
-    """Each of three, of each judge, and what is asked for again; the same for whoever asks in a run."""
-
-    def asked(reply, judges=1, **changes):
-        listed = make_rewards(*["3 times"] * judges, **changes)
-        engines = [Engine(reply) for _ in range(judges)]
-        score_all(listed, Pool(*engines), [sample(">125")])
-        return [engine.seeds for engine in engines]
-
-    [[first, again]] = asked(numbered("Y", "?", "N", "Y"))
-    assert len({*first, *again}) == 4 and len(again) == 1
-    assert asked(numbered("Y", "?", "N", "Y")) == [[first, again]]
-    [[zero], [one]] = asked(accept, judges=2)
-    assert zero == first and not {*zero} & {*one}
-    assert not {*asked(accept, seed=1)[0][0]} & {*first}
+    (judge,) = make_rewards().judges
+    reply = run(judge._reply(Request(list(map(ord, "P")), judge.sampling, 9), Pool()))
+    assert (to_text(reply.tokens), reply.finish, reply.sent, reply.end) == ("1:1.Y", "stop", 1, 4)
+    assert asked == [("P", 9), ("P", 9), ("P1:", 7), ("P1:", 7)]
 
 
 def test_an_engine_that_breaks_stops_everyone():
