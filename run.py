@@ -71,7 +71,7 @@ REPORTS = {"rl": Report, "eval": AnswersReport}
 def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     word = arguments[0] if arguments else ""
-    if word in ("sft", "rm", "dpo"):
+    if word in ("sft", "rm"):
         command = f"torchrun --nproc-per-node 2 examples/finetune.py {word} ..."
         raise UserError(f"{word} is an example now: {command}")
     if word == "check":

@@ -410,7 +410,7 @@ def test_what_a_start_refuses(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(UserError, match="start with: torchrun --nproc-per-node 2"):
         run.start(["--mode", "full"], None)
-    for word in ("sft", "rm", "dpo"):
+    for word in ("sft", "rm"):
         with pytest.raises(UserError, match=f"torchrun .* examples/finetune.py {word}"):
             run.start([word, "--model", "m"], None)
 

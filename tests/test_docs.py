@@ -18,6 +18,7 @@ from algorithms import ALGORITHMS, Settings
 from config import dashed, parse_config
 from examples import finetune
 from examples.finetune import FinetuneConfig
+from placement import make_placement
 from simulation import plans
 from tests import ROOT
 from tests.support.patience import run_process
@@ -102,7 +103,7 @@ def check_run(words: list[str]) -> None:
     ranks = int(given.get("--nnodes", 1)) * int(given.get("--nproc-per-node", 1))
     if FINETUNE in words:
         arguments = words[words.index(FINETUNE) + 1 :]
-        finetune.placement_of(finetune.parse_command(arguments), ranks)
+        make_placement(finetune.parse_command(arguments), ranks)
         return
     arguments = words[words.index("run.py") + 1 :]
     if "--simulate" in arguments:
@@ -247,12 +248,12 @@ def metrics_named_in(page: Path) -> set[str]:
 def test_every_metric_has_its_row_and_is_one():
     """docs/metrics.md has all names that the code writes, and no page has another."""
     loop = metrics_of_the_loop() | strings_in("reporting/answers.py")
-    pairs = metrics_of_examples("dpo")
+    pairs = metrics_of_examples("rm")
     # one row says so
-    likewise = {f"dpo/held_out_{name}" for name in ("margin", "chosen", "rejected")}
+    likewise = {f"rm/held_out_{name}" for name in ("margin", "chosen", "rejected")}
     assert len(loop) > 60
     assert (loop | pairs) - likewise <= metrics_named_in(ROOT / "docs" / "metrics.md")
-    known = loop | pairs | metrics_of_examples("sft") | metrics_of_examples("rm")
+    known = loop | pairs | metrics_of_examples("sft")
     kinds = {name.split("/")[0] for name in known}
     for page in PAGES:
         named = {name for name in metrics_named_in(page) if name.split("/")[0] in kinds}

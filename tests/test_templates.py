@@ -12,7 +12,7 @@ import data
 import genrm
 import rewards
 from config import Config
-from examples.finetune import parse_pair, parse_rm, parse_sft
+from examples.finetune import parse_rm, parse_sft
 from inputs.templates import TODAY
 from runtime.errors import UserError
 from tests.support.models import TEMPLATE, save_tokenizer
@@ -129,7 +129,7 @@ def test_an_example_is_checked_as_a_prompt_is(with_template):
     developer = [turn("developer", "Be brief."), ASKED]
     pair = {"prompt": developer, "chosen": "7", "rejected": "6"}
     rows = [(parse_sft, {"messages": [*developer, turn("assistant", "7")]})]
-    rows += [(parse_rm, pair), (parse_pair, pair)]
+    rows.append((parse_rm, pair))
     for parse, row in rows:
         with pytest.raises(UserError, match=r"f:3: .* leaves out the developer's turn"):
             parse(row, tokenizer, "f:3")
@@ -150,8 +150,9 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     [prompt] = prompts_of(tokenizer, tmp_path, WITH_TOOLS)
     expected = oracle(tokenizer, [ASKED], tools=TOOLS)
     assert prompt.tokens == expected and prompt.question == ASKED["content"]
-    row = {"prompt": [ASKED], "chosen": "7", "rejected": "6", "tools": TOOLS}
-    assert [sample.prompt for sample in parse_pair(row, tokenizer, "f:1")] == [expected] * 2
+    row = {"prompt": [ASKED], "response": "7", "tools": TOOLS}
+    assert parse_sft(row, tokenizer, "f:1")[0].prompt == expected
+    row |= {"chosen": "7", "rejected": "6"}
     [learned, _] = parse_rm(row, tokenizer, "f:1")
     assert data.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
     called = {"prompt": [ASKED], "chosen": [CALLED], "rejected": [turn("assistant", "6")]}
@@ -308,12 +309,8 @@ def test_the_learned_turn_alone_spells_special_tokens(with_template):
     """`<think>` is a token there, in chat turns as in text; in all other turns it is broken."""
     tokenizer = with_template(TEMPLATE, ["<think>", "</think>"])
     begin, end, stop = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_end|>"])
-    for parse in (parse_sft, parse_pair):
-        prompt = [turn("user", SPELLED), turn("assistant", SPELLED), turn("user", SPELLED)]
-        row = {"prompt": prompt, "response": SPELLED, "chosen": SPELLED, "rejected": "6"}
-        for name in ("response",) if parse is parse_pair else ("chosen", "rejected"):
-            del row[name]
-        sample = parse(row, tokenizer, "f:1")[0]
-        assert not {begin, end} & {*sample.prompt} and sample.prompt.count(stop) == 3
-        special = [token for token in sample.response if token in (begin, end, stop)]
-        assert special == [begin, stop, end, stop]
+    prompt = [turn("user", SPELLED), turn("assistant", SPELLED), turn("user", SPELLED)]
+    [sample] = parse_sft({"prompt": prompt, "response": SPELLED}, tokenizer, "f:1")
+    assert not {begin, end} & {*sample.prompt} and sample.prompt.count(stop) == 3
+    special = [token for token in sample.response if token in (begin, end, stop)]
+    assert special == [begin, stop, end, stop]
