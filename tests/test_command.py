@@ -16,6 +16,7 @@ import torch
 from safetensors import torch as safetensors
 
 import config
+import data
 import run
 from commands import dry_run
 from engines import fleet
@@ -32,6 +33,8 @@ from tests.support.fakes import FakeWorld
 from tests.support.launched import Run
 from tests.support.patience import run_process
 from tests.support.rows import jsonl
+from tests.support.templates import GEMMA
+from training import model
 from training.hf_weights import HFWeights
 from training.model import check_models
 
@@ -353,6 +356,20 @@ def test_a_damaged_record_of_a_run_is_named(tmp_path):
     path.write_text('{"step": 0}\n{"step" 1}\n{"st')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
         list(atomic_files.complete_rows(path))
+
+
+def test_a_scalar_judge_must_take_every_row(actor, tmp_path, monkeypatch):
+    """It is shown all turns; a judge that writes sees only what its format asks."""
+    monkeypatch.setattr(model, "check_models", lambda *_: None)
+    tokenizer = data.load_tokenizer(str(models.save_model(tmp_path / "judge")))
+    tokenizer.chat_template = GEMMA
+    tokenizer.save_pretrained(tmp_path / "judge")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
+    rows = jsonl(tmp_path / "rows.jsonl", [GOOD_ROW, {"messages": turns}])
+    judge = ("--judge", tmp_path / "judge", "--judge-max-new-tokens", 12, "--judge-format")
+    read(actor, rows, *judge, "chat")
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: .*judge refuses turns: System"):
+        read(actor, rows, *judge, "score")
 
 
 # ---------------------------------------------------------------- who serves what
