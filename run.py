@@ -70,7 +70,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
     word = arguments[0] if arguments else ""
-    if word in ("sft", "rm", "dpo"):
+    if word in ("sft", "rm"):
         command = f"torchrun --nproc-per-node 2 examples/finetune.py {word} ..."
         raise UserError(f"{word} is an example now: {command}")
     if word == "check":

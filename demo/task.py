@@ -165,3 +165,20 @@ def addition_parse(text: str) -> bool | None:
 CRITIC = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
 SCORER = JudgeFormat(addition_answer, None, full_response=True, scores=True)
 FORMATS |= {"addition": CRITIC, "addition_score": SCORER}
+
+
+def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
+    """Make examples for sft, which show their work; for rm also a wrong sum, with that work or without."""
+    rng = random.Random(f"{command} {seed}")
+    rows = []
+    for _ in range(count):
+        a, b = training_problem(rng)
+        work = shown_work(a, b)
+        if command == "sft":
+            rows.append({"prompt": f"{a}+{b}=", "response": work})
+            continue
+        place = rng.randrange(len(str(a + b)))
+        wrong = a + b + rng.choice([-1, 1]) * 10**place
+        shown = work.rsplit(">", 1)[0] if rng.random() < 0.5 else ""
+        rows.append({"prompt": f"{a}+{b}=", "chosen": work, "rejected": f"{shown}>{wrong}"})
+    return rows

@@ -1,6 +1,6 @@
-"""Learning from examples instead of a model's own answers: SFT, reward models, DPO.
+"""Learning from examples instead of a model's own answers: SFT and reward models.
 
-    torchrun --nproc-per-node 2 examples/finetune.py sft --model DIR --data FILE      or rm, or dpo
+    torchrun --nproc-per-node 2 examples/finetune.py sft --model DIR --data FILE      or rm
 
 No engine, no controller. Every rank reads the file and makes the same plan. An example is one Sample, or for
 a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs both.
@@ -9,33 +9,29 @@ a pair of answers two, the chosen one first, which stay in one micro-batch: the 
 from __future__ import annotations
 
 import json
-import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-
 import run
 from actor import Actor, learning_rate
 from commands import memory
-from config import HELD_OUT, TINY, Config, parse_settings, setting
+from config import HELD_OUT, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from critic import Critic
-from demo.task import shown_work, training_problem
+from demo.task import example_rows
 from inputs import tokenization
 from inputs.hf_directory import sees
-from inputs.rows import PLACES, TURNS, as_turns, is_chat, read_rows, read_turns, with_tools
+from inputs.rows import PLACES, as_turns, read_conversation, read_rows, with_tools
 from inputs.shuffled import Shuffled, identities
 from placement import make_placement
 from reporting.describe import run_metadata
@@ -45,7 +41,6 @@ from runtime import shutdown
 from runtime.devices import choose_device
 from runtime.errors import UserError
 from runtime.out_folder import archive
-from runtime.shutdown import Stop
 from runtime.world import raise_on_all
 from sample import Sample, flat
 from scheduling.balance import packed_length, plan_batch
@@ -53,10 +48,11 @@ from scheduling.layout import Placement
 from scheduling.pipeline import schedule_of
 from training.memory import with_micro_batch
 from training.model import check_models
-from training.packing import NO_TARGET, MicroBatch
-from training.trainer import Loss, LossSums, Trainer, as_sequences, loss_sums, means
+from training.packing import MicroBatch, Packed
+from training.trainer import LossSums, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
+PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
 GROUPS = ("run", "data", "training", "examples")  # of settings that are flags
 
 
@@ -66,48 +62,22 @@ class FinetuneConfig(Config):
 
     batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
     weight_decay: float = setting(0.0, "AdamW", "examples", low=0)
-    dpo_beta: float = setting(0.1, "dpo: strength of the KL to the start", "examples", low=TINY)
 
 
 def read_answer(row: dict, answer: Any, tokenizer: tokenization.Tokenizer, where: str) -> tuple:
     """Return a row's prompt and an answer, both text or both chat turns. UserError says what is wrong."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
-        with_tools(prompt, row, where)
+        last = answer
         if tokenizer.eos_token_id is None:
-            name = tokenizer.name_or_path
-            raise UserError(f"{where}: the tokenizer in {name} has no end-of-sequence token")
-        tokenization.check_prompt(tokenizer, prompt, where)
-        tokenization.check_end(tokenizer, answer.rstrip(), where, "answer")
-        return prompt, answer
-    before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
-    turns = read_turns(as_turns(answer, "assistant"), where)
-    if not (is_chat(before) and is_chat(turns) and turns):
-        raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
-    turns = conversation_of(before, turns, where)
-    last = turns[-1]
-    is_empty = not (last["content"].strip() or "tool_calls" in last)
-    if len(turns) < 2 or last["role"] != "assistant" or is_empty:
-        needed = "a turn of the assistant, which is not empty, after at least one other"
-        raise UserError(f"{where}: a conversation ends with {needed}")
-    if turns[-2]["role"] == "assistant":
-        raise UserError(f"{where}: the answer follows a turn of the assistant; make them one")
-    tokenization.check_prompt(tokenizer, turns[:-1], where)
-    tokenization.check_end(tokenizer, last["content"].rstrip(), where, "answer")
-    return with_tools(turns[:-1], row, where), [last]
-
-
-def conversation_of(before: list[dict], turns: list[dict], where: str) -> list[dict]:
-    """Return a prompt's turns, then an answer's, which may begin with all of them, or the last. UserError."""
-    first = turns[0]
-    is_headed = first["role"] in ("system", "developer")
-    if is_headed and turns[1 : 1 + len(before)] == before:
-        return turns  # a prompt without the instructions
-    new = next(n for n in range(len(before) + 1) if before[n:] == turns[: len(before) - n])
-    is_whole = 0 < new == len(before) and first["role"] != "assistant"
-    if is_whole and (is_headed or first in before or before[-1]["role"] == "user"):
-        raise UserError(f"{where}: `prompt` contradicts how the conversation beside it begins")
-    return before[:new] + turns
+            raise UserError(f"{where}: {tokenizer.name_or_path} has no end-of-sequence token")
+    else:
+        *prompt, turn = read_conversation(prompt, answer, where)
+        answer = [turn]
+        last = turn["content"]
+    tokenization.check_prompt(tokenizer, prompt, where)
+    tokenization.check_end(tokenizer, last.rstrip(), where, "answer")
+    return with_tools(prompt, row, where), answer
 
 
 def parse_sft(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
@@ -120,180 +90,103 @@ def parse_sft(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Examp
     return [Sample(0, 0, prompt, response=response, turns=as_turns(pair[0], "user"))]
 
 
-def encode_both(
-    row: dict, tokenizer: tokenization.Tokenizer, where: str, encode: Callable
-) -> tuple:
-    """Read {"prompt", "chosen", "rejected"}, the first answer is liked better: turns, both encoded."""
+def parse_rm(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
+    """Read {"prompt", "chosen", "rejected"}, of which the first answer is liked better.
+
+    The scalar head is read at the last token, so each text has one target, of any value, behind it.
+    """
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     pairs = [read_answer(row, row[name], tokenizer, where) for name in ("chosen", "rejected")]
     if pairs[0][0] != pairs[1][0]:
         raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
-    encoded = [encode(tokenizer, *pair) for pair in pairs]
-    if encoded[0] == encoded[1]:
+    texts = [tokenization.encode_exchange(tokenizer, *pair, where=where) for pair in pairs]
+    if texts[0] == texts[1]:
         raise UserError(f"{where}: `chosen` and `rejected` are the same")
-    return as_turns(pairs[0][0], "user"), encoded
-
-
-def parse_pair(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
-    """Read a row as `encode_both` does, as two samples."""
-    turns, pairs = encode_both(
-        row, tokenizer, where, partial(tokenization.encode_pair, where=where)
-    )
-    return [Sample(0, n, pair[0], response=pair[1], turns=turns) for n, pair in enumerate(pairs)]
-
-
-def parse_rm(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
-    """Read a pair for a scalar head, which is read at the last token: one target behind it, any one."""
-    turns, pairs = encode_both(
-        row, tokenizer, where, partial(tokenization.encode_exchange, where=where)
-    )
-    return [Sample(0, n, both, response=both[-1:], turns=turns) for n, both in enumerate(pairs)]
+    turns = as_turns(pairs[0][0], "user")
+    return [Sample(0, n, text, response=text[-1:], turns=turns) for n, text in enumerate(texts)]
 
 
 def read_examples(
-    path: Path, parse: Callable, tokenizer: tokenization.Tokenizer, config: FinetuneConfig
+    path: Path, tokenizer: tokenization.Tokenizer, config: FinetuneConfig
 ) -> list[Example]:
     """Read all rows. UserError with file and line for one that can't be used, or is too long."""
-    rows = []
-    budget = config.max_tokens_per_micro_batch
+    examples = []
     for line, row in read_rows(path):
         where = f"{path}:{line}"
         for name in filter(row.get, PLACES):
             raise UserError(f"{where}: it has {name}, and {config.command} learns from texts")
-        rows.append(parse(row, tokenizer, where))
-        if (tokens := room(rows[-1])) > budget:
-            flag = f"--max-tokens-per-micro-batch {budget}"
-            raise UserError(f"{where}: {tokens} tokens don't fit into {flag}")
-    return rows
+        example = TASKS[config.command].parse(row, tokenizer, where)
+        if (tokens := room(example, config.cp)) > config.max_tokens_per_micro_batch:
+            raise UserError(f"{where}: {tokens} tokens don't fit into --max-tokens-per-micro-batch")
+        examples.append(example)
+    return examples
 
 
-def room(example: Example) -> int:  # in a micro-batch, in tokens
-    return sum(packed_length(len(sample.prompt) + len(sample.response)) for sample in example)
+def room(example: Example, cp: int) -> int:  # in a micro-batch, in tokens
+    return sum(packed_length(len(sample.prompt) + len(sample.response), cp) for sample in example)
 
 
-class PairLoss:
+def pair_loss(critic: Critic, batch: MicroBatch, output: Tensor) -> LossSums:
     """The mean of -log sigmoid(r(chosen) - r(rejected)) over pairs, by the conventions of TRL.
 
-    r = scale * the sum over an answer's targets of what `read` gives, less the reference's.
+    r: the scalar head at the last token. InstructGPT (arXiv 2203.02155), section 3.5, equation 1.
     """
-
-    def __init__(self, trainer: Trainer, scale: float, samples: list[Sample]):
-        """samples: of all micro-batches, chosen and rejected in turns."""
-        self.read = trainer.read_targets
-        self.scale = scale
-        self.answers = len(samples)
-        answer_of = []  # [slots]
-        reference = []  # [slots]
-        for number, sample in enumerate(samples):
-            answer_of += [number] * len(sample.response)
-            reference += sample.reference_logprobs or [0.0] * len(sample.response)
-        self.answer_of = torch.tensor(answer_of, dtype=torch.int64, device=trainer.device)
-        self.reference = torch.tensor(reference, dtype=torch.float32, device=trainer.device)
-
-    def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
-        """The loss of a micro-batch, from the model's output."""
-        slots = batch.slots[batch.slots != NO_TARGET]
-        # less the reference before they are summed: equal weights give exactly 0
-        values = self.read(batch, output) - self.reference[slots]
-        answers = self.answer_of[slots]
-        sums = values.new_zeros(self.answers).index_add(0, answers, values)
-        here = answers.bincount(minlength=self.answers)[::2] > 0  # pairs of this micro-batch
-        chosen, rejected = (self.scale * sums).view(-1, 2)[here].unbind(-1)
-        margin = chosen - rejected
-        losses = -F.logsigmoid(margin)
-        columns = zip(PAIR_STATS, (margin > 0, margin, chosen, rejected), strict=True)
-        stats = {name: column.detach().sum() for name, column in columns}
-        return loss_sums(losses.sum(), here.sum(), stats)
+    rewards = critic.read_targets(batch, output)  # of a pair the chosen first
+    chosen = rewards[::2]
+    rejected = rewards[1::2]
+    margin = chosen - rejected
+    columns = zip(PAIR_STATS, (margin > 0, margin, chosen, rejected), strict=True)
+    stats = {name: column.detach().sum() for name, column in columns}
+    return loss_sums(-F.logsigmoid(margin).sum(), len(margin), stats)
 
 
 class Task(NamedTuple):
-    """A command: how a row is parsed, which model learns, and how fast by default."""
+    """A command: how a row is parsed, which model learns, and from which loss."""
 
     parse: Callable[[dict, tokenization.Tokenizer, str], Example]
     model: type[Trainer]
-    lr: float
-    stats: tuple[str, ...] = ()  # of PairLoss; a task without any has the cross-entropy
-    has_reference: bool = False
+    loss: Callable[[Trainer, MicroBatch, Tensor], LossSums]
+    stats: tuple[str, ...] = ()  # of the loss
 
 
-PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
 TASKS = {
-    "sft": Task(parse_sft, Actor, 1e-5),
-    # InstructGPT (arXiv 2203.02155), section 3.5, equation 1; r: the scalar head at the last token
-    "rm": Task(parse_rm, Critic, 1e-5, PAIR_STATS),
-    # DPO (arXiv 2305.18290), section 4, equation 7; r: the log-probability of the answer, scale: beta
-    "dpo": Task(parse_pair, Actor, 1e-6, PAIR_STATS, has_reference=True),
+    "sft": Task(parse_sft, Actor, Actor.cross_entropy_loss),
+    "rm": Task(parse_rm, Critic, pair_loss, PAIR_STATS),
 }
 
 
 class Learner:
-    """A task, the model that learns it, and the start weights where the task asks for them."""
+    """A task, and the model that learns it."""
 
     def __init__(self, config: FinetuneConfig):
-        """Load --model, at temperature 1: log-probabilities are the model's own (collective)."""
-        self.config = replace(config, temperature=1.0)
+        """Load --model (collective)."""
         self.task = TASKS[config.command]
-        self.trainer = self.task.model(self.config, config.model)
-        self.reference = None
-        if self.task.has_reference:
-            groups = self.trainer.own_groups
-            self.reference = Actor(self.config, config.model, groups, learns=False)
-            self.reference.sleep()
+        self.trainer = self.task.model(config, config.model)
+        self.loss = partial(self.task.loss, self.trainer)
 
     def step(self, examples: list[Example]) -> dict[str, float]:
         """Learn a batch; returns its metrics from before (collective)."""
-        lr = learning_rate(self.trainer.version, self.config)
-        packed, loss = self._prepare(examples)
-        stats = self.trainer.optimizer_step(packed, loss, self.task.stats, lr)
+        lr = learning_rate(self.trainer.version, self.trainer.config)
+        stats = self.trainer.optimizer_step(self._packed(examples), self.loss, self.task.stats, lr)
         self.trainer.version += 1
         metrics = means(stats, ("loss", *self.task.stats), "divisor")
         return metrics | {"grad_norm": stats["grad_norm"], "skipped": stats["skipped"], "lr": lr}
 
     def measure(self, examples: list[Example]) -> dict[str, float]:
         """The metrics of examples, without learning (collective)."""
-        packed, loss = self._prepare(examples)
-        stats = self.trainer.measure(packed, loss, self.task.stats)
+        stats = self.trainer.measure(self._packed(examples), self.loss, self.task.stats)
         return means(stats, ("loss", *self.task.stats), "divisor")
 
-    def _prepare(self, examples: list[Example]) -> tuple[list, Loss]:
-        """Make this rank's micro-batches, and the loss. Samples keep the reference's log-probabilities."""
+    def _packed(self, examples: list[Example]) -> Packed:
+        """This rank's micro-batches."""
         trainer = self.trainer
-        rooms = {(n, 0): room(example) + 1 for n, example in enumerate(examples)}
-        plans = plan_batch(rooms, trainer.cost, self.config, trainer.dp_size)
-        (plan,) = plans[trainer.dp_rank]
+        rooms = {(n, 0): room(each, trainer.config.cp) + 1 for n, each in enumerate(examples)}
+        [plan] = plan_batch(rooms, trainer.cost, trainer.config, trainer.dp_size)[trainer.dp_rank]
         micro_batches = []
         for keys in plan:
-            micro_batches.append([sample for number, _ in keys for sample in examples[number]])
-        samples = flat([micro_batches])
-        if self.reference and any(sample.reference_logprobs is None for sample in samples):
-            self.reference.wake()
-            self.reference.compute_ref_logprobs([micro_batches])
-            self.reference.sleep()
-        if self.task.stats:
-            scale = self.config.dpo_beta if self.task.has_reference else 1.0
-            loss = PairLoss(trainer, scale, samples)
-        else:
-            loss = trainer.cross_entropy_loss
-        return as_sequences(micro_batches), loss
-
-
-def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
-    """Make rows of shown work; in pairs (rm, dpo) with a wrong sum, blurted out or after the same work."""
-    rng = random.Random(f"{command} {seed}")
-    rows = []
-    for _ in range(count):
-        a, b = training_problem(rng)
-        work = shown_work(a, b)
-        row = {"prompt": f"{a}+{b}="}
-        if command == "sft":
-            rows.append(row | {"response": work})
-            continue
-        place = rng.randrange(len(str(a + b)))
-        wrong = a + b + rng.choice([-1, 1]) * 10**place
-        shown = work.rsplit(">", 1)[0] if rng.random() < 0.5 else ""
-        rows.append(row | {"chosen": work, "rejected": f"{shown}>{wrong}"})
-    return rows
+            micro_batches.append([sample for n, _ in keys for sample in examples[n]])
+        return as_sequences(micro_batches)
 
 
 async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None]) -> None:
@@ -311,28 +204,25 @@ async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None])
         (out / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train(
-    config: FinetuneConfig, placement: Placement, out: Path, progress: Progress, rank: int
-) -> None:
-    """Train as `config.command` says; leave metrics and a Hugging Face directory in `out` (collective)."""
+def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank: int) -> None:
+    """Train as `config.command` says; leave metrics and a Hugging Face directory in --out (collective)."""
     name = config.command
+    out = Path(config.out)
     path = Path(config.data or out / "data.jsonl")
     [tokenizer] = tokenization.load_tokenizers(config, progress.line)
-    examples = read_examples(path, TASKS[name].parse, tokenizer, config)
+    examples = read_examples(path, tokenizer, config)
     prompts = identities(example[0].turns for example in examples)
-    order = Shuffled(range(len(examples)), config.seed, HELD_OUT, prompts=prompts)
+    order = Shuffled(examples, config.seed, HELD_OUT, prompts=prompts)
     held_out = [examples[number] for number in sorted(order.held_out)]
     config = with_micro_batch(config)
     memory.check_fits(config, placement, [])
-    measured = f"{len(held_out)} more are held out, {order.repeats} repeat a prompt"
-    source = f"{order.count} examples of {path}, {measured}"
-    steps = f"{config.steps} steps of {config.batch_size}"
-    progress.line(f"nanoYATT {name}: {config.model} learns from {source}; {steps}")
+    counts = f"{len(held_out)} more are held out, {order.repeats} repeat a prompt"
+    progress.line(f"{name}: {config.model} learns from {order.count} examples of {path}, {counts}")
     learner = Learner(config)
-    writer = MetricsWriter(out) if rank == 0 else None
     learner.trainer.stop_tokens = tokenization.stop_tokens(
         config.model, tokenizer, say=progress.line
     )
+    writer = MetricsWriter(out) if rank == 0 else None
     skips = 0
     for step in range(config.steps + 1):
         row = {}
@@ -341,19 +231,16 @@ def train(
             progress.doing(f"{name}: held-out examples")
             metrics = learner.measure(held_out)
             row |= {f"{name}/held_out_{metric}": value for metric, value in metrics.items()}
-            shown = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics.items())
-            progress.line(f"after {step:3d} steps: {shown} on held-out examples")
+            progress.line(f"after {step:3d} steps: {shown(metrics)} on held-out examples")
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
             numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
-            metrics = learner.step([examples[order.training(number)] for number in numbers])
-            skips = skips + 1 if metrics["skipped"] else 0
+            metrics = learner.step(list(map(order.training, numbers)))
             row |= {f"{name}/{metric}": value for metric, value in metrics.items()}
             row["time/step_s"] = time.perf_counter() - began
-            names = ("loss", *learner.task.stats)
-            shown = "  ".join(f"{metric} {metrics[metric]:.4f}" for metric in names)
-            progress.line(f"step {step + 1:3d}/{config.steps}  {shown}")
+            progress.line(f"step {step + 1:3d}/{config.steps}  {shown(metrics)}")
             progress.done()
+            skips = skips + 1 if metrics["skipped"] else 0
         if writer:
             writer.write(step, row)
         if skips == MAX_SKIPS:
@@ -364,12 +251,14 @@ def train(
     progress.line(f"wrote {out}/: hf/ (a Hugging Face directory), metrics.jsonl, tensorboard/")
 
 
-def set_padding(folder: Path, tokenizer: tokenization.Tokenizer, examples: list[Example]) -> str:
-    """Let an exported reward model pad with a special token that ends no example. Returns what to say.
+def shown(metrics: dict[str, float]) -> str:
+    names = [name for name in ("loss", *PAIR_STATS) if name in metrics]
+    return "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
 
-    transformers scores the last token that isn't padding; without a pad token it takes single texts.
-    """
-    ends = {None, *(sample.prompt[-1] for sample in chain(*examples))}
+
+def set_padding(folder: Path, tokenizer: tokenization.Tokenizer, examples: list[Example]) -> str:
+    """Pad with a special token that ends no example: transformers scores the last that isn't padding."""
+    ends = {None, *(sample.prompt[-1] for sample in flat([examples]))}
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
     pads = [tokenizer.pad_token_id, *reversed(special)]
     tokenizer.pad_token_id = next((pad for pad in pads if pad not in ends), None)
@@ -379,7 +268,7 @@ def set_padding(folder: Path, tokenizer: tokenization.Tokenizer, examples: list[
     hf = json.loads(path.read_text()) | {"pad_token_id": tokenizer.pad_token_id}
     path.write_text(json.dumps(hf, indent=2))
     if tokenizer.pad_token_id is None:
-        return f"{folder} has no token to pad with: transformers reads it right a text at a time"
+        return f"{folder} has no token to pad with: let transformers read one text at a time"
     return f"{folder} pads with {tokenizer.pad_token}, which ends no example"
 
 
@@ -387,21 +276,16 @@ def parse_command(arguments: list[str]) -> FinetuneConfig:
     """Read the command line: a row of TASKS, then its settings. UserError names the setting."""
     name = arguments[0] if arguments else ""
     if name not in TASKS:
-        raise UserError("the first word is sft, rm or dpo; finetune.py sft --help tells the rest")
-    defaults = dict(command=name, lr=TASKS[name].lr, lr_decay_to=0.1)
+        raise UserError("the first word is sft or rm; finetune.py sft --help tells the rest")
+    defaults = dict(command=name, lr=1e-5, lr_decay_to=0.1)
     return parse_settings(FinetuneConfig, arguments[1:], __doc__, GROUPS, defaults)
 
 
-def placement_of(config: FinetuneConfig, ranks: int) -> Placement:
-    """All ranks hold the model, and none has an engine. UserError for what doesn't fit them."""
-    schedule_of(config)
-    return make_placement(config, ranks)
-
-
-def start(arguments: list[str], stop: Stop) -> str:
+def start(arguments: list[str], stop: shutdown.Stop) -> str:
     """Do what the command line asks for, as run.start."""
     config = parse_command(arguments)
-    placement = placement_of(config, run.launched("WORLD_SIZE") or 2)
+    schedule_of(config)  # UserError for a bad one
+    placement = make_placement(config, run.launched("WORLD_SIZE") or 2)
     run.check_launcher(f"examples/finetune.py {config.command} ...")
     choose_device(config)
     return shutdown.run(learn(config, placement), stop)
@@ -411,7 +295,7 @@ async def learn(config: FinetuneConfig, placement: Placement) -> str:
     """Join the other ranks, train, part (collective: every rank)."""
     async with run.joined(config) as (world, progress):
         await raise_on_all(world, prepare(config, world.rank, progress.line))
-        await world.run(train, config, placement, Path(config.out), progress, world.rank)
+        await world.run(train, config, placement, progress, world.rank)
         await world.barrier()
     return ""
 

@@ -193,6 +193,36 @@ def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
     return read
 
 
+def read_conversation(prompt: Any, answer: Any, where: str) -> list[dict]:
+    """Read a conversation whose last turn is learned, from a row's two parts. UserError."""
+    before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
+    turns = read_turns(as_turns(answer, "assistant"), where)
+    if not (is_chat(before) and is_chat(turns) and turns):
+        raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
+    turns = joined_turns(before, turns, where)
+    last = turns[-1]
+    is_empty = not (last["content"].strip() or "tool_calls" in last)
+    if len(turns) < 2 or last["role"] != "assistant" or is_empty:
+        needed = "a turn of the assistant, which is not empty, after at least one other"
+        raise UserError(f"{where}: a conversation ends with {needed}")
+    if turns[-2]["role"] == "assistant":
+        raise UserError(f"{where}: the answer follows a turn of the assistant; make them one")
+    return turns
+
+
+def joined_turns(before: list[dict], turns: list[dict], where: str) -> list[dict]:
+    """Return a prompt's turns, then an answer's, which may begin with all of them, or the last. UserError."""
+    first = turns[0]
+    is_headed = first["role"] in ("system", "developer")
+    if is_headed and turns[1 : 1 + len(before)] == before:
+        return turns  # a prompt without the instructions
+    new = next(n for n in range(len(before) + 1) if before[n:] == turns[: len(before) - n])
+    is_whole = 0 < new == len(before) and first["role"] != "assistant"
+    if is_whole and (is_headed or first in before or before[-1]["role"] == "user"):
+        raise UserError(f"{where}: `prompt` contradicts how the conversation beside it begins")
+    return before[:new] + turns
+
+
 def read_functions(items: Any, field: str, where: str) -> list[dict]:
     """Read tools or tool calls; arguments may be JSON: templates take the object. UserError."""
     read = []

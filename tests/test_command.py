@@ -41,39 +41,33 @@ from training.model import check_models
 
 
 @pytest.mark.parametrize(
-    "variables, line",
+    "program,variables,line",
     [
         (
+            "run.py",
             {"RANK": "0", "WORLD_SIZE": "2"},
-            r"start with: torchrun .* more than RANK and WORLD_SIZE",
+            "start with: .* more than RANK and WORLD_SIZE",
         ),
-        ({"WORLD_SIZE": "8"}, r"start with: torchrun .* more than WORLD_SIZE"),
-        ({"WORLD_SIZE": "two"}, r"WORLD_SIZE=two in the environment is no number: unset it"),
         (
-            {"WORLD_SIZE": "-1"},
-            r"WORLD_SIZE=-1 in the environment is no number: unset it",
+            "run.py",
+            {"WORLD_SIZE": "two"},
+            "WORLD_SIZE=two in the environment is no number: unset it",
         ),
-        ({}, r"start with: torchrun --nproc-per-node 2 run\.py \[--name value \.\.\.\]"),
-        ({"PYTHONOPTIMIZE": "1"}, r"unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
+        (
+            "run.py",
+            {"PYTHONOPTIMIZE": "1"},
+            "unset PYTHONOPTIMIZE and leave out -O: they drop checks",
+        ),
+        ("examples/finetune.py sft", {}, r"start with: torchrun .* examples/finetune\.py sft .*"),
     ],
 )
-@pytest.mark.parametrize("program", ["run.py", "examples/finetune.py sft"])
-def test_what_the_environment_must_not_say_is_named(program, variables, line):
+def test_what_the_environment_must_not_hold_is_named(program, variables, line):
     """A cluster may set a part of what torchrun sets; an image PYTHONOPTIMIZE."""
     ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     environment = {name: text for name, text in os.environ.items() if name not in ranked}
     command = [sys.executable, *program.split(), "--steps", "1", "--device", "cpu"]
     ran = run_process(*command, env=environment | variables)
-    expected = line.replace(r"run\.py \[--name value \.\.\.\]", ".*")
-    assert re.fullmatch(f"error: {expected}\n", ran.stderr) and ran.returncode == 2
-
-
-def test_one_process_ends_with_one_line(tmp_path):
-    ran = run_process(sys.executable, "run.py", "--out", tmp_path / "out", "--stepz", 3)
-    assert (ran.returncode, ran.stdout) == (2, "")
-    [line] = ran.stderr.splitlines()
-    assert line.startswith("error: ") and "--stepz" in line
-    assert not list(tmp_path.iterdir())
+    assert re.fullmatch(f"error: {line}\n", ran.stderr) and ran.returncode == 2
 
 
 def test_two_ranks_end_with_one_line(tmp_path):
@@ -186,16 +180,11 @@ DAMAGES = [
     ("config.json", saying(**OWN_CODE), "config.json has auto_map"),
     ("config.json", saying(configuration_files=["config.4.0.json"]), "has configuration_files"),
     ("config.json", OWN_CLASS, r"\['OwnForCausalLM'\] are not Qwen3ForCausalLM or "),
-    ("config.json", saying(architectures=None), "architectures None"),
     ("config.json", None, "has no config.json"),
     ("config.json", lambda _: b"{", "config.json is not valid JSON"),
-    ("config.json", lambda _: b"[]", "config.json holds no JSON object"),
     ("config.json", lambda _: GPT2.encode(), "gpt2"),
     ("config.json", saying(hidden_size="64"), "config.json: .*hidden_size"),
-    ("config.json", saying(dtype="float33"), "config.json: .*float33"),
-    ("config.json", saying(num_key_value_heads=0), "config.json: "),
     ("config.json", saying(attention_bias=True), "not supported: attention_bias"),
-    ("config.json", saying(model_type=["qwen3"]), "model_type .* is not supported"),
     ("generation_config.json", saying(eos_token_id=[2, 400]), "has 401 tokens"),
     ("generation_config.json", saying(eos_token_id="2"), "eos_token_id is a number"),
     ("tokenizer.json", two_more, TOO_MANY),
@@ -251,15 +240,11 @@ def scores_are(shape):
 
 OF_OTHERS = [
     ("--judge", "config.json", OWN_CLASS, "architectures"),
-    ("--judge", "config.json", saying(attention_bias=True), "lack .*k_proj.bias"),
     ("--judge", "model.safetensors", holding(eight_bits), "quantized"),
     ("--judge", "model.safetensors", without(UP), f"lack {UP}"),
     ("--judge", "model.safetensors", scores_are((1, 64)), "nothing here reads score.weight"),
     ("--judge", "tokenizer.json", two_more, TOO_MANY),
     ("--judge-format score --judge", "model.safetensors", holding(dict), "lack score.weight"),
-    ("--cost-judge", "config.json", OWN_CLASS, "architectures"),
-    ("--cost-judge", "model.safetensors", without("lm_head.weight"), "lack lm_head.weight"),
-    ("--critic", "config.json", OWN_CLASS, "architectures"),
     ("--critic", "model.safetensors", holding(dict), "lack score.weight"),
     ("--critic", "model.safetensors", scores_are((2, 64)), r"\[2, 64\], and needs \[1, 64\]"),
     ("--critic", "model.safetensors", adding("v_head.summary.weight"), "reads v_head.summary"),
@@ -276,8 +261,6 @@ def test_models_beside_it_are_looked_at(actor, tmp_path, rows, given, file, chan
     if setting == "--critic" and file != "model.safetensors":
         damaged(home, "model.safetensors", adding("score.weight"))
     more = ("--judge-max-new-tokens", 12, "--algorithm", "ppo")
-    if setting == "--cost-judge":
-        more = (*more[:3], "safe_rlhf", "--judge-format", "harm")
     expected = f"^{setting} \\S*its-name: .*{message}"
     with pytest.raises(UserError, match=expected) if message else nullcontext():
         read(actor, rows, *given.split(), damaged(home, file, change), *more)
@@ -300,9 +283,6 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
     assert found == [(f"own {n}?", str(n)) for n in range(5)]
     epoch = {source.training(number).question for number in range(30)}
     assert epoch == {f"rows {n}?" for n in range(30)}
-    own.write_text(own.read_text().partition("\n")[0])
-    with pytest.raises(UserError, match=f"^{own}: no prompt has at most 500 tok"):
-        read(actor, rows, "--eval-data", own)
     source = read(actor, rows, "--eval-samples", 2).prompts.source
     others = {source.training(number).question for number in range(27)}
     assert source.count == 27 and len(source.held_out) == 3
@@ -377,8 +357,8 @@ def test_a_damaged_record_of_a_run_is_named(tmp_path):
         list(atomic_files.complete_rows(path))
 
 
-def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch):
-    """The names of --template; of a scalar judge, which is shown all turns, every row."""
+def test_a_scalar_judge_must_take_every_row(actor, tmp_path, monkeypatch):
+    """It is shown all turns; a judge that writes sees only what its format asks."""
     monkeypatch.setattr(model, "check_models", lambda *_: None)
     tokenizer = tokenization.load_tokenizer(str(models.save_model(tmp_path / "judge")))
     tokenizer.chat_template = GEMMA
@@ -389,29 +369,6 @@ def test_chat_templates_are_checked_before_a_start(actor, tmp_path, monkeypatch)
     read(actor, rows, *judge, "chat")
     with pytest.raises(UserError, match=r"rows\.jsonl:2: .*judge refuses turns: System"):
         read(actor, rows, *judge, "score")
-    with pytest.raises(UserError, match=r"^--template x=1: NAME=VALUE is needed"):
-        read(actor, rows, "--template", "x=1")
-
-
-def test_a_prompt_leaves_room_for_its_answer(actor, rows, capsys):
-    tokenizer = tokenization.load_tokenizer(str(actor))
-    longest = max(n for n in range(501) if len(tokenization.encode(tokenizer, "7" * n)) == 500)
-    sampling = read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * longest}])).sampling
-    assert (sampling.temperature, sampling.max_new_tokens) == (1.0, 12)
-    exactly = read(actor, rows, "--answer-tokens", 12).sampling
-    assert (sampling.ignore_eos, exactly.ignore_eos) == (False, True)
-    assert "left out" not in capsys.readouterr().out
-    read(actor, jsonl(rows, [GOOD_ROW, {"prompt": "7" * (longest + 1)}]))
-    assert "1 of 2 prompts in" in capsys.readouterr().out
-
-
-def test_what_a_start_refuses(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(UserError, match="start with: torchrun --nproc-per-node 2"):
-        run.start(["--mode", "full"], None)
-    for word in ("sft", "rm", "dpo"):
-        with pytest.raises(UserError, match=f"torchrun .* examples/finetune.py {word}"):
-            run.start([word, "--model", "m"], None)
 
 
 # ---------------------------------------------------------------- who serves what

@@ -215,13 +215,5 @@ def test_help(command):
     code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = run_process(sys.executable, "-c", code)
     assert ran.returncode == 0 and not ran.stderr
-    assert "python run.py eval" in ran.stdout
-    shown = " ".join(ran.stdout.split())
-    for field in settings_of(Config):
-        group = field.metadata["group"]
+    for group in {field.metadata["group"] for field in settings_of(Config)}:
         assert (f"\n{group}:\n" in ran.stdout) == (group in COMMANDS[command].groups)
-        has_none = field.default in ("", ()) or field.default is False
-        default = "" if has_none else f" [{settings.as_text(field.default)}]"
-        is_shown = f" {field.metadata['help']}{default} " in f"{shown} "
-        assert is_shown == (group in COMMANDS[command].groups), field.name
-    assert "--no-sp" not in ran.stdout and "--no-rebalance" not in ran.stdout

@@ -101,23 +101,3 @@ def test_a_check_fails_until_the_exercise_is_done(row, checkout, capsys):
     assert states(capsys)[row.name] == "passes"
     exercises.put(row, exercises.opened(row))
     assert states(capsys)[row.name] == "begun"
-
-
-def test_mistakes_of_a_student_are_told_in_one_line(checkout, tmp_path, monkeypatch, capsys):
-    def error_of(*arguments: str) -> str:
-        assert exercises.main([*arguments]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
-
-    assert error_of("start", "all").startswith("error: start one of: next_wave, route, ")
-    balance = checkout / "scheduling" / "balance.py"
-    balance.write_text(balance.read_text() + "def\n")
-    count = balance.read_text().count("\n")
-    assert f"scheduling/balance.py:{count} isn't Python" in error_of("start", "karmarkar_karp")
-    balance.write_text("")
-    assert "scheduling/balance.py has no karmarkar_karp" in error_of("solve", "karmarkar_karp")
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(exercises, "ROOT", tmp_path)
-        assert error_of("list").startswith("error: git has no originals here: ")
-        elsewhere.setenv("PATH", "")
-        assert "git isn't installed" in error_of("list")

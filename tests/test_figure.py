@@ -1,12 +1,10 @@
 """The figure: what is drawn of a run, in which row, and whether that is what was seen."""
 
 import json
-from argparse import Namespace
 
 import matplotlib.image
 from matplotlib.colors import to_hex
 
-from bench import modes
 from reporting import figure
 from reporting import timeline as tl
 from tests.test_timeline import MIXED, spans_of
@@ -108,35 +106,3 @@ def test_the_bars_are_the_spans():
     models = ["actor trains", "reward critic trains"]
     shades = "shade: few requests ... all that an engine can decode at once"
     assert legend_of(drawn) == ["rollout writes", *models, "rest of training", "rank waits", shades]
-
-
-def test_a_wave_that_nothing_was_written_of_is_not_marked():
-    marks = [tl.Event("wave", f"wave {n}", 0, at, at, 1) for n, at in ((1, 5), (2, 5.2), (3, 5.4))]
-    picture = figure.Picture("t", [*spans_of([(5.0, 3.0)], step=1), *LATER, *marks], 4)
-    assert [mark.name for mark in picture.marks] == ["wave 2"]
-
-
-def test_sides_of_a_bench_are_drawn_on_one_clock(tmp_path, monkeypatch):
-    """The middle step of each side, from 0 on; where engines of a role give way, a swap."""
-    monkeypatch.setattr(modes, "OUT", tmp_path)
-    figures = []
-    monkeypatch.setattr(modes, "add_legend", lambda drawn, names: figures.append((drawn, names)))
-    sides = spans_of([(100, 2), (110, 2)], step=1) + spans_of([(104, 2)], "genrm", step=1)
-    sides += spans_of([(102.5, 0.1), (102.7, 0.1)], "switch", step=1)
-    sides += spans_of([(111, 2)], "genrm", step=1)
-    write_run(tmp_path / "modes-2", "auto", sides)
-    label = {"workload": "tail", "repeat": 0, "step": 1, "metrics": {"time/serve_s": 6.04}}
-    rows = [label | {"side": "full", "from_to": (99.0, 109.0)}]
-    rows += [label | {"side": "1|1", "from_to": (109.0, 119.0)}]
-    given = Namespace(workloads=["tail"], ranks=2, steps=3, compare=tmp_path / "a.png")
-    modes.compare(rows, given)
-    ((drawn, names),) = figures
-    full, partial = drawn.axes
-    assert names == {"rollout", "genrm", "switch"} and given.compare.stat().st_size > 1000
-    assert full.get_title(loc="left").startswith("full: training begins after 6.0 s")
-    assert partial.get_title(loc="left").startswith("partial 1|1: ")
-    swaps = [
-        [t.get_position()[0] for t in axes.texts if t.get_text() == "swap"] for axes in drawn.axes
-    ]
-    assert swaps == [[3.5], []]
-    assert [start for _, start, _, _ in bars(partial)] == [1.0, 2.0]

@@ -1,13 +1,11 @@
-"""SFT, reward models and DPO against plain transformers + torch AdamW; the formats of rows."""
+"""SFT and reward models against plain transformers + torch AdamW; the formats of rows."""
 
 import asyncio
 import copy
 import json
-import math
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from statistics import fmean
 from unittest import mock
@@ -20,10 +18,11 @@ import rewards
 from config import Config
 from engines.engine import Answer
 from examples import finetune
-from examples.finetune import FinetuneConfig, parse_pair, parse_rm, parse_sft, read_examples
+from examples.finetune import FinetuneConfig, parse_rm, parse_sft, read_examples
 from examples.make_demo import models
 from examples.make_demo.closing import close
 from inputs import tokenization
+from placement import make_placement
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.models import end_turns_with, save_model, save_tokenizer
@@ -40,7 +39,7 @@ from tests.support.rows import jsonl
 from tests.workers.parallel import far, set_constants
 from training.model import check_models
 
-COMMANDS = ("sft", "rm", "dpo")
+COMMANDS = ("sft", "rm")
 
 
 def config_of(command: str, model_dir: str) -> FinetuneConfig:
@@ -69,26 +68,16 @@ def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
     return examples
 
 
-def plain_sum(model, sample: Sample) -> torch.Tensor:
-    return plain_logprobs(model, sample, 1.0)[0].double().sum()
-
-
-def plain_score(command: str, model, reference, sample: Sample) -> torch.Tensor:
-    if command == "rm":
-        # as transformers pools: at the last token
-        return model(torch.tensor([sample.prompt])).logits[0, 0].double()
-    with torch.no_grad():
-        before = plain_sum(reference, sample)
-    return 0.1 * (plain_sum(model, sample) - before)
-
-
-def plain_metrics(command: str, model, reference, examples: list) -> dict:
+def plain_metrics(command: str, model, examples: list) -> dict:
     """From the definitions, one example after the other, in float64; `loss` has a gradient."""
     if command == "sft":
-        tokens = sum(len(sample.response) for (sample,) in examples)
-        return {"loss": -sum(plain_sum(model, sample) for (sample,) in examples) / tokens}
-    score = partial(plain_score, command, model, reference)
-    scores = [[score(sample) for sample in example] for example in examples]
+        sums = [plain_logprobs(model, sample, 1.0)[0].double().sum() for (sample,) in examples]
+        return {"loss": -sum(sums) / sum(len(sample.response) for (sample,) in examples)}
+    scores = []
+    for pair in examples:
+        # as transformers pools: at the last token
+        texts = [torch.tensor([sample.prompt]) for sample in pair]
+        scores.append([model(text).logits[0, 0].double() for text in texts])
     losses = [torch.log1p(torch.exp(b - a)) for a, b in scores]
     return {
         "loss": sum(losses) / len(losses),
@@ -101,12 +90,13 @@ def plain_metrics(command: str, model, reference, examples: list) -> dict:
 
 def plain_learning(command: str, model_dir: str) -> dict:
     kind = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
-    model, reference = kind.from_pretrained(model_dir), kind.from_pretrained(model_dir)
-    batches, metrics = [make_examples(command, step, 7) for step in range(3)], []
+    model = kind.from_pretrained(model_dir)
+    batches = [make_examples(command, step, 7) for step in range(3)]
     held_out = make_examples(command, 9, 3)
+    metrics = []
 
     def measured(examples: list) -> torch.Tensor:
-        found = plain_metrics(command, model, reference, examples)
+        found = plain_metrics(command, model, examples)
         metrics.append(found | {"loss": found["loss"].item()})
         return found["loss"]
 
@@ -121,8 +111,7 @@ def plain_learning(command: str, model_dir: str) -> dict:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank, monkeypatch):
-    """Metrics, gradients (their norm, and where they take the weights), and held-out metrics. DPO
-    begins at its reference, where the margin is 0 and the loss log 2; then it leaves it."""
+    """Metrics, gradients (their norm, and where they take the weights), and held-out metrics."""
     set_constants(monkeypatch.setattr)
     make, is_tied = (make_value_model, False) if command == "rm" else (make_model, True)
     reference = plain_learning(command, make(tmp_path / "model", "qwen3", tied=is_tied))
@@ -130,15 +119,7 @@ def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank,
     found = [learner.measure(reference["held_out"])]
     found += [learner.step(batch) for batch in reference["batches"]]
     found.append(learner.measure(reference["held_out"]))
-    expected = reference["metrics"]
-    if command == "dpo":
-        loss, margins = expected[1]["loss"], [row["margin"] for row in expected[1:4]]
-        assert (loss, margins[0]) == pytest.approx((math.log(2), 0), abs=1e-9)
-        assert found[1]["margin"] == found[1]["accuracy"] == 0.0
-        assert min(abs(margin) for margin in margins[1:]) > 1e-4
-    for row, wanted in zip(found, expected, strict=True):
-        if command == "dpo" and wanted["margin"] == 0:  # a pair that ties is told by round-off
-            row, wanted = row | {"accuracy": 0.0}, wanted | {"accuracy": 0.0}
+    for row, wanted in zip(found, reference["metrics"], strict=True):
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert far(dict(learner.trainer.named_weights()), reference["weights"]) < 5e-5
     close(learner.trainer)
@@ -180,7 +161,6 @@ def test_text_rows(tokenizers):
     for name in ("response", "completion"):
         assert decoded(text, parse_sft({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [right]
     row = {"prompt": "3+4=", "chosen": ">7", "rejected": ">6"}
-    assert decoded(text, parse_pair(row, text, "f:1")) == [right, wrong]
     for sample, answer in zip(parse_rm(row, text, "f:1"), (right, wrong), strict=True):
         assert text.decode(sample.prompt) == "".join(answer) and len(sample.response) == 1
 
@@ -232,15 +212,13 @@ def test_a_prompt_leads_whole_conversations(row, tokenizers):
     chat = tokenizers["chat"]
     before = chat.apply_chat_template(WHOLE[:2], tokenize=False, add_generation_prompt=True)
     expected = [(before, ANSWERED), (before, ANSWERED.replace("7", "6"))]
-    assert decoded(chat, parse_pair(row, chat, "f:1")) == expected
     whole = [chat.decode(sample.prompt) for sample in parse_rm(row, chat, "f:1")]
     assert whole == [question + answer for question, answer in expected]
     for name in ("completion", "messages") if row["chosen"][0]["role"] != "assistant" else ():
         learned = {name: row["chosen"]} | {"prompt": row.get("prompt")}
         assert decoded(chat, parse_sft(learned, chat, "f:1")) == expected[:1]
-    without = {"chosen": WHOLE[1:], "rejected": OTHER[1:]}
-    [(shorter, _), _] = decoded(chat, parse_pair(without, chat, ""))
-    assert before.endswith(shorter) and "Be right." in before and "Be right." not in shorter
+    without = parse_rm({"chosen": WHOLE[1:], "rejected": OTHER[1:]}, chat, "f:1")
+    assert "Be right." in whole[0] and "Be right." not in chat.decode(without[0].prompt)
 
 
 class ScoringPool:
@@ -298,24 +276,22 @@ BAD = {  # command, tokenizer -> rows, and what is said about them
         ({"system": "Be right.", "messages": WHOLE[1:]}, "`system` isn't read; a turn"),
         ({"messages": [user([{"type": "image"}]), assistant("7")]}, "only {type: text, text}"),
     ],
-    "dpo text": [
+    "rm text": [
         ({"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
         ({"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
         ({"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
         (PAIR | {"prompt": "1", "system_prompt": "a"}, "isn't read"),
     ],
-    "dpo chat": [
+    "rm chat": [
         (PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
         (OTHER_PAIR | {"prompt": {}}, "a prompt and an answer are"),
         ({"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
         ({"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
-    ],
-    "dpo endless": [(PAIR, "ends an answer with no special token, so none could end")],
-    "rm chat": [
         ({"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
         ({"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
         (OTHER_PAIR | {"prompt": "1+1?"}, CONTRADICTS),
     ],
+    "rm endless": [(PAIR, "ends an answer with no special token, so none could end")],
 }
 
 
@@ -326,9 +302,8 @@ def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
     if command == "sft":
         good = {"messages": LEARNED} if tokenizer == "chat" else AS_TEXT
     path = jsonl(tmp_path / "rows.jsonl", [good, row])
-    read_row, config = finetune.TASKS[command].parse, config_of(command, "m")
     with pytest.raises(UserError) as caught:
-        read_examples(path, read_row, tokenizers[tokenizer], config)
+        read_examples(path, tokenizers[tokenizer], config_of(command, "m"))
     said = str(caught.value)
     assert message in said and f"{path}:2: " in said and "\n" not in said
 
@@ -336,16 +311,16 @@ def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
 # ---------------------------------------------------------------- the command line
 
 
-@pytest.mark.parametrize("command,lr", [("sft", 1e-5), ("rm", 1e-5), ("dpo", 1e-6)])
-def test_a_command_has_its_own_rates_and_few_settings(command, lr, tmp_path):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_its_own_rates_and_few_settings(command, tmp_path):
     own = finetune.parse_command([command, "--model", "m"])
-    assert (own.lr, own.lr_decay_to, own.out) == (lr, 0.1, f"runs/{command}")
+    assert (own.lr, own.lr_decay_to, own.out) == (1e-5, 0.1, f"runs/{command}")
     assert finetune.parse_command([command]).lr == 5e-4
     for refused in ("--judge j", "--mode full", "--eval-data d", "--max-new-tokens 2"):
         with pytest.raises(UserError, match=f"unrecognized arguments: {refused}"):
             finetune.parse_command([command, *refused.split()])
-    with pytest.raises(UserError, match="tp 2 x pp 1 = 2 doesn't divide the 3 ranks"):
-        finetune.placement_of(finetune.parse_command([command, "--tp", "2"]), 3)
+    with pytest.raises(UserError, match="tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks"):
+        make_placement(finetune.parse_command([command, "--tp", "2"]), 3)
     missing = finetune.parse_command([command, "--model", "nowhere", "--out", f"{tmp_path}/out"])
     with pytest.raises(UserError, match=r"^--model nowhere"):
         asyncio.run(finetune.prepare(missing, 0, print))
@@ -354,7 +329,7 @@ def test_a_command_has_its_own_rates_and_few_settings(command, lr, tmp_path):
 
 def test_what_a_start_refuses(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    for arguments, message in (([], "the first word is sft, rm or dpo"), (["dpo"], "start with: ")):
+    for arguments, message in (([], "the first word is sft or rm"), (["rm"], "start with: ")):
         with pytest.raises(UserError, match=message):
             finetune.start(arguments, None)
 
@@ -372,7 +347,7 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     config = finetune.parse_command(f"{given} {how}".split())
     out.mkdir()
     asyncio.run(finetune.prepare(config, 0, progress.line))
-    finetune.train(config, finetune.placement_of(config, 1), out, progress, rank=0)
+    finetune.train(config, make_placement(config, 1), progress, rank=0)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(9))
     name = f"{command}/held_out_loss"
@@ -391,8 +366,7 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
 
 REPEATED = {  # command -> the rows of a prompt
     "sft": [{"response": ">7"}, {"response": ">8"}],
-    "rm": [{"chosen": ">7", "rejected": ">6"}, {"chosen": ">7", "rejected": ">5"}],
-    "dpo": [
+    "rm": [
         {"chosen": ">7", "rejected": ">6"},
         {"chosen": [assistant(">7")], "rejected": [assistant(">5")]},
     ],
@@ -415,7 +389,7 @@ def test_no_prompt_is_learned_and_held_out(command, tmp_path, monkeypatch, singl
     learner.step.return_value, learner.task = Counter(), finetune.TASKS[command]
     given = f"{command} --model {model} --data {path} --out {tmp_path} --steps 3 --batch-size 81"
     config = finetune.parse_command(given.split())
-    finetune.train(config, finetune.placement_of(config, 1), tmp_path, progress, rank=1)
+    finetune.train(config, make_placement(config, 1), progress, rank=1)
     learned = chain(*(call.args[0] for call in learner.step.call_args_list))
     learned = {example[0].turns[0]["content"] for example in learned}
     measured = [example[0].turns[0]["content"] for example in learner.measure.call_args.args[0]]
@@ -452,12 +426,12 @@ def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone,
     config = finetune.parse_command(f"{given} --lr 1e-3 --batch-size 8".split())
     (tmp_path / "out").mkdir()
     progress = mock.MagicMock()
-    finetune.train(config, finetune.placement_of(config, 1), tmp_path / "out", progress, rank=0)
+    finetune.train(config, make_placement(config, 1), progress, rank=0)
     said = [call.args[0] for call in progress.line.call_args_list]
     exported = str(tmp_path / "out" / "hf")
     what = f"pads with {padded_with}, which ends no example"
     if padded_with is None:
-        what = "has no token to pad with: transformers reads it right a text at a time"
+        what = "has no token to pad with: let transformers read one text at a time"
     assert f"{exported} {what}" in said
     again = finetune.parse_command(f"rm --model {exported}".split())
     check_models(again, becomes_scalar=True)  # it may learn on

@@ -28,7 +28,6 @@ from reporting.metrics import (
     serving_metrics,
     summarize,
 )
-from reporting.progress import Progress
 from rollout import RolloutBatch
 from runtime.errors import RunLost
 from sample import Sample
@@ -282,20 +281,6 @@ def test_a_text_is_shown_as_it_was_written(text):
 
 def rows_in(out, name="metrics"):
     return [json.loads(row) for row in (out / f"{name}.jsonl").open()]
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_a_line_a_step(capsys, is_main):
-    """Steps count from 1 for people; other ranks than 0 are silent."""
-    names = ("rollout/response_len_mean", "rollout/waves", "perf/tokens_per_s")
-    times = ("time/step_s", "time/serve_s", "time/train_s")
-    metrics = dict(zip(names, (20.4, 2, 90.0), strict=True)) | dict.fromkeys(times, 1.5)
-    progress = Progress(40, is_main)
-    progress.step(6, metrics | {"reward/unfiltered_mean": 0.25, "train/loss": -0.5})
-    progress.close()
-    line = "step   7/40  reward 0.250  loss -0.5000  length 20  waves 2  90 tokens/s  "
-    expected = f"{line}step 1.5 s (serve 1.5, train 1.5)\n"
-    assert capsys.readouterr().out == expected * is_main
 
 
 def test_a_writer_of_metrics(tmp_path):

@@ -97,20 +97,6 @@ def test_paces_by_hand():
     assert decode.paces(parts) == pytest.approx({"begin": 64, "end": 16, "in all": 256 / 7})
 
 
-BAD = {  # arguments, RUN behind them -> the line
-    "9": "9 is none of hybridflow-7b-8, rlhfuse-1024-13-33, h20-begin, h20-end",
-    "rlhfuse-1024-13-33": "rlhfuse-1024-13-33 takes 2 folders, one of each line to type",
-    "hybridflow-7b-8": "RUN: no config.json in it: name the folder that a run of this point wrote",
-    "h20-end": "RUN: no decode.json in it: name the folder that a run of this point wrote",
-}
-
-
-@pytest.mark.parametrize("row", BAD)
-def test_what_cannot_be_added_is_named(kept, capsys, row):
-    assert own_runs.main([row, str(kept / "run")]) == 2
-    assert capsys.readouterr().err == BAD[row].replace("RUN", str(kept / "run")) + "\n"
-
-
 def test_a_run_without_a_counted_step_is_named(kept):
     """It is too short, also with a row that was cut off, or it is an older version's."""
     folder = make_run(kept / "run", [1, 1, 1])

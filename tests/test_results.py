@@ -42,11 +42,6 @@ def test_a_table_has_one_commit_and_machine():
             results.render(other, "")
 
 
-def test_the_table_takes_the_place_of_the_one_before():
-    page = f"before\n{results.BEGIN}old\n{results.END}\nafter\n"
-    assert results.with_table(page, "new\n") == page.replace("old", "new")
-
-
 def test_every_value_is_read_and_every_command_understood():
     printed = {
         "demo": "eval/accuracy 0.265 on\nstep 1\neval/accuracy 0.980 on\n",

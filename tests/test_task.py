@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from config import DEMO_MODELS, parse_config
 from demo import task
-from examples import finetune
 from examples.make_demo import slips
 from genrm import FORMATS
 from inputs import tokenization
@@ -83,7 +82,7 @@ def test_answers_verdicts_and_slips_by_hand():
 
 
 def test_of_a_pair_the_right_answer_is_chosen():
-    for row in finetune.example_rows("dpo", 0, 50):
+    for row in task.example_rows("rm", 0, 50):
         a, b = map(int, row["prompt"].rstrip("=").split("+"))
         assert task.addition_answer(row["chosen"]) == str(a + b)
         assert task.addition_answer(row["rejected"]) != str(a + b)

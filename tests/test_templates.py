@@ -11,8 +11,9 @@ import pytest
 import genrm
 import rewards
 from config import Config
-from examples.finetune import parse_pair, parse_rm, parse_sft
-from inputs import prompt_file, tokenization
+from examples.finetune import parse_rm, parse_sft
+from inputs import tokenization
+from inputs.prompt_file import PromptFile
 from inputs.templates import TODAY
 from runtime.errors import UserError
 from tests.support.models import TEMPLATE, save_tokenizer
@@ -56,7 +57,7 @@ TOLD = turn("tool", '{"sun": "yes"}', name="weather", tool_call_id="call00001")
 
 
 def prompts_of(tokenizer, tmp_path, *rows, **how):
-    return prompt_file.PromptFile(jsonl(tmp_path / "rows.jsonl", rows), tokenizer, 4000, **how)
+    return PromptFile(jsonl(tmp_path / "rows.jsonl", rows), tokenizer, 4000, **how)
 
 
 def calling(*calls):
@@ -78,7 +79,7 @@ RENDERED = [
     (QWEN3, [ASKED, CALLED, TOLD]),
     (LLAMA3, [turn("system", " Be brief.\n"), ASKED, CALLED, turn("tool", 'sun: "yes"\n\tor é')]),
     (MISTRAL, [turn("system", "user"), ASKED, turn("assistant", " 7 "), turn("user", "And 2?")]),
-    (GEMMA, [turn("user", "  model\n"), turn("assistant", ""), turn("user", "~mark 0~")]),
+    (GEMMA, [turn("user", "  model\n"), turn("assistant", ""), turn("user", "~0~")]),
     (CODER, [ASKED, turn("assistant", "I look.", tool_calls=[WEATHER, WEATHER]), TOLD]),
 ]
 
@@ -95,14 +96,17 @@ EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
 TOOLS = [tool("weather", parameters={"type": "object"}), tool("clock")]
 WITH_TOOLS = {"messages": [ASKED], "tools": TOOLS}
 LEFT_OUT = [
+    (QWEN3, [ASKED, turn("assistant", "So <think>x</think> 7"), ASKED], "the assistant's turn"),
     (QWEN3, [turn("developer", "Be brief."), ASKED], "leaves out the developer's turn"),
     # words that the rest has, too
     (QWEN3, [turn("developer", "user"), ASKED], "leaves out the developer's turn"),
     (QWEN3, [turn("developer", "3+4"), ASKED], "leaves out the developer's turn"),
-    (EACH.replace("messages", "messages[:1]"), [ASKED, turn("user", "?")], "the user's turn"),
+    (EACH.replace("messages", "messages[1:]"), [ASKED, turn("user", "?")], "the user's turn"),
     (EACH.replace("m.content", "m.content[:9]"), [ASKED], "leaves out the user's turn"),
-    (EACH.replace("messages", "messages[::2]"), [ASKED, TOLD, ASKED], "the tool's turn"),
+    (EACH.replace("messages", "messages | reverse"), [ASKED, turn("tool", "7")], "the tool's turn"),
     (EACH, [ASKED, CALLED, TOLD], "leaves out a tool call"),
+    (LLAMA3, [ASKED, CALLED | {"content": "I look."}, TOLD], "leaves out the assistant's turn"),
+    (CODER.replace(" + name", ""), [ASKED, CALLED, TOLD], "leaves out a tool call"),
     (GEMMA, [turn("system", "Be brief."), ASKED], "refuses turns: System role not supported"),
     (EACH.replace("m.role", "m.at | length"), [ASKED | {"at": 3}], "refuses turns: .* no len"),
     (EACH, WITH_TOOLS, "ignores `tools`"),
@@ -126,7 +130,7 @@ def test_an_example_is_checked_as_a_prompt_is(with_template):
     developer = [turn("developer", "Be brief."), ASKED]
     pair = {"prompt": developer, "chosen": "7", "rejected": "6"}
     rows = [(parse_sft, {"messages": [*developer, turn("assistant", "7")]})]
-    rows += [(parse_rm, pair), (parse_pair, pair)]
+    rows.append((parse_rm, pair))
     for parse, row in rows:
         with pytest.raises(UserError, match=r"f:3: .* leaves out the developer's turn"):
             parse(row, tokenizer, "f:3")
@@ -147,8 +151,9 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     [prompt] = prompts_of(tokenizer, tmp_path, WITH_TOOLS)
     expected = oracle(tokenizer, [ASKED], tools=TOOLS)
     assert prompt.tokens == expected and prompt.question == ASKED["content"]
-    row = {"prompt": [ASKED], "chosen": "7", "rejected": "6", "tools": TOOLS}
-    assert [sample.prompt for sample in parse_pair(row, tokenizer, "f:1")] == [expected] * 2
+    row = {"prompt": [ASKED], "response": "7", "tools": TOOLS}
+    assert parse_sft(row, tokenizer, "f:1")[0].prompt == expected
+    row |= {"chosen": "7", "rejected": "6"}
     [learned, _] = parse_rm(row, tokenizer, "f:1")
     assert tokenization.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
     called = {"prompt": [ASKED], "chosen": [CALLED], "rejected": [turn("assistant", "6")]}
@@ -194,7 +199,7 @@ def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
     for template in (LLAMA3, QWEN3, CODER):
         tokenizer = with_template(template)
         expected = oracle(tokenizer, turns)
-        [prompt] = prompt_file.PromptFile(tmp_path / "rows.parquet", tokenizer, 4000)
+        [prompt] = PromptFile(tmp_path / "rows.parquet", tokenizer, 4000)
         assert prompt.tokens == expected
         as_text = copy.deepcopy(turns)
         as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Ulm"}'
@@ -305,12 +310,8 @@ def test_the_learned_turn_alone_spells_special_tokens(with_template):
     """`<think>` is a token there, in chat turns as in text; in all other turns it is broken."""
     tokenizer = with_template(TEMPLATE, ["<think>", "</think>"])
     begin, end, stop = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_end|>"])
-    for parse in (parse_sft, parse_pair):
-        prompt = [turn("user", SPELLED), turn("assistant", SPELLED), turn("user", SPELLED)]
-        row = {"prompt": prompt, "response": SPELLED, "chosen": SPELLED, "rejected": "6"}
-        for name in ("response",) if parse is parse_pair else ("chosen", "rejected"):
-            del row[name]
-        sample = parse(row, tokenizer, "f:1")[0]
-        assert not {begin, end} & {*sample.prompt} and sample.prompt.count(stop) == 3
-        special = [token for token in sample.response if token in (begin, end, stop)]
-        assert special == [begin, stop, end, stop]
+    prompt = [turn("user", SPELLED), turn("assistant", SPELLED), turn("user", SPELLED)]
+    [sample] = parse_sft({"prompt": prompt, "response": SPELLED}, tokenizer, "f:1")
+    assert not {begin, end} & {*sample.prompt} and sample.prompt.count(stop) == 3
+    special = [token for token in sample.response if token in (begin, end, stop)]
+    assert special == [begin, stop, end, stop]

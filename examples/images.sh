@@ -1,6 +1,0 @@
-#!/usr/bin/env bash
-# The demo drawn: its models see
-set -euo pipefail
-cd "$(dirname "$0")/.."
-export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
-exec torchrun --nproc-per-node 2 run.py --preset images "$@"
