@@ -11,7 +11,7 @@ CRITIQUE = 32  # tokens
 
 
 class Side(NamedTuple):
-    """Some steps of a workload under one split, or under those among which the run chooses."""
+    """Some steps of a workload under one split, or under those to which it may move."""
 
     workload: str
     name: str

@@ -124,7 +124,7 @@ def test_sides_of_a_bench_are_drawn_on_one_clock(tmp_path, monkeypatch):
     sides = spans_of([(100, 2), (110, 2)], step=1) + spans_of([(104, 2)], "genrm", step=1)
     sides += spans_of([(102.5, 0.1), (102.7, 0.1)], "switch", step=1)
     sides += spans_of([(111, 2)], "genrm", step=1)
-    write_run(tmp_path / "modes-2", "auto", sides)
+    write_run(tmp_path / "modes-2", "full", sides)
     label = {"workload": "tail", "repeat": 0, "step": 1, "metrics": {"time/serve_s": 6.04}}
     rows = [label | {"side": "full", "from_to": (99.0, 109.0)}]
     rows += [label | {"side": "1|1", "from_to": (109.0, 119.0)}]
