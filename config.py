@@ -60,7 +60,7 @@ class Config:
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
     template: Texts = setting((), "settings of chat templates: enable_thinking=false", "data")
     dtype: str = setting("float32", "bfloat16 by default with CUDA", "data", choices=DTYPES)
-    mode: str = setting("partial", "engines share ranks: full | partial | fused | auto", "loop")
+    mode: str = setting("partial", "engines share ranks: full | partial | fused", "loop")
     placement: str = setting("colocate", "split | standalone | engines=0-1 actor=2:tp1", "loop")
     ahead: int = setting(0, "1: serve a batch while another trains, on own ranks", "loop", 0, 1)
     algorithm: Texts = setting(("grpo",), "of ALGORITHMS, then its settings: kl_coef=0.01", "loop")

@@ -141,11 +141,9 @@ def place(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placeme
 
 def make_splits(config: Config, placement: Placement) -> list[Split]:
     """The splits that a run may take, that of its start first (pure). UserError: there is none."""
-    if config.mode not in (*MODES, "auto"):
-        known = ", ".join((*MODES, "auto"))
-        raise UserError(f"--mode {config.mode} is unknown; choose one of {known}")
-    modes = MODES.values() if config.mode == "auto" else [MODES[config.mode]]
-    splits = [split for mode in modes for split in mode.splits(placement, config)]
+    if config.mode not in MODES:
+        raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(MODES)}")
+    splits = MODES[config.mode].splits(placement, config)
     ranks = len(placement.engines)
     judges = 0 if config.train_only else len(config.judge_models)
     if not judges:
@@ -158,7 +156,7 @@ def make_splits(config: Config, placement: Placement) -> list[Split]:
         engines += neighbours if placement.unit > 1 else ""
         raise UserError(f"--mode {config.mode} needs more ranks than {ranks} for {engines}")
     first = first_split(splits, config, ranks)
-    if not config.rebalance and config.mode != "auto":
+    if not config.rebalance:
         return [first]
     return [first] + [split for split in splits if split != first]
 

@@ -1,13 +1,13 @@
-"""A comparison of who holds the devices when: full, partial, fused, rebalanced and automatic.
+"""A comparison of who holds the devices when: full, partial, fused and rebalanced.
 
     python bench/modes.py --figure FILE       all workloads on 4 ranks -> a table and a picture
-    python bench/modes.py --sides full "2|2" auto            these sides alone
+    python bench/modes.py --sides full "2|2" rebalance       these sides alone
     python bench/modes.py --workloads resample --sides full "2|2" "fused 0.2" --repeats 1 --moving 0 \\
         --pace 20,0.1 --compare docs/modes_compared.png      the timelines of a step, one below the other
 
 Every rank hosts both engines, real ones; one run on N ranks measures all sides in alternation on the same
 engines and prompts (served_load.py says what the load is). The first step of each side is left out: engines
-have just changed hands. Of a side that chooses its split, the last half counts.
+have just changed hands. Of the side whose split moves, the last half counts.
 """
 
 import json
@@ -26,9 +26,8 @@ from bench.workloads import WORKLOADS, Side
 from config import Config
 from reporting.figure import INK, UPPER, Picture, add_legend, draw_lanes, of_steps
 from reporting.timeline import WORK, of_kind, read
-from scheduling.fusion import TAILS
 
-MOVING = ("rebalance", "auto")  # sides that choose their split
+MOVING = "rebalance"  # the side whose split moves, from 1|N-1 on
 OUT = ROOT / "runs" / "bench"
 SWAP_S = 0.25  # an engine that changes hands this soon after another belongs to the same swap
 WAYS = {
@@ -45,30 +44,18 @@ def splits_of(ranks: int) -> list[str]:
     return [f"{rollout}|{ranks - rollout}" for rollout in range(1, ranks)]
 
 
-def moving_plans(ranks: int) -> dict[str, list[str]]:
-    """The plans of each side that chooses: rebalance begins in 1|N-1, auto in the middle split."""
-    splits = splits_of(ranks)
-    middle = splits[(len(splits) - 1) // 2]
-    others = [split for split in splits if split != middle]
-    tails = dict.fromkeys([Config().tail, *TAILS])
-    plans = {"auto": [middle, *others, "full", *(f"fused {tail:g}" for tail in tails)]}
-    if others:
-        plans = {"rebalance": splits} | plans
-    return plans
-
-
 def make_sides(given: Namespace) -> list[Side]:
-    """The sides of each workload, in alternating order. Those that choose have their turn once."""
-    moving = moving_plans(given.ranks) if given.moving else {}
-    names = given.sides or ["full", *splits_of(given.ranks), f"fused {Config().tail:g}", *moving]
+    """The sides of each workload, in alternating order. That whose split moves has its turn once."""
+    splits = splits_of(given.ranks)
+    names = given.sides or ["full", *splits, f"fused {Config().tail:g}", MOVING]
     sides = []
     for repeat in range(given.repeats):
         for workload in given.workloads:
             for name in names[:: -1 if repeat % 2 else 1]:
-                if name not in MOVING:
+                if name != MOVING:
                     sides.append(Side(workload, name, repeat, [name], given.steps))
-                elif name in moving and repeat == 0:
-                    sides.append(Side(workload, name, repeat, moving[name], given.moving))
+                elif given.moving and splits and repeat == 0:
+                    sides.append(Side(workload, name, repeat, splits, given.moving))
     return sides
 
 
@@ -82,7 +69,7 @@ def run_sides(sides: list[Side], ranks: int, pace: str, port: int = 32000) -> li
         measured = Path(folder, "measured.json")
         plan.write_text(json.dumps(sides))
         words = ["bench/served_load.py", "--sides", plan, "--measured", measured]
-        words += ["--mode", "auto", "--out", OUT / f"modes-{ranks}", "--port", port]
+        words += ["--out", OUT / f"modes-{ranks}", "--port", port]
         run_ranks(ranks, words, log, env={"BENCH_PACE_MS": pace} if pace else None)
         return json.loads(measured.read_text())
 
@@ -94,7 +81,7 @@ def by_workload(rows: list[dict]) -> dict[str, Steps]:
         if row["step"] > 0:
             found[row["workload"]][row["side"]].append(row["metrics"] | {"split": row["split"]})
     for sides in found.values():
-        for name in sides.keys() & set(MOVING):
+        for name in sides.keys() & {MOVING}:
             sides[name] = sides[name][len(sides[name]) // 2 :]
     return found
 
@@ -106,7 +93,7 @@ def print_modes(rows: list[dict], ranks: int) -> None:
         for name, steps in sides.items():
             serving = column(steps, "time/serve_s")
             label = f"{workload}: {name}"
-            if name in MOVING:
+            if name == MOVING:
                 label += f" (ends in {steps[-1]['split']})"
             gain = ""
             if "full" in sides:
@@ -123,7 +110,7 @@ def draw(workloads: dict[str, Steps], given: Namespace) -> None:
     names = list(dict.fromkeys(name for sides in workloads.values() for name in sides))
     splits = splits_of(given.ranks)
     colors = dict.fromkeys(names, "#8a4fb0")
-    colors |= {"full": "#9a9a9a", "rebalance": "#e08a1e", "auto": "#3c9d4e"}
+    colors |= {"full": "#9a9a9a", MOVING: "#e08a1e"}
     for number, split in enumerate(splits):
         colors[split] = colormaps["Blues"](0.35 + 0.4 * number / max(1, len(splits) - 1))
     width = 0.8 / len(names)
@@ -149,7 +136,7 @@ def compare(rows: list[dict], given: Namespace) -> None:
     from matplotlib.figure import Figure
 
     chosen = [r for r in rows if (r["workload"], r["repeat"]) == (given.workloads[0], 0)]
-    chosen = [r for r in chosen if r["step"] == given.steps // 2 and r["side"] not in MOVING]
+    chosen = [r for r in chosen if r["step"] == given.steps // 2 and r["side"] != MOVING]
     size = (13, 1.0 + (1.0 + 0.34 * given.ranks) * len(chosen))
     figure = Figure(size, dpi=150, layout="constrained")
     panels = figure.subplots(len(chosen), sharex=True, squeeze=False)[:, 0]
@@ -189,10 +176,12 @@ def swaps_in(shown: Picture) -> list[float]:
 def main() -> None:
     parser = parser_of(__doc__, repeats=3, ranks=4, port=32000)
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=WORKLOADS)
-    parser.add_argument("--sides", nargs="+", help="full, 1|3, fused 0.1, auto, ...: these alone")
-    steps = "of a side that doesn't choose; the first isn't counted"
+    parser.add_argument(
+        "--sides", nargs="+", help="full, 1|3, fused 0.1, rebalance, ...: these alone"
+    )
+    steps = "of a side whose split stays; the first isn't counted"
     parser.add_argument("--steps", type=int, default=5, help=steps)
-    moving = "of the sides that choose; 0: leave them out"
+    moving = "of the side whose split moves; 0: leave it out"
     parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help=moving)
     pace = "of a decode step at least, of each sequence, and of a prompt that is read"
     parser.add_argument("--pace", default="", metavar="MS,MS[,MS]", help=pace)

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import controller
 import data
 import genrm
+import modes
 import rewards
 import run
 from bench.measuring import parser_of
@@ -143,7 +144,9 @@ class MeasuredSides:
 
     async def __call__(self, c: Controller) -> bool:
         """Returns whether a stop ended it (collective)."""
-        splits = {str(split): split for split in c.devices.splits}
+        splits = {}
+        for mode in modes.MODES.values():
+            splits |= {str(split): split for split in mode.splits(c.devices.placement, c.config)}
         c.report = Collector(c, self._out)
         for side in self._sides:
             c.devices.splits = [splits[text] for text in side.plans]
@@ -185,8 +188,9 @@ def main() -> None:
     genrm.MAX_JUDGE_FAILURES = 10**9
     if "BENCH_PACE_MS" in os.environ:
         Engine.module = "bench.paced_server"
-    # --tail 0 adds a split to those of auto
-    run.main(["--lr", "1e-12", "--save-every", "0", "--tail", "0", *theirs])
+    # in full mode each rank has both engines; --tail 0 adds a split
+    fixed = ["--mode", "full", "--tail", "0", "--lr", "1e-12", "--save-every", "0"]
+    run.main([*fixed, *theirs])
 
 
 if __name__ == "__main__":

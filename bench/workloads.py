@@ -10,7 +10,7 @@ ANSWERS = 8  # of a prompt
 
 
 class Side(NamedTuple):
-    """Some steps of a workload under one split, or under those among which the run chooses."""
+    """Some steps of a workload under one split, or under those to which it may move."""
 
     workload: str
     name: str

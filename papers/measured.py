@@ -57,7 +57,12 @@ class GivenWork(Workload):
 
 
 def serving_s(
-    constants: Constants, name: str, side: str, steps: int = STEPS, first_counted: int = 1
+    constants: Constants,
+    name: str,
+    side: str,
+    steps: int = STEPS,
+    first_counted: int = 1,
+    rebalance: bool = False,
 ) -> float:
     """Seconds of serving a step of a workload, in the median. side: as bench/modes.py names it."""
     at = constants["set_up"]
@@ -71,7 +76,8 @@ def serving_s(
     answer = GivenLengths(0, 0, MOST, name)
     critique = Lengths(load.critique, 0, load.critique)
     work = GivenWork(at["prompt"], answer, critique, load.keep, name=name)
-    settings = dict(prompts_per_step=PROMPTS, answers_per_prompt=ANSWERS, steps=steps)
+    settings = dict(prompts_per_step=PROMPTS, answers_per_prompt=ANSWERS)
+    settings |= dict(steps=steps, rebalance=rebalance)
     mode, _, tail = side.partition(" ")
     if tail:
         settings["tail"] = float(tail)

@@ -9,7 +9,7 @@ from scheduling.measured import Left, Split, StepStats
 from scheduling.rebalance import LEAST_GAIN, TRIALS
 
 Ranks = tuple[int, ...]
-TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance and auto choose from these
+TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance chooses from these
 RECENT = 3  # steps that say how fast tokens come: what a start took is soon forgotten
 
 

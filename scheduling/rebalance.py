@@ -1,13 +1,12 @@
 """Rebalance: which split serves the next step, from what the last steps measured. Pure.
 
-Without --rebalance or --mode auto there is one split, and nothing to choose. Else a split serves for
-COOL_DOWN steps. Then the first that fits:
+Without --rebalance there is one split, and nothing to choose. Else a split serves for COOL_DOWN steps. Then
+the first that fits:
 
-1. It is the fastest of its mode so far, and a better one may be next to it: what wasn't measured is tried.
+1. It is the fastest so far, and a better one may be next to it: what wasn't measured is tried.
    Side by side (partial), one engine goes to the busier role, as WeChat-YATT's utilisation asks. In fused
    mode the fluid model chooses the tail, as in RLHFuse.
-2. A mode wasn't measured (auto): it is tried.
-3. A split was measured faster: the run goes there. Else it stays.
+2. A split was measured faster: the run goes there. Else it stays.
 
 What was measured holds for one load: when critiques get longer or shorter beside the answers, and after
 HISTORY steps, all is measured again. In fused mode ranks change hands within a step, too:
@@ -50,14 +49,11 @@ def choose_split(
         return Decision(now, f"{now} stays: measured for {len(newest)} of {COOL_DOWN} steps")
     speeds = measured_speeds(history)
     enough = (1 + LEAST_GAIN) * speeds[now]
-    of_mode = [split for split in splits if split.mode == now.mode]
     trials = []
-    if max(speeds.get(split, 0.0) for split in of_mode) <= enough:
+    if max(speeds.values()) <= enough:
         find = TRIALS.get(now.mode, with_an_engine_moved)
-        trials = find(history, newest, of_mode, capacity, tp)
-    modes = {split.mode for split in speeds}
+        trials = find(history, newest, splits, capacity, tp)
     trials = [split for split in trials if split not in speeds]
-    trials += [split for split in splits if split.mode not in modes]
     if trials:
         return Decision(trials[0], f"{now} -> {trials[0]}: to measure it")
     best = max(speeds, key=speeds.__getitem__)

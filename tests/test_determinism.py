@@ -73,7 +73,7 @@ def trained_on(controllers, step):
 
 
 LAYOUTS = [("full", size) for size in (1, 2, 3, 4)] + [("partial", size) for size in (2, 3, 4)]
-LAYOUTS += [("auto", 4)] + [("fused", size) for size in (2, 3, 4, 8)]
+LAYOUTS += [("fused", size) for size in (2, 3, 4, 8)]
 JUDGES = [{}, dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2)]
 
 

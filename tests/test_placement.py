@@ -41,13 +41,12 @@ TAILED = dict(mode="fused", tail=0.25)
 POSSIBLE = [
     (MOVES | dict(rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
     (dict(mode="partial"), 5, ["3|2"]),  # the half, rounded up
-    (dict(mode="auto"), 4, ["2|2", "1|3", "3|1", "full", *FUSED]),
-    (dict(mode="auto"), 1, ["full"]),  # nothing to split
+    (dict(mode="full"), 1, ["full"]),  # nothing to split
     (MOVES | dict(rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
     (MOVES | THREE_JUDGES, 6, ["3|3", "1|5", "2|4"]),
     (MOVES | TWO_JUDGES | dict(genrm_tp=2), 8, ["4|4", "2|6"]),
     (TAILED | dict(rebalance=True), 2, ["fused 0.25", *(f"fused {t:g}" for t in TAILS)]),
-    (dict(mode="auto", **RULED), 3, ["3|0"]),
+    (dict(MOVES, **RULED), 3, ["3|0"]),
     (dict(mode="full", **RULED), 3, ["3|0"]),
     (dict(mode="full", placement="engines=0,2 actor=1,3", **TWO_JUDGES), 4, ["full"]),
     (dict(mode="full", placement="engines=0 actor=1-2", tp=2), 3, ["full"]),
@@ -70,7 +69,7 @@ def test_splits_that_a_run_may_take(changes, size, expected):
 
 
 REFUSED = [
-    (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, .*fused, .*auto"),
+    (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, .*fused"),
     (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
     (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
     (dict(), 1, "--mode partial needs more ranks than 1 for a rollout engine of 1 and a genrm"),

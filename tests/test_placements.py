@@ -164,9 +164,9 @@ def test_the_same_seed_gives_the_same_run(ahead):
 
 def test_the_split_moves_between_two_pushes():
     """Engines that serve ahead are busy when it is decided: the plan changes at the hand-over."""
-    how = dict(placement="engines=0-3 actor=4", steps=9)
-    plain, _ = simulate("auto", 5, **how)
-    controllers, _ = simulate("auto", 5, **how, ahead=1)
+    how = dict(placement="engines=0-3 actor=4", rebalance=True, steps=9)
+    plain, _ = simulate("partial", 5, **how)
+    controllers, _ = simulate("partial", 5, **how, ahead=1)
     for c in (plain, controllers):
         splits = [stats.split for stats in c[0].state.history]
         assert len({*splits}) > 1
@@ -181,7 +181,8 @@ def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
         return Decision(splits[1] if len(history) == 1 else history[-1].split, "")
 
     monkeypatch.setattr(controller, "choose_split", moves_once)
-    controllers, _ = simulate("auto", 5, placement="engines=0-3 actor=4", steps=5, ahead=1)
+    how = dict(placement="engines=0-3 actor=4", rebalance=True, steps=5)
+    controllers, _ = simulate("partial", 5, **how, ahead=1)
     _, _, *others = [stats.split for stats in controllers[0].state.history]
     assert {*others} == {controllers[0].devices.splits[1]}
 

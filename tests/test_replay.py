@@ -45,7 +45,7 @@ def without_advantages(samples):
     return dict(zip(keys(bare), bare, strict=True))
 
 
-@pytest.mark.parametrize("mode,size,tp", [("full", 4, 2), ("partial", 3, 1), ("auto", 4, 1)])
+@pytest.mark.parametrize("mode,size,tp", [("full", 4, 2), ("partial", 3, 1), ("fused", 4, 1)])
 def test_the_replay_holds_every_kept_sample_once_in_drawing_order(tmp_path, mode, size, tp):
     """All controllers' samples of a step, whoever served them; tokens, logprobs and verdicts as they were."""
     controllers, _ = rollout_only(tmp_path, mode, size, tp=tp)

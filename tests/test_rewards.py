@@ -446,7 +446,7 @@ def reward(sample):
 def test_rules_alone_reward_where_there_is_no_judge():
     """Rollout has all ranks in every mode."""
     named = dict(model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",))
-    controllers, _ = simulate("auto", 2, reward_weights=(0.9, 0.1), **named)
+    controllers, _ = simulate("full", 2, reward_weights=(0.9, 0.1), **named)
     for sample in trained(controllers, 0).values():
         right = to_text(sample.response).endswith(f">{sample.answer_key}")
         assert sample.reward == pytest.approx(0.9 * right + 0.001 * len(sample.response))
