@@ -86,8 +86,6 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
             placement = PLACEMENTS[text](everyone, config)
         else:
             raise UserError(f"choose {', '.join(PLACEMENTS)}, or ranks: engines=0-1 actor=2-3")
-        if config.train_only:
-            placement = placement._replace(engines=())
         for problem in (*placement.problems(world_size), *problems_of(placement, config)):
             raise UserError(problem)
     except UserError as error:
@@ -99,7 +97,7 @@ def problems_of(placement: Placement, config: Config) -> Iterator[str]:
     """Yield what the other settings don't go with, a sentence each."""
     algorithm = algorithm_of(config)
     row = f"--algorithm {config.algorithm[0]}"
-    if 0 not in placement.engines and not config.train_only:
+    if 0 not in placement.engines:
         yield "rank 0, which saves where the prompts stand, needs an engine"
     if "critic" in placement.shapes and not algorithm.critics:
         yield f"{row} has no critic"
