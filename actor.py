@@ -104,7 +104,7 @@ class Actor(Trainer):
 
     def _check_samples(self, samples: list[Sample]) -> None:
         """Assert that samples have advantages and are of the step's weights, or rightly stale."""
-        oldest = 0 if self.config.continues_answers else self.version - self.lag
+        oldest = 0 if self.config.over_dispatch > 1 else self.version - self.lag
         for sample in samples:
             assert sample.advantages is not None, "a sample without advantages cannot be trained on"
             fits = all(oldest <= version <= self.version for version in sample.versions)

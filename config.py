@@ -82,10 +82,7 @@ class Config:
     log_samples: int = setting(
         2, "answers of a step to look at: samples.jsonl, TensorBoard", "loop", low=0
     )
-    rollout_only: bool = setting(False, "generate and judge alone, to OUT/replay.jsonl", "halves")
-    train_only: bool = setting(False, "train on the samples of --replay, without engines", "halves")
-    replay: str = setting("", "what a --rollout-only run wrote", "halves")
-    dry_run: bool = setting(False, "print who would run where, in how much memory", "halves")
+    dry_run: bool = setting(False, "print who would run where, in how much memory", "loop")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
     reward_weights: Numbers = setting((), "of judges, then rules; default: equal", "rewards")
@@ -142,13 +139,8 @@ class Config:
         return self.judge + self.cost_judge
 
     @property
-    def continues_answers(self) -> bool:
-        """True if answers may be cut off and continued under newer weights."""
-        return self.over_dispatch > 1 or self.train_only
-
-    @property
     def asks_engines(self) -> bool:
-        return self.command in ("rl", "eval") and not self.train_only
+        return self.command in ("rl", "eval")
 
     def recomputed(self, layers: int) -> int:
         """Return how many of a stage's layers keep their input alone, and are computed again."""
@@ -210,12 +202,8 @@ class Config:
             raise UserError("--sp needs --tp 2 or more")
         if self.rebalance and self.mode == "full":
             raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")
-        if self.rollout_only and self.train_only:
-            raise UserError("--rollout-only never trains, --train-only asks no engine: choose one")
-        if self.train_only != bool(self.replay):
-            raise UserError("--train-only and --replay FILE, of a --rollout-only run, go together")
         sources = len(self.judge) + len(self.rule)
-        if self.command == "rl" and self.model and not self.train_only and not sources:
+        if self.command == "rl" and self.model and not sources:
             raise UserError("--model needs a --judge or a --rule: what an answer is worth")
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
@@ -246,7 +234,7 @@ class Command(NamedTuple):
 
 EVAL_GROUPS = ("run", "data", "evaluation", "engines")
 COMMANDS = {
-    "rl": Command((*EVAL_GROUPS, "training", "loop", "halves", "rewards", "checkpoints"), {}),
+    "rl": Command((*EVAL_GROUPS, "training", "loop", "rewards", "checkpoints"), {}),
     "eval": Command(EVAL_GROUPS, {"eval_samples": 8}),
 }
 
@@ -294,9 +282,8 @@ def parse_settings(
         given = {"max_new_tokens": given["answer_tokens"]} | given
     config = kind(**of_device | defaults | PRESETS[preset] | given)
     formats = config.judge_format or ("chat" if config.data else "addition",)
-    half = "-rollout-only" * config.rollout_only + "-train-only" * config.train_only
     is_loop = config.command == "rl"
-    name = f"{preset}-{config.mode}{half}" if is_loop else config.command
+    name = f"{preset}-{config.mode}" if is_loop else config.command
     return dataclasses.replace(config, out=config.out or f"runs/{name}", judge_format=formats)
 
 

@@ -8,7 +8,6 @@ and the event loop's clock.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import algorithms
@@ -67,8 +66,6 @@ class Controller:
     # the ranks with the same work as this one: those that serve, or that train, if these are apart; else all
     peers: World = None
     ahead: RolloutBatch | None = None  # served, and not yet trained on
-    collect: Callable[[Controller], Awaitable[RolloutBatch]] = modes.collect  # or a replay's
-    learn: Callable[..., Awaitable[dict]] = field(default_factory=lambda: learn)
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
     stopping: bool = False  # the controllers have agreed to stop
@@ -111,13 +108,13 @@ async def loop(c: Controller) -> None:
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
-        batch = c.ahead or await c.collect(c)  # generate, judge, refill until there are groups
+        batch = c.ahead or await modes.collect(c)  # generate, judge, refill until there are groups
         sizes, measured = await tell_served(batch, c)  # all ranks meet: lengths, times, a stop
         shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
         await c.devices.to_training()  # engines that share ranks with trainers sleep
         c.ahead = await c.devices.sharing.serve_ahead(c)  # --ahead: ranks that only serve go on
         with c.timeline.span("train"):
-            stats = await c.learn(c, shares)
+            stats = await learn(c, shares)
         stats = await agree(c, stats, shares)  # all ranks meet: metrics, a stop
         decision = rebalance(c, measured)  # with --rebalance the split may move
         advance(c, batch)

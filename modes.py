@@ -59,7 +59,7 @@ async def collect(c: Controller) -> RolloutBatch:
     except Stopped:
         step.give_back()
         # verdicts stay with answers that go on; the rest is judged again
-        stays = c.rewards.counts()[1] if config.continues_answers else parsed
+        stays = c.rewards.counts()[1] if config.over_dispatch > 1 else parsed
         c.rewards.load_counts([(failed, stays)])
         raise
     finally:
@@ -145,7 +145,7 @@ def make_splits(config: Config, placement: Placement) -> list[Split]:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(MODES)}")
     splits = MODES[config.mode].splits(placement, config)
     ranks = len(placement.engines)
-    judges = 0 if config.train_only else len(config.judge_models)
+    judges = len(config.judge_models)
     if not judges:
         splits = [Split("partial", ranks, 0)]  # without a judge rollout has all ranks
     splits = [split for split in splits if placement.serves_all(split, judges)]

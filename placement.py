@@ -117,12 +117,8 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
     try:
         row = row_of(config)
         placement = row.place(everyone, config)
-        if config.train_only:
-            placement = placement._replace(engines=())
-        for problem in (
-            *placement.problems(world_size),
-            *row.sharing(placement).problems(placement, config),
-        ):
+        unmet = row.sharing(placement).problems(placement, config)
+        for problem in (*placement.problems(world_size), *unmet):
             raise UserError(problem)
     except UserError as error:
         raise UserError(f"--placement {text}: {error}") from None

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -32,7 +31,6 @@ import data
 import extras  # noqa: F401
 import modes
 import rewards
-import rollout
 from algorithms import Algorithm, algorithm_of
 from checkpoint import Checkpoints, contents_of, prepare_out, restore
 from config import HELD_OUT, Config, parse_config
@@ -151,8 +149,6 @@ def check_settings(
 async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
     """Build the parts, train or evaluate, tear down (collective: every rank)."""
     work = controller.evaluate_once if config.command == "eval" else controller.train
-    if config.rollout_only or config.train_only:  # a half of the loop begins anew each time
-        config = dataclasses.replace(config, save_every=0, save_hf_every=0)
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
         config = await world.run(resolved, config, placement)
@@ -176,9 +172,6 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
-        if config.rollout_only:
-            again = f"--train-only --replay {config.out}/replay.jsonl"
-            progress.line(f"to train on what was served: {again}")
         return ""
 
 
@@ -250,8 +243,6 @@ async def build(
         report=kind(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, contents, point and point.newest),
         peers=peers,
-        collect=inputs.collect,
-        learn=inputs.learn,
         stop=stop,
     )
     if point:
@@ -278,8 +269,6 @@ class Inputs(NamedTuple):
     prompts: data.Prompts
     rewards: rewards.Rewards
     sampling: Sampling  # of answers
-    collect: Callable[[Controller], Awaitable[rollout.RolloutBatch]]  # serve a step ...
-    learn: Callable[..., Awaitable[dict]]  # ... and train on it
     texts: list[list[int]]  # of the pretraining term
 
 
@@ -303,7 +292,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     source = source_of(config, how, judges)
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
-    keeps = {"keeps_groups": config.continues_answers, "has_greedy": algorithm.greedy}
+    keeps = {"keeps_groups": config.over_dispatch > 1, "has_greedy": algorithm.greedy}
     if reader:
         keeps |= {"has_images": True, "threads": ThreadPoolExecutor(data.READERS)}
     prompts = data.Prompts(source, config.answers_per_prompt, **keeps)
@@ -311,21 +300,12 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     is_exact = config.answer_tokens > 0
     sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
     scores = rewards.build(config, rules, judges, decode, readers)
-    collect = modes.collect
-    learn = controller.learn
-    if config.train_only or config.rollout_only:
-        from commands import replay
-    if config.rollout_only:
-        learn = replay.record
-    if config.train_only:
-        steps = replay.read_replay(Path(config.replay), config.algorithm[0])
-        collect = partial(replay.collect, steps)
     texts = []
     if algorithm.ptx_data:
         from training import ptx
 
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
-    return Inputs(algorithm, decode, prompts, scores, sampling, collect, learn, texts)
+    return Inputs(algorithm, decode, prompts, scores, sampling, texts)
 
 
 def source_of(config: Config, how: tuple, judges: list[tokenization.Tokenizer]) -> data.Source:
@@ -393,11 +373,11 @@ def build_models(
     actor.stop_tokens = inputs.sampling.stop_token_ids
     actor.sleep()
     references = []
-    if inputs.algorithm.kl_coef and not config.rollout_only:
+    if inputs.algorithm.kl_coef:
         references.append(build(Actor, placement.reference, config.model, learns=False))
         references[0].sleep()
     critics = []
-    for name in () if config.rollout_only else inputs.algorithm.critics:
+    for name in inputs.algorithm.critics:
         from critic import Critic
 
         model = config.critic or config.model

@@ -13,9 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import controller
+import modes
 import run
 from bench.measuring import Meter
 from controller import Controller, train
+from modes import collect
 from reporting import timeline
 from rollout import RolloutBatch
 from sample import Sample
@@ -33,7 +35,7 @@ class MeasuredRun:
         self._last = time.monotonic()
         c.prompts.source.held_out = []  # no evaluation
         algorithm = dataclasses.replace(c.algorithm, filters=False)  # TRL trains on every group
-        parts = dict(algorithm=algorithm, report=self, collect=self.collect)
+        parts = dict(algorithm=algorithm, report=self)
         was_stopped = await train(dataclasses.replace(c, **parts))
         self._meter.write()
         return was_stopped
@@ -41,7 +43,7 @@ class MeasuredRun:
     async def collect(self, c: Controller) -> RolloutBatch:
         """Collect as the run does; the rule takes no time, so that this is generating."""
         begin = time.monotonic()
-        batch = await self._own.collect(c)
+        batch = await collect(c)
         self._meter.rows.append({"generate_s": time.monotonic() - begin})
         return batch
 
@@ -70,6 +72,8 @@ class MeasuredRun:
 
 
 if __name__ == "__main__":
-    controller.train = MeasuredRun(Meter())
+    measured = MeasuredRun(Meter())
+    controller.train = measured
+    modes.collect = measured.collect
     settings = "--preset tiny --rule right --save-every 0 --lr-decay-to 1"
     run.main([*settings.split(), *sys.argv[1:]])

@@ -40,7 +40,7 @@ class Progress:
             self.doing(f"step {step + 1}: {PHASES[name]}")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the line of a step of reinforcement learning; --rollout-only has no loss."""
+        """Write the line of a step of reinforcement learning."""
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
         self.line(

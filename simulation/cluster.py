@@ -299,7 +299,7 @@ class Simulation:
                 [author] * len(config.judge_models),
                 author.text_of,
             ),
-            Prompts(author, config.answers_per_prompt, config.continues_answers, algorithm.greedy),
+            Prompts(author, config.answers_per_prompt, config.over_dispatch > 1, algorithm.greedy),
             sampling=Sampling(1.0, config.max_new_tokens),
             timeline=timeline,
             report=self,

@@ -96,8 +96,8 @@ def read_run(run: Path) -> Known:
     with readable(f"{where}: config.json"):
         config = config_from(settings)
         ranks = int(found["ranks"])
-    if config.command != "rl" or config.rollout_only or config.train_only:
-        kind = f"a run of {config.command}, or half of one"
+    if config.command != "rl":
+        kind = f"a run of {config.command}"
         raise UserError(f"{where}: {kind}: one is needed that served and trained")
     rows = rows_of(run / "metrics.jsonl", "time/step_s", where)
     served = rows_of(run / "history.jsonl", "serve_s", where)

@@ -237,8 +237,8 @@ def report(arguments: list[str]) -> None:
         words += ["--device", "cuda"]
     config = parse_config(words)
     ranks = int(os.environ.get("WORLD_SIZE", "2"))
-    if config.command != "rl" or config.rollout_only or config.train_only:
-        raise UserError("--simulate is for whole runs, that serve and train")
+    if config.command != "rl":
+        raise UserError("--simulate is for runs that serve and train")
     modes.place(config, ranks)
     known = given.like and read_run(given.like)
     costs = costs_like(known, config) if known else costs_of_sheet(given.devices, config)

@@ -138,12 +138,12 @@ def test_a_row_has_null_for_what_json_lacks(tmp_path):
 
 def test_rows_are_added_whole(tmp_path, monkeypatch):
     """By several ranks to one file, whatever a write takes. What doesn't fit leaves not half a line."""
-    path, rows = tmp_path / "replay.jsonl", [{"step": step, "x": "x" * step} for step in range(40)]
+    path, rows = tmp_path / "rows.jsonl", [{"step": step, "x": "x" * step} for step in range(40)]
     monkeypatch.setattr(Path, "open", lambda self, *_, **__: Stingy(self, "ab"))
     with ThreadPoolExecutor(4) as ranks:
         list(ranks.map(lambda row: atomic_files.append(path, [row, row]), rows))
     monkeypatch.undo()
-    problem = r"replay\.jsonl can't be written: File too large$"
+    problem = r"rows\.jsonl can't be written: File too large$"
     with full_disk(path.stat().st_size + 5), pytest.raises(RunLost, match=problem):
         atomic_files.append(path, rows)
     atomic_files.append(path, [rows[0], rows[0]])

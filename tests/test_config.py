@@ -17,7 +17,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Config)}
 # DESIGN.md: names that scripts outside may rely on
 PROMISED = """preset mode out steps seed resume model judge rule data algorithm prompts_per_step
 answers_per_prompt rollout_ranks rebalance over_dispatch tp pp sp max_tokens_per_micro_batch lr
-save_every keep save_hf_every deterministic dry_run rollout_only train_only replay"""
+save_every keep save_hf_every deterministic dry_run"""
 # what isn't given follows from the rest
 RESOLVED = ("preset", "out", "judge_format", "model", "judge")
 PATHS = ["--model", "m", "--judge", "j"]
@@ -75,15 +75,11 @@ def test_with_a_model_the_fields_defaults():
 @pytest.mark.parametrize(
     "arguments,field,value",
     [
-        ("--rollout-only --mode full", "out", "runs/tiny-full-rollout-only"),
-        ("--train-only --replay r", "out", "runs/tiny-partial-train-only"),
+        ("--mode full", "out", "runs/tiny-full"),
         ("eval", "out", "runs/eval"),
         ("eval", "eval_samples", 8),
         ("--answer-tokens 32", "max_new_tokens", 32),
         ("eval --answer-tokens 80", "max_new_tokens", 80),
-        ("--train-only --replay r", "continues_answers", True),
-        ("--over-dispatch 1.5", "continues_answers", True),
-        ("", "continues_answers", False),
         ("--model m --judge j", "judge_format", ("addition",)),
         ("--model m --judge j --data d", "judge_format", ("chat",)),
         ("--model m --judge j --data d --judge-format harm", "judge_format", ("harm",)),
@@ -97,7 +93,7 @@ def test_with_a_model_the_fields_defaults():
 )
 def test_what_is_filled_in_follows_from_the_rest(arguments, field, value):
     config = parse_config(arguments.split())
-    derived = dict(continues_answers=config.continues_answers, judge_models=config.judge_models)
+    derived = dict(judge_models=config.judge_models)
     assert (vars(config) | derived)[field] == value
 
 
@@ -140,7 +136,6 @@ ONE_EACH = "--reward-weights 1.0: one for each --judge, then each --rule, so 2"
 INTEGERS = [each for each in FLAGS if each.type == "int"]
 POSITIVE = [settings.dashed(each.name) for each in INTEGERS if each.metadata["low"] == 1]
 ONLY_ADDITION = "needs --model: the demo's models only know addition"
-TOGETHER = "--train-only and --replay FILE, of a --rollout-only run, go together"
 REFUSED = """--algorithm ppp; --preset huge; --judge-format chat chat; --lr -1; --lr nan; --mem-fraction 2;
 --lr-decay-to 1.5; --lr-decay-to -0.1; --temperature 0; --over-dispatch 0.5"""
 BAD = [
@@ -161,8 +156,6 @@ BAD = [
     ("--reward-weights", "argument --reward-weights: expected at least one argument"),
     ("--sp", "--sp needs --tp 2"),
     ("--rebalance --mode full", "--rebalance moves ranks between roles"),
-    ("--rollout-only --train-only --replay r", "--rollout-only never trains, --train-only"),
-    ("--train-only", TOGETHER),
     ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 says otherwise"),
     ("--answer-tokens 9 --algorithm grpo overlong_from=3", "needs overlong_from=0 with --answer"),
     ("--max-model-len 72", "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),

@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import chain
 from signal import SIGTERM
 from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import AsyncMock
 
 import pytest
@@ -207,7 +208,7 @@ def stopped_at(place, **how):
 
     Rank 1, which serves, is asked while it does, else the last one, which trains.
     """
-    controllers, seen = [], Counter()
+    controllers, seen, collect = [], Counter(), modes.collect
     rank = 1 if place in ("evaluate", "serve") else -1
 
     def reach(here, *_):
@@ -217,22 +218,24 @@ def stopped_at(place, **how):
             ask = lambda: vars(controllers[rank].stop).update(asked=SIGTERM)  # noqa: E731
             asyncio.get_running_loop().call_later(delay, ask) if delay else ask()
 
+    async def collect_and_reach(c):
+        batch = await collect(c)
+        if c.world.rank == 0:
+            reach("exchange")
+        return batch
+
     def prepare(c):
         report = c.report.step
-
-        async def collect(c):
-            batch = await modes.collect(c)
-            reach("exchange")
-            return batch
 
         async def step(*facts):
             await report(*facts)
             reach("report")
 
         if c.world.rank == 0:
-            c.timeline.on_open, c.collect, c.report.step = reach, collect, step
+            c.timeline.on_open, c.report.step = reach, step
 
-    return simulate(**how, controllers=controllers, prepare_controller=prepare)[0]
+    with mock.patch.object(modes, "collect", collect_and_reach):
+        return simulate(**how, controllers=controllers, prepare_controller=prepare)[0]
 
 
 @functools.cache
@@ -303,7 +306,7 @@ def counts_of(controllers):
     return tuple(sum(number for (number,) in column) for column in zip(*counts, strict=True))
 
 
-def test_rows_are_written_before_an_error_ends_the_run():
+def test_rows_are_written_before_an_error_ends_the_run(monkeypatch):
     """They are on their way while the next step is served, and may say what went wrong."""
     waited = []
 
@@ -312,8 +315,8 @@ def test_rows_are_written_before_an_error_ends_the_run():
             waited.append(c.world.rank)
 
         c.report.written = written
-        c.learn = AsyncMock(side_effect=UserError("no"))
 
+    monkeypatch.setattr(controller, "learn", AsyncMock(side_effect=UserError("no")))
     with pytest.raises(UserError, match="no"):
         simulate("full", 1, steps=1, prepare_controller=fail_to_learn)
     assert waited == [0]

@@ -100,7 +100,6 @@ REFUSED = [
         2,
         "rank 0, which saves where the prompts stand, needs an engine",
     ),
-    ("standalone", dict(train_only=True, replay="r"), 2, "rank 0 holds nothing"),
     ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
     ("split", FUSED, 4, "--schedule fused needs actor and critic on"),
     (OTHER_SIZES, FUSED, 4, "needs actor and critic on the same"),
@@ -136,9 +135,3 @@ def test_rows_of_the_table():
     placement = make_placement(Config(tp=2, **STANDALONE), 6)
     assert (placement.engines, placement.actor) == ((0, 1, 2, 3), Shape((4, 5), 2))
     assert placement.critic == placement.actor
-
-
-def test_only_trainers_need_no_engine():
-    """Where steps are replayed, engines' ranks would be idle."""
-    config = Config(train_only=True, replay="r", placement="actor=0 critic=1", algorithm=PPO)
-    assert make_placement(config, 2) == Placement((), Shape((0,)), Shape((1,)), Shape((0,)))

@@ -12,7 +12,7 @@ from papers import plans as measured_plans
 from papers.tables import Paper, Point
 from reporting import timeline
 from runtime.errors import UserError
-from scheduling.fusion import histogram
+from scheduling.measured import histogram
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes

@@ -85,9 +85,7 @@ def spoil(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
 
 
-@pytest.mark.parametrize(
-    "name", ["spans/rank1.jsonl", "replay.jsonl", "checkpoints/step_1.partial-1"]
-)
+@pytest.mark.parametrize("name", ["spans/rank1.jsonl", "checkpoints/step_1.partial-1"])
 def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
     """Later rows would stand behind its own, and be read with them. Logs of a start that failed stay."""
     out = tmp_path / "run"

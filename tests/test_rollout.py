@@ -38,7 +38,7 @@ def check_prompts(controllers):
 
 def check_tokens(controllers):
     """Tokens generated are trained on, filtered or held, or else thrown away with what comes again."""
-    batches, continues = all_batches(controllers), controllers[0].config.continues_answers
+    batches, continues = all_batches(controllers), controllers[0].config.over_dispatch > 1
     used = sum(tokens_of([batch.kept, batch.dropped, *batch.filtered]) for batch in batches)
     thrown = sum(tokens_of(batch.carried) for batch in batches)
     held = sum(tokens_of(c.prompts.groups.values()) for c in controllers)

@@ -169,9 +169,9 @@ def refusals(port, key):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A --rollout-only run of the demo, what was seen of it, its key, what its servers refuse."""
+    """A run of the demo, what was seen of it, its key, what its servers refuse."""
     folder, seen = tmp_path_factory.mktemp("run"), {}
-    run = Run(folder, *SMALL, "--rollout-only", "--steps", 12, launch=CLOSED)
+    run = Run(folder, *SMALL, "--steps", 12, launch=CLOSED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         run.start()

@@ -52,8 +52,6 @@ def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
     algorithm = algorithm_of(config)
     policy = checkpoint_shapes(config.model)
     parts = trainer_parts(policy, config, placement.actor)
-    if config.rollout_only:
-        return {"actor": Model(placement.actor.ranks, parts | {"activations": 0, "loss": 0})}
     models = {"actor": Model(placement.actor.ranks, parts)}
     for name in algorithm.critics:
         shapes = checkpoint_shapes(config.critic or config.model)
@@ -70,8 +68,8 @@ def engines_of(config: Config, placement: Placement, splits: list[Split]) -> dic
     models = {}
     for role, paths in (("rollout", [config.model]), ("genrm", config.judge_models)):
         leads = {rank for split in splits for rank in placement.leads(role, split)}
-        leads = sorted(leads) or [0]  # eval's
-        for number, path in enumerate(paths if config.asks_engines else ()):
+        leads = sorted(leads)  # none where examples are learned from
+        for number, path in enumerate(paths if leads else ()):
             parts = engine_parts(path, config, vars(config)[f"{role}_tp"])
             models[f"{role} {path}"] = Model(tuple(leads[number :: len(paths)]), parts)
     return models

@@ -737,14 +737,14 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
     peers = world.part(placed.servers)
     for role in ("rollout", "genrm"):
         pools[role] = Pool([e for e in engines if e.role == role], peers, timeline, config)
-    actor = FakeActor(world.rank, placed.actor, device, config.continues_answers, config.ahead)
+    actor = FakeActor(world.rank, placed.actor, device, config.over_dispatch > 1, config.ahead)
     critics = [FakeCritic(name, world.rank, placed.critic, device) for name in algorithm.critics]
     references = []
     if algorithm.kl_coef:
         references.append(FakeReference("reference", world.rank, placed.reference, device))
     models = placement.Models([actor, *critics], references)
     sampling = Sampling(1.0, config.max_new_tokens)
-    keeps, checkpoints = (config.continues_answers, algorithm.greedy), FakeCheckpoints()
+    keeps, checkpoints = (config.over_dispatch > 1, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
         contents = contents_of(config)
         checkpoints = Checkpoints(config, world, out, contents, start_writer=writer)
