@@ -117,14 +117,14 @@ def read_examples(
         for name in filter(row.get, PLACES):
             raise UserError(f"{where}: it has {name}, and {config.command} learns from texts")
         example = TASKS[config.command].parse(row, tokenizer, where)
-        if (tokens := room(example, config.cp)) > config.max_tokens_per_micro_batch:
+        if (tokens := room(example)) > config.max_tokens_per_micro_batch:
             raise UserError(f"{where}: {tokens} tokens don't fit into --max-tokens-per-micro-batch")
         examples.append(example)
     return examples
 
 
-def room(example: Example, cp: int) -> int:  # in a micro-batch, in tokens
-    return sum(packed_length(len(sample.prompt) + len(sample.response), cp) for sample in example)
+def room(example: Example) -> int:  # in a micro-batch, in tokens
+    return sum(packed_length(len(sample.prompt) + len(sample.response)) for sample in example)
 
 
 def pair_loss(critic: Critic, batch: MicroBatch, output: Tensor) -> LossSums:
@@ -181,7 +181,7 @@ class Learner:
     def _packed(self, examples: list[Example]) -> Packed:
         """This rank's micro-batches."""
         trainer = self.trainer
-        rooms = {(n, 0): room(each, trainer.config.cp) + 1 for n, each in enumerate(examples)}
+        rooms = {(n, 0): room(each) + 1 for n, each in enumerate(examples)}
         [plan] = plan_batch(rooms, trainer.cost, trainer.config, trainer.dp_size)[trainer.dp_rank]
         micro_batches = []
         for keys in plan:

@@ -319,7 +319,7 @@ def test_a_command_has_its_own_rates_and_few_settings(command, tmp_path):
     for refused in ("--judge j", "--mode full", "--eval-data d", "--max-new-tokens 2"):
         with pytest.raises(UserError, match=f"unrecognized arguments: {refused}"):
             finetune.parse_command([command, *refused.split()])
-    with pytest.raises(UserError, match="tp 2 x pp 1 x cp 1 = 2 doesn't divide the 3 ranks"):
+    with pytest.raises(UserError, match="tp 2 x pp 1 = 2 doesn't divide the 3 ranks"):
         make_placement(finetune.parse_command([command, "--tp", "2"]), 3)
     missing = finetune.parse_command([command, "--model", "nowhere", "--out", f"{tmp_path}/out"])
     with pytest.raises(UserError, match=r"^--model nowhere"):
