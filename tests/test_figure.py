@@ -2,12 +2,11 @@
 
 import json
 
-import matplotlib.image
 from matplotlib.colors import to_hex
 
 from reporting import figure
 from reporting import timeline as tl
-from tests.test_timeline import MIXED, spans_of
+from tests.test_timeline import spans_of
 
 
 def life(prompt_id, *stretches):
@@ -60,49 +59,3 @@ def write_run(out, mode, spans):
     for span in spans:
         with (out / "spans" / f"rank0.{span.step}.jsonl").open("a") as file:
             file.write(json.dumps(span) + "\n")
-
-
-def bars(axes):
-    """(colour, start, width, alpha) of every bar of the lanes."""
-    boxes = [(p.get_facecolor(), p.get_bbox()) for p in axes.patches]
-    return sorted((to_hex(color), box.x0, round(box.width, 9), color[3]) for color, box in boxes)
-
-
-def test_steps_of_a_run_are_drawn(tmp_path, monkeypatch):
-    """By the command, from what the run left; steps are counted from 1."""
-    write_run(tmp_path / "a", "full", MIXED)
-    command = ["figure.py", f"{tmp_path}/a", "--steps", "2", "2", "--figure", f"{tmp_path}/a.png"]
-    monkeypatch.setattr("sys.argv", command)
-    figure.main()
-    picture = matplotlib.image.imread(tmp_path / "a.png")
-    assert picture.std() > 0 and picture.shape[1] > 1000
-    picture = figure.read_run(tmp_path / "a", 1, 1)
-    (axes,) = figure.make_figure(picture).axes
-    assert [text.get_text() for text in axes.texts] == [" step 2"]
-
-
-def legend_of(drawn):
-    (legend,) = drawn.legends
-    return [text.get_text() for text in legend.get_texts()]
-
-
-def test_the_bars_are_the_spans():
-    """Of 12 steps the last three, on the run's clock. Shade is occupancy; each model has its colour."""
-    spans = [tl.Event("span", "rollout", 1, 10.0 * i, 10.0 * i + 4, i) for i in range(12)]
-    for rank in (0, 1):  # rank 0 has no model
-        spans += [tl.Event("span", "train", rank, 10.0 * i + 5, 10.0 * i + 8, i) for i in range(12)]
-    for at, model in ((5, "reward critic"), (6, "actor")):
-        times = [10.0 * i + at for i in range(12)]
-        spans += [tl.Event("pass", model, 1, t, t + 1, i) for i, t in enumerate(times)]
-    drawn = figure.make_figure(figure.Picture("t", figure.of_steps(spans, -3, -1), 2))
-    half = figure.PALEST + (1 - figure.PALEST) / 2  # one request where two have room
-    expected = []
-    for start in (90.0, 100.0, 110.0):
-        expected.append((figure.LOOKS["rollout"][0], start, 4.0, half))
-        expected.append((figure.LOOKS["train"][0], start + 5, 3.0, 1.0))
-        expected.append((figure.LOOKS["reward critic"][0], start + 5, 1.0, 1.0))
-        expected.append((figure.LOOKS["actor"][0], start + 6, 1.0, 1.0))
-    assert bars(drawn.axes[0]) == sorted(expected)
-    models = ["actor trains", "reward critic trains"]
-    shades = "shade: few requests ... all that an engine can decode at once"
-    assert legend_of(drawn) == ["rollout writes", *models, "rest of training", "rank waits", shades]
