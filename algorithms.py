@@ -293,7 +293,7 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
         yield "--answers-per-prompt 2 or more"
     if (config.critic or a.critic_warmup) and not a.critics:
         yield "a critic for --critic and critic_warmup"
-    if a.critic_warmup >= config.steps:
+    if a.critic_warmup and a.critic_warmup >= config.steps:
         yield f"critic_warmup below --steps {config.steps}"
     if "cost" in a.signals and not (config.cost_rule or config.cost_judge):
         yield "a --cost-rule or a --cost-judge: what an answer costs"

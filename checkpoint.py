@@ -337,10 +337,6 @@ class ResumePoint(NamedTuple):
 async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:
     """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
-        if config.command == "eval":
-            from reporting.answers import keep_answers
-
-            return await on_rank_0(world, keep_answers, config, contents, say)
         if any(await world.gather(was_obeyed(config))):
             config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from runtime.devices import default_device
 from runtime.errors import UserError
@@ -43,7 +43,7 @@ AS_FITS = -1  # of --recompute
 class Config:
     """The settings. Sizes in tokens, times in seconds."""
 
-    command: str = "rl"  # a row of COMMANDS; the first word of the command line
+    command: str = "rl"  # or what examples/finetune.py does; no flag
     max_running_requests: int = 128  # answers that one engine decodes at once; no flag
     kept_chunks: int = 0  # of logits, beside the last, that aren't made again (lm_head.py); no flag
     preset: str = setting("", "of PRESETS; default: tiny, the demo, or base with --model", "run")
@@ -78,7 +78,6 @@ class Config:
         0.2, "fused mode: part of the answers left when judging begins", "loop", 0, 1
     )
     rebalance: bool = setting(False, "move ranks between roles (fused: the tail) by load", "loop")
-    eval_data: str = setting("", "prompts with an `answer`; default: some rows of --data", "loop")
     log_samples: int = setting(
         2, "answers of a step to look at: samples.jsonl, TensorBoard", "loop", low=0
     )
@@ -90,10 +89,11 @@ class Config:
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
     judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
     judge_format: Texts = setting((), "rows of FORMATS, for all judges or each", "evaluation")
-    eval_samples: int = setting(
-        0, "answers to a held-out prompt, for pass@k; run.py eval: 8", "evaluation", low=0
+    eval_data: str = setting(
+        "", "prompts with an `answer`; default: some rows of --data", "evaluation"
     )
-    steps: int = setting(40, "batches to train on", "training", low=1)
+    eval_samples: int = setting(0, "answers to a held-out prompt, for pass@k", "evaluation", low=0)
+    steps: int = setting(40, "batches to train on; 0: evaluate, and end", "training", low=0)
     eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
     lr: float = setting(1e-6, "AdamW", "training", low=TINY)
     lr_warmup_steps: int = setting(
@@ -139,8 +139,9 @@ class Config:
         return self.judge + self.cost_judge
 
     @property
-    def asks_engines(self) -> bool:
-        return self.command in ("rl", "eval")
+    def evaluates(self) -> bool:
+        """True if held-out prompts are answered, and nothing is trained."""
+        return self.steps == 0
 
     def recomputed(self, layers: int) -> int:
         """Return how many of a stage's layers keep their input alone, and are computed again."""
@@ -173,7 +174,7 @@ class Config:
             raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
         longest = max(context, self.max_new_tokens + 1)
         budget = self.max_tokens_per_micro_batch
-        if self.command == "rl" and longest > budget:
+        if self.command == "rl" and not self.evaluates and longest > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
             raise UserError(f"{flag}: one sample may have {longest} tokens")
 
@@ -192,7 +193,7 @@ class Config:
 
     def _check_together(self) -> None:
         """Refuse settings that don't go together, a run without a reward, weights that can't be added."""
-        if self.asks_engines and self.device == "cuda" and self.dtype != "bfloat16":
+        if self.command == "rl" and self.device == "cuda" and self.dtype != "bfloat16":
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
         exactly = self.answer_tokens
         if exactly and exactly != self.max_new_tokens:
@@ -203,7 +204,8 @@ class Config:
         if self.rebalance and self.mode == "full":
             raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")
         sources = len(self.judge) + len(self.rule)
-        if self.command == "rl" and self.model and not sources:
+        needs_reward = self.command == "rl" and not self.evaluates
+        if needs_reward and self.model and not sources:
             raise UserError("--model needs a --judge or a --rule: what an answer is worth")
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
@@ -225,18 +227,9 @@ ON_CUDA |= dict(prompts_per_step=64)
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
-class Command(NamedTuple):
-    """A first word of the command line: its groups of settings, and its own defaults."""
-
-    groups: tuple[str, ...]
-    defaults: dict[str, Any]
-
-
-EVAL_GROUPS = ("run", "data", "evaluation", "engines")
-COMMANDS = {
-    "rl": Command((*EVAL_GROUPS, "training", "loop", "rewards", "checkpoints"), {}),
-    "eval": Command(EVAL_GROUPS, {"eval_samples": 8}),
-}
+# groups of settings that are flags of run.py; an evaluation has use for the first ones
+EVALUATION = ("run", "data", "evaluation", "engines")
+GROUPS = (*EVALUATION, "training", "loop", "rewards", "checkpoints")
 
 
 def dashed(name: str) -> str:
@@ -249,12 +242,25 @@ def as_text(value: object) -> str:
 
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Read the command line of run.py: a row of COMMANDS, then its settings. UserError names the setting."""
-    name = "rl"
-    if arguments and arguments[0] in COMMANDS:
-        name, *arguments = arguments
-    row = COMMANDS[name]
-    return parse_settings(Config, arguments, usage, row.groups, row.defaults | {"command": name})
+    """Read the command line of run.py. UserError names the setting."""
+    config = parse_settings(Config, arguments, usage, GROUPS, {"command": "rl"})
+    return evaluation_of(config) if config.evaluates else config
+
+
+def evaluation_of(config: Config) -> Config:
+    """Return the settings of an evaluation: those that are for training have their defaults. UserError."""
+    if not config.eval_data and config.preset not in DEMOS:
+        demos = "--preset tiny, images or video has the demo's"
+        raise UserError(f"--steps 0 needs prompts to answer: --eval-data FILE; {demos}")
+    if config.resume not in ("auto", "never"):
+        weights = "evaluate the Hugging Face directory of --save-hf-every as --model"
+        raise UserError(f"--resume {config.resume}: --steps 0 reads no checkpoint: {weights}")
+    settings = settings_of(Config)
+    used = {field.name for field in settings if field.metadata["group"] in EVALUATION}
+    used = used - {"data", "genrm_tp"} | {"steps", "dry_run"}
+    unused = {field.name: field.default for field in settings if field.name not in used}
+    # without judges one format: the first judge's, by which training finds final answers
+    return dataclasses.replace(config, **unused, judge_format=config.judge_format[:1])
 
 
 S = TypeVar("S", bound=Config)
@@ -281,9 +287,10 @@ def parse_settings(
     if given.get("answer_tokens"):
         given = {"max_new_tokens": given["answer_tokens"]} | given
     config = kind(**of_device | defaults | PRESETS[preset] | given)
-    formats = config.judge_format or ("chat" if config.data else "addition",)
-    is_loop = config.command == "rl"
-    name = f"{preset}-{config.mode}" if is_loop else config.command
+    prompts = config.eval_data if config.evaluates else config.data
+    formats = config.judge_format or ("chat" if prompts else "addition",)
+    name = f"{preset}-{config.mode}" if config.command == "rl" else config.command
+    name = "eval" if config.evaluates else name
     return dataclasses.replace(config, out=config.out or f"runs/{name}", judge_format=formats)
 
 

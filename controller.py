@@ -280,7 +280,7 @@ async def evaluate(c: Controller, step: int) -> None:
     is_due = step % c.config.eval_every == 0 or step == c.config.steps
     if not (held_out and is_due and c.devices.rollout.engines and c.devices.serves):
         return
-    mine = c.report.unanswered(range(c.peers.place, len(held_out), c.peers.size))
+    mine = list(range(c.peers.place, len(held_out), c.peers.size))
     right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
 
     async def answer(tasks: rollout.Tasks) -> None:

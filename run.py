@@ -6,7 +6,7 @@ A rank is a process, with a GPU or a part of the CPU:
     torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
     torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
     WORLD_SIZE=8 python run.py --dry-run --simulate --like RUN        what a step would take, by plan
-    python run.py eval --model DIR --data FILE                        greedy accuracy and pass@k
+    python run.py --steps 0 --model DIR --eval-data FILE              greedy accuracy and pass@k
     python run.py check                                               what is installed, what is free
 """
 
@@ -71,6 +71,9 @@ def start(arguments: list[str], stop: Stop) -> str:
     if word in ("sft", "rm"):
         command = f"torchrun --nproc-per-node 2 examples/finetune.py {word} ..."
         raise UserError(f"{word} is an example now: {command}")
+    if word == "eval":
+        command = "python run.py --steps 0 --model DIR --eval-data FILE --eval-samples 8"
+        raise UserError(f"eval is a run without a step now: {command}")
     if word == "check":
         from commands.dry_run import check
 
@@ -82,7 +85,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     if "--simulate" in arguments:
         return ""
     config = parse_config(arguments, __doc__)
-    if config.command == "eval" and not {*ALONE} & os.environ.keys():
+    if config.evaluates and not {*ALONE} & os.environ.keys():
         os.environ |= ALONE
     ranks = launched("WORLD_SIZE")
     on_machine = launched("LOCAL_WORLD_SIZE")
@@ -148,7 +151,7 @@ def check_settings(
 
 async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
     """Build the parts, train or evaluate, tear down (collective: every rank)."""
-    work = controller.evaluate_once if config.command == "eval" else controller.train
+    work = controller.evaluate_once if config.evaluates else controller.train
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
         config = await world.run(resolved, config, placement)
@@ -163,8 +166,8 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
         stopped = await fleet.while_up(work(c))
         await world.barrier()
         stop.neighbours = {}  # a rank that is through may leave
-        if stopped and config.command == "eval":
-            return "stopped; the same command goes on"
+        if stopped and config.evaluates:
+            return "stopped; the same command begins anew"
         if stopped:
             saved = "nothing was saved"
             if c.checkpoints.newest == c.state.step:
@@ -180,7 +183,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     """The World of all ranks and the progress bar, while they are together and hold --out (collective)."""
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
-        if config.asks_engines and config.device == "cpu" and os.environ["LOCAL_RANK"] == "0":
+        if config.command == "rl" and config.device == "cpu" and os.environ["LOCAL_RANK"] == "0":
             server.start_forks()  # it imports beside us
         # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
         thread = ThreadPoolExecutor(1)
@@ -214,8 +217,17 @@ async def build(
     out = Path(config.out)
     # all that needs no engine is read and checked first
     inputs = await world.run(load_inputs, config, rewards.load_rules(config), progress.line)
-    contents = await on_rank_0(world, contents_of, config)
-    point = await prepare_out(config, contents, world, progress.line)
+    contents = {}
+    point = None
+    report_of = Report
+    if config.evaluates:
+        from reporting import answers
+
+        await on_rank_0(world, answers.make_ready, out, progress.line)
+        report_of = partial(answers.AnswersReport, prompts=len(inputs.prompts.source.held_out))
+    else:
+        contents = await on_rank_0(world, contents_of, config)
+        point = await prepare_out(config, contents, world, progress.line)
     progress.line(describe(config, placement, splits[0]))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
@@ -228,9 +240,6 @@ async def build(
     await fleet.ready()
     peers = world.part(placement.servers)
     pools = await fleet.connect(timeline, peers)
-    kind = Report
-    if config.command == "eval":
-        from reporting.answers import AnswersReport as kind
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
@@ -240,7 +249,7 @@ async def build(
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
-        report=kind(config, world, out, progress, inputs.decode, point),
+        report=report_of(config, world, out, progress, inputs.decode, point),
         checkpoints=Checkpoints(config, world, out, contents, point and point.newest),
         peers=peers,
         stop=stop,
@@ -276,7 +285,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     """Read tokenizers and data. rules: of `rewards.load_rules`. UserError for what can't be used."""
     algorithm = algorithm_of(config)
     longest = server.context_length(config.model, config)
-    if config.command == "rl":
+    if not config.evaluates:
         longest = min(longest, config.max_tokens_per_micro_batch)
     tokenizer, *judges = tokenization.load_tokenizers(config, say)
     clips = (config.video_fps, config.video_frames)
@@ -309,15 +318,11 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
 
 
 def source_of(config: Config, how: tuple, judges: list[tokenization.Tokenizer]) -> data.Source:
-    """The prompts to train on, and those held out, of an evaluation all. how: as PromptFile reads a file."""
+    """The prompts to train on, and those held out. how: as PromptFile reads a file."""
     tokenizer, _, _, reader, _ = how
     show = task.filmed if config.preset == "video" else task.drawn
     encode = partial(tokenization.encode_prompt, tokenizer, reader)
     source = task.Addition(config.seed, encode, reader, show)
-    if config.command == "eval":
-        if config.data:
-            source.held_out = prompt_file.PromptFile(Path(config.data), *how, {"--data": str})
-        return source
     if config.data:
         read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
         rules = read_key.keys() & {*config.rule, *config.cost_rule}
@@ -351,7 +356,7 @@ def build_models(
     config: Config, inputs: Inputs, placement: Placement, splits: list[Split]
 ) -> Models:
     """Build this rank's models, asleep; none for an evaluation (collective)."""
-    if config.command == "eval":
+    if config.evaluates:
         return Models([], [])
     from actor import Actor
     from training.groups import make_groups

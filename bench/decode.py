@@ -80,7 +80,7 @@ def main(given: Namespace) -> None:
     sizes = dict(max_running_requests=given.at_once, max_model_len=PROMPT + given.tokens + 1)
     settings = WITH_CUDA | sizes if device == "cuda" else sizes
     settings |= dict(max_new_tokens=given.tokens, rollout_tp=given.tp, port=given.port)
-    config = Config(command="eval", model=given.model, device=device, **settings)
+    config = Config(steps=0, model=given.model, device=device, **settings)
     os.environ.setdefault("LOCAL_RANK", "0")
     choose_device(config)
     (given.out / "logs").mkdir(parents=True, exist_ok=True)

@@ -41,9 +41,10 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
     lines = [f'  --placement "{placement}"']
     if others := list(map(str, splits[1:])):
         lines.append(f"  may move to {', '.join(others)}")
+    shapes = {} if config.evaluates else placement.shapes
     for rank in placement.everyone:
         parts = []
-        for name, shape in placement.shapes.items():
+        for name, shape in shapes.items():
             if rank in shape.ranks:
                 place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
                 parts.append(f"{name} {', '.join(place)}")

@@ -111,7 +111,7 @@ def backs_up(role: str, config: Config) -> bool:
 
     A judge's never are pushed, a rollout engine's not between the waves of one step.
     """
-    return role == "genrm" or config.mode != "partial" or config.command == "eval"
+    return role == "genrm" or config.mode != "partial" or config.evaluates
 
 
 def kv_tokens(context: int, config: Config) -> int:

@@ -60,6 +60,7 @@ GROUPS = ("run", "data", "training", "examples")  # of settings that are flags
 class FinetuneConfig(Config):
     """The settings of a run of run.py that these commands have, and their own."""
 
+    steps: int = setting(40, "batches to train on", "training", low=1)
     batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
     weight_decay: float = setting(0.0, "AdamW", "examples", low=0)
 

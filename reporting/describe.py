@@ -24,8 +24,8 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
         f"  {config.steps} steps of {prompts * answers} samples: {answers} answers to each of "
         f"{prompts} prompts\n"
     )
-    if config.command == "eval":
-        text = f"nanoYATT eval: {config.model} on {ranks} ranks\n"
+    if config.evaluates:
+        text = f"nanoYATT: evaluates {config.model} on {ranks} ranks\n"
     text += "  settings other than the defaults:"
     for field in fields(config):
         value = vars(config)[field.name]

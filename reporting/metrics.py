@@ -8,7 +8,7 @@ tensorboard/; at the end trace.json and timeline.png.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import comb
@@ -115,10 +115,6 @@ class Report:
             self._writer = MetricsWriter(self.out, self.found.step if self.found else 0)
         if self.found:
             self.progress.resume_at(self.found.step)
-
-    def unanswered(self, numbers: Iterable[int]) -> list[int]:
-        """Return those held-out prompts that are still to be asked."""
-        return list(numbers)
 
     def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
         """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""

@@ -75,7 +75,7 @@ def choose_device(config: Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     settings = [value for value in map(os.environ.get, ALLOCATOR) if value][:1]
-    if config.asks_engines and "expandable_segments:True" in "".join(settings):
+    if config.command == "rl" and "expandable_segments:True" in "".join(settings):
         raise UserError(f"{' or '.join(ALLOCATOR)}: with expandable_segments engines can't sleep")
     os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
     # processes that compile, of each rank and server; torch's default is one a core
@@ -95,7 +95,7 @@ def choose_device(config: Config) -> None:
     if missing:
         needed = ", ".join(missing)
         raise UserError(f"--device cuda: kernels are compiled in a run, which needs {needed}")
-    if config.asks_engines and "Exclusive_Process" in compute_modes():
+    if config.command == "rl" and "Exclusive_Process" in compute_modes():
         hint = "as root: nvidia-smi --compute-mode DEFAULT"
         shared = "trainer and engines share a GPU, which is exclusive now"
         raise UserError(f"--device cuda: {shared}; {hint}")
@@ -119,7 +119,7 @@ def tools(config: Config) -> list[Tool]:
         Tool("C++20", "apt install g++", has_cpp20()),
         Tool("Python.h", f"apt install {package}", has_headers),
     ]
-    if config.asks_engines:
+    if config.command == "rl":
         has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         packages = " ".join(missing or PACKAGES)

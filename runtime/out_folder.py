@@ -43,7 +43,7 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
 
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """Move what an earlier run left, if there is anything. UserError where it can't be moved."""
-    left = ("metrics.jsonl", "checkpoints", "eval*.json", "spans/rank*", "hf*")
+    left = ("metrics.jsonl", "checkpoints", "answers.jsonl", "spans/rank*", "hf*")
     if not any(any(out.glob(name)) for name in left):
         return
     there = out.resolve()  # behind a link: files stay on their disk

@@ -237,7 +237,7 @@ def report(arguments: list[str]) -> None:
         words += ["--device", "cuda"]
     config = parse_config(words)
     ranks = int(os.environ.get("WORLD_SIZE", "2"))
-    if config.command != "rl":
+    if config.evaluates:
         raise UserError("--simulate is for runs that serve and train")
     modes.place(config, ranks)
     known = given.like and read_run(given.like)

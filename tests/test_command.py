@@ -292,17 +292,18 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
         read(actor, rows_of(rows, *range(9)), "--eval-samples", 2)
 
 
-def test_an_evaluation_has_all_rows_of_its_data(actor, tmp_path):
+def test_an_evaluation_has_all_rows_of_its_file(actor, tmp_path):
     """Up to the context's length, whatever a trainer could take."""
-    settings = ["eval", "--model", str(actor), "--max-model-len", "9999", "--max-new-tokens", "12"]
+    settings = ["--steps", "0", "--model", str(actor), "--max-model-len", "9999"]
+    settings += ["--max-new-tokens", "12"]
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "7" * 9000, "answer": 1}] * 30)
-    settings = config.parse_config([*settings, "--data", str(path)])
+    settings = config.parse_config([*settings, "--eval-data", str(path)])
     _, splits = run.check_settings(settings, 2)
     assert splits == [Split("partial", 2, 0)]
     held_out = run.load_inputs(settings, load_rules(settings), print).prompts.source.held_out
     assert [prompt.answer_key for prompt in held_out] == ["1"] * 30
     jsonl(path, [{"prompt": "3+4=", "answr": 7}])
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: `answer` is missing, for --data"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: `answer` is missing, for --eval-data"):
         run.load_inputs(settings, load_rules(settings), print)
 
 
@@ -335,12 +336,12 @@ def test_a_quantized_judge_needs_cuda(actor, tmp_path):
         check_models(on_cuda, formats=formats)
 
 
-@pytest.mark.parametrize("command", ["eval", "rl", "check"])
+@pytest.mark.parametrize("command", ["evaluation", "training", "check"])
 def test_every_command_looks_at_its_model(tmp_path, command):
     home = damaged(models.save_model(tmp_path / "model"), "tokenizer.json", two_more)
-    given = [command] * (command != "check") + ["--model", str(home), "--out", f"{tmp_path}/out"]
-    rules = ["--rule", "right"] if command in ("rl", "check") else []
-    settings = config.parse_config([*given, *rules])
+    given = ["--model", str(home), "--out", f"{tmp_path}/out", "--rule", "right"]
+    evaluates = ["--steps", "0", "--eval-data", "d"] if command == "evaluation" else []
+    settings = config.parse_config([*given, *evaluates])
     with pytest.raises(UserError, match=f"--model .*: its tokenizer .* {TOO_MANY}"):
         if command == "check":
             dry_run.check(settings)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 import config as settings
-from config import COMMANDS, DEMO_MODELS, PRESETS, Config, parse_config, settings_of
-from run import check_settings
+from config import DEMO_MODELS, EVALUATION, GROUPS, PRESETS, Config, parse_config, settings_of
+from run import check_settings, start
+from runtime.errors import UserError
+from runtime.shutdown import Stop
+from scheduling.measured import Split
 from tests.support.patience import run_process
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -21,7 +24,7 @@ save_every keep save_hf_every deterministic dry_run"""
 # what isn't given follows from the rest
 RESOLVED = ("preset", "out", "judge_format", "model", "judge")
 PATHS = ["--model", "m", "--judge", "j"]
-DEMOS = {"": "written", "eval": "written", "--preset images": "drawn"}  # whose models they are
+DEMOS = {"": "written", "--steps 0": "written", "--preset images": "drawn"}  # whose models they are
 DEMO_JUDGE = os.path.relpath(DEMO_MODELS / "written" / "judge")
 
 
@@ -76,12 +79,14 @@ def test_with_a_model_the_fields_defaults():
     "arguments,field,value",
     [
         ("--mode full", "out", "runs/tiny-full"),
-        ("eval", "out", "runs/eval"),
-        ("eval", "eval_samples", 8),
+        ("--steps 0", "out", "runs/eval"),
+        ("--steps 0 --out runs/my", "out", "runs/my"),
         ("--answer-tokens 32", "max_new_tokens", 32),
-        ("eval --answer-tokens 80", "max_new_tokens", 80),
+        ("--steps 0 --answer-tokens 80", "max_new_tokens", 80),
         ("--model m --judge j", "judge_format", ("addition",)),
         ("--model m --judge j --data d", "judge_format", ("chat",)),
+        ("--model m --judge j --eval-data d", "judge_format", ("addition",)),
+        ("--model m --steps 0 --eval-data d", "judge_format", ("chat",)),
         ("--model m --judge j --data d --judge-format harm", "judge_format", ("harm",)),
         # the judges of the reward, then those of the cost; without --model the demo's, for the loop
         ("", "judge_models", (DEMO_JUDGE,)),
@@ -106,7 +111,7 @@ def test_the_demos_models_are_found_from_any_folder(given, name, tmp_path, monke
     elsewhere = parse_config(given.split())
     for path in (elsewhere.model, *elsewhere.judge):
         assert Path(path, "model.safetensors").is_file()
-    assert len(elsewhere.judge) == (config.command == "rl")
+    assert len(elsewhere.judge) == (not config.evaluates)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -121,8 +126,7 @@ def test_the_command_line_beats_the_preset_which_beats_the_defaults(name):
     assert (given.lr, given.dtype) == (0.5, "float32")
 
 
-FLAGS = [each for each in settings_of(Config) if each.metadata["group"] in COMMANDS["rl"].groups]
-OF_RL = {field.name for field in FLAGS}
+FLAGS = [each for each in settings_of(Config) if each.metadata["group"] in GROUPS]
 
 
 @pytest.mark.parametrize("timeout_s", [10.0, 600.0])
@@ -148,8 +152,10 @@ BAD = [
     ("--data d --rule right", f"--data {ONLY_ADDITION}"),
     ("--eval-data d", f"--eval-data {ONLY_ADDITION}"),
     ("--eval-samples -1", "--eval-samples -1: at least 0 is needed"),
-    ("eval --model m --eval-data d", "unrecognized arguments: --eval-data d"),
-    ("eval --data d", "--data needs --model"),
+    ("--steps -1", "--steps -1: at least 0 is needed"),
+    ("--steps 0 --eval-data d", f"--eval-data {ONLY_ADDITION}"),
+    ("--steps 0 --model m --data d", "--steps 0 needs prompts to answer: --eval-data FILE; --pre"),
+    ("--steps 0 --resume run/checkpoints/step_3", "--steps 0 reads no checkpoint: evaluate the Hu"),
     ("--model m --judge j k --reward-weights 1", ONE_EACH),
     ("--model m --judge j k --reward-weights 0 0", "weights 0.0 0.0: finite"),
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
@@ -193,20 +199,40 @@ def test_a_judge_that_writes_nothing_needs_no_room_for_it():
     assert parse_config(given.split()).max_model_len == 128
 
 
-def test_a_command_has_few_settings_and_its_own():
-    """The loop has all that are promised (test_size.py bounds them); an evaluation needs no judge."""
-    assert set(PROMISED.split()) <= OF_RL
-    for refused in ("--judge j", "--mode full", "--dry-run", "--steps 2", "--eval-every 2"):
-        with pytest.raises(ValueError, match=f"unrecognized arguments: {refused}"):
-            parse_config(["eval", "--model", "m", *refused.split()])
+def test_what_is_promised_is_a_flag():
+    assert set(PROMISED.split()) <= {field.name for field in FLAGS}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help(command):
+def test_an_evaluation_has_no_use_for_what_is_for_training():
+    """So a command that trains evaluates, whatever it asks for: all else has its default."""
+    trains = "--model m --data d --judge j k --rule right --reward-weights 1 2 3 --algorithm ppo"
+    trains += " --placement standalone --ahead 1 --tp 2 --sp --max-tokens-per-micro-batch 99999"
+    trains += " --mode full --genrm-tp 2 --save-every 1 --judge-format number chat"
+    kept = "--model m --eval-data e --judge-format number --eval-samples 4 --rollout-tp 2 --dry-run"
+    evaluates = ["--steps", "0", *kept.split()]
+    config = parse_config([*trains.split(), *evaluates])
+    assert config == parse_config(evaluates) and (config.dry_run, config.rollout_tp) == (True, 2)
+    assert check_settings(config, 2)[1] == [Split("partial", 2, 0)]
+    for field in FLAGS:
+        if field.metadata["group"] not in EVALUATION and field.name not in ("steps", "dry_run"):
+            assert vars(config)[field.name] == field.default, field.name
+    with pytest.raises(ValueError, match="one sample may have 1025 tokens"):
+        parse_config([*PATHS, "--max-tokens-per-micro-batch", "512"])
+    assert parse_config([*evaluates, "--max-tokens-per-micro-batch", "512"]).evaluates
+
+
+def test_what_was_a_command_is_answered():
+    for word, answer in (("eval", "python run.py --steps 0"), ("sft", "examples/finetune.py sft")):
+        with pytest.raises(UserError, match=f"^{word} is an? .* now: .*{answer}"):
+            start([word, "--model", "m"], Stop())
+
+
+def test_help():
     heavy = {"torch", "sglang", "transformers", "megatron", "matplotlib"}
-    parse = f"run.parse_config({[command, '--help']}, run.__doc__)"
+    parse = "run.parse_config(['--help'], run.__doc__)"
     code = f"import sys, run\ntry: {parse}\nfinally: assert not {heavy} & sys.modules.keys()"
     ran = run_process(sys.executable, "-c", code)
     assert ran.returncode == 0 and not ran.stderr
+    assert "python run.py --steps 0" in ran.stdout
     for group in {field.metadata["group"] for field in settings_of(Config)}:
-        assert (f"\n{group}:\n" in ran.stdout) == (group in COMMANDS[command].groups)
+        assert f"\n{group}:\n" in ran.stdout

@@ -529,7 +529,8 @@ def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
 
 
 def test_an_evaluation_needs_its_engine_alone(models):
-    config = parse_config(["eval", "--model", str(models["7B"]), "--device", "cuda"])
+    given = ["--steps", "0", "--model", str(models["7B"]), "--eval-data", "d", "--device", "cuda"]
+    config = parse_config([*given, "--mode", "full", "--tp", "8"])
     [(peak, needed)] = peaks_of(config, *place(config, 1), H200).items()
     assert peak.startswith("serving rollout") and needed == pytest.approx(0.7 * H200 + 2 * RESIDENT)
 

@@ -103,6 +103,14 @@ def test_the_device_map_names_who_owns_which_server():
     assert moving[2].endswith("; rollout on port 23012; genrm on port 23013")
 
 
+def test_an_evaluation_has_engines_only():
+    config = parse_config(["--steps", "0", "--port", "23010", "--tp", "2"])
+    placed = run.check_settings(config, 1)
+    assert device_map(config, *placed)[1:] == ["  rank 0: rollout on port 23010"]
+    lines = memory.table(config, *placed)
+    assert [line.split()[0] for line in lines[1:-3]] == ["rollout"]
+
+
 @pytest.fixture
 def said(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)

@@ -92,7 +92,7 @@ def test_what_cannot_be_moved_aside_is_named(out, monkeypatch, name):
     monkeypatch.chdir(out)
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "run")
     Path(name).mkdir(exist_ok=True)
-    Path(name, "eval.json").touch()
+    Path(name, "answers.jsonl").touch()
     with pytest.raises(UserError, match=rf"^--out {name}: .*moved aside \(it is .*\): name"):
         archive(Path(name), print)
-    assert Path(name, "eval.json").exists() and not [*out.parent.rglob("*-1")]
+    assert Path(name, "answers.jsonl").exists() and not [*out.parent.rglob("*-1")]

@@ -87,14 +87,23 @@ def column(out, name: str) -> list[float]:
 
 
 def evaluate(model, out, *more) -> dict:
-    """What `run.py eval` measures on the first 32 sums."""
+    """What an evaluation measures on the first 32 sums."""
     data = out.parent / "few.jsonl"
     data.write_text("".join(SUMS.read_text().splitlines(keepends=True)[:32]))
-    command = [sys.executable, "run.py", "eval", "--model", model, "--data", data, "--out", out]
-    command += ["--judge-format", "number", "--max-new-tokens", "32", "--max-model-len", "128"]
+    command = [sys.executable, "run.py", "--steps", "0", "--model", model, "--eval-data", data]
+    command += [
+        "--out",
+        out,
+        "--judge-format",
+        "number",
+        "--max-new-tokens",
+        "32",
+        "--max-model-len",
+        "128",
+    ]
     command += ["--eval-samples", "2", "--port", free_ports(), *more]
     run_command(command)
-    return json.loads((out / "eval.json").read_text())
+    return json.loads((out / "metrics.jsonl").read_text())
 
 
 def test_engine_and_trainer_agree(full):
@@ -136,7 +145,8 @@ def test_learning_from_examples(tmp_path, rows):
     out = learn("sft", rows / "examples.jsonl", tmp_path, steps=4)
     losses = column(out, "sft/held_out_loss")
     assert losses[-1] < losses[0]
-    assert evaluate(out / "hf", tmp_path / "eval")["prompts"] == 32
+    assert evaluate(out / "hf", tmp_path / "eval")["eval/truncated_frac"] < 1
+    assert len((tmp_path / "eval" / "answers.jsonl").read_text().splitlines()) == 32
 
 
 def test_a_reward_model_prefers_right_answers(reward_model):

@@ -238,11 +238,11 @@ def test_a_users_error_is_not_tried_again(tmp_path):
 def test_an_evaluation_on_an_engine(tmp_path):
     """The demo's actor shows no work yet: it is right about small sums alone."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}')
-    given = ["--model", DEMO / "actor", "--data", tmp_path / "rows.jsonl", "--max-new-tokens", "72"]
-    given += ["--judge-format", "addition", "--out", tmp_path / "out", "--port", free_ports()]
-    command = [sys.executable, ROOT / "run.py", "eval", *given]
-    run_command(command)
-    found = json.loads((tmp_path / "out" / "eval.json").read_text())
+    given = ["--steps", "0", "--eval-data", tmp_path / "rows.jsonl", "--model", DEMO / "actor"]
+    given += ["--eval-samples", "8", "--max-new-tokens", "72", "--judge-format", "addition"]
+    given += ["--out", tmp_path / "out", "--port", free_ports()]
+    run_command([sys.executable, ROOT / "run.py", *given])
+    found = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
     assert (found["eval/accuracy"], found["eval/pass@8"]) == (1.0, 1.0)
 
 

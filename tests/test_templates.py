@@ -245,7 +245,7 @@ def loaded(directory, monkeypatch):
 
         said = []
         monkeypatch.setattr(tokenization, "load_tokenizer", load_tokenizer)
-        config = Config(command="eval", model=str(directory), template=settings)
+        config = Config(steps=0, model=str(directory), template=settings)
         [tokenizer] = tokenization.load_tokenizers(config, said.append)
         return tokenizer, said
 

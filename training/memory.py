@@ -47,7 +47,7 @@ class Model(NamedTuple):
 
 def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
     """Each trainer while it learns, and the reference, which has weights alone."""
-    if config.command == "eval":
+    if config.evaluates:
         return {}
     algorithm = algorithm_of(config)
     policy = checkpoint_shapes(config.model)
@@ -127,7 +127,7 @@ def embedding(shapes: Shapes) -> list[int]:
 
 def with_micro_batch(config: Config) -> Config:
     """Lower --max-tokens-per-micro-batch to what ACTIVATIONS hold, but not below a sample, on a CPU."""
-    if config.device == "cuda" or config.command == "eval":
+    if config.device == "cuda":
         return config
     per_token = activations(checkpoint_shapes(config.model), config, tokens=1)
     fitting = ACTIVATIONS // per_token

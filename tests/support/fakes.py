@@ -486,9 +486,6 @@ class FakeReport:
         self.dumped = samples
         return "OUT/skipped_samples.jsonl"
 
-    def unanswered(self, numbers):
-        return list(numbers)
-
     def answers(self, number, samples, right):
         pass
 
