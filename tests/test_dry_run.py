@@ -163,7 +163,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):
         dry_run.check(settings(host="::1"))
 
 
-NO_NUMBER = "the rule number finds no key in 'a'; .* one number"
+NO_NUMBER = "the rule number finds no key in 'a'; .* one plain number"
 UNFIT = [("right", {"prompt": "3+4=", "answr": 7}, "`answer` is missing, for the rule right")]
 UNFIT += [("number", {"prompt": "3+4=", "answer": "a"}, NO_NUMBER)]
 UNFIT += [("length:9", {"prompt": ""}, "needs `messages`")]

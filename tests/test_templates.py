@@ -79,7 +79,7 @@ RENDERED = [
     (QWEN3, [ASKED, CALLED, TOLD]),
     (LLAMA3, [turn("system", " Be brief.\n"), ASKED, CALLED, turn("tool", 'sun: "yes"\n\tor é')]),
     (MISTRAL, [turn("system", "user"), ASKED, turn("assistant", " 7 "), turn("user", "And 2?")]),
-    (GEMMA, [turn("user", "  model\n"), turn("assistant", ""), turn("user", "~0~")]),
+    (GEMMA, [turn("user", "  model\n"), turn("assistant", ""), turn("user", "~mark 0~")]),
     (CODER, [ASKED, turn("assistant", "I look.", tool_calls=[WEATHER, WEATHER]), TOLD]),
 ]
 
@@ -96,17 +96,14 @@ EACH = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end
 TOOLS = [tool("weather", parameters={"type": "object"}), tool("clock")]
 WITH_TOOLS = {"messages": [ASKED], "tools": TOOLS}
 LEFT_OUT = [
-    (QWEN3, [ASKED, turn("assistant", "So <think>x</think> 7"), ASKED], "the assistant's turn"),
     (QWEN3, [turn("developer", "Be brief."), ASKED], "leaves out the developer's turn"),
     # words that the rest has, too
     (QWEN3, [turn("developer", "user"), ASKED], "leaves out the developer's turn"),
     (QWEN3, [turn("developer", "3+4"), ASKED], "leaves out the developer's turn"),
-    (EACH.replace("messages", "messages[1:]"), [ASKED, turn("user", "?")], "the user's turn"),
+    (EACH.replace("messages", "messages[:1]"), [ASKED, turn("user", "?")], "the user's turn"),
     (EACH.replace("m.content", "m.content[:9]"), [ASKED], "leaves out the user's turn"),
-    (EACH.replace("messages", "messages | reverse"), [ASKED, turn("tool", "7")], "the tool's turn"),
+    (EACH.replace("messages", "messages[::2]"), [ASKED, TOLD, ASKED], "the tool's turn"),
     (EACH, [ASKED, CALLED, TOLD], "leaves out a tool call"),
-    (LLAMA3, [ASKED, CALLED | {"content": "I look."}, TOLD], "leaves out the assistant's turn"),
-    (CODER.replace(" + name", ""), [ASKED, CALLED, TOLD], "leaves out a tool call"),
     (GEMMA, [turn("system", "Be brief."), ASKED], "refuses turns: System role not supported"),
     (EACH.replace("m.role", "m.at | length"), [ASKED | {"at": 3}], "refuses turns: .* no len"),
     (EACH, WITH_TOOLS, "ignores `tools`"),
