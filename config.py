@@ -214,8 +214,6 @@ class Config:
             raise UserError(f"--answer-tokens {exactly}: {most} says otherwise, so leave it out")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
-        if self.rebalance and self.mode == "full":
-            raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")
         if self.rollout_only and self.train_only:
             raise UserError("--rollout-only never trains, --train-only asks no engine: choose one")
         if self.train_only != bool(self.replay):

@@ -160,7 +160,6 @@ BAD = [
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
     ("--reward-weights", "argument --reward-weights: expected at least one argument"),
     ("--sp", "--sp needs --tp 2"),
-    ("--rebalance --mode full", "--rebalance moves ranks between roles"),
     ("--rollout-only --train-only --replay r", "--rollout-only never trains, --train-only"),
     ("--train-only", TOGETHER),
     ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 says otherwise"),
