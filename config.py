@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
+from extras import EXTRAS
 from runtime.devices import default_device
 from runtime.errors import UserError
 
@@ -29,7 +30,10 @@ def setting(
     high: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """A field of Config that is a flag. low, high: a number's limits; choices: a text's only values."""
+    """A field of Config that is a flag. low, high: a number's limits; choices: a text's only values.
+
+    group: its heading in --help: a part of the core, or the row of extras.py that it belongs to.
+    """
     metadata = dict(help=help, group=group, low=low, high=high, choices=choices)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -55,19 +59,19 @@ class Config:
     host: str = setting("127.0.0.1", "address here that ranks and servers listen on", "run")
     port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
     timeout_s: float = setting(600.0, "longest wait for a rank; engines get half", "run", low=TINY)
-    memory_check: bool = setting(True, "end before a start without enough memory", "run")
+    memory_check: bool = setting(True, "end before a start without enough memory", "memory")
     model: str = setting("", "Hugging Face directory of the policy; default: the demo's", "data")
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
     template: Texts = setting((), "settings of chat templates: enable_thinking=false", "data")
     dtype: str = setting("float32", "bfloat16 by default with CUDA", "data", choices=DTYPES)
     mode: str = setting("partial", "engines share ranks: full | partial | fused", "loop")
     placement: str = setting("colocate", "split | standalone | engines=0-1 actor=2:tp1", "loop")
-    ahead: int = setting(0, "1: serve a batch while another trains, on own ranks", "loop", 0, 1)
+    ahead: int = setting(0, "1: serve a batch while another trains, on own ranks", "apart", 0, 1)
     algorithm: Texts = setting(("grpo",), "of ALGORITHMS, then its settings: kl_coef=0.01", "loop")
     prompts_per_step: int = setting(16, "groups trained on in a step", "loop", low=1)
     answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
     updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
-    critic: str = setting("", "the value model; default: the policy with a new head", "loop")
+    critic: str = setting("", "the value model; default: the policy with a new head", "critics")
     over_dispatch: float = setting(
         1.0, "prompts served, as a multiple; the unfinished go on later", "loop", 1, 4
     )
@@ -75,13 +79,15 @@ class Config:
         0, "partial mode: ranks that write, the rest judge; 0: half", "loop", low=0
     )
     tail: float = setting(
-        0.2, "fused mode: part of the answers left when judging begins", "loop", 0, 1
+        0.2, "fused mode: part of the answers left when judging begins", "fused", 0, 1
     )
-    rebalance: bool = setting(False, "move ranks between roles (fused: the tail) by load", "loop")
+    rebalance: bool = setting(
+        False, "move ranks between roles (fused: the tail) by load", "rebalance"
+    )
     log_samples: int = setting(
         2, "answers of a step to look at: samples.jsonl, TensorBoard", "loop", low=0
     )
-    dry_run: bool = setting(False, "print who would run where, in how much memory", "loop")
+    dry_run: bool = setting(False, "print who would run where, in how much memory", "dry run")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
     reward_weights: Numbers = setting((), "of judges, then rules; default: equal", "rewards")
@@ -119,8 +125,8 @@ class Config:
         0, "of each answer exactly, as in papers' measurements; 0: to its end", "engines", low=0
     )
     max_model_len: int = setting(0, "of prompt and answer; 0: the model's own", "engines", low=0)
-    video_fps: float = setting(2.0, "frames shown of a second of a clip", "engines", TINY, 1000)
-    video_frames: int = setting(16, "frames shown of a clip, at most", "engines", low=2)
+    video_fps: float = setting(2.0, "frames shown of a second of a clip", "images", TINY, 1000)
+    video_frames: int = setting(16, "frames shown of a clip, at most", "images", low=2)
     rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
     genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)
     mem_fraction: float = setting(0.7, "of a GPU, for awake engines", "engines", 0.05, 0.95)
@@ -225,9 +231,9 @@ ON_CUDA |= dict(prompts_per_step=64)
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
-# groups of settings that are flags of run.py; an evaluation has use for the first ones
-EVALUATION = ("run", "data", "evaluation", "engines")
-GROUPS = (*EVALUATION, "training", "loop", "rewards", "checkpoints")
+# groups of settings that are flags of run.py: of the core, and of each extra that is there
+GROUPS = ("run", "data", "evaluation", "engines", "training", "loop", "rewards", *EXTRAS)
+EVALUATION = ("run", "data", "evaluation", "engines", "images", "memory", "dry run")  # of --steps 0
 
 
 def dashed(name: str) -> str:
@@ -255,7 +261,7 @@ def evaluation_of(config: Config) -> Config:
         raise UserError(f"--resume {config.resume}: --steps 0 reads no checkpoint: {weights}")
     settings = settings_of(Config)
     used = {field.name for field in settings if field.metadata["group"] in EVALUATION}
-    used = used - {"data", "genrm_tp"} | {"steps", "dry_run"}
+    used = used - {"data", "genrm_tp"} | {"steps"}
     unused = {field.name: field.default for field in settings if field.name not in used}
     # without judges one format: the first judge's, by which training finds final answers
     return dataclasses.replace(config, **unused, judge_format=config.judge_format[:1])

@@ -1,12 +1,75 @@
-"""The extras add rows to the core's tables. Delete a line here, and its files: the rest runs without.
+"""The index of extras: what the demo in partial and full mode does without. All else is the core.
 
-What isn't named in a row is imported where it is asked for: delete its files alone. These are critic.py
-(--algorithm ppo, safe_rlhf), training/ptx.py (ptx_data), images/ with training/vision.py (a model that sees).
+To do without an extra, delete its row and its files. No other line has to change: an extra adds rows to
+tables of the core when it is imported, or the core looks here before it imports one. A flag of an extra that
+is gone is unknown, and what else asks for one is refused in a line.
 """
 
-import apart  # noqa: F401  PLACEMENTS: models and engines on ranks of their own, --ahead
-import commands.memory  # noqa: F401  CHECKS: a run that takes too much memory doesn't start; with dry_run.py
-import demo.task  # noqa: F401  FORMATS: the demo's judges
-import fused  # noqa: F401  MODES, MOVES: --mode fused; with scheduling/fusion.py
-import scheduling.fused_pipelines  # noqa: F401  SCHEDULES: --schedule fused
-from scheduling import rebalance  # noqa: F401  MOVES: --rebalance
+from importlib import import_module
+from typing import NamedTuple
+
+from runtime.errors import UserError
+
+
+class Extra(NamedTuple):
+    """files: with folders, seen from here. adds: the module that adds rows to the core's tables."""
+
+    files: str
+    adds: str = ""
+
+
+EXTRAS = {
+    # PLACEMENTS: split, standalone, ranks in words; --ahead
+    "apart": Extra("apart.py training/elsewhere.py training/push.py", adds="apart"),
+    # MODES, MOVES: --mode fused
+    "fused": Extra("fused.py scheduling/fusion.py", adds="fused"),
+    # MOVES: --rebalance in partial mode
+    "rebalance": Extra("scheduling/rebalance.py", adds="scheduling.rebalance"),
+    # SCHEDULES: --schedule fused
+    "fused pipelines": Extra("scheduling/fused_pipelines.py", adds="scheduling.fused_pipelines"),
+    # --algorithm ppo and safe_rlhf
+    "critics": Extra("critic.py"),
+    # ptx_data of --algorithm
+    "pretraining texts": Extra("training/ptx.py"),
+    # models that see: --preset images and video
+    "images": Extra("images training/vision.py demo/drawing.py"),
+    # saves, --resume, exports; without them a run that ends is over
+    "checkpoints": Extra(
+        "checkpoint.py training/sharded_checkpoint.py runtime/background_writer.py"
+    ),
+    # --steps 0: OUT/answers.jsonl
+    "answers": Extra("reporting/answers.py"),
+    # CHECKS: a run that needs more memory than there is doesn't start; --recompute -1
+    "memory": Extra(
+        "commands/memory.py training/memory.py runtime/free_memory.py", "commands.memory"
+    ),
+    # --dry-run, --simulate, run.py check
+    "dry run": Extra("commands/dry_run.py"),
+    # --rule FILE.py
+    "rules of users": Extra("user_rules.py runtime/alarm.py"),
+    # FORMATS: scalar reward models as judges
+    "scalar judges": Extra("engines/reward_model.py", adds="engines.reward_model"),
+    # without CUDA: engines are forked, and a compiled decoder answers
+    "fast CPU": Extra("cpu/forks.py cpu/compiler.py cpu/decoder.py cpu/decoder.cpp cpu/windows.py"),
+    # what a GPU run needs beside the GPU is looked for at its start
+    "GPU tools": Extra("runtime/gpu_tools.py"),
+    # OUT/timeline.png
+    "figure": Extra("reporting/figure.py"),
+}
+
+
+def has(name: str) -> bool:
+    return name in EXTRAS
+
+
+def need(name: str, asked: str) -> None:
+    """Raise UserError if an extra is gone. asked: what asks for it, as people write it."""
+    if name not in EXTRAS:
+        raise UserError(f"{asked}: extras.py has no row {name!r} any more")
+
+
+def load() -> None:
+    """Have every extra add its rows."""
+    for extra in EXTRAS.values():
+        if extra.adds:
+            import_module(extra.adds)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import controller
 import data
-import extras  # noqa: F401
+import extras
 import modes
 import rewards
 from algorithms import Algorithm, algorithm_of
@@ -61,7 +61,7 @@ from scheduling.pipeline import schedule_of
 if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
     from training.trainer import Trainer
 
-
+extras.load()
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # no torchrun
 
 

@@ -53,7 +53,7 @@ from training.trainer import LossSums, Trainer, as_sequences, loss_sums, means
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
-GROUPS = ("run", "data", "training", "examples")  # of settings that are flags
+GROUPS = ("run", "data", "training", "memory", "examples")  # of settings that are flags
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import controller
-import extras  # noqa: F401
+import extras
 import genrm
 import modes
 import placement
@@ -42,6 +42,8 @@ from simulation.engine import Moves, Reply, SimulatedEngine
 from simulation.meetings import Network, SimulatedWorld
 from simulation.shared import sharing
 from simulation.trainers import SimulatedTrainer
+
+extras.load()
 
 PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
 # settings that a simulation takes from a user's run: of its samples, of serving, of training

@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import extras  # noqa: F401
 import modes
 from commands import memory
 from config import Config, Parser, parse_config

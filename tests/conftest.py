@@ -14,7 +14,10 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+import extras
 from tests.support.patience import LIMIT_S
+
+extras.load()
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import extras  # noqa: F401
 from apart import placement_from, ranks_from
 from config import Config
 from placement import make_placement

@@ -41,14 +41,14 @@ MOST_FLAGS = 64
 MOST_ROOT_FILES, MOST_COLUMNS = 18, 110
 LAYERS = (  # each may import what stands below it, and its own line
     {"run", "papers"},
-    {"extras", "commands", "simulation"},
+    {"commands", "simulation"},
     {"controller"},
     {"fused", "apart"},
     {"modes", "rollout", "rewards", "checkpoint", "demo"},
     {"genrm", "actor", "critic", "reporting"},
     {"training", "placement", "algorithms", "data"},
     {"engines", "scheduling"},
-    {"runtime", "config", "sample", "cpu", "inputs", "images"},
+    {"runtime", "config", "sample", "cpu", "inputs", "images", "extras"},
 )
 FLOOR = {name: len(LAYERS) - number for number, names in enumerate(LAYERS) for name in names}
 MEGATRON = {"training", "actor", "critic", "cpu"}

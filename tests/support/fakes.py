@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import fmean
 
 import controller
-import extras  # noqa: F401
 import modes
 import placement
 import rewards

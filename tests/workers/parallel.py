@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import extras
 from algorithms import Settings
 from config import Config
 from scheduling.balance import plan_batch
 from tests.support.patience import LIMIT_S
+
+extras.load()
 
 
 def actor_config(row: str = "grpo", **changes) -> Config:
