@@ -201,8 +201,6 @@ class Config:
             raise UserError(f"--answer-tokens {exactly}: {most} says otherwise, so leave it out")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
-        if self.rebalance and self.mode == "full":
-            raise UserError("--rebalance moves ranks between roles: in --mode full both hold all")
         sources = len(self.judge) + len(self.rule)
         needs_reward = self.command == "rl" and not self.evaluates
         if needs_reward and self.model and not sources:

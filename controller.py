@@ -29,10 +29,10 @@ from runtime.shutdown import Stop, Stopped
 from runtime.world import World
 from sample import Sample, flat
 from scheduling.dealing import MiniBatches, Shares, Sizes, deal
-from scheduling.measured import StepStats
+from scheduling.measured import MOVES, StepStats
 from scheduling.pipeline import schedule_of
-from scheduling.rebalance import HISTORY, choose_split
 
+HISTORY = 50  # steps that are remembered: lengths change as a model learns
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
 
@@ -229,13 +229,16 @@ async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> dict[
 
 
 def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
-    """Note what the step measured, if it was served, and take the split that `choose_split` says."""
+    """Note what the step measured, if it was served; take the split that the mode's rule chooses by it."""
     if step_stats is None:
         return {}
     devices = c.devices
     c.state.history = [*c.state.history, step_stats][-HISTORY:]
+    if len(devices.splits) == 1:
+        return {}
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
-    decision = choose_split(c.state.history, devices.splits, devices.rollout.capacity, tp)
+    move = MOVES[devices.split.mode]
+    decision = move(c.state.history, devices.splits, devices.rollout.capacity, tp)
     was_served_so = step_stats.split == devices.split  # else the figures are of an older split
     if was_served_so and decision.split != devices.split:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")

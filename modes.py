@@ -26,7 +26,7 @@ from runtime.errors import UserError
 from runtime.shutdown import Stopped
 from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
 from scheduling.layout import Placement
-from scheduling.measured import Split, StepStats, histogram
+from scheduling.measured import MOVES, Split, StepStats, histogram
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -143,6 +143,8 @@ def make_splits(config: Config, placement: Placement) -> list[Split]:
     """The splits that a run may take, that of its start first (pure). UserError: there is none."""
     if config.mode not in MODES:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(MODES)}")
+    if config.rebalance and config.mode not in MOVES:
+        raise UserError(f"--rebalance: no rule moves the split of --mode {config.mode}")
     splits = MODES[config.mode].splits(placement, config)
     ranks = len(placement.engines)
     judges = len(config.judge_models)

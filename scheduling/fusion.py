@@ -5,8 +5,7 @@ from collections import Counter, deque
 from statistics import fmean
 from typing import NamedTuple
 
-from scheduling.measured import Left, Split, StepStats
-from scheduling.rebalance import LEAST_GAIN, TRIALS
+from scheduling.measured import LEAST_GAIN, MOVES, Decision, Left, Split, StepStats, newest_of_split
 
 Ranks = tuple[int, ...]
 TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance chooses from these
@@ -160,14 +159,13 @@ class FluidModel(NamedTuple):
 
 
 def best_tail(
-    history: list[StepStats],
-    newest: list[StepStats],
-    splits: list[Split],
-    capacity: int,
-    tp: dict[str, int],
-) -> Split:
+    history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
+) -> Decision:
     """Return the split whose tail would serve the newest steps fastest: theirs, if the gain is small."""
-    now = newest[0].split
+    now = history[-1].split
+    newest = newest_of_split(history)[:RECENT]
+    if len(newest) < RECENT:
+        return Decision(now, f"{now} stays: measured for {len(newest)} of {RECENT} steps")
     swap_s = fmean(step.swap_s / max(1, step.waves) for step in newest)
     latency = {role: token_latency(history, role, tp[role]) for role in tp}
     engines = (now.rollout // tp["rollout"], now.genrm // tp["genrm"])
@@ -178,7 +176,10 @@ def best_tail(
         for split in splits:
             seconds[split] += model.seconds(split.tail, step.lengths, step.genrm.requests, critique)
     best = min(splits, key=seconds.__getitem__)
-    return best if seconds[best] < (1 - LEAST_GAIN) * seconds[now] else now
+    if seconds[best] < (1 - LEAST_GAIN) * seconds[now]:
+        ratio = seconds[now] / seconds[best]
+        return Decision(best, f"{now} -> {best}: it should be {ratio:.2f} times as fast")
+    return Decision(now, f"{now} stays: no tail should be faster")
 
 
-TRIALS["fused"] = lambda *facts: [best_tail(*facts)]
+MOVES["fused"] = best_tail

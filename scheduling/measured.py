@@ -1,15 +1,16 @@
-"""What a step of serving took: the requests of each role, by each controller and by all of them."""
+"""What a step of serving took, and the rules that choose the next split by it. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
-from itertools import compress, zip_longest
+from itertools import compress, takewhile, zip_longest
 from typing import NamedTuple
 
 ROLES = ("rollout", "genrm")
+LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
 # a part of a request, by one engine: sent, end, tokens that it wrote; then tokens of the answer
 # so far, of the request's own prompt, and of that in a cache; whether the answer is whole now
 Part = tuple[float, float, int, int, int, int, bool]
@@ -119,6 +120,21 @@ def histogram(lengths: Iterable[int]) -> tuple[int, ...]:
     """Answers in each bin, 4 an octave, up to the longest."""
     counts = Counter(round(4 * math.log2(max(1, length))) for length in lengths)
     return tuple(counts[number] for number in range(1 + max(counts, default=0)))
+
+
+class Decision(NamedTuple):
+    split: Split  # of the next step
+    reason: str  # for people
+
+
+# mode -> the rule of --rebalance: (history, splits, capacity, tp) -> Decision
+# history: newest last; splits: all that the run may take; capacity, tp: requests and ranks of an engine
+MOVES: dict[str, Callable[..., Decision]] = {}
+
+
+def newest_of_split(history: list[StepStats]) -> list[StepStats]:
+    """The steps since the split moved, newest first."""
+    return [*takewhile(lambda step: step.split == history[-1].split, reversed(history))]
 
 
 class Left(NamedTuple):

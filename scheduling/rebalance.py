@@ -1,104 +1,57 @@
-"""Rebalance: which split serves the next step, from what the last steps measured. Pure.
+"""--rebalance in partial mode: an engine moves to the busier role. Pure.
 
-Without --rebalance there is one split, and nothing to choose. Else a split serves for COOL_DOWN steps. Then
-the first that fits:
+A role that uses its devices little gives some of them to the other role, step by step: a reader's notes on
+WeChat-YATT's withdrawn text. When it does so is ours. A split serves for COOL_DOWN steps. Then the first rule
+that fits:
 
-1. It is the fastest so far, and a better one may be next to it: what wasn't measured is tried.
-   Side by side (partial), one engine goes to the busier role, as WeChat-YATT's utilisation asks. In fused
-   mode the fluid model chooses the tail, as in RLHFuse.
-2. A split was measured faster: the run goes there. Else it stays.
-
-What was measured holds for one load: when critiques get longer or shorter beside the answers, and after
-HISTORY steps, all is measured again. In fused mode ranks change hands within a step, too:
-fusion.ranks_of_tail.
+1. Another split of the history was faster: the run goes there. So a move that made steps slower is undone.
+2. A role's engines have UNEVEN times as many requests in flight as the other's: it gets one of its engines,
+   unless the history has that split.
+3. The split stays.
 """
 
-from collections.abc import Callable
-from itertools import takewhile
-from statistics import fmean, median
-from typing import NamedTuple
+from statistics import fmean
 
-from scheduling.measured import Split, StepStats
+from scheduling.measured import LEAST_GAIN, MOVES, Decision, Split, StepStats, newest_of_split
 
-LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
-HISTORY = 200  # steps that are remembered
 COOL_DOWN = 3  # steps to measure a split before the next move
-RECENT = 10  # steps of a split that say how fast it is
-SIMILAR_LOAD = 1.3  # a step whose critiques are so many times longer or shorter says nothing of now
-LEAST_BUSY = 0.3  # a role whose engines have a smaller part of the other's in flight gets no more
+UNEVEN = 1.1  # from here on a role is the busier one
 
 
-class Decision(NamedTuple):
-    split: Split  # of the next step
-    reason: str  # for people
-
-
-# mode -> what is worth a trial there, where that isn't an engine more; see with_an_engine_moved
-TRIALS: dict[str, Callable[..., list[Split]]] = {}
-
-
-def choose_split(
+def to_the_busier_role(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> Decision:
-    """The next step's split. history: newest last; capacity, tp: requests and ranks of an engine."""
     now = history[-1].split
-    if len(splits) == 1:
-        return Decision(now, f"{now}: the only split")
-    newest = [*takewhile(lambda step: step.split == now, reversed(history))][:COOL_DOWN]
+    newest = newest_of_split(history)[:COOL_DOWN]
     if len(newest) < COOL_DOWN:
         return Decision(now, f"{now} stays: measured for {len(newest)} of {COOL_DOWN} steps")
-    speeds = measured_speeds(history)
-    enough = (1 + LEAST_GAIN) * speeds[now]
-    trials = []
-    if max(speeds.values()) <= enough:
-        find = TRIALS.get(now.mode, with_an_engine_moved)
-        trials = find(history, newest, splits, capacity, tp)
-    trials = [split for split in trials if split not in speeds]
-    if trials:
-        return Decision(trials[0], f"{now} -> {trials[0]}: to measure it")
-    best = max(speeds, key=speeds.__getitem__)
-    if speeds[best] > enough:
-        ratio = speeds[best] / speeds[now]
-        return Decision(best, f"{now} -> {best}: it was {ratio:.2f} times as fast")
-    return Decision(now, f"{now} stays: nothing was measured faster")
-
-
-def measured_speeds(history: list[StepStats]) -> dict[Split, float]:
-    """Steps a second with answers of one token, of each split that had a load like that of now.
-
-    A step trains on as many answers in every split, however many more one writes in vain.
-    """
-    load = median(judges_load(step) for step in history[-COOL_DOWN:])
-    steps_of: dict[Split, list[StepStats]] = {}
-    for step in history:
-        if load / SIMILAR_LOAD <= judges_load(step) <= load * SIMILAR_LOAD:
-            steps_of[step.split] = [*steps_of.get(step.split, []), step][-RECENT:]
-    speeds = {}
-    for split, steps in steps_of.items():
-        seconds = sum(step.serve_s for step in steps)
-        speeds[split] = sum(step.answer_tokens for step in steps) / max(1e-9, seconds)
-    return speeds
-
-
-def judges_load(step: StepStats) -> float:
-    """Tokens of a critique for each token of an answer."""
-    return step.genrm.tokens / max(1, step.genrm.requests) / max(1.0, step.answer_tokens)
-
-
-def with_an_engine_moved(
-    _: list, newest: list[StepStats], splits: list[Split], capacity: int, tp: dict
-) -> list[Split]:
-    """Return the splits in which one role has an engine more, that of the busier role first.
-
-    newest: steps of one split. The busier role is that whose engines have more in flight.
-    """
-    now = newest[0].split
+    measured = {step.split for step in history}
+    paces = {split: pace(history, split) for split in splits if split in measured}
+    best = min(paces, key=paces.__getitem__)
+    gain = paces[now] / paces[best]
+    if gain > 1 + LEAST_GAIN:
+        return Decision(best, f"{now} -> {best}: it was {gain:.2f} times as fast")
     load = {}
     for role, ranks in tp.items():
         load[role] = fmean(step.engine_load(role, ranks) for step in newest)
-    found = []
-    for role in sorted(load, key=load.__getitem__, reverse=True):
-        more = [s for s in splits if s != now and (s.rollout > now.rollout) == (role == "rollout")]
-        if more and load[role] >= LEAST_BUSY * max(load.values()):
-            found.append(min(more, key=lambda split: abs(split.rollout - now.rollout)))
-    return found
+    idler, busier = sorted(load, key=load.__getitem__)
+    more = [s for s in splits if s != now and (s.rollout > now.rollout) == (busier == "rollout")]
+    following = min(more, key=lambda split: abs(split.rollout - now.rollout), default=now)
+    if load[busier] < UNEVEN * load[idler]:
+        return Decision(now, f"{now} stays: both roles are as busy")
+    if following in paces:
+        return Decision(now, f"{now} stays: {busier} is busier, the next split isn't faster")
+    return Decision(following, f"{now} -> {following}: {busier} is busier")
+
+
+def pace(history: list[StepStats], split: Split) -> float:
+    """Seconds of serving for each token of a mean answer, in the newest steps of a split.
+
+    A step trains on as many answers in every split, however many more one writes in vain.
+    """
+    newest = [step for step in history if step.split == split][-COOL_DOWN:]
+    tokens = sum(step.answer_tokens for step in newest)
+    return sum(step.serve_s for step in newest) / max(1.0, tokens)
+
+
+MOVES["partial"] = to_the_busier_role

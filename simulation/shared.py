@@ -18,6 +18,7 @@ import controller
 import fused
 import modes
 from scheduling.dynamic_sampling import Draw, DynamicSampler, OrderedSampler
+from scheduling.measured import MOVES
 
 
 @dataclass
@@ -90,14 +91,15 @@ def sharing() -> Iterator[None]:
     """Work out each decision once while this is open, for all controllers of the process."""
     page: dict = {}
     shared = {
-        (controller, "choose_split"): Once(controller.choose_split),
         (controller, "deal"): Once(controller.deal, 1),
         (fused, "ranks_of_tail"): Once(fused.ranks_of_tail),
         (fused, "token_latency"): Once(fused.token_latency),
         (modes, "DynamicSampler"): partial(SharedSampler, page=page),
         (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }
+    moves = {mode: Once(move) for mode, move in MOVES.items()}
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(MOVES, moves))
         for (module, name), function in shared.items():
             stack.enter_context(mock.patch.object(module, name, function))
         yield

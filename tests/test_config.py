@@ -161,7 +161,6 @@ BAD = [
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
     ("--reward-weights", "argument --reward-weights: expected at least one argument"),
     ("--sp", "--sp needs --tp 2"),
-    ("--rebalance --mode full", "--rebalance moves ranks between roles"),
     ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 says otherwise"),
     ("--answer-tokens 9 --algorithm grpo overlong_from=3", "needs overlong_from=0 with --answer"),
     ("--max-model-len 72", "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),

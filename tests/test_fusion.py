@@ -4,6 +4,7 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -102,9 +103,13 @@ def test_the_best_tail():
     critiques = RequestStats(16384, 32, request_s=655.36, in_flight=80.0, requests=512)
     lengths = histogram([20] * 120 + [200] * 8)
     step = StepStats(splits[0], answers, critiques, 1, 1.0, 0.1, lengths)
-    assert fusion.best_tail([step], [step], splits, 128, dict(rollout=1, genrm=1)) == splits[1]
+    rule = partial(fusion.best_tail, splits=splits, capacity=128, tp=dict(rollout=1, genrm=1))
+    decision = rule([step] * fusion.RECENT)
+    assert decision.split == splits[1]
+    assert decision.reason.startswith("fused 0 -> fused 0.1: it should be ")
+    assert rule([step]).reason == "fused 0 stays: measured for 1 of 3 steps"
     alike = replace(step, split=splits[2], lengths=histogram([20] * 128))
-    assert fusion.best_tail([alike], [alike], splits, 128, dict(rollout=1, genrm=1)) == splits[2]
+    assert rule([alike] * fusion.RECENT).split == splits[2]
 
 
 def tail_marks(controllers):

@@ -69,6 +69,7 @@ def test_splits_that_a_run_may_take(changes, size, expected):
 
 
 REFUSED = [
+    (dict(FULL, rebalance=True), 2, "--rebalance: no rule moves the split of --mode full"),
     (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, .*fused"),
     (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
     (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-import controller
-from scheduling.rebalance import Decision
+from scheduling.measured import MOVES, Decision
 from tests.support.fakes import at_random_paces, number_in, simulate, text_answer, to_text, trained
 
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
@@ -180,7 +179,7 @@ def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
     def moves_once(history, splits, *_):
         return Decision(splits[1] if len(history) == 1 else history[-1].split, "")
 
-    monkeypatch.setattr(controller, "choose_split", moves_once)
+    monkeypatch.setitem(MOVES, "partial", moves_once)
     how = dict(placement="engines=0-3 actor=4", rebalance=True, steps=5)
     controllers, _ = simulate("partial", 5, **how, ahead=1)
     _, _, *others = [stats.split for stats in controllers[0].state.history]
