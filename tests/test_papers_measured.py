@@ -33,4 +33,4 @@ def test_a_split_that_moves_ends_near_the_best(name):
     """Also where each prompt that is read holds up what is written."""
     last = dict(steps=22, first_counted=14)
     moving = serving_s(PAPER.constants, name, "3|1", rebalance=True, **last)
-    assert moving < 1.05 * serving_s(PAPER.constants, name, BEST[name], **last)
+    assert moving < 1.06 * serving_s(PAPER.constants, name, BEST[name], **last)
