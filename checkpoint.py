@@ -34,8 +34,9 @@ import rollout
 from config import Config, as_text, dashed
 from reporting import timeline
 from runtime import atomic_files
-from runtime.atomic_files import PARTIAL, step_of, steps_in, sync
+from runtime.atomic_files import PARTIAL, step_of, steps_in
 from runtime.background_writer import BackgroundWriter
+from runtime.checkpoint_files import Part, make_folders, name_folders, write_part
 from runtime.errors import RunLost, UserError
 from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
@@ -59,10 +60,6 @@ ANSWERED += ("judge_format", "judge_max_new_tokens", "video_fps", "video_frames"
 FREE = ("preset", "out", "resume", "port")  # a run that resumes doesn't say that these differ
 
 Say = Callable[[str], None]
-
-
-# what a rank has written: descriptions of its shards by folder, SHA-256 by file
-Part = tuple[dict[str, list], dict[str, str]]
 
 
 def state_of(c: Controller) -> tuple[dict, dict]:
@@ -126,7 +123,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     """Return a batch that was served and not trained on: the first rank has all of it."""
     if not rows[0]:
         return None
-    parts = [rollout.batch_from(row) for row in rows]
+    parts = [batch_from(row) for row in rows]
     actor = c.devices.actor
     wrote = max((v for part in parts for s in part.kept for v in s.versions), default=actor.version)
     if wrote < actor.version:
@@ -148,27 +145,14 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     return batch
 
 
-def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> Part:
-    """Write one rank's files in the forked process: JSON by file, shards by folder, exports by path."""
-    described = {name: write() for name, write in shards.items()}
-    for name, value in state.items():
-        (folder / name).write_text(json.dumps(value))
-    for path, write in hf.items():
-        write(path)
-        for written in (*path.rglob("*"), path):
-            sync(written)
-    patterns = [*state, *(f"{name}/__{rank}_*" for name in shards)]
-    return described, sync_and_hash(folder, patterns)
-
-
-def sync_and_hash(folder: Path, patterns: list[str]) -> dict[str, str]:
-    """Put files of a checkpoint on the disk; return their SHA-256 by name."""
-    checksums = {}
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            sync(path)
-            checksums[str(path.relative_to(folder))] = atomic_files.sha256(path)
-    return checksums
+def batch_from(row: dict) -> rollout.RolloutBatch:
+    """Return the inverse of asdict."""
+    lists = {name: list(map(sample_from_json, row[name])) for name in ("kept", "dropped")}
+    for name in ("filtered", "carried"):
+        lists[name] = [list(map(sample_from_json, group)) for group in row[name]]
+    return rollout.RolloutBatch(
+        **row | lists | {"stats": row["stats"] and StepStats.of_json(row["stats"])}
+    )
 
 
 @dataclass
@@ -191,11 +175,17 @@ class Checkpoints:
     world: World
     out: Path
     contents: dict[str, list[str]]  # as contents_of found them at the start
+    point: ResumePoint | None = None  # that the run continues from
     newest: int | None = None
     newest_ahead: rollout.RolloutBatch | None = None  # the batch in it
     problem: str = ""  # why the last save failed
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
+
+    async def restore(self, c: Controller) -> None:
+        """Take over the checkpoint that the run continues from, if there is one (collective)."""
+        if self.point:
+            await restore(c, self.point.folder)
 
     def is_due(self, step: int, *every: int) -> bool:
         """Tell if `step` is one of those every so many (0: never), or the last."""
@@ -277,8 +267,9 @@ class Checkpoints:
         saving.writer.close()
         await self.world.barrier()  # every rank's writer has ended
         if not error:
+            name = partial(name_folders, saving.folder, saving.step, saving.describe)
             try:
-                await on_rank_0(self.world, name_folders, saving, parts, self.config.keep)
+                await on_rank_0(self.world, name, parts, self.config.keep)
             except OSError as caught:
                 error = str(caught)
         if error:
@@ -296,35 +287,6 @@ class Checkpoints:
         c.report.note(f"CHECKPOINT FAILED: {self.problem}; {left}")
 
 
-def make_folders(folder: Path, *names: str) -> None:
-    for name in names:
-        (folder / name).mkdir(parents=True)
-
-
-def name_folders(saving: Saving, parts: list[Part], keep: int) -> None:
-    """Give the folders their names: their files are on the disk. Rank 0 may die between any two lines."""
-    folder = saving.folder
-    checkpoints = folder.parent
-    checksums = {}
-    for _, of_rank in parts:
-        checksums |= of_rank
-    for trainer, describe in saving.describe.items():
-        describe([described[trainer] for described, _ in parts])
-        checksums |= sync_and_hash(folder, [f"{trainer}/.metadata"])
-    lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
-    (folder / atomic_files.CHECKSUMS).write_text("".join(lines))
-    for path in (folder / atomic_files.CHECKSUMS, *{(folder / name).parent for name in checksums}):
-        sync(path)
-    for unnamed in (*checkpoints.parent.glob(f"hf*/{folder.name}"), folder):
-        target = unnamed.with_name(f"step_{saving.step}")
-        atomic_files.remove_atomically(target)  # damaged, or of a save that failed later
-        unnamed.rename(target)
-        sync(target.parent)
-    older = [step for step in steps_in(checkpoints) if step < saving.step]
-    for step in reversed(older[keep - 1 :]):  # oldest first
-        atomic_files.remove_atomically(checkpoints / f"step_{step}")
-
-
 class ResumePoint(NamedTuple):
     """A whole checkpoint that the run continues from."""
 
@@ -332,6 +294,14 @@ class ResumePoint(NamedTuple):
     step: int
     ended_s: float = 0.0  # where its record ends on the run's own clock
     newest: int | None = None  # step of the newest checkpoint that is this run's own
+
+
+async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoints:
+    """Make --out ready; return what saves the run, and where it continues (collective). UserErrors."""
+    contents = await on_rank_0(world, contents_of, config)
+    point = await prepare_out(config, contents, world, say)
+    newest = point.newest if point else None
+    return Checkpoints(config, world, Path(config.out), contents, point, newest)
 
 
 async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:

@@ -9,12 +9,12 @@ and the event loop's clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import algorithms
 import modes
 import rollout
 from algorithms import Algorithm
-from checkpoint import Checkpoints
 from config import Config
 from data import Prompts
 from engines.engine import Sampling
@@ -25,6 +25,7 @@ from reporting.timeline import Timeline
 from rewards import Rewards
 from rollout import RolloutBatch
 from runtime.errors import UserError
+from runtime.out_folder import NoSaves
 from runtime.shutdown import Stop, Stopped
 from runtime.world import World
 from sample import Sample, flat
@@ -33,6 +34,9 @@ from scheduling.measured import MOVES, StepStats
 from scheduling.pipeline import schedule_of
 
 HISTORY = 50  # steps that are remembered: lengths change as a model learns
+if TYPE_CHECKING:
+    from checkpoint import Checkpoints
+
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
 
@@ -62,7 +66,7 @@ class Controller:
     sampling: Sampling  # of answers; greedy ones at temperature 0
     timeline: Timeline
     report: Report
-    checkpoints: Checkpoints
+    checkpoints: Checkpoints | NoSaves
     # the ranks with the same work as this one: those that serve, or that train, if these are apart; else all
     peers: World = None
     ahead: RolloutBatch | None = None  # served, and not yet trained on

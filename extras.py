@@ -35,7 +35,8 @@ EXTRAS = {
     "images": Extra("images training/vision.py demo/drawing.py"),
     # saves, --resume, exports; without them a run that ends is over
     "checkpoints": Extra(
-        "checkpoint.py training/sharded_checkpoint.py runtime/background_writer.py"
+        "checkpoint.py training/sharded_checkpoint.py runtime/checkpoint_files.py"
+        " runtime/background_writer.py"
     ),
     # --steps 0: OUT/answers.jsonl
     "answers": Extra("reporting/answers.py"),

@@ -31,7 +31,7 @@ from algorithms import teaches
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
-from sample import Outcome, Sample, flat, sample_from_json
+from sample import Outcome, Sample, flat
 from scheduling.dynamic_sampling import DynamicSampler
 from scheduling.measured import Left, StepStats
 
@@ -58,14 +58,6 @@ class RolloutBatch:
     stats: StepStats | None = None  # what this controller measured
     latencies: list[float] = field(default_factory=list)  # of its critiques, seconds
     groups_per_kept: float = 1.0  # as `State` has it after this step
-
-
-def batch_from(row: dict) -> RolloutBatch:
-    """Return the inverse of asdict."""
-    lists = {name: list(map(sample_from_json, row[name])) for name in ("kept", "dropped")}
-    for name in ("filtered", "carried"):
-        lists[name] = [list(map(sample_from_json, group)) for group in row[name]]
-    return RolloutBatch(**row | lists | {"stats": row["stats"] and StepStats.of_json(row["stats"])})
 
 
 @dataclass

@@ -32,7 +32,6 @@ import extras
 import modes
 import rewards
 from algorithms import Algorithm, algorithm_of
-from checkpoint import Checkpoints, contents_of, prepare_out, restore
 from config import HELD_OUT, Config, parse_config
 from controller import Controller
 from demo import task
@@ -47,18 +46,21 @@ from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
 from reporting.progress import Progress
 from reporting.timeline import Timeline
-from runtime import rendezvous, shutdown
+from runtime import out_folder, rendezvous, shutdown
 from runtime.atomic_files import writing
 from runtime.devices import choose_device
 from runtime.errors import RunLost, UserError, printable
-from runtime.out_folder import held
+from runtime.out_folder import NoSaves, held
 from runtime.shutdown import Stop
 from runtime.world import World, on_rank_0, raise_on_all
 from scheduling.layout import Placement, Shape
 from scheduling.measured import Split
 from scheduling.pipeline import schedule_of
 
-if TYPE_CHECKING:  # Megatron takes seconds to import, which the engines use to start
+if TYPE_CHECKING:
+    from checkpoint import Checkpoints
+
+    # Megatron takes seconds to import, which the engines use to start
     from training.trainer import Trainer
 
 extras.load()
@@ -75,10 +77,12 @@ def start(arguments: list[str], stop: Stop) -> str:
         command = "python run.py --steps 0 --model DIR --eval-data FILE --eval-samples 8"
         raise UserError(f"eval is a run without a step now: {command}")
     if word == "check":
+        extras.need("dry run", word)
         from commands.dry_run import check
 
         sys.exit(check(parse_config(arguments[1:], __doc__)))
     if "--simulate" in arguments and os.environ.get("RANK", "0") == "0":
+        extras.need("dry run", "--simulate")
         from commands.dry_run import simulate
 
         simulate(arguments)
@@ -143,9 +147,17 @@ def check_settings(
     config: Config, ranks: int, on_machine: int = 0
 ) -> tuple[Placement, list[Split]]:
     """Check what needs the tables or the number of ranks. Returns what modes.place does."""
-    algorithm_of(config)
+    algorithm = algorithm_of(config)
     formats_of(config)
     schedule_of(config)
+    if algorithm.critics:
+        extras.need("critics", f"--algorithm {algorithm.name}")
+    if algorithm.ptx_data:
+        extras.need(
+            "pretraining texts", f"--algorithm {algorithm.name} ptx_data={algorithm.ptx_data}"
+        )
+    if config.evaluates:
+        extras.need("answers", "--steps 0")
     return modes.place(config, ranks, on_machine)
 
 
@@ -157,7 +169,7 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
         config = await world.run(resolved, config, placement)
         for check in CHECKS:
             check(config, placement, splits)
-        if config.device == "cuda":
+        if config.device == "cuda" and extras.has("memory"):
             from commands import memory
 
             config = await memory.settled(config, placement, splits, world)
@@ -217,17 +229,13 @@ async def build(
     out = Path(config.out)
     # all that needs no engine is read and checked first
     inputs = await world.run(load_inputs, config, rewards.load_rules(config), progress.line)
-    contents = {}
-    point = None
+    saves = await saves_of(config, world, progress.line)
+    point = saves.point
     report_of = Report
     if config.evaluates:
-        from reporting import answers
+        from reporting.answers import AnswersReport
 
-        await on_rank_0(world, answers.make_ready, out, progress.line)
-        report_of = partial(answers.AnswersReport, prompts=len(inputs.prompts.source.held_out))
-    else:
-        contents = await on_rank_0(world, contents_of, config)
-        point = await prepare_out(config, contents, world, progress.line)
+        report_of = partial(AnswersReport, prompts=len(inputs.prompts.source.held_out))
     progress.line(describe(config, placement, splits[0]))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
@@ -250,23 +258,40 @@ async def build(
         sampling=inputs.sampling,
         timeline=timeline,
         report=report_of(config, world, out, progress, inputs.decode, point),
-        checkpoints=Checkpoints(config, world, out, contents, point and point.newest),
+        checkpoints=saves,
         peers=peers,
         stop=stop,
     )
-    if point:
-        await restore(c, point.folder)
+    await saves.restore(c)
     await stop.until_all_are_ready(world)  # from here on every rank stops by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
 
 
+async def saves_of(
+    config: Config, world: World, say: Callable[[str], None]
+) -> Checkpoints | NoSaves:
+    """Make --out ready; return what saves the run, and where it continues (collective). UserErrors."""
+    if config.evaluates:
+        from reporting.answers import make_ready
+
+        return await on_rank_0(world, make_ready, Path(config.out), say)
+    if extras.has("checkpoints"):
+        from checkpoint import open_checkpoints
+
+        return await open_checkpoints(config, world, say)
+    return await on_rank_0(world, out_folder.make_ready, Path(config.out), say)
+
+
 def resolved(config: Config, placement: Placement) -> Config:
     """Check the models' directories; return the settings that follow from them. UserError."""
     from training import model
-    from training.memory import with_micro_batch
 
     model.check_models(config, placement, formats_of(config))
+    if not extras.has("memory"):
+        return config
+    from training.memory import with_micro_batch
+
     return with_micro_batch(config)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 
 import psutil
 
-from commands import memory
+import extras
 from config import Config, as_text
 from engines import server
 from genrm import formats_of
@@ -31,7 +31,11 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "
 def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
     """Print the resolved run. UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
-    lines = device_map(config, placement, splits) + memory.table(config, placement, splits)
+    lines = device_map(config, placement, splits)
+    if extras.has("memory"):
+        from commands import memory
+
+        lines += memory.table(config, placement, splits)
     words = describe(config, placement, splits[0])
     print(printable("\n".join([words, *lines, "nothing was started"])), flush=True)
 
@@ -91,12 +95,14 @@ def check(config: Config) -> int:
     needs = []
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
-        from training.memory import with_micro_batch
 
         placement, splits = place(config, ranks)
         model.check_models(config, placement, formats_of(config))
-        config = with_micro_batch(config)
-        needs = memory.needs_of(config, placement, splits)
+        if extras.has("memory"):
+            from commands import memory
+            from training.memory import with_micro_batch
+
+            needs = memory.needs_of(with_micro_batch(config), placement, splits)
     rows += graphics(config)
     if config.device == "cpu":
         rows.append(Row("rollout runs", decoder_rates(config)))

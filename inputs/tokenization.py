@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
+from extras import need
 from inputs.hf_directory import readable, sees
 from inputs.rows import Text, as_turns, transcript
 from inputs.templates import IMAGE, apply_settings, break_special_tokens, render
@@ -38,6 +39,7 @@ def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
     """The reader of a model; None if it reads text alone. sampling: of clips, as ImageReader takes it."""
     if not sees(model_dir):
         return None
+    need("images", model_dir)
     from images.reader import ImageReader
 
     return ImageReader(model_dir, *sampling)

@@ -7,21 +7,20 @@ from pathlib import Path
 
 from genrm import none_right
 from reporting.metrics import Report
+from runtime import out_folder
 from runtime.atomic_files import append, complete_rows
 from runtime.errors import UserError
-from runtime.out_folder import archive
 from sample import Sample
 
 ROWS = "answers.jsonl"
 
 
-def make_ready(out: Path, say: Callable[[str], None]) -> None:
+def make_ready(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
     """Move aside what an earlier run left in --out, on rank 0. UserError if there are weights."""
     for weights in (*out.glob("checkpoints/step_*"), *out.glob("hf*")):
         why = f"{weights.relative_to(out)} is of a run, and --steps 0 only evaluates --model"
         raise UserError(f"--out {out}: {why}: name another folder")
-    archive(out, say)
-    (out / "spans").mkdir(exist_ok=True)
+    return out_folder.make_ready(out, say)
 
 
 @dataclass

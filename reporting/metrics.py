@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from config import Config
+from extras import has
 from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
@@ -197,15 +198,16 @@ class Report:
         """Write the last row, then trace and picture. Call it after a barrier: it reads all ranks' spans."""
         if not self._writer:
             return
-        from reporting import figure  # matplotlib is slow to import, and one rank draws
-
         # first: a run that has it did all its steps, and isn't gone on with
         self._writer.write(self.config.steps, self._evaluated)
         picture = self.out / "timeline.png"
         try:
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
-            figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
-            self._writer.show(self.config.steps, picture)
+            if has("figure"):
+                from reporting import figure  # matplotlib is slow to import, and one rank draws
+
+                figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
+                self._writer.show(self.config.steps, picture)
             self._writer.close()
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")

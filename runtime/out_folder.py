@@ -41,6 +41,28 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
         await lock.release()
 
 
+class NoSaves:
+    """Stands in for checkpoint.Checkpoints where nothing is saved."""
+
+    point = None  # that the run continues from
+    newest = None
+    saving = None
+
+    async def save(self, c: object) -> None: ...
+    async def save_now(self, c: object) -> None: ...
+    async def finish(self, c: object) -> None: ...
+    async def close(self, c: object) -> None: ...
+    async def restore(self, c: object) -> None: ...
+
+
+def make_ready(out: Path, say: Callable[[str], None]) -> NoSaves:
+    """Move an earlier run aside, and make the folders of a new one. UserError."""
+    archive(out, say)
+    for name in ("spans", "logs"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    return NoSaves()
+
+
 def archive(out: Path, say: Callable[[str], None]) -> None:
     """Move what an earlier run left, if there is anything. UserError where it can't be moved."""
     left = ("metrics.jsonl", "checkpoints", "answers.jsonl", "spans/rank*", "hf*")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import controller
+import demo.task  # noqa: F401 (it adds judge formats)
 import extras
 import genrm
 import modes

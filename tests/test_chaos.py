@@ -33,7 +33,7 @@ if __name__ == "__main__":
 import checkpoint
 import rollout
 from placement import make_placement
-from runtime import atomic_files
+from runtime import atomic_files, checkpoint_files
 from runtime.atomic_files import complete_rows
 from runtime.errors import RunLost
 from tests.support.fakes import (
@@ -114,7 +114,7 @@ def struck(function, half=lambda path: None):
     return call
 
 
-STRUCK = [(checkpoint, "sync", cut_short), (checkpoint, "make_folders")]
+STRUCK = [(checkpoint_files, "sync", cut_short), (checkpoint, "make_folders")]
 STRUCK += [(atomic_files, "keep_rows", leave_new), (atomic_files, "remove_atomically")]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from config import Config
 from scheduling.layout import Shape
 from training import model as models
-from training import sharded_checkpoint
+from training.trainer import Trainer
 
 
 class Elsewhere:
@@ -61,5 +61,5 @@ class Elsewhere:
     def whole_weights(self) -> dict:
         return {}
 
-    snapshot = sharded_checkpoint.take_snapshot
-    restore = sharded_checkpoint.load
+    snapshot = Trainer.snapshot
+    restore = Trainer.restore

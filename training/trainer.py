@@ -28,7 +28,7 @@ from config import Config
 from sample import Sample, flat
 from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
-from training import hf_weights, sharded_checkpoint
+from training import hf_weights
 from training import model as models
 from training.executor import Pass, Work, run
 from training.groups import Groups, make_groups, own_device
@@ -376,8 +376,17 @@ class Trainer:
     def _hf_config(self, hf: dict) -> dict:
         return hf | {"dtype": self.config.dtype}
 
-    snapshot = sharded_checkpoint.take_snapshot
-    restore = sharded_checkpoint.load
+    def snapshot(self, folder: Path) -> tuple[Callable, Callable]:
+        """Plan a save: see sharded_checkpoint.take_snapshot. Not collective."""
+        from training import sharded_checkpoint
+
+        return sharded_checkpoint.take_snapshot(self, folder)
+
+    def restore(self, folder: Path) -> None:
+        """Load what any number of ranks saved: see sharded_checkpoint.load. Not collective."""
+        from training import sharded_checkpoint
+
+        sharded_checkpoint.load(self, folder)
 
 
 def loss_sums(loss: Tensor, divisor: int | Tensor, stats: Stats) -> LossSums:
