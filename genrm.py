@@ -25,10 +25,10 @@ from inputs.numbers import number_answer, number_key
 from inputs.rows import Text, transcript
 from inputs.templates import IMAGE, break_special_tokens
 from runtime.errors import UserError
+from sample import Image
 
 if TYPE_CHECKING:
     from images.reader import ImageReader
-    from images.tokens import Image
 
 MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from images.tokens import Image
+from math import prod
+from typing import Any, NamedTuple
 
 Key = tuple[int, int]  # prompt_id and index of a sample
 
@@ -19,6 +18,20 @@ class Outcome(NamedTuple):
     reward: float
     cost: float | None
     greedy: bool
+
+
+@dataclass(frozen=True)
+class Image:
+    """A file. Engines are sent its bytes and trainers decode them: it is read anew, and nobody holds them."""
+
+    digest: bytes  # SHA-256 of its bytes
+    shape: tuple[int, int, int]  # of its features: frames, rows, columns
+    token: int  # that stands for one of them
+    read: Callable[[], bytes] = field(compare=False, repr=False)
+
+    @property
+    def features(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)

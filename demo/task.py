@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from genrm import FORMATS, JudgeFormat
 from inputs.templates import IMAGE, VIDEO
-from sample import Prompt
+from sample import Image, Prompt
 
 if TYPE_CHECKING:
     from images.reader import ImageReader
-    from images.tokens import Image
 
 # digits of the longer summand: relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}

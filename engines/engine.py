@@ -19,11 +19,11 @@ from config import Config
 from engines import server, wire
 from inputs import hf_directory
 from runtime.errors import RunLost, UserError
+from sample import Image
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from images.tokens import Image
 
 LOOK_S = 0.1  # between two looks at whether a server is ready, or down
 HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second

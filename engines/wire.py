@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from runtime.shutdown import starting_deaf
+from sample import Image
 
 if TYPE_CHECKING:
     import aiohttp
     from torch import Tensor
 
-    from images.tokens import Image
 
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 PIECE_BYTES = 3 << 16  # of a body on its way; base64 of multiples of three can be joined

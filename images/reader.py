@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from images.clips import MOST_OF_A_FRAME, Clips, File, open_file
-from images.tokens import Image, expand
+from images.tokens import expand
 from inputs.hf_directory import read_model_config
 from inputs.rows import PLACES, Text
 from inputs.templates import IMAGE, VIDEO, map_texts
 from runtime.errors import UserError
+from sample import Image
 
 if TYPE_CHECKING:
     from torch import Tensor

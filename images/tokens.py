@@ -3,24 +3,11 @@
 An engine is sent one token for each image and expands it by itself; trainers, lengths and balance see all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
-
-@dataclass(frozen=True)
-class Image:
-    """A file. Engines are sent its bytes and trainers decode them: it is read anew, and nobody holds them."""
-
-    digest: bytes  # SHA-256 of its bytes
-    shape: tuple[int, int, int]  # of its features: frames, rows, columns
-    token: int  # that stands for one of them
-    read: Callable[[], bytes] = field(compare=False, repr=False)
-
-    @property
-    def features(self) -> int:
-        return prod(self.shape)
+from sample import Image
 
 
 def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:

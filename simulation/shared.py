@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import controller
-import fused
+import extras
 import modes
 from scheduling.dynamic_sampling import Draw, DynamicSampler, OrderedSampler
 from scheduling.measured import MOVES
@@ -92,11 +92,14 @@ def sharing() -> Iterator[None]:
     page: dict = {}
     shared = {
         (controller, "deal"): Once(controller.deal, 1),
-        (fused, "ranks_of_tail"): Once(fused.ranks_of_tail),
-        (fused, "token_latency"): Once(fused.token_latency),
         (modes, "DynamicSampler"): partial(SharedSampler, page=page),
         (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }
+    if extras.has("fused"):
+        import fused
+
+        shared[fused, "ranks_of_tail"] = Once(fused.ranks_of_tail)
+        shared[fused, "token_latency"] = Once(fused.token_latency)
     moves = {mode: Once(move) for mode, move in MOVES.items()}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(MOVES, moves))

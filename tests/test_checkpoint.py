@@ -21,13 +21,23 @@ import checkpoint
 import rollout
 from runtime import atomic_files
 from runtime.atomic_files import CHECKSUMS
+from runtime.background_writer import BackgroundWriter
 from runtime.errors import RunLost
-from tests.support.fakes import AwaitedWriter, FakeSource, LateWriter, learned, simulate
+from tests.support.fakes import FakeSource, LateWriter, learned, simulate
 from tests.workers.parallel import far
 from tests.workers.start import train_layouts
 
 EVERY_FILE = {CHECKSUMS, "common.json", "controllers/rank_0.json", "controllers/rank_1.json"}
 EVERY_FILE |= {"megatron/.metadata", "megatron/__0_0.distcp"}
+
+
+class AwaitedWriter(BackgroundWriter):
+    """A real process, for which the virtual clock stands still: a busy machine's would be late by hours."""
+
+    def result(self):
+        if self._result is None:
+            self._receiver.poll(60)
+        return super().result()
 
 
 def files_of(folder: Path) -> set[str]:

@@ -19,8 +19,9 @@ from engines import server, wire
 from engines.engine import Engine, Request, Sampling, prompts_of
 from examples.make_demo.models import ALPHABET
 from images.reader import ImageReader
-from images.tokens import Image, expand
+from images.tokens import expand
 from inputs.tokenization import encode_prompt, load_tokenizer
+from sample import Image
 from tests.support.clips import encoded_clip, frames_of
 from tests.support.launched import free_port
 from tests.support.patience import LIMIT_S

@@ -28,11 +28,10 @@ import rewards
 from config import Config
 from engines.engine import Answer
 from images import reader, tokens
-from images.tokens import Image
 from inputs import prompt_file, tokenization
 from inputs.shuffled import Shuffled
 from runtime.errors import UserError
-from sample import Sample
+from sample import Image, Sample
 from tests.support.models import save_tokenizer
 from tests.support.rows import jsonl
 from tests.support.vision import IMAGE, START, encoded_picture, make_vision_model

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from sample import Image
 from scheduling.balance import packed_length
-
-if TYPE_CHECKING:
-    from images.tokens import Image
 
 NO_TARGET = NO_FEATURE = -1
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
 from images.reader import ImageReader
-from images.tokens import Image
+from sample import Image
 from training.packing import NO_FEATURE, MicroBatch
 
 if TYPE_CHECKING:

@@ -20,16 +20,13 @@ import modes
 import placement
 import rewards
 from algorithms import ALGORITHMS, algorithm_of
-from checkpoint import Checkpoints, contents_of, restore
 from config import Config
 from data import Prompts
 from engines.engine import LOOK_S, Answer, EngineLost, Request, Sampling, seed_of
 from engines.fleet import Fleet
 from engines.pool import Pool
-from images.tokens import Image
 from reporting.timeline import MARKS, Timeline, of_kind
-from runtime.background_writer import BackgroundWriter
-from sample import Prompt, flat
+from sample import Image, Prompt, flat
 from scheduling.pipeline import SCHEDULES
 from simulation.clock import VirtualClock, end_all
 from simulation.meetings import Network, SimulatedWorld
@@ -461,15 +458,6 @@ class LateWriter:
         pass
 
 
-class AwaitedWriter(BackgroundWriter):
-    """A real process, for which the virtual clock stands still: a busy machine's would be late by hours."""
-
-    def result(self):
-        if self._result is None:
-            self._receiver.poll(60)
-        return super().result()
-
-
 class FakeReport:
     """Keeps what each step came to; `carried` and `requeued` as they were at its end."""
 
@@ -685,6 +673,8 @@ def simulate(
 
     async def one_rank(c):
         if resumed:
+            from checkpoint import restore
+
             await restore(c, resumed)
         fleet = Fleet(config, c.world)
         fleet._engines = engines
@@ -743,6 +733,8 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
     sampling = Sampling(1.0, config.max_new_tokens)
     keeps, checkpoints = (config.over_dispatch > 1, algorithm.greedy), FakeCheckpoints()
     if config.save_every:
+        from checkpoint import Checkpoints, contents_of
+
         contents = contents_of(config)
         checkpoints = Checkpoints(config, world, out, contents, start_writer=writer)
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
