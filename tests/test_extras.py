@@ -1,0 +1,17 @@
+"""Each extra can be deleted: its row of extras.py and its files, and no other line. What is left is the core."""
+
+import pytest
+
+from extras import EXTRAS
+from tests.runs.without_extras import check_core, check_without
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_the_demo_runs_without(name, tmp_path):
+    check_without(name, tmp_path)
+
+
+def test_the_core_makes_the_same_samples(tmp_path):
+    check_core(tmp_path)
