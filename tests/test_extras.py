@@ -1,4 +1,4 @@
-"""Each extra can be deleted: its row of extras.py and its files, and no other line. What is left is the core."""
+"""Each extra can be deleted: its row of extras.py, its files, and no other line."""
 
 import pytest
 
