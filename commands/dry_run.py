@@ -12,11 +12,11 @@ from typing import NamedTuple, NoReturn
 
 import psutil
 
+import extras
 from commands import memory
 from config import Config, as_text
 from engines import server
 from genrm import formats_of
-from inputs.hf_directory import read_model_config
 from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
@@ -98,8 +98,10 @@ def check(config: Config) -> int:
         config = with_micro_batch(config)
         needs = memory.needs_of(config, placement, splits)
     rows += graphics(config)
-    if config.device == "cpu":
-        rows.append(Row("rollout runs", decoder_rates(config)))
+    if config.device == "cpu" and extras.has("fast CPU"):
+        from cpu.fast.decoder import rates_of
+
+        rows.append(Row("rollout runs", rates_of(config.model, config.dtype)))
     ports = range(config.port, server.port_of(config, ranks, "rollout"))
     connections = psutil.net_connections("tcp")
     listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
@@ -138,22 +140,6 @@ def packages() -> list[Row]:
         names = [cuda.get_device_name(number) for number in range(count)]
         rows.append(Row("accelerator", ", ".join(names) or f"none, but {os.cpu_count()} cores"))
     return rows
-
-
-def decoder_rates(config: Config) -> str:
-    """Name what serves the policy; decoder.cpp with its speed beside torch's on this processor."""
-    from cpu import compiler
-    from cpu.decoder import product_rates
-
-    name = compiler.program_for(config.model, config.dtype)
-    library = compiler.library_for(config.model, config.dtype)
-    if library is None:
-        return name
-    hf = read_model_config(config.model)
-    shape = (64, hf["hidden_size"], 2 * hf["intermediate_size"])
-    ours, theirs = product_rates(library, *shape)
-    warning = " (slower than torch!)" if ours < theirs else ""
-    return f"{name}, {ours:.0f} GFLOP/s on a core{warning}; torch makes {theirs:.0f}"
 
 
 def graphics(config: Config) -> list[Row]:
