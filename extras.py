@@ -52,7 +52,7 @@ EXTRAS = {
     # without CUDA: engines are forked, and a compiled decoder answers
     "fast CPU": Extra("cpu/fast engines/forked.py"),
     # what a GPU run needs beside the GPU is looked for at its start
-    "GPU tools": Extra("runtime/gpu_tools.py"),
+    "GPU tools": Extra("runtime/gpu_tools.py", adds="runtime.gpu_tools"),
     # OUT/timeline.png
     "figure": Extra("reporting/figure.py"),
 }

@@ -148,11 +148,15 @@ def graphics(config: Config) -> list[Row]:
         return []
     from torch import cuda
 
-    modes = sorted({*devices.compute_modes()})
     is_there = cuda.is_available()
     state = devices.why_unusable() or ("torch can use it" if is_there else "there is none")
     rows = [Row("GPU", state, is_there)]
+    if not extras.has("GPU tools"):
+        return rows
+    from runtime import gpu_tools
+
+    modes = sorted({*gpu_tools.compute_modes()})
     rows.append(Row("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
-    for tool in devices.tools(config):
+    for tool in gpu_tools.tools(config):
         rows.append(Row(tool.name, tool.found if tool.is_there else tool.install, tool.is_there))
     return rows
