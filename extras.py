@@ -51,9 +51,9 @@ EXTRAS = {
     # FORMATS: scalar reward models as judges
     "scalar judges": Extra("engines/reward_model.py", adds="engines.reward_model"),
     # without CUDA: engines are forked, and a compiled decoder answers
-    "fast CPU": Extra("cpu/forks.py cpu/compiler.py cpu/decoder.py cpu/decoder.cpp cpu/windows.py"),
+    "fast CPU": Extra("cpu/fast engines/forked.py"),
     # what a GPU run needs beside the GPU is looked for at its start
-    "GPU tools": Extra("runtime/gpu_tools.py"),
+    "GPU tools": Extra("runtime/gpu_tools.py", adds="runtime.gpu_tools"),
     # OUT/timeline.png
     "figure": Extra("reporting/figure.py"),
 }

@@ -195,8 +195,11 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     """The World of all ranks and the progress bar, while they are together and hold --out (collective)."""
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
-        if config.command == "rl" and config.device == "cpu" and os.environ["LOCAL_RANK"] == "0":
-            server.start_forks()  # it imports beside us
+        is_fast = config.device == "cpu" and extras.has("fast CPU")
+        if config.command == "rl" and is_fast and os.environ["LOCAL_RANK"] == "0":
+            from engines import forked
+
+            forked.start_forks()  # it imports beside us
         # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
         thread = ThreadPoolExecutor(1)
         loop = asyncio.get_running_loop()

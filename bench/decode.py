@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import extras
 from bench.measuring import parser_of, print_table
 from config import DEMO_MODELS, WITH_CUDA, Config
 from engines.engine import Answer, Engine, Request, Sampling
@@ -82,6 +83,7 @@ def main(given: Namespace) -> None:
     settings |= dict(max_new_tokens=given.tokens, rollout_tp=given.tp, port=given.port)
     config = Config(steps=0, model=given.model, device=device, **settings)
     os.environ.setdefault("LOCAL_RANK", "0")
+    extras.load()  # a GPU's tools are looked for
     choose_device(config)
     (given.out / "logs").mkdir(parents=True, exist_ok=True)
     found = paces(asyncio.run(written(given, config)))

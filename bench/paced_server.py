@@ -9,7 +9,7 @@ import math
 import os
 import time
 
-from cpu.decoder import Decoder
+from cpu.fast.decoder import Decoder
 from engines import server_main
 
 

@@ -16,7 +16,6 @@ import extras
 from config import Config, as_text
 from engines import server
 from genrm import formats_of
-from inputs.hf_directory import read_model_config
 from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
@@ -104,8 +103,10 @@ def check(config: Config) -> int:
 
             needs = memory.needs_of(with_micro_batch(config), placement, splits)
     rows += graphics(config)
-    if config.device == "cpu":
-        rows.append(Row("rollout runs", decoder_rates(config)))
+    if config.device == "cpu" and extras.has("fast CPU"):
+        from cpu.fast.decoder import rates_of
+
+        rows.append(Row("rollout runs", rates_of(config.model, config.dtype)))
     ports = range(config.port, server.port_of(config, ranks, "rollout"))
     connections = psutil.net_connections("tcp")
     listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
@@ -146,33 +147,21 @@ def packages() -> list[Row]:
     return rows
 
 
-def decoder_rates(config: Config) -> str:
-    """Name what serves the policy; decoder.cpp with its speed beside torch's on this processor."""
-    from cpu import compiler
-    from cpu.decoder import product_rates
-
-    name = compiler.program_for(config.model, config.dtype)
-    library = compiler.library_for(config.model, config.dtype)
-    if library is None:
-        return name
-    hf = read_model_config(config.model)
-    shape = (64, hf["hidden_size"], 2 * hf["intermediate_size"])
-    ours, theirs = product_rates(library, *shape)
-    warning = " (slower than torch!)" if ours < theirs else ""
-    return f"{name}, {ours:.0f} GFLOP/s on a core{warning}; torch makes {theirs:.0f}"
-
-
 def graphics(config: Config) -> list[Row]:
     """The rows of a run on GPUs: whether torch can use them, their mode, what compiles kernels."""
     if config.device == "cpu":
         return []
     from torch import cuda
 
-    modes = sorted({*devices.compute_modes()})
     is_there = cuda.is_available()
     state = devices.why_unusable() or ("torch can use it" if is_there else "there is none")
     rows = [Row("GPU", state, is_there)]
+    if not extras.has("GPU tools"):
+        return rows
+    from runtime import gpu_tools
+
+    modes = sorted({*gpu_tools.compute_modes()})
     rows.append(Row("compute mode", as_text(modes) or "unknown", "Exclusive_Process" not in modes))
-    for tool in devices.tools(config):
+    for tool in gpu_tools.tools(config):
         rows.append(Row(tool.name, tool.found if tool.is_there else tool.install, tool.is_there))
     return rows

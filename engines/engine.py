@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 import aiohttp
 
+import extras
 from config import Config
 from engines import server, wire
 from inputs import hf_directory
@@ -132,7 +133,12 @@ class Engine:
         command = [cls.module, *flags, *cls.flags]
         # no cache of image features: a push may bring another tower
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
-        engine._process = server.ServerProcess(command, key, log, config.device, environment)
+        kind = server.ServerProcess
+        if config.device == "cpu" and extras.has("fast CPU"):
+            from engines.forked import ForkedServer
+
+            kind = ForkedServer
+        engine._process = kind(command, key, log, config.device, environment)
         engine._process.start()
         return engine
 

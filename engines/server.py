@@ -1,15 +1,10 @@
-"""The process of an SGLang server: flags, life, end. sglang isn't imported: that takes 6 s.
-
-Without CUDA a fork server imports it, once for a machine. With CUDA each server does: the imports ask for the
-devices, after which a process must not be forked; a way round that couldn't be tried.
-"""
+"""The process of an SGLang server: flags, life, end. sglang isn't imported here: that takes 6 s."""
 
 import asyncio
 import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,9 +15,9 @@ from typing import Any
 
 from config import Config
 from inputs.hf_directory import read_model_config, sees
-from runtime import rendezvous
 from runtime.devices import cuda_home, cuda_libraries
 from runtime.errors import UserError
+from runtime.parent import PARENT
 from runtime.shutdown import starting_deaf
 from scheduling.measured import ROLES
 
@@ -33,7 +28,6 @@ MOST_COLUMNS = 300  # of a line of its log that is quoted
 FAREWELL = re.compile(r"exit code \d|SIGQUIT received|crash diagnostics|No live scheduler")
 LOG_START = "---- a server starts"  # a line of its log begins so
 ROOT = Path(__file__).parents[1]
-FORKS = (sys.executable, "-m", "cpu.forks")
 for_us_alone = partial(os.open, mode=0o600)
 
 
@@ -142,7 +136,7 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     ours += ("CUDA_DEVICE_MAX_CONNECTIONS",)
     inherited = os.environ.items()
     environment = {name: value for name, value in inherited if not name.startswith(ours)}
-    environment["NANOYATT_PARENT"] = str(os.getpid())
+    environment[PARENT] = str(os.getpid())
     environment["NANOYATT_API_KEY"] = key
     environment["PYTHONWARNINGS"] = "ignore"
     environment["TMPDIR"] = private
@@ -187,37 +181,6 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     return found["max_position_embeddings"]
 
 
-def forks_path() -> str:
-    """The fork server's socket, in the run's own folder: its ranks share it."""
-    # by a short name of the folder: a socket's path has 107 characters at most, and $TMPDIR may be long
-    return f"/proc/self/fd/{rendezvous.hold(rendezvous.private_folder())}/forks"
-
-
-def start_forks() -> None:
-    """Start a fork server for the run's ranks on this machine. It ends with the calling thread."""
-    own = f"{forks_path()}.{os.getpid()}"
-    environment = server_environment("", str(rendezvous.private_folder()), "cpu")
-    how = {"cwd": ROOT, "env": environment, "start_new_session": True}
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
-        open(f"{forks_path()}.log", "wb", opener=for_us_alone) as log,
-    ):
-        listener.bind(own)
-        listener.listen()
-        os.rename(own, forks_path())  # over that of one that is gone
-        with starting_deaf():
-            subprocess.Popen(FORKS, stdin=listener, stdout=log, stderr=log, **how)
-
-
-def ask_forks() -> socket.socket:
-    """Connect to the fork server. Who finds none starts it."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if connection.connect_ex(forks_path()) != 0:
-        start_forks()
-        connection.connect(forks_path())
-    return connection
-
-
 class ServerProcess:
     """A server on this machine: a group of processes, a log, a private folder.
 
@@ -240,13 +203,10 @@ class ServerProcess:
         how = {"cwd": ROOT, "env": self._environment, "start_new_session": True}
         with open(self._log, "ab", buffering=0, opener=for_us_alone) as log, starting_deaf():
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
-            how |= {"stdout": log, "stderr": log}
-            if self.device == "cuda":
-                self._process = subprocess.Popen([sys.executable, "-m", *self._command], **how)
-                return
-            command = [*FORKS, os.path.realpath(f"{forks_path()}.log"), *self._command]
-            with ask_forks() as server:
-                self._process = subprocess.Popen(command, stdin=server, **how)
+            self._process = self._popen(**how, stdout=log, stderr=log)
+
+    def _popen(self, **how: Any) -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-m", *self._command], **how)
 
     def exit_status(self) -> str:
         """Return how it ended; empty while it runs."""

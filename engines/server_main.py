@@ -2,8 +2,8 @@
 
     python -m engines.server_main --model-path DIR ...    (in the repository's root; SGLang's own flags)
 
-or, without these imports, `main` in a process that cpu/forks.py forks. With CUDA only the sampling of seeded
-answers is repaired, and no batch has a line in the log. The server dies with the process that started it.
+or `main` in a process that has imported SGLang. With CUDA only the sampling of seeded answers is repaired,
+and no batch has a line in the log. The server dies with the process that started it.
 """
 
 import logging
@@ -12,14 +12,14 @@ import os
 import secrets
 import signal
 import sys
-from functools import partial
 from multiprocessing import resource_tracker
 
 import torch
 
-from cpu import compiler, invariance, sglang
-from cpu.forks import die_with_parent
+import extras
+from cpu import invariance, sglang
 from inputs.hf_directory import sees
+from runtime.parent import die_with_owner
 
 # a line for each batch, sleep or bucket of a push; the first one all settings, with the key
 CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
@@ -39,10 +39,10 @@ def run_scheduler_process(server_args, *args, **kwargs):
     if not torch.cuda.is_available():
         invariance.install()
         share_group()
-        if library := compiler.library_for(server_args.model_path, server_args.dtype):
-            from cpu import windows
+        if extras.has("fast CPU"):
+            from cpu.fast import windows
 
-            scheduler.Scheduler = partial(windows.WindowScheduler, library)
+            windows.install(server_args.model_path, server_args.dtype)
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
@@ -50,7 +50,7 @@ def fork_children():
     """Have SGLang's processes forked, before any thread runs: spawned, each would import torch and SGLang."""
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force: set_start_method("fork", force)
-    os.register_at_fork(after_in_child=die_with_parent)
+    os.register_at_fork(after_in_child=die_with_owner)
 
 
 class KeyGuard:
@@ -105,7 +105,7 @@ def main():
 if __name__ in ("__main__", "__mp_main__"):
     # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
     os.environ["HF_MODULES_CACHE"] = os.devnull
-    die_with_parent()
+    die_with_owner()
     # a server starts deaf to signals, of which multiprocessing unblocks some when it starts its tracker
     deaf = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     resource_tracker.ensure_running()

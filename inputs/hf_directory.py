@@ -17,13 +17,12 @@ class Family(NamedTuple):
     layers: dict[str, bool]  # settings of Megatron's
     text: str = "model."  # the names of the text model's tensors begin so
     tower: str = ""  # and those of the image tower, if there is one
-    has_decoder: bool = False  # cpu/decoder.cpp can serve it
 
 
 FAMILIES = {  # by config.json's model_type
-    "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}, has_decoder=True),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_layernorm": True}, has_decoder=True),
-    "llama": Family("LlamaForCausalLM", {}, has_decoder=True),
+    "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_layernorm": True}),
+    "llama": Family("LlamaForCausalLM", {}),
     "qwen2_5_vl": Family(
         "Qwen2_5_VLForConditionalGeneration", {"add_qkv_bias": True}, tower="visual."
     ),

@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 
+import extras
 from algorithms import Settings, algorithm_of
 from config import Config, as_text, dashed
 from scheduling.layout import Placement
@@ -31,8 +32,8 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
         value = vars(config)[field.name]
         if value != field.default:
             text += f" --{dashed(field.name)} {as_text(value)}"
-    if config.device == "cpu":
-        from cpu import compiler
+    if config.device == "cpu" and extras.has("fast CPU"):
+        from cpu.fast import compiler
 
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from runtime.shutdown import die_with_parent, starting_deaf
+from runtime.parent import die_with_parent
+from runtime.shutdown import starting_deaf
 
 BEGIN_S = 2.0  # for a forked process to begin; milliseconds are usual
 FORKS = 20

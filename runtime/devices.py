@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes.util
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
-import sys
-import sysconfig
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from runtime.errors import UserError
 
@@ -28,16 +25,17 @@ CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
 OLDEST_NVCC = (12, 8)  # older ones lack flags that SGLang and flashinfer give
 LDCONFIG = "/sbin/ldconfig"  # knows where the driver's libraries are
 LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
-PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
 # of torch's allocator; the second is the older name
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # a tensor that is pinned on the host would take up to twice its size: the next power of two
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
+# what else raises UserError if a run on this machine's GPUs would fail: an extra adds to it
+PREFLIGHT: list[Callable[[Config], None]] = []
 
 
 def default_device() -> str:
     """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
-    # told at once: importing torch takes a second, in which the fork server imports, too
+    # told at once: importing torch takes a second, in which engines may start
     devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # of Linux; of WSL
     if not devices or not shows_devices():
         return "cpu"
@@ -91,47 +89,8 @@ def choose_device(config: Config) -> None:
     if ranks > devices:
         needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
-    missing = [f"{tool.name} ({tool.install})" for tool in tools(config) if not tool.is_there]
-    if missing:
-        needed = ", ".join(missing)
-        raise UserError(f"--device cuda: kernels are compiled in a run, which needs {needed}")
-    if config.command == "rl" and "Exclusive_Process" in compute_modes():
-        hint = "as root: nvidia-smi --compute-mode DEFAULT"
-        shared = "trainer and engines share a GPU, which is exclusive now"
-        raise UserError(f"--device cuda: {shared}; {hint}")
-
-
-class Tool(NamedTuple):
-    """Something that a run needs beside Python: its name, how to get it."""
-
-    name: str
-    install: str
-    is_there: bool
-    found: str = "there"
-
-
-def tools(config: Config) -> list[Tool]:
-    """The tools that torch compiles kernels with, and engines, if the run starts any."""
-    headers = Path(sysconfig.get_paths()["include"])
-    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev, for {headers}"
-    has_headers = Path(headers, "Python.h").is_file()
-    rows = [
-        Tool("C++20", "apt install g++", has_cpp20()),
-        Tool("Python.h", f"apt install {package}", has_headers),
-    ]
-    if config.command == "rl":
-        has_runtime = cuda_libraries() or ctypes.util.find_library("cudart") == LIBCUDART
-        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-        packages = " ".join(missing or PACKAGES)
-        found = [f"{version[0]}.{version[1]} in {home}" for home, version in toolkits().items()]
-        nvccs = ", ".join(found) or "none"
-        wanted = "12.8 or newer, by pip install -r requirements.txt or in CUDA_HOME"
-        rows += [
-            Tool("nvcc", f"{wanted}; found: {nvccs}", bool(cuda_home()), nvccs),
-            Tool(LIBCUDART, "pip install -r requirements.txt", bool(has_runtime)),
-            Tool(packages, "pip install -r requirements.txt", not missing),
-        ]
-    return rows
+    for look in PREFLIGHT:
+        look(config)
 
 
 def toolkits() -> dict[Path, tuple[int, int]]:
@@ -178,24 +137,8 @@ def cuda_home() -> str:
     return str(links)
 
 
-def has_cpp20() -> bool:
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
-    if shutil.which(compiler[0]) is None:
-        return False
-    empty_file = ["-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
-    return subprocess.run([*compiler, *empty_file], capture_output=True).returncode == 0
-
-
 def cuda_libraries() -> list[str]:
     """The folders of the CUDA runtime of pip. Torch knows them, the loader of a preload doesn't."""
     package = importlib.util.find_spec("nvidia")
     roots = map(Path, package.submodule_search_locations if package else ())
     return sorted({str(file.parent) for root in roots for file in root.glob(f"*/lib/{LIBCUDART}")})
-
-
-def compute_modes() -> list[str]:
-    """The mode of each GPU: Default, Exclusive_Process, Prohibited; empty without the driver's tool."""
-    if not (tool := shutil.which("nvidia-smi")):
-        return []
-    query = [tool, "--query-gpu=compute_mode", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()

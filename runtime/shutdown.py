@@ -9,7 +9,6 @@ work: 128 and its number. torchrun kills its ranks after 30 s, or TORCH_ELASTIC_
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import json
 import logging
@@ -31,6 +30,7 @@ from typing import Any, NoReturn
 import psutil
 
 from runtime.errors import RunLost
+from runtime.parent import die_with_parent
 from runtime.world import World, is_alive
 
 # clusters send the last two before a job's time is over
@@ -39,7 +39,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
     SIGNALS = SIGNALS[:-1]
 FORKING = threading.local()  # mask: the signals that were blocked before a fork
-PR_SET_PDEATHSIG = 1
 USER_ERROR = "user_error"  # in the folder of all attempts of a torchrun: the first error file
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 ECHO_S = 3.0  # torchrun passes a signal on, which the ranks may have got already: no second one
@@ -139,11 +138,6 @@ os.register_at_fork(
     after_in_parent=after_fork_in_parent,
     after_in_child=after_fork_in_child,
 )
-
-
-def die_with_parent(number: int) -> None:
-    """Ask Linux for this signal when the thread that started this process ends, even by kill -9."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from engines.server_main import CHATTY
 from inputs.hf_directory import checkpoint_shapes
 from modes import place
 from placement import colocate
-from runtime import devices, supported
+from runtime import devices, gpu_tools, supported
 from runtime.errors import UserError
 from scheduling.layout import Shape
 from tests.support.fakes import LEFTOVERS, simulate
@@ -225,7 +225,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "0")
     for name in ("bin", "include", "dev"):
         (tmp_path / name).mkdir()
-    for name in ("include/Python.h", "dev/nvidia0", *(f"{each}.py" for each in devices.PACKAGES)):
+    for name in ("include/Python.h", "dev/nvidia0", *(f"{each}.py" for each in gpu_tools.PACKAGES)):
         (tmp_path / name).touch()
     (tmp_path / "driver").write_text("570.86.10\n")
     tools = {"nvcc": NVCC.format("13.0"), "c++": "", "nvidia-smi": "echo Default"}
@@ -243,8 +243,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "CUDA_FOLDER", tmp_path / "nothing")
     monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path / "dev")
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "driver")
-    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda: {"include": tmp_path / "include"})
-    monkeypatch.setattr(devices.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(gpu_tools.sysconfig, "get_paths", lambda: {"include": tmp_path / "include"})
+    monkeypatch.setattr(gpu_tools.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     return tmp_path

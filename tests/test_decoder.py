@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from cpu import compiler
-from cpu.decoder import STOPS, Decoder, product_rates
+from cpu.fast import compiler
+from cpu.fast.decoder import STOPS, Decoder, product_rates
 from cpu.sglang import murmur_hash32
 from tests import ROOT
 from tests.support.rounding import apart
@@ -355,7 +355,7 @@ def test_a_library_that_was_cut_is_compiled_anew(spoil, empty_cache):
 
 
 def test_several_processes_compile_at_once(empty_cache):
-    code = "from cpu import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled()))"
+    code = "from cpu.fast import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled()))"
     how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
     both = [subprocess.Popen([sys.executable, "-c", code], **how) for _ in range(3)]
     assert all("decoder-" in process.communicate()[0] for process in both)
@@ -389,7 +389,7 @@ def test_which_models_it_is_for(tmp_path):
         return compiler.library_for(tmp_path, dtype)
 
     assert choice() == compiler.compiled() is not None
-    assert compiler.program_for(tmp_path, "float32") == "cpu/decoder.cpp"
+    assert compiler.program_for(tmp_path, "float32") == "cpu/fast/decoder.cpp"
     assert choice(model_type="qwen3", head_dim=24, rope_scaling={"type": "yarn"})
     refused = [{"model_type": "qwen3_vl"}, {"dtype": "bfloat16"}, {"head_dim": 12}]
     refused += [{"attention_bias": True}, {"use_sliding_window": True}, {"hidden_size": 68}]

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from cpu import forks
-from engines.server import ServerProcess
+from cpu.fast import forks
+from engines.forked import ForkedServer
 from runtime import shutdown
 from tests import ROOT
 from tests.support.patience import LIMIT_S
@@ -23,10 +23,10 @@ ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
 OWNER = """
 import sys
 from pathlib import Path
-from engines.server import ServerProcess
+from engines.forked import ForkedServer
 
 sleep = ["timeit", "-n1", "-r1", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(9999)"]
-process = ServerProcess(sleep, "a key", Path(sys.argv[1]), "cpu", {})
+process = ForkedServer(sleep, "a key", Path(sys.argv[1]), "cpu", {})
 for line in sys.stdin:
     process.start()
     process._process.wait()
@@ -61,7 +61,7 @@ def start(owner, log):
 
 def run(log, *command, **environment):
     """A process that runs a module's main, up to its end: how it ended, and what it said."""
-    process = ServerProcess(list(command), "a key", log, "cpu", environment)
+    process = ForkedServer(list(command), "a key", log, "cpu", environment)
     process.start()
     process._process.wait()
     return process.exit_status(), process.log_tail().splitlines()[1:]
@@ -150,7 +150,7 @@ def test_a_fork_server_that_can_not_import_says_why(tmp_path, monkeypatch):
     # another server than the other tests', and no room for the paths of sockets
     monkeypatch.setattr("runtime.rendezvous.launcher_folder", lambda: tmp_path / "own")
     monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 20 * "long")
-    ended = ServerProcess(["timeit"], "a key", tmp_path / "ended", "cpu", {})
+    ended = ForkedServer(["timeit"], "a key", tmp_path / "ended", "cpu", {})
     ended.start()
     asyncio.run(ended.kill())
     status, lines = run(tmp_path / "log", "timeit")

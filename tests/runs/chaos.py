@@ -39,7 +39,7 @@ ENGINE = (
     "-m engines.server_main",
 )  # words of command lines
 RANK = " -u "  # as torchrun starts it; what it forks for a save has the same command line
-ALL = (*ENGINE, "bin/torchrun", RANK, "cpu.forks")
+ALL = (*ENGINE, "bin/torchrun", RANK, "cpu.fast.forks")
 IN_A_SAVE = "kill -9 of all processes in a save"
 FAULTS = [signal.SIGKILL] * 4 + [signal.SIGSTOP] * 3 + [IN_A_SAVE] * 2
 

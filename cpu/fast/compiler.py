@@ -10,28 +10,28 @@ import sys
 import tempfile
 from pathlib import Path
 
-from inputs.hf_directory import FAMILIES, read_model_config
+from inputs.hf_directory import read_model_config
 
 SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
 TARGETS = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 CPU_INFO = Path("/proc/cpuinfo")
+FAMILIES = ("qwen2", "qwen3", "llama")  # by config.json's model_type
 ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")  # with one table of angles
 
 
 def program_for(model_dir: str | Path, dtype: str) -> str:
     """Name what serves a model, for people."""
     if library_for(model_dir, dtype):
-        return "cpu/decoder.cpp"
+        return "cpu/fast/decoder.cpp"
     takes = "g++ or clang++, a private ~/.cache without noexec, Qwen2, Qwen3 or Llama in float32"
-    return f"plain torch, several times slower: cpu/decoder.cpp takes {takes}"
+    return f"plain torch, several times slower: cpu/fast/decoder.cpp takes {takes}"
 
 
 def library_for(model_dir: str | Path, dtype: str) -> Path | None:
     """Return the library that serves a model. None: plain torch does. UserError: it has no config.json."""
     hf = read_model_config(model_dir)
-    family = FAMILIES.get(str(hf.get("model_type")))
-    if dtype != "float32" or not (family and family.has_decoder):
+    if dtype != "float32" or hf.get("model_type") not in FAMILIES:
         return None
     heads = hf["num_attention_heads"]
     dim = hf.get("head_dim") or hf["hidden_size"] // heads

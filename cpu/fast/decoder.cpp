@@ -1,6 +1,6 @@
 // A dense decoder (Qwen2, Qwen3, Llama) in float32 over SGLang's paged KV cache, and the sampling of tokens.
 //
-// cpu/compiler.py compiles it, cpu/decoder.py calls it, on one thread.
+// cpu/fast/compiler.py compiles it, cpu/fast/decoder.py calls it, on one thread.
 // A row is one token of one request. Its bits follow from its own tokens alone: each of its sums runs over
 // that row, in an order that depends on the sum's own length and on nothing else. So neither the batch, nor
 // prefill or decode, nor what was cached, nor how many steps a call takes can be seen in them.

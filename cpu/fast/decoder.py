@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from cpu.fast import compiler
+from inputs.hf_directory import read_model_config
+
 PANEL = 32  # as in decoder.cpp
 STOPS = 8  # likewise: tokens that end an answer, at most
 # weights in the order of decoder.cpp's Layer; what a family lacks is null there
@@ -65,6 +68,19 @@ def product_rates(library: Path, rows: int, width: int, columns: int) -> tuple[f
     rounds = [tuple(map(rate, sides)) for _ in range(5)]
     ours, theirs = map(median, zip(*rounds, strict=True))
     return ours, theirs
+
+
+def rates_of(model_dir: str, dtype: str) -> str:
+    """Name what serves a model; decoder.cpp with its speed beside torch's on this processor."""
+    name = compiler.program_for(model_dir, dtype)
+    library = compiler.library_for(model_dir, dtype)
+    if library is None:
+        return name
+    hf = read_model_config(model_dir)
+    shape = (64, hf["hidden_size"], 2 * hf["intermediate_size"])
+    ours, theirs = product_rates(library, *shape)
+    warning = " (slower than torch!)" if ours < theirs else ""
+    return f"{name}, {ours:.0f} GFLOP/s on a core{warning}; torch makes {theirs:.0f}"
 
 
 class Decoder:

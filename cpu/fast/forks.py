@@ -1,13 +1,12 @@
 """The fork server: it imports SGLang once for all engines of a machine, and forks each of them.
 
-    python -m cpu.forks                            the server; stdin: a socket that listens
-    python -m cpu.forks LOG MODULE [--flag ...]    has MODULE.main() run; stdin: a connection to the server
+    python -m cpu.fast.forks                          the server; stdin: a socket that listens
+    python -m cpu.fast.forks LOG MODULE [--flag ...]  has MODULE.main() run; stdin: a connection to the server
 
 An engine is the fork server's child and ends with it. Its owner's child is the second process, in its place:
 when one of the two ends, so does the other. LOG is the server's.
 """
 
-import ctypes
 import gc
 import importlib
 import json
@@ -20,14 +19,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-
-def die_with_parent():
-    """Ask Linux for a SIGKILL when the thread that started this process ends, or end if it has already."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(os.environ.get("NANOYATT_PARENT", os.getppid())):
-        print("the process that started this one is gone", file=sys.stderr, flush=True)
-        os._exit(1)  # an exception would be swallowed after a fork
-    os.environ["NANOYATT_PARENT"] = str(os.getpid())
+from runtime.parent import PARENT, die_with_owner
 
 
 def ask(server, command):
@@ -53,7 +45,7 @@ def import_engines():
     kept = importlib.import_module("cpu.sglang").install()
     importlib.import_module("sglang.srt.entrypoints.http_server")
     importlib.import_module("sglang.srt.models.registry")
-    importlib.import_module("cpu.windows")
+    importlib.import_module("cpu.fast.windows")
     gc.freeze()  # a collection would write to each object, whose page would be shared no more
     gc.enable()
     return kept
@@ -98,8 +90,8 @@ def become(request, log):
     command, environment = json.loads(Path(f"/proc/self/fd/{request}").read_text())
     # before the variables change: the old name lies in front of them, and it is found by them
     setproctitle.setproctitle(f"{sys.executable} -m {' '.join(command)}")
-    os.environ |= environment | {"NANOYATT_PARENT": os.environ["NANOYATT_PARENT"]}
-    die_with_parent()
+    os.environ |= environment | {PARENT: os.environ[PARENT]}
+    die_with_owner()
     tempfile.tempdir = None  # found anew, by TMPDIR
     return command
 
@@ -117,7 +109,7 @@ def bury(watched, asker, pid, pidfd):
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    die_with_owner()
     stdin = socket.socket(fileno=0)
     if len(sys.argv) > 1:
         ask(stdin, sys.argv[2:])

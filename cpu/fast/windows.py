@@ -6,6 +6,7 @@ penalties, grammars, lists of log-probabilities, stop strings) is decoded by sin
 beside it. Imports sglang: in the process that owns the model alone.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
-from cpu.decoder import STOPS, Decoder, rules_of
+from cpu.fast.compiler import library_for
+from cpu.fast.decoder import STOPS, Decoder, rules_of
 
 LIMIT_MS = 20  # of CPU time, after which no step begins: an abort waits so long, and a step
 # what a request of a window may choose; and all else as it then must be
@@ -97,3 +99,9 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
     output = LogitsProcessorOutput(None, next_token_logprobs=logprobs.gather(1, last).flatten())
     newest = tokens.gather(1, last).flatten()
     return GenerationBatchResult(logits_output=output, next_token_ids=newest)
+
+
+def install(model_dir: str, dtype: str) -> None:
+    """Put the scheduler in SGLang's place, if decoder.cpp can serve the model."""
+    if library := library_for(model_dir, dtype):
+        scheduler.Scheduler = partial(WindowScheduler, library)

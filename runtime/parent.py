@@ -1,0 +1,23 @@
+"""A process ends with the one that started it. Imports nearly nothing: engines begin with it."""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+PARENT = "NANOYATT_PARENT"  # of a server's processes: the id of the one that started it
+
+
+def die_with_parent(number: int) -> None:
+    """Ask Linux for this signal when the thread that started this process ends, even by kill -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def die_with_owner() -> None:
+    """Ask for a SIGKILL when the thread that started this process ends, or end if it has already."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
+        print("the process that started this one is gone", file=sys.stderr, flush=True)
+        os._exit(1)  # an exception would be swallowed after a fork
+    os.environ[PARENT] = str(os.getpid())
