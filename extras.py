@@ -46,7 +46,7 @@ EXTRAS = {
     # --dry-run, --simulate, run.py check
     "dry run": Extra("commands/dry_run.py"),
     # --rule FILE.py
-    "rules of users": Extra("user_rules.py runtime/alarm.py"),
+    "rules of users": Extra("user_rules.py"),
     # FORMATS: scalar reward models as judges
     "scalar judges": Extra("engines/reward_model.py", adds="engines.reward_model"),
     # without CUDA: engines are forked, and a compiled decoder answers

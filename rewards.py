@@ -40,7 +40,8 @@ def exact_match(sample: TextSample, how: str) -> float:
         answer = FORMATS[how].answer_of(sample.plain_text, sample.finish)
         key = FORMATS[how].read_key(key or "")
     if key is None:
-        raise UserError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
+        asked = f"the prompt {sample.question[:60]!r}"
+        raise UserError(f"the rule {how}: {asked} has no `answer` to compare with")
     return float(answer == key)
 
 
@@ -61,17 +62,16 @@ class Rule(NamedTuple):
     """
 
     signal: str  # what its number is a part of: "reward" or "cost"
-    ask: Callable[[TextSample], Awaitable[Judgement | None]]  # UserError, which names the rule
+    ask: Callable[[TextSample], Awaitable[Judgement | None]]
     says_verdict: bool = False  # as Judge.says_verdict
 
 
-async def ask_row(title: str, function: Callable, sample: TextSample) -> Judgement | None:
-    """Ask a row of RULES. title: as it was named, --rule length:40."""
-    try:
-        value = function(sample)
-    except UserError as error:
-        raise UserError(f"{title}: {error}") from None
-    return None if value is None else Judgement(f"{title}: {value}", value)
+async def ask_row(
+    title: str, function: Callable[[TextSample], float], sample: TextSample
+) -> Judgement:
+    """Ask a row of RULES."""
+    value = function(sample)
+    return Judgement(f"{title}: {value}", value)
 
 
 def load(signal: str, spec: str, timeout_s: float) -> Rule:

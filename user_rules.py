@@ -6,47 +6,38 @@ Their code may start processes and threads, set alarms, or never end: it can't h
 from __future__ import annotations
 
 import asyncio
-import copy
+import ctypes
 import importlib.util
 import inspect
 import math
 import os
 import signal as signals
+import struct
 import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy
 
 from genrm import Judgement
 from runtime import shutdown
-from runtime.alarm import Alarm
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from rewards import TextSample
 
 LATE = signals.SIGRTMIN  # the signal that a rule's time is over; SIGALRM is the user's
-
-
-class Due(NamedTuple):
-    """When a rule has to be done, and what to say if it isn't."""
-
-    at_s: float  # of time.monotonic
-    line: str
-
-
-DUE: ContextVar[Due | None] = ContextVar(
-    "due", default=None
-)  # of the rule that runs now, if one does
+# of the rule that runs now: when it has to be done, by time.monotonic, and what to say if it isn't
+DUE: ContextVar[tuple[float, str]] = ContextVar("due", default=(math.inf, ""))
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class AlarmInRules:
     handler: Callable | signals.Handlers
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if DUE.get() and callable(self.handler):
+        if DUE.get()[1] and callable(self.handler):
             self.handler(number, frame)
 
 
@@ -89,9 +80,30 @@ class UserCode(AbstractContextManager):
 
 def leave_overdue(*_: object) -> None:
     """End the run if the rule that runs now is late: what is raised in it might never come out."""
-    due = DUE.get()
-    if due and time.monotonic() >= due.at_s:
-        shutdown.exit_on_error(2, f"error: {due.line}")
+    due_s, late = DUE.get()
+    if time.monotonic() >= due_s:
+        shutdown.exit_on_error(2, f"error: {late}")
+
+
+class Alarm:
+    """A timer beside the one that `signal.alarm` and `signal.setitimer` share (POSIX timer_create)."""
+
+    def __init__(self):
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._timer = ctypes.c_void_p()
+        event = struct.pack("qii48x", 0, LATE, 0)  # SIGEV_SIGNAL
+        self._call("timer_create", time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
+
+    def set(self, seconds: float) -> None:
+        """Start the time again, from now. At its end this process gets LATE."""
+        times = struct.pack(
+            "4q", 0, 0, *divmod(round(seconds * 1e9), 10**9)
+        )  # the first two: once only
+        self._call("timer_settime", self._timer, 0, times, None)
+
+    def _call(self, name: str, *arguments) -> None:
+        if self._libc[name](*arguments) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class UserRule:
     function: Callable[[TextSample], float | Awaitable[float | None] | None]
     code: UserCode
     limit_s: float
-    alarm: Alarm = field(default_factory=lambda: Alarm(LATE))  # for the answer that was shown last
+    alarm: Alarm = field(default_factory=Alarm)  # for the answer that was shown last
 
     async def ask(self, sample: TextSample) -> Judgement | None:
         """Call the function on a copy of the sample. None: it has no say.
@@ -110,39 +122,32 @@ class UserRule:
         """
         silent = f"{self.code.title} said nothing for {self.limit_s:g} s (0.9 --timeout-s)"
         late = f"{silent} of the prompt {sample.question[:60]!r}"
-        DUE.set(Due(time.monotonic() + self.limit_s, late))
+        DUE.set((time.monotonic() + self.limit_s, late))
         # what awaits is cancelled in time; what holds up the event loop gets a signal
         signals.signal(LATE, leave_overdue)
         self.alarm.set(self.limit_s)
         try:
             async with asyncio.timeout(self.limit_s):
-                value = await self._value(copied(sample))
+                with self.code:
+                    value = self.function(copied(sample))
+                    if inspect.isawaitable(value):
+                        value = await value
+                    number = float(value) if isinstance(value, Real | numpy.bool_) else math.nan
         except TimeoutError:
             raise UserError(late) from None
-        return None if value is None else Judgement(f"{self.code.title}: {value}", value)
-
-    async def _value(self, sample: TextSample) -> float | None:
-        with self.code:
-            value = self.function(sample)
-            if inspect.isawaitable(value):
-                value = await value
-            number = float(value) if isinstance(value, Real | numpy.bool_) else math.nan
         if value is None:
             return None
         if not math.isfinite(number):
             returned = f"{self.code.title} returned {' '.join(repr(value).split())[:60]}"
             raise UserError(f"{returned}: a finite number or None is needed")
-        return number
+        return Judgement(f"{self.code.title}: {number}", number)
 
 
 def copied(sample: TextSample) -> TextSample:
     """Copy what can be changed. Lists of numbers are long, so that they aren't copied one by one."""
-    seen = copy.copy(sample)
-    for name in ("prompt", "response", "logprobs", "versions"):
-        vars(seen)[name] = list(vars(seen)[name])
-    seen.turns = copy.deepcopy(seen.turns)
-    seen.row = copy.deepcopy(seen.row)
-    return seen
+    names = ("prompt", "response", "logprobs", "versions")
+    lists = {name: list(vars(sample)[name]) for name in names}
+    return replace(sample, **lists, turns=deepcopy(sample.turns), row=deepcopy(sample.row))
 
 
 def load_file(title: str, spec: str, name: str, timeout_s: float) -> UserRule:

@@ -4,7 +4,6 @@ import asyncio
 import math
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +32,10 @@ class StubJudge:
 
 def says(value, signal="reward"):
     """A rule that says `value` of every answer."""
-    ask = partial(rewards.ask_row, f"--{signal} {value}", lambda sample: value)
+
+    async def ask(sample):
+        return None if value is None else genrm.Judgement(f"--{signal} {value}: {value}", value)
+
     return rewards.Rule(signal, ask)
 
 
@@ -161,7 +163,7 @@ def test_the_rule_number_compares_last_numbers():
 
 @pytest.mark.parametrize("rule, key", [("right", None), ("number", None), ("number", "Paris")])
 def test_what_has_no_answer_key_can_t_be_compared(rule, key):
-    with pytest.raises(ValueError, match=rf"^--rule {rule}: .*prompt '3\+9=' has no `answer`"):
+    with pytest.raises(ValueError, match=rf"^the rule {rule}: the prompt '3\+9=' has no `answer`"):
         score([], [rewards.load("reward", rule, 9)], question="3+9=", answer_key=key)
 
 

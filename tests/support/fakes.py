@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 import controller
+import demo.task  # noqa: F401  its formats
 import modes
 import placement
 import rewards
