@@ -48,7 +48,7 @@ EXTRAS = {
     # --rule FILE.py
     "rules of users": Extra("user_rules.py"),
     # FORMATS: scalar reward models as judges
-    "scalar judges": Extra("engines/reward_model.py", adds="engines.reward_model"),
+    "scalar judges": Extra("scalar_judge.py", adds="scalar_judge"),
     # without CUDA: engines are forked, and a compiled decoder answers
     "fast CPU": Extra("cpu/forks.py cpu/compiler.py cpu/decoder.py cpu/decoder.cpp cpu/windows.py"),
     # what a GPU run needs beside the GPU is looked for at its start

@@ -44,7 +44,7 @@ LAYERS = (  # each may import what stands below it, and its own line
     {"commands", "simulation"},
     {"controller"},
     {"fused", "apart"},
-    {"modes", "rollout", "rewards", "user_rules", "checkpoint", "demo"},
+    {"modes", "rollout", "rewards", "checkpoint", "demo", "user_rules", "scalar_judge"},
     {"genrm", "actor", "critic", "reporting"},
     {"training", "placement", "algorithms", "data"},
     {"engines", "scheduling"},
