@@ -47,9 +47,9 @@ EXTRAS = {
     # --dry-run, --simulate, run.py check
     "dry run": Extra("commands/dry_run.py"),
     # --rule FILE.py
-    "rules of users": Extra("user_rules.py runtime/alarm.py"),
+    "rules of users": Extra("user_rules.py"),
     # FORMATS: scalar reward models as judges
-    "scalar judges": Extra("engines/reward_model.py", adds="engines.reward_model"),
+    "scalar judges": Extra("scalar_judge.py", adds="scalar_judge"),
     # without CUDA: engines are forked, and a compiled decoder answers
     "fast CPU": Extra("cpu/fast engines/forked.py"),
     # what a GPU run needs beside the GPU is looked for at its start

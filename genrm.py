@@ -1,7 +1,7 @@
 """GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
 A `JudgeFormat` says what a judge is asked and how texts are read, in small pure functions to be edited for
-one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs, `score` scalar.
+one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy
 
 from config import Config, as_text
-from engines.engine import Answer, Request, Sampling
+from engines.engine import Answer, Engine, Request, Sampling
 from engines.pool import Pool
 from engines.server import context_length
 from inputs import tokenization
@@ -38,14 +38,15 @@ class JudgeFormat:
     """The prompt for one kind of judge, and the reading of what it writes."""
 
     final_answer: Callable[[str], str | None]  # in a response; None: reward 0 without asking
-    # of question (or transcript) and answer: text, or chat turns; None: all, as examples/finetune.py learns
-    prompt: Callable[[str, str], str | list[dict]] | None
+    # of question (or transcript) and answer: text, or chat turns
+    prompt: Callable[[str, str], str | list[dict]]
     # a critique -> True, False, or a grade from 0 to 1, which accepts above 0.5; None: it can't be read
     parse: Callable[[str], float | None] = lambda text: None
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
-    scores: bool = False  # a scalar reward model: it writes nothing, its number is the reward
     read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
+    scores: ClassVar[bool] = False  # it writes nothing, and its number is the reward
+    engine: ClassVar[type[Engine]] = Engine  # of its servers
 
     def answer_of(self, text: str, finish: str) -> str | None:
         """The final answer of a response; None when it has none or was cut off before its end."""
@@ -64,6 +65,26 @@ class JudgeFormat:
             raise UserError(f"--judge-format {name}: {returned}: {needed}")
         is_sure = min(reply.logprobs, default=0.0) > self.min_logprob
         return float(grade) if is_sure or grade <= 0.5 else 0.0
+
+    def read(self, judge: Judge, reply: Answer) -> Judgement:
+        text = tokenization.decode(judge.tokenizer, reply.tokens)
+        return Judgement(text, self.grade(judge.thought + text, reply))
+
+    def check(self, tokenizer: tokenization.Tokenizer, prompt: Text, where: str) -> None:
+        """Raise UserError for a prompt that the judge can't be shown: none, it is text."""
+
+    def encode(
+        self, judge: Judge, prompt: Text, answer: str, images: tuple[Image, ...], is_cut: bool
+    ) -> tuple[list[int], tuple]:
+        """Return the tokens that the judge is sent, and the images in them."""
+        # a special token that they spell out is text: it can't end the turn
+        texts = (transcript(prompt), answer)
+        question, answer = (break_special_tokens(judge.tokenizer, text) for text in texts)
+        if not (judge.reader and images):
+            return tokenization.encode(judge.tokenizer, self.prompt(question, answer)), ()
+        answer = answer.replace(IMAGE, "< image>")  # no place that it made up
+        shown = self.prompt(question, answer)
+        return tokenization.encode_prompt(judge.tokenizer, judge.reader, shown, images), images
 
 
 THINK = "(think|thinking|thought|reasoning)>"
@@ -142,7 +163,7 @@ Response:
 {answer}"""
 
 
-FORMATS = {  # the demo adds rows of its own
+FORMATS = {  # the demo and extras add rows
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse, read_key=chat_key),
     "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_key),
     "harm": JudgeFormat(
@@ -151,7 +172,6 @@ FORMATS = {  # the demo adds rows of its own
         chat_parse,
         full_response=True,
     ),
-    "score": JudgeFormat(chat_answer, None, full_response=True, scores=True, read_key=chat_key),
 }
 
 
@@ -211,7 +231,7 @@ class Judge:
         self.parsed = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
         # raises UserError for what its chat template can't say of the format
-        tokens, _ = self._tokens("Is it?", "yes", (), False)
+        tokens, _ = self.format.encode(self, "Is it?", "yes", (), False)
         begun = re.search(rf"<{THINK}\s*$", tokenization.decode(tokenizer, tokens, special=True))
         self.thought = begun[0] if begun else ""  # that the template begins
 
@@ -224,7 +244,7 @@ class Judge:
         """
         if answer is None:  # it has no cost either: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
-        tokens, images = self._tokens(prompt, answer, images, is_cut)
+        tokens, images = self.format.encode(self, prompt, answer, images, is_cut)
         if len(tokens) > (most := self.max_prompt_tokens):
             self.failed += 1
             return Judgement(f"not asked: {len(tokens)} tokens, of at most {most}", None)
@@ -235,7 +255,7 @@ class Judge:
             about = transcript(prompt)[:60]
             raise UserError(f"the judge {self.name} on {about!r}: {error}") from None
         self.latencies.append(reply.end - reply.sent)
-        judgement = self._read(reply)
+        judgement = self.format.read(self, reply)
         self.parsed += judgement.value is not None
         self.failed += judgement.value is None
         return judgement
@@ -249,28 +269,6 @@ class Judge:
                 limit = request.limit - len(part.tokens)
                 request = request._replace(prompt=request.prompt + part.tokens, limit=limit)
         return reply
-
-    def _tokens(
-        self, prompt: Text, answer: str, images: tuple[Image, ...], is_cut: bool
-    ) -> tuple[list[int], tuple]:
-        """Return the tokens that the judge is sent, and the images in them."""
-        if self.format.prompt is None:
-            return tokenization.encode_exchange(self.tokenizer, prompt, answer, is_cut), ()
-        # a special token that they spell out is text: it can't end the turn
-        texts = (transcript(prompt), answer)
-        question, answer = (break_special_tokens(self.tokenizer, text) for text in texts)
-        if not (self.reader and images):
-            return tokenization.encode(self.tokenizer, self.format.prompt(question, answer)), ()
-        answer = answer.replace(IMAGE, "< image>")  # no place that it made up
-        shown = self.format.prompt(question, answer)
-        return tokenization.encode_prompt(self.tokenizer, self.reader, shown, images), images
-
-    def _read(self, reply: Answer) -> Judgement:
-        if self.format.scores:
-            score = math.nan if reply.score is None else reply.score
-            return Judgement(f"score {score:.6g}", score if math.isfinite(score) else None)
-        text = tokenization.decode(self.tokenizer, reply.tokens)
-        return Judgement(text, self.format.grade(self.thought + text, reply))
 
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:

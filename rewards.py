@@ -3,57 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import importlib.util
-import inspect
 import math
-import os
 import re
-import signal as signals
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from numbers import Real
-from pathlib import Path
 from statistics import fmean
-from types import FrameType, ModuleType, TracebackType
 from typing import NamedTuple
 
-import numpy
-
+import extras
 from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
 from inputs import tokenization
-from runtime import shutdown
-from runtime.alarm import Alarm
 from runtime.errors import UserError
 from sample import Sample
 
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
-OVERDUE = ContextVar("overdue", default="")  # what to say of the rule that runs now, if one does
-LATE = signals.SIGRTMIN  # the signal that a rule's time is over; SIGALRM is the user's
 
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it: a copy, all of whose values a rule may change."""
+    """A Sample as a rule sees it."""
 
     text: str = ""  # of the response, with its special tokens
     plain_text: str = ""  # without them, as judges and final answers take it
     prompt_text: str = ""  # of the prompt as it was rendered, with special tokens
     answer: str | None = None  # the final answer in plain_text, as `Rewards.final_answer` says
-
-    def __post_init__(self):
-        """Copy what can be changed. Lists of numbers are long, so that they aren't copied one by one."""
-        for name in ("prompt", "response", "logprobs", "versions"):
-            vars(self)[name] = list(vars(self)[name])
-        self.turns = copy.deepcopy(self.turns)
-        self.row = copy.deepcopy(self.row)
 
 
 def exact_match(sample: TextSample, how: str) -> float:
@@ -64,7 +40,8 @@ def exact_match(sample: TextSample, how: str) -> float:
         answer = FORMATS[how].answer_of(sample.plain_text, sample.finish)
         key = FORMATS[how].read_key(key or "")
     if key is None:
-        raise UserError(f"the prompt {sample.question[:60]!r} has no `answer` to compare with")
+        asked = f"the prompt {sample.question[:60]!r}"
+        raise UserError(f"the rule {how}: {asked} has no `answer` to compare with")
     return float(answer == key)
 
 
@@ -76,52 +53,8 @@ RULES = {  # how a rule is spelled -> its function, which takes the groups of th
 }
 
 
-@dataclass(frozen=True)
-class AlarmInRules:
-    """A handler of SIGALRM: the user's own while a rule runs, else nothing."""
-
-    handler: Callable | signals.Handlers
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if OVERDUE.get() and callable(self.handler):
-            self.handler(number, frame)
-
-
-@dataclass(frozen=True)
-class UserCode(AbstractContextManager):
-    """A block that runs the user's code: an error in it becomes one line with the rule, file and line.
-
-    An alarm that the code has set may come later, when the rank runs: then it does nothing.
-    """
-
-    title: str  # of the rule, as it was named: --rule my.py:score
-    file: str = ""
-    pid: int = field(default_factory=os.getpid)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
-        if os.getpid() != self.pid:
-            # a child that the rule forked came back here, and must not go on as a rank
-            status = error.code if isinstance(error, SystemExit) else error
-            os._exit(status if isinstance(status, int) else int(status is not None))
-        handler = signals.getsignal(signals.SIGALRM)
-        if not isinstance(handler, AlarmInRules):
-            signals.signal(signals.SIGALRM, AlarmInRules(handler))
-        if isinstance(error, Exception | SystemExit):
-            frames = traceback.extract_tb(trace)
-            lines = [frame.lineno for frame in frames if frame.filename == self.file]
-            where = f" ({self.file}:{lines[-1]})" if lines else ""
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise UserError(f"{self.title}{where}: {what}") from None
-
-
-def leave_overdue(*_: object) -> None:
-    """End the run if a rule runs now: its time is over, and what is raised in it might never come out."""
-    if line := OVERDUE.get():
-        shutdown.exit_on_error(2, f"error: {line}")
-
-
 class Rule(NamedTuple):
-    """A function, `reward(sample)`, maybe `async`: a row of RULES, or from the user's own file.
+    """What is asked of every answer by a function: a row of RULES, or one of a user's file.
 
     A rule that returns None has no say about this answer, and the answer is scored without it, or dropped if
     nobody has a say. A judgement whose value is None is another thing: the judge had to say, and its verdict
@@ -129,55 +62,28 @@ class Rule(NamedTuple):
     """
 
     signal: str  # what its number is a part of: "reward" or "cost"
-    function: Callable[[TextSample], float | Awaitable[float | None] | None]
-    code: UserCode
+    ask: Callable[[TextSample], Awaitable[Judgement | None]]
     says_verdict: bool = False  # as Judge.says_verdict
 
-    async def ask(self, sample: TextSample) -> Judgement | None:
-        """Call the function. None: it has no say. UserError: an error in it, or no finite number."""
-        with self.code:
-            value = self.function(sample)
-            if inspect.isawaitable(value):
-                value = await value
-            number = float(value) if isinstance(value, Real | numpy.bool_) else math.nan
-        if value is None:
-            return None
-        if not math.isfinite(number):
-            returned = f"{self.code.title} returned {' '.join(repr(value).split())[:60]}"
-            raise UserError(f"{returned}: a finite number or None is needed")
-        return Judgement(f"{self.code.title}: {number}", number)
+
+async def ask_row(
+    title: str, function: Callable[[TextSample], float], sample: TextSample
+) -> Judgement:
+    """Ask a row of RULES."""
+    value = function(sample)
+    return Judgement(f"{title}: {value}", value)
 
 
-def load(signal: str, spec: str) -> Rule:
-    """Find a row of RULES, `my.py:name`, or `my.py` (its `reward` or `cost`); the file runs. UserError."""
+def load(signal: str, spec: str, timeout_s: float) -> Rule:
+    """Find a row of RULES, or a function of a user's file, which runs. UserError. timeout_s: --timeout-s."""
     title = f"{'--rule' if signal == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
-            return Rule(signal, partial(function, **match.groupdict()), UserCode(title))
-    named = f"{spec}:{signal}" if spec.endswith(".py") else spec
-    path, _, name = named.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
-        specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
-        raise UserError(f"{title}: no such file; say {specs}")
-    code = UserCode(title, str(Path(path).resolve()))
-    with code:
-        module = module_of(Path(code.file))
-    if not callable(function := vars(module).get(name)):
-        raise UserError(f"{title}: {path} has no function {name}(sample)")
-    return Rule(signal, function, code)
+            return Rule(signal, partial(ask_row, title, partial(function, **match.groupdict())))
+    extras.need("rules of users", title)
+    from user_rules import load_file
 
-
-def module_of(path: Path) -> ModuleType:
-    """Import a file, as processes that its code starts will: by its name, if no other module has that."""
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    if found and found.origin == str(path):
-        return importlib.import_module(path.stem)
-    found = importlib.util.spec_from_file_location(f"rule_{path.stem}", path)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return Rule(signal, load_file(title, spec, signal, timeout_s).ask)
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -195,8 +101,6 @@ class Rewards:
         of_reward = [source for source in self._sources if source.signal == "reward"]
         given = zip(of_reward, config.reward_weights, strict=False)
         self._weights = dict.fromkeys(self._sources, 1.0) | dict(given)
-        self._limit_s = 0.9 * config.timeout_s  # other ranks wait for all of it
-        self._alarm = Alarm(LATE)  # for the rule that was asked last
         self._decode = decode
         self._format = formats_of(config)[0]
         # of this step, by what is asked of whom
@@ -260,25 +164,11 @@ class Rewards:
             texts = {"text": show(sample.response), "prompt_text": show(sample.prompt)}
             texts |= {"plain_text": text, "answer": self._format.answer_of(text, sample.finish)}
             seen = TextSample(**vars(sample), **texts)
-            asks[number, *sample.key] = partial(self._ask_rule, rule, seen)
+            asks[number, *sample.key] = partial(rule.ask, seen)
         for key, ask in asks.items():
             if key not in self._tasks:
                 self._tasks[key] = asyncio.create_task(ask())
         return [self._tasks[key] for key in asks]
-
-    async def _ask_rule(self, rule: Rule, seen: TextSample) -> Judgement | None:
-        """Ask a rule. UserError as Rule.ask, and for no answer in time; what blocks ends the run at once."""
-        silent = f"{rule.code.title} said nothing for {self._limit_s:g} s (0.9 --timeout-s)"
-        late = f"{silent} of the prompt {seen.question[:60]!r}"
-        OVERDUE.set(late)
-        # what awaits is cancelled in time; what holds up the event loop gets a signal
-        signals.signal(LATE, leave_overdue)
-        self._alarm.set(self._limit_s)
-        try:
-            async with asyncio.timeout(self._limit_s):
-                return await rule.ask(seen)
-        except TimeoutError:
-            raise UserError(late) from None
 
     @property
     def latencies(self) -> list[float]:
@@ -297,8 +187,8 @@ class Rewards:
 
 def load_rules(config: Config) -> list[Rule]:
     """Find what --rule and --cost-rule name. UserError. In the main thread: a file may set an alarm."""
-    rules = [load("reward", spec) for spec in config.rule]
-    return rules + [load("cost", spec) for spec in config.cost_rule]
+    rules = [load("reward", spec, config.timeout_s) for spec in config.rule]
+    return rules + [load("cost", spec, config.timeout_s) for spec in config.cost_rule]
 
 
 def build(

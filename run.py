@@ -356,8 +356,8 @@ def source_of(config: Config, how: tuple, judges: list[tokenization.Tokenizer]) 
         rules = read_key.keys() & {*config.rule, *config.cost_rule}
         needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
         formats = zip(judges, formats_of(config), strict=False)
-        scorers = [tokenizer for tokenizer, row in formats if row.scores]
-        rows = prompt_file.PromptFile(Path(config.data), *how, needs, scorers=scorers)
+        checks = [partial(row.check, tokenizer) for tokenizer, row in formats]
+        rows = prompt_file.PromptFile(Path(config.data), *how, needs, checks=checks)
         source = rows.shuffled(config.seed, 0 if config.eval_data else HELD_OUT)
     if config.eval_data:
         needs = {"--eval-data": str}
@@ -374,9 +374,9 @@ def servers_of(
         specs.append(ServerSpec("rollout", server.port_of(config, rank, "rollout"), config.model))
     if any(rank in placement.leads("genrm", split) for split in splits):
         model = placement.judge_of(rank, len(config.judge_models))
-        scores = formats_of(config)[model].scores
+        engine = formats_of(config)[model].engine
         port = server.port_of(config, rank, "genrm")
-        specs.append(ServerSpec("genrm", port, config.judge_models[model], model, scores))
+        specs.append(ServerSpec("genrm", port, config.judge_models[model], model, engine))
     return specs
 
 

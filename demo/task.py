@@ -162,8 +162,7 @@ def addition_parse(text: str) -> bool | None:
 
 
 CRITIC = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logprob=-0.36)
-SCORER = JudgeFormat(addition_answer, None, full_response=True, scores=True)
-FORMATS |= {"addition": CRITIC, "addition_score": SCORER}
+FORMATS["addition"] = CRITIC
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:

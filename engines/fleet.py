@@ -28,7 +28,7 @@ class ServerSpec(NamedTuple):
     port: int
     model_dir: str
     model: int = 0  # which of its role's models that is
-    scores: bool = False  # whether it is a scalar reward model
+    engine: type[Engine] = Engine
 
 
 class Fleet(contextlib.AbstractAsyncContextManager):
@@ -66,10 +66,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         rank = self._world.rank
         for spec in specs:
             log = Path(self._config.out, "logs", f"{spec.role}-{rank}.log")
-            kind = Engine
-            if spec.scores:
-                from engines.reward_model import ScoringEngine as kind
-            engine = kind.launch(spec.role, rank, spec.port, spec.model_dir, self._config, log, key)
+            served = (spec.role, rank, spec.port, spec.model_dir)
+            engine = spec.engine.launch(*served, self._config, log, key)
             engine.model = spec.model
             self._engines.append(engine)
             self._starting.append(engine)

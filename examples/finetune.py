@@ -22,6 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import extras
 import run
 from actor import Actor, learning_rate
 from commands import memory
@@ -101,7 +102,9 @@ def parse_rm(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Exampl
     pairs = [read_answer(row, row[name], tokenizer, where) for name in ("chosen", "rejected")]
     if pairs[0][0] != pairs[1][0]:
         raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
-    texts = [tokenization.encode_exchange(tokenizer, *pair, where=where) for pair in pairs]
+    from scalar_judge import encode_exchange
+
+    texts = [encode_exchange(tokenizer, *pair, where=where) for pair in pairs]
     if texts[0] == texts[1]:
         raise UserError(f"{where}: `chosen` and `rejected` are the same")
     turns = as_turns(pairs[0][0], "user")
@@ -192,6 +195,8 @@ class Learner:
 
 async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None]) -> None:
     """Clear the folder that `train` writes to, on rank 0; without --data put the demo's examples in it."""
+    if config.command == "rm":
+        extras.need("scalar judges", "finetune.py rm")
     check_models(config, becomes_scalar=config.command == "rm")
     if config.command == "rm" and sees(config.model):
         raise UserError("rm: a scalar reward model reads text alone, and --model sees images")

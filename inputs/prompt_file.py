@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from inputs.rows import PLACES, Text, answer_key, as_turns, prompt_of, read_rows
 from inputs.shuffled import Shuffled, identities
 from inputs.templates import IMAGE, VIDEO, render
-from inputs.tokenization import check_prompt, encode, encode_exchange, encode_prompt
+from inputs.tokenization import check_prompt, encode, encode_prompt
 from runtime.errors import UserError
 from sample import Prompt
 
@@ -47,7 +47,7 @@ class PromptFile(Sequence[Prompt]):
     read_key: ReadKey = str  # as JudgeFormat.read_key
     needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
     setting: str = "--data"  # or --eval-data
-    scorers: Sequence[Tokenizer] = ()  # of scalar judges, which are shown all turns
+    checks: Sequence[Callable[[Text, str], None]] = ()  # by judges; UserError, which says where
 
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
@@ -64,8 +64,8 @@ class PromptFile(Sequence[Prompt]):
         where = f"{self.path}:{line}"
         prompt = prompt_of(row, where, self.reader is not None)
         check_prompt(self.tokenizer, prompt, where)
-        for tokenizer in self.scorers:
-            encode_exchange(tokenizer, prompt, "yes", where=where)
+        for check in self.checks:
+            check(prompt, where)
         media = self.reader and self.reader.media_of(row, prompt, self.path.parent, where)
         for name in filter(row.get, () if self.reader else PLACES):
             raise UserError(f"{where}: it has {name}, and --model reads text alone")

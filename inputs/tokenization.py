@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from config import Config
 from extras import need
 from inputs.hf_directory import readable, sees
-from inputs.rows import Text, as_turns, transcript
-from inputs.templates import IMAGE, apply_settings, break_special_tokens, render
+from inputs.rows import Text, as_turns
+from inputs.templates import IMAGE, apply_settings, render
 from runtime.errors import UserError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -123,25 +123,6 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a pro
     if both[: len(start)] != start or both == start:
         raise UserError(f"{where}: the chat template doesn't put the answer behind its prompt")
     return start, both[len(start) :]
-
-
-def encode_exchange(
-    tokenizer: Tokenizer, prompt: Text, answer: Text, is_cut=False, where="a prompt"
-) -> list[int]:
-    """Encode a prompt and an answer as a scalar reward model reads them. is_cut: without the end."""
-    turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
-    needs_template = "tools" in turns[0] or "tool_calls" in turns[-1]
-    if tokenizer.chat_template is not None or needs_template:
-        tokens = encode(tokenizer, turns, where, is_complete=True)
-        end = end_of_turn(tokenizer)
-    else:
-        texts = (transcript(turns[:-1]), turns[-1]["content"])
-        pair = encode_pair(tokenizer, *(break_special_tokens(tokenizer, text) for text in texts))
-        tokens = pair[0] + pair[1]
-        end = tokenizer.eos_token_id
-    if is_cut and end in tokens:
-        del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
-    return tokens
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> str:

@@ -54,9 +54,11 @@ TRAINING = ("updates_per_step", "schedule", "tp", "pp")
 STEPS = (3, 20)  # of such a simulation, at least and at most
 WORK = 2500  # samples of all of these steps, where a rank counts as 8 samples a step
 GRAINS = 256  # tokens of the longest answer, at most: one stands for several
-SCORER = genrm.JudgeFormat(str, None, full_response=True, scores=True)
-WRITER = replace(SCORER, prompt=genrm.chat_prompt, parse="right".__eq__, scores=False)
-genrm.FORMATS |= {"simulated": WRITER, "simulated scores": SCORER}
+WRITER = genrm.JudgeFormat(str, genrm.chat_prompt, "right".__eq__, full_response=True)
+genrm.FORMATS["simulated"] = WRITER
+if extras.has("scalar judges"):
+    scorer = replace(genrm.FORMATS["score"], final_answer=str, read_key=str)
+    genrm.FORMATS["simulated scores"] = scorer
 rewards.RULES[r"simulated:(?P<keep>[\d.]+)"] = lambda sample, keep: float(
     is_right(float(keep), 0, sample.prompt_id, sample.index)
 )

@@ -15,18 +15,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import scalar_judge
 from config import Config
 from cpu.invariance import attend, group_by_length
 from cpu.sglang import murmur_hash32
 from engines import server, wire
 from engines.engine import Engine, EngineLost, Request, Sampling, read_part
 from engines.pool import Pool
-from engines.reward_model import ScoringEngine
 from engines.server import STREAM_INTERVAL
 from reporting.timeline import Timeline
 from runtime.errors import UserError
@@ -294,29 +292,6 @@ def test_a_first_answer_that_does_not_come_ends_the_run(after_s, error, line):
     with pytest.raises(UserError, match=f"^{line}$"):
         clock.run_until_complete(engine.ready(300.0))
     assert clock.time() == pytest.approx(min(after_s, 300))
-
-
-def test_a_server_that_can_not_say_its_score_has_none():
-    """FastAPI answers 500 for NaN; what a server refuses for another reason is an error still."""
-
-    async def refuse(request):
-        asked = await request.json()
-        raise web.HTTPInternalServerError if asked["input_ids"] == [PROMPT] else web.HTTPBadRequest
-
-    async def score(prompt):
-        app = web.Application()
-        app.router.add_post("/classify", refuse)
-        async with TestServer(app) as stub:
-            engine = ScoringEngine("genrm", 0, str(stub.make_url("/")), "a key")
-            try:
-                return await ask(engine, [prompt], Sampling(0.0, 1))
-            finally:
-                await engine.close()
-
-    [answer] = asyncio.run(score(PROMPT))
-    assert answer.score is None and answer.finish == "stop"
-    with pytest.raises(ValueError, match="rank 0 refused /classify: 400"):
-        asyncio.run(score([5]))
 
 
 def test_a_log_keeps_what_earlier_servers_said(tmp_path):
@@ -655,7 +630,8 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
     with torch.no_grad():
         expected = oracle(padded, attention_mask=padded != 0).logits[:, 0].tolist()
-    engine = launch(tmp_path / "model", tmp_path / "engine.log", "genrm", kind=ScoringEngine)
+    kind = scalar_judge.ScoringEngine
+    engine = launch(tmp_path / "model", tmp_path / "engine.log", "genrm", kind=kind)
 
     def scores(prompts):
         return [answer.score for answer in run(ask(engine, prompts, Sampling(0.0, 1)))]

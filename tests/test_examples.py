@@ -15,6 +15,7 @@ import modes
 import placement
 import rewards
 import run
+import user_rules
 from inputs import prompt_file, tokenization
 from tests import ROOT
 from tests.support import fakes
@@ -138,7 +139,7 @@ def test_a_reward_of_one_s_own_runs():
 
 def test_a_rule_that_reads_its_rows():
     """Of each row of its file: the right answer, one too short, one that was cut off; none of other rows."""
-    rule = rewards.load("reward", f"{EXAMPLES / 'my_rule_rows.py'}:tidy")
+    rule = user_rules.module_of(EXAMPLES / "my_rule_rows.py").tidy
     tokenizer = tokenization.load_tokenizer(str(EXAMPLES.parent / "demo/models/written/actor"))
     prompts = prompt_file.PromptFile(EXAMPLES / "my_rows.jsonl", tokenizer, 184)
     assert {prompt.row["kind"] for prompt in prompts} == {"sum", "free"}
@@ -146,7 +147,7 @@ def test_a_rule_that_reads_its_rows():
         said = []
         for answer, end in ((prompt.answer_key, "<eos>"), ("1", "<eos>"), (prompt.answer_key, "")):
             texts = dict(text=f">{answer}{end}", answer=answer, row=prompt.row)
-            said.append(rule.function(rewards.TextSample(0, 0, prompt.tokens, **texts)))
+            said.append(rule(rewards.TextSample(0, 0, prompt.tokens, **texts)))
         assert said == ([1.0, 0.0, 0.0] if prompt.row["kind"] == "sum" else [None] * 3)
 
 

@@ -332,26 +332,6 @@ def test_a_cost_judge_says_what_an_answer_costs(text, finish, reward):
     assert (cut.reward, cut.cost, cut.verdict) == (None, None, None)
 
 
-def test_a_scalar_reward_model_scores_the_whole_response():
-    """One that was cut off, too. Accuracy reads its final answer."""
-    listed = make_rewards("addition_score")
-    judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
-    engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
-    score_all(listed, Pool(engine), [judged, cut, sample("7+8")])  # the last is shown with its end
-    assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 3
-    assert (listed.counts(), judged.critique) == (([0], [3]), "score 1.25")
-    assert (judged.reward, judged.verdict, listed.final_answer(judged)) == (1.25, None, "125")
-    assert (cut.reward, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None)
-
-
-@pytest.mark.parametrize("score", [math.nan, math.inf, None])
-def test_a_score_that_is_not_finite_is_a_failed_judgement(score):
-    """None is what comes of a server that can't say NaN."""
-    listed, judged = make_rewards("addition_score"), sample(">125")
-    score_all(listed, Pool(Engine(always(score))), [judged])
-    assert (judged.reward, listed.counts()) == (None, ([1], [0]))
-
-
 def test_one_of_two_judges_is_ten_times_slower():
     """Both are asked at once: the slower one's time is all that it takes, and the faster isn't held up."""
     listed = make_rewards("addition", "addition")

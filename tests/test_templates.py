@@ -10,6 +10,7 @@ import pytest
 
 import genrm
 import rewards
+import scalar_judge
 from config import Config
 from examples.finetune import parse_rm, parse_sft
 from inputs import tokenization
@@ -152,7 +153,7 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     assert parse_sft(row, tokenizer, "f:1")[0].prompt == expected
     row |= {"chosen": "7", "rejected": "6"}
     [learned, _] = parse_rm(row, tokenizer, "f:1")
-    assert tokenization.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
+    assert scalar_judge.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
     called = {"prompt": [ASKED], "chosen": [CALLED], "rejected": [turn("assistant", "6")]}
     for each in (row, called):
         with pytest.raises(UserError, match=r"f:1: .* has no chat template"):

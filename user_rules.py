@@ -1,0 +1,178 @@
+"""Rules of users: rewards and costs by functions of their own files, --rule FILE.py and --cost-rule FILE.py.
+
+Their code may start processes and threads, set alarms, or never end: it can't harm the rank that runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib.util
+import inspect
+import math
+import os
+import signal as signals
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import TYPE_CHECKING
+
+import numpy
+
+from genrm import Judgement
+from runtime import shutdown
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from rewards import TextSample
+
+LATE = signals.SIGRTMIN  # the signal that a rule's time is over; SIGALRM is the user's
+# of the rule that runs now: when it has to be done, by time.monotonic, and what to say if it isn't
+DUE: ContextVar[tuple[float, str]] = ContextVar("due", default=(math.inf, ""))
+
+
+@dataclass(frozen=True)
+class AlarmInRules:
+    """A handler of SIGALRM: the user's own while a rule runs, else nothing."""
+
+    handler: Callable | signals.Handlers
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if DUE.get()[1] and callable(self.handler):
+            self.handler(number, frame)
+
+
+@dataclass(frozen=True)
+class UserCode(AbstractContextManager):
+    """A block that runs the user's code: an error in it becomes one line with the rule, file and line.
+
+    An alarm that the code has set may come later, when the rank runs: then it does nothing.
+    """
+
+    title: str  # of the rule, as it was named: --rule my.py:score
+    file: str = ""
+    pid: int = field(default_factory=os.getpid)
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
+        if os.getpid() != self.pid:
+            # a child that the rule forked came back here, and must not go on as a rank
+            status = error.code if isinstance(error, SystemExit) else error
+            os._exit(status if isinstance(status, int) else int(status is not None))
+        handler = signals.getsignal(signals.SIGALRM)
+        if not isinstance(handler, AlarmInRules):
+            signals.signal(signals.SIGALRM, AlarmInRules(handler))
+        if isinstance(error, Exception | SystemExit):
+            frames = traceback.extract_tb(trace)
+            lines = [frame.lineno for frame in frames if frame.filename == self.file]
+            where = f" ({self.file}:{lines[-1]})" if lines else ""
+            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise UserError(f"{self.title}{where}: {what}") from None
+
+
+def leave_overdue(*_: object) -> None:
+    """End the run if the rule that runs now is late: what is raised in it might never come out."""
+    due_s, late = DUE.get()
+    if time.monotonic() >= due_s:
+        shutdown.exit_on_error(2, f"error: {late}")
+
+
+class Alarm:
+    """A timer beside the one that `signal.alarm` and `signal.setitimer` share (POSIX timer_create)."""
+
+    def __init__(self):
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._timer = ctypes.c_void_p()
+        event = struct.pack("qii48x", 0, LATE, 0)  # SIGEV_SIGNAL
+        self._call("timer_create", time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
+
+    def set(self, seconds: float) -> None:
+        """Start the time again, from now. At its end this process gets LATE."""
+        times = struct.pack(
+            "4q", 0, 0, *divmod(round(seconds * 1e9), 10**9)
+        )  # the first two: once only
+        self._call("timer_settime", self._timer, 0, times, None)
+
+    def _call(self, name: str, *arguments) -> None:
+        if self._libc[name](*arguments) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@dataclass(frozen=True)
+class UserRule:
+    """A function of a user's file, `reward(sample)`, maybe `async`."""
+
+    function: Callable[[TextSample], float | Awaitable[float | None] | None]
+    code: UserCode
+    limit_s: float
+    alarm: Alarm = field(default_factory=Alarm)  # for the answer that was shown last
+
+    async def ask(self, sample: TextSample) -> Judgement | None:
+        """Call the function on a copy of the sample. None: it has no say.
+
+        UserError: an error in it, no finite number, or no answer in time; what blocks ends the run at once.
+        """
+        silent = f"{self.code.title} said nothing for {self.limit_s:g} s (0.9 --timeout-s)"
+        late = f"{silent} of the prompt {sample.question[:60]!r}"
+        DUE.set((time.monotonic() + self.limit_s, late))
+        # what awaits is cancelled in time; what holds up the event loop gets a signal
+        signals.signal(LATE, leave_overdue)
+        self.alarm.set(self.limit_s)
+        try:
+            async with asyncio.timeout(self.limit_s):
+                with self.code:
+                    value = self.function(copied(sample))
+                    if inspect.isawaitable(value):
+                        value = await value
+                    number = float(value) if isinstance(value, Real | numpy.bool_) else math.nan
+        except TimeoutError:
+            raise UserError(late) from None
+        if value is None:
+            return None
+        if not math.isfinite(number):
+            returned = f"{self.code.title} returned {' '.join(repr(value).split())[:60]}"
+            raise UserError(f"{returned}: a finite number or None is needed")
+        return Judgement(f"{self.code.title}: {number}", number)
+
+
+def copied(sample: TextSample) -> TextSample:
+    """Copy what can be changed. Lists of numbers are long, so that they aren't copied one by one."""
+    names = ("prompt", "response", "logprobs", "versions")
+    lists = {name: list(vars(sample)[name]) for name in names}
+    return replace(sample, **lists, turns=deepcopy(sample.turns), row=deepcopy(sample.row))
+
+
+def load_file(title: str, spec: str, name: str, timeout_s: float) -> UserRule:
+    """Run a file, and find its function: `my.py:other`, or that of this name in `my.py`. UserError."""
+    named = f"{spec}:{name}" if spec.endswith(".py") else spec
+    path, _, name = named.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
+        raise UserError(f"{title}: no such file; say {specs}")
+    code = UserCode(title, str(Path(path).resolve()))
+    with code:
+        module = module_of(Path(code.file))
+    if not callable(function := vars(module).get(name)):
+        raise UserError(f"{title}: {path} has no function {name}(sample)")
+    return UserRule(function, code, 0.9 * timeout_s)  # other ranks wait for all of it
+
+
+def module_of(path: Path) -> ModuleType:
+    """Import a file, as processes that its code starts will: by its name, if no other module has that."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    if found and found.origin == str(path):
+        return importlib.import_module(path.stem)
+    found = importlib.util.spec_from_file_location(f"rule_{path.stem}", path)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
