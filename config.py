@@ -24,18 +24,30 @@ Numbers = tuple[float, ...]
 
 def setting(
     default: Any,
-    help: str,
-    group: str,
+    help: str = "",
+    group: str = "",
     low: float = -math.inf,
     high: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """A field of Config that is a flag. low, high: a number's limits; choices: a text's only values.
+    """A field with limits. low, high: a number's limits; choices: a text's only values.
 
-    group: its heading in --help: a part of the core, or the row of extras.py that it belongs to.
+    help, group: of a flag; group is its heading in --help: a part of the core, or a row of extras.py.
     """
     metadata = dict(help=help, group=group, low=low, high=high, choices=choices)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_limits(field: dataclasses.Field, value: object, shown: str) -> None:
+    """Raise UserError for a value that its field doesn't allow. shown: as the command line has it."""
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise UserError(f"{shown} is unknown; choose {' or '.join(choices)}")
+    low = field.metadata["low"]
+    high = field.metadata["high"]
+    if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
+        needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+        raise UserError(f"{shown}: {needed} is needed")
 
 
 # what differs with --device cuda from Config's defaults; below, what else suits a GPU
@@ -49,6 +61,7 @@ class Config:
 
     command: str = "rl"  # or what examples/finetune.py does; no flag
     max_running_requests: int = 128  # answers that one engine decodes at once; no flag
+    algorithm_defaults: Texts = ()  # for any row, unlike its own: critic_lr=1e-3; no flag
     kept_chunks: int = 0  # of logits, beside the last, that aren't made again (lm_head.py); no flag
     preset: str = setting("", "of PRESETS; default: tiny, the demo, or base with --model", "run")
     out: str = setting("", "folder of the run's files; default: runs/<preset>-<mode>", "run")
@@ -169,7 +182,8 @@ class Config:
     def __post_init__(self):
         """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""
         for field in settings_of(type(self)):
-            self._check_limits(field)
+            value = vars(self)[field.name]
+            check_limits(field, value, f"--{dashed(field.name)} {value}")
         self._check_together()
         context = self.max_model_len
         no_room = f"leaves prompts no room in --max-model-len {context}"
@@ -183,19 +197,6 @@ class Config:
         if self.command == "rl" and not self.evaluates and longest > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
             raise UserError(f"{flag}: one sample may have {longest} tokens")
-
-    def _check_limits(self, field: dataclasses.Field) -> None:
-        """Refuse a value that its field doesn't allow."""
-        value = vars(self)[field.name]
-        flag = f"--{dashed(field.name)} {value}"
-        choices = field.metadata["choices"]
-        if choices and value not in choices:
-            raise UserError(f"{flag} is unknown; choose {' or '.join(choices)}")
-        low = field.metadata["low"]
-        high = field.metadata["high"]
-        if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
-            needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-            raise UserError(f"{flag}: {needed} is needed")
 
     def _check_together(self) -> None:
         """Refuse settings that don't go together, a run without a reward, weights that can't be added."""
@@ -224,6 +225,7 @@ class Config:
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 DEMOS = {"tiny": "written", "images": "drawn", "video": "filmed"}  # preset -> folder of its models
 DEMO = dict(lr=5e-4, lr_decay_to=0.1)
+DEMO |= dict(algorithm_defaults=("critic_lr=1e-3",))
 DEMO |= dict(max_model_len=256, max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=AS_FITS)
 ON_CUDA |= dict(prompts_per_step=64)
