@@ -26,7 +26,6 @@ MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must fin
 MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in a step, else slack could end a large lambda at once
 HUGE = 1e30  # the high end of what must be finite
 
-Setting = float | int | str
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
 
 
@@ -166,28 +165,28 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 class Settings:
     """Defaults; a row may set others, and so may the command line: `--algorithm ppo gae_lambda=0.95`."""
 
-    clip_low: float = setting(0.2, low=0, high=1)  # the ratio is clipped at 1 - clip_low ...
+    clip_low: float = setting(0.2, high=1)  # the ratio is clipped at 1 - clip_low ...
     clip_high: float = setting(0.28, low=TINY)  # ... and 1 + clip_high (clip-higher)
     behavior_weight_cap: float = setting(2.0, low=TINY)  # most that a token of older weights weighs
-    tis_cap: float = setting(2.0, low=0)  # in bfloat16, most that a fresh token weighs; 0: always 1
-    gamma: float = setting(1.0, low=0, high=1)  # discount of a reward for each token before it
-    gae_lambda: float = setting(1.0, low=0, high=1)  # from the critic's word to what was rewarded
-    kl_coef: float = setting(0.0, low=0)  # weight of the KL to the start weights; 0: none
+    tis_cap: float = setting(2.0)  # in bfloat16, most that a fresh token weighs; 0: always 1
+    gamma: float = setting(1.0, high=1)  # discount of a reward for each token before it
+    gae_lambda: float = setting(1.0, high=1)  # from the critic's word to what was rewarded
+    kl_coef: float = setting(0.0)  # weight of the KL to the start weights; 0: none
     kl_in: str = setting("loss", choices=("loss", "reward"))  # where the KL goes
     kl_estimator: str = setting("auto", choices=("auto", *KL_ESTIMATORS))  # see Algorithm.kl
-    entropy_coef: float = setting(0.0, low=0)  # weight of the entropy, which lowers the loss
-    overlong_from: int = setting(0, low=0)  # tokens from where the reward falls; 0: it doesn't
-    overlong_penalty: float = setting(1.0, low=0)  # by so much at --max-new-tokens
-    ptx_coef: float = setting(0.0, low=0)  # weight of the cross-entropy on ptx_data; 0: none
+    entropy_coef: float = setting(0.0)  # weight of the entropy, which lowers the loss
+    overlong_from: int = setting(0)  # tokens from where the reward falls; 0: it doesn't
+    overlong_penalty: float = setting(1.0)  # by so much at --max-new-tokens
+    ptx_coef: float = setting(0.0)  # weight of the cross-entropy on ptx_data; 0: none
     ptx_data: str = setting("")  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
     ptx_batch: int = setting(16, low=1)  # texts of an optimizer step
     cost_limit: float = setting(0.0, low=-HUGE, high=HUGE)  # most that an answer costs in the mean
     # lambda, the cost's weight, before the first step; 0: it stays 0
-    lagrange_init: float = setting(1.0, low=0, high=MULTIPLIER_MAX)
-    lagrange_lr: float = setting(0.1, low=0)  # how fast lambda moves: update_multiplier
-    max_refill_waves: int = setting(3, low=0)  # of a step: they replace groups that teach nothing
+    lagrange_init: float = setting(1.0, high=MULTIPLIER_MAX)
+    lagrange_lr: float = setting(0.1)  # how fast lambda moves: update_multiplier
+    max_refill_waves: int = setting(3)  # of a step: they replace groups that teach nothing
     critic_lr: float = setting(1e-5, low=TINY)  # AdamW
-    critic_warmup: int = setting(0, low=0)  # first steps in which the critic learns alone
+    critic_warmup: int = setting(0)  # first steps in which the critic learns alone
     value_clip: float = setting(0.2, low=TINY)  # what moved further to its return has no gradient
 
 
@@ -213,7 +212,7 @@ class Algorithm(Settings):
     filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
     greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
     # settings that this row alone has, with their defaults: its functions read `algorithm.own["tau"]`
-    own: dict[str, Setting] = field(default_factory=dict)
+    own: dict[str, float | int | str] = field(default_factory=dict)
     # `algorithm_of` fills these in
     name: str = ""  # of the row
     max_new_tokens: int = 0  # of an answer
@@ -410,7 +409,7 @@ def update_multiplier(state: State, costs: list[float], algorithm: Algorithm) ->
         return {}
     mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks
     violation = mean - algorithm.cost_limit
-    most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, 1e-12))
+    most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, TINY))
     step = algorithm.lagrange_lr * lagrange_multiplier(state, algorithm) * violation
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
     if state.step >= algorithm.critic_warmup:  # before, it would wind up: the policy can't answer
