@@ -190,9 +190,6 @@ class Settings:
     value_clip: float = setting(0.2, low=TINY)  # what moved further to its return has no gradient
 
 
-OWN = setting(0.0, low=-HUGE, high=HUGE)  # limits of a setting that one row alone has
-
-
 @dataclass(frozen=True)
 class Algorithm(Settings):
     """score, estimator, combine and whiten make advantages; loss and mean say what is minimised."""
@@ -267,17 +264,17 @@ def with_setting(algorithm: Algorithm, text: str) -> Algorithm:
     """Return the algorithm with a setting as the command line has it: gamma=0.9. Or raise UserError."""
     name, _, value = text.partition("=")
     shown = f"--algorithm {algorithm.name} {text}"
-    of_all = {each.name: each for each in fields(Settings)}
-    defaults = {each.name: each.default for each in of_all.values()} | algorithm.own
-    if name not in defaults:
-        known = " ".join(f"{each}={default}" for each, default in defaults.items())
-        raise UserError(f"{shown}: its settings are {known}")
-    kind = type(defaults[name])
+    known = {each.name: each for each in fields(Settings)}
+    for own, default in algorithm.own.items():
+        known[own] = setting(default, low=-HUGE, high=HUGE)
+    if name not in known:
+        raise UserError(f"{shown}: its settings are {', '.join(known)}")
+    kind = type(known[name].default)
     try:
         changed = {name: kind(value)}
     except ValueError:
         raise UserError(f"{shown} is no {kind.__name__}") from None
-    check_limits(of_all.get(name, OWN), changed[name], shown)
+    check_limits(known[name], changed[name], shown)
     if name in algorithm.own:
         changed = {"own": algorithm.own | changed}
     return replace(algorithm, **changed)

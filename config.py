@@ -83,9 +83,7 @@ class Config:
     answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
     updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
     critic: str = setting("", "the value model; default: the policy with a new head", "critics")
-    over_dispatch: float = setting(
-        1.0, "times the prompts; the unfinished go on later", "loop", 1, 4
-    )
+    over_dispatch: float = setting(1.0, "times the prompts; the unfinished go on", "loop", 1, 4)
     rollout_ranks: int = setting(0, "partial mode: ranks that write, not judge; 0: half", "loop")
     tail: float = setting(0.2, "fused mode: part of answers left as judging begins", "fused", 0, 1)
     rebalance: bool = setting(False, "move ranks by load; in fused mode the tail", "rebalance")
