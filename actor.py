@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from algorithms import KL_ESTIMATORS, MEANS, Algorithm, LossInputs, algorithm_of
+from algorithms import MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
 from runtime.errors import UserError
 from sample import Key, Sample, flat
@@ -232,8 +232,7 @@ class PolicyLoss:
         loss = correction.importance * loss
         stats = engine_stats(log_ratio[~targets.stale].abs())
         if targets.reference_logprobs is not None:
-            estimator = KL_ESTIMATORS[algorithm.kl_estimator]
-            reference_kl = estimator(logprobs - targets.reference_logprobs)
+            reference_kl = algorithm.kl(logprobs - targets.reference_logprobs)
             stats["reference_kl"] = reference_kl.detach().sum()
             if algorithm.kl_in == "loss":
                 loss = loss + algorithm.kl_coef * reference_kl

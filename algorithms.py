@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from config import DEMOS, TINY, Config, as_text
+from config import TINY, Config, as_text, check_limits, setting
 from runtime.errors import UserError
 from sample import Outcome, Sample
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
 MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in a step, else slack could end a large lambda at once
+HUGE = 1e30  # the high end of what must be finite
 
-Setting = float | int | str
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
 
 
@@ -165,35 +165,29 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 class Settings:
     """Defaults; a row may set others, and so may the command line: `--algorithm ppo gae_lambda=0.95`."""
 
-    clip_low: float = 0.2  # the ratio is clipped at 1 - clip_low ...
-    clip_high: float = 0.28  # ... and 1 + clip_high (clip-higher)
-    behavior_weight_cap: float = 2.0  # largest importance weight of a token of older weights
-    tis_cap: float = 0.0  # largest weight that corrects for the engine's numbers; 0: none does
-    gamma: float = 1.0  # discount of a token's reward for each token before it
-    gae_lambda: float = 1.0  # from the critic's word (0) to what was rewarded (1)
-    kl_coef: float = 0.0  # weight of the KL to the start weights; 0: no reference model is made
-    kl_in: str = "loss"  # where the KL goes: loss | reward
-    kl_estimator: str = "k3"  # k1 | k2 | k3; in the loss k2 or k3; in the reward k1 is the default
-    entropy_coef: float = 0.0  # weight of the entropy, which lowers the loss
-    overlong_from: int = 0  # tokens from where the reward of an answer falls; 0: it doesn't
-    overlong_penalty: float = 1.0  # by so much at --max-new-tokens
-    ptx_coef: float = 0.0  # weight of the pretraining term, cross-entropy on ptx_data; 0: none
-    ptx_data: str = ""  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
-    ptx_batch: int = 16  # texts of an optimizer step
-    cost_limit: float = 0.0  # the mean cost of an answer shall be at most this
-    lagrange_init: float = 1.0  # lambda, the cost's weight, before the first step; 0: it stays 0
-    lagrange_lr: float = 0.1  # ln(lambda) grows by this times lambda times (cost - cost_limit)
-    max_refill_waves: int = 3  # of a step: they replace groups that teach nothing
-    critic_lr: float = 1e-5  # AdamW; the demo's is 1e-3
-    critic_warmup: int = 0  # first steps in which the critic learns alone
-    value_clip: float = 0.2  # a value that moved by more to its return isn't pulled on; inf: none
-
-
-LIMITS = {each.name: (0.0, math.inf) for each in fields(Settings) if each.type != "str"}
-ABOVE_0 = ("clip_high", "behavior_weight_cap", "critic_lr", "value_clip")
-LIMITS |= dict.fromkeys(ABOVE_0, (TINY, math.inf))
-LIMITS |= {"ptx_batch": (1, math.inf), "gamma": (0, 1), "gae_lambda": (0, 1)}
-LIMITS |= {"lagrange_init": (0, MULTIPLIER_MAX), "cost_limit": (-1e30, 1e30)}
+    clip_low: float = setting(0.2, high=1)  # the ratio is clipped at 1 - clip_low ...
+    clip_high: float = setting(0.28, low=TINY)  # ... and 1 + clip_high (clip-higher)
+    behavior_weight_cap: float = setting(2.0, low=TINY)  # most that a token of older weights weighs
+    tis_cap: float = setting(2.0)  # in bfloat16, most that a fresh token weighs; 0: always 1
+    gamma: float = setting(1.0, high=1)  # discount of a reward for each token before it
+    gae_lambda: float = setting(1.0, high=1)  # from the critic's word to what was rewarded
+    kl_coef: float = setting(0.0)  # weight of the KL to the start weights; 0: none
+    kl_in: str = setting("loss", choices=("loss", "reward"))  # where the KL goes
+    kl_estimator: str = setting("auto", choices=("auto", *KL_ESTIMATORS))  # see Algorithm.kl
+    entropy_coef: float = setting(0.0)  # weight of the entropy, which lowers the loss
+    overlong_from: int = setting(0)  # tokens from where the reward falls; 0: it doesn't
+    overlong_penalty: float = setting(1.0)  # by so much at --max-new-tokens
+    ptx_coef: float = setting(0.0)  # weight of the cross-entropy on ptx_data; 0: none
+    ptx_data: str = setting("")  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
+    ptx_batch: int = setting(16, low=1)  # texts of an optimizer step
+    cost_limit: float = setting(0.0, low=-HUGE, high=HUGE)  # most that an answer costs in the mean
+    # lambda, the cost's weight, before the first step; 0: it stays 0
+    lagrange_init: float = setting(1.0, high=MULTIPLIER_MAX)
+    lagrange_lr: float = setting(0.1)  # how fast lambda moves: update_multiplier
+    max_refill_waves: int = setting(3)  # of a step: they replace groups that teach nothing
+    critic_lr: float = setting(1e-5, low=TINY)  # AdamW
+    critic_warmup: int = setting(0)  # first steps in which the critic learns alone
+    value_clip: float = setting(0.2, low=TINY)  # what moved further to its return has no gradient
 
 
 @dataclass(frozen=True)
@@ -215,14 +209,21 @@ class Algorithm(Settings):
     filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
     greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
     # settings that this row alone has, with their defaults: its functions read `algorithm.own["tau"]`
-    own: dict[str, Setting] = field(default_factory=dict)
-    name: str = ""  # of the row; `algorithm_of` fills it in
-    max_new_tokens: int = 0  # of an answer; likewise
+    own: dict[str, float | int | str] = field(default_factory=dict)
+    # `algorithm_of` fills these in
+    name: str = ""  # of the row
+    max_new_tokens: int = 0  # of an answer
+    dtype: str = "float32"
 
     @property
     def corrects_mismatch(self) -> bool:
-        """True if fresh tokens, too, are corrected: the engine's numbers aren't the trainer's."""
-        return self.tis_cap > 0
+        """True if fresh tokens, too, are corrected: in bfloat16 the engine's numbers aren't the trainer's."""
+        return self.tis_cap > 0 and self.dtype == "bfloat16"
+
+    def kl(self, log_ratio: Tensor) -> Tensor:
+        """Estimate each token's KL(policy || reference). auto: k3 in the loss, k1 in the reward."""
+        auto = "k1" if self.kl_in == "reward" else "k3"
+        return KL_ESTIMATORS[auto if self.kl_estimator == "auto" else self.kl_estimator](log_ratio)
 
 
 # arXiv 2402.03300, equation 3 and section 4.2; it names no clip
@@ -249,45 +250,38 @@ def algorithm_of(config: Config) -> Algorithm:
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
-    of_run = {"max_new_tokens": config.max_new_tokens, "name": name}
-    if config.dtype == "bfloat16":
-        of_run["tis_cap"] = 2.0  # the engine's numbers aren't the trainer's, which the ratio is to
-    if config.preset in DEMOS:
-        of_run["critic_lr"] = 1e-3
+    of_run = dict(name=name, max_new_tokens=config.max_new_tokens, dtype=config.dtype)
     algorithm = replace(ALGORITHMS[name], **of_run)
-    defaults = {each.name: each.default for each in fields(Settings)} | algorithm.own
-    for setting, _, value in (text.partition("=") for text in given):
-        if setting not in defaults:
-            known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            raise UserError(f"--algorithm: {setting}={value} is none of {known}")
-        kind = type(defaults[setting])
-        try:
-            changed = {setting: kind(value)}
-        except ValueError:
-            raise UserError(f"--algorithm: {setting}={value} is no {kind.__name__}") from None
-        if setting in algorithm.own:
-            changed = {"own": algorithm.own | changed}
-        algorithm = replace(algorithm, **changed)
-    if algorithm.kl_in == "reward" and not any(text.startswith("kl_estimator=") for text in given):
-        algorithm = replace(algorithm, kl_estimator="k1")
+    for text in (*config.algorithm_defaults, *given):
+        algorithm = with_setting(algorithm, text)
     need = next(unmet_needs(algorithm, config), None)
     if need:
         raise UserError(f"--algorithm {as_text(config.algorithm)} needs {need}")
     return algorithm
 
 
+def with_setting(algorithm: Algorithm, text: str) -> Algorithm:
+    """Return the algorithm with a setting as the command line has it: gamma=0.9. Or raise UserError."""
+    name, _, value = text.partition("=")
+    shown = f"--algorithm {algorithm.name} {text}"
+    known = {each.name: each for each in fields(Settings)}
+    for own, default in algorithm.own.items():
+        known[own] = setting(default, low=-HUGE, high=HUGE)
+    if name not in known:
+        raise UserError(f"{shown}: its settings are {', '.join(known)}")
+    kind = type(known[name].default)
+    try:
+        changed = {name: kind(value)}
+    except ValueError:
+        raise UserError(f"{shown} is no {kind.__name__}") from None
+    check_limits(known[name], changed[name], shown)
+    if name in algorithm.own:
+        changed = {"own": algorithm.own | changed}
+    return replace(algorithm, **changed)
+
+
 def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
-    """Yield what the settings need of themselves, of each other and of the run, but don't have."""
-    for name, (low, high) in LIMITS.items():
-        if not low <= vars(a)[name] <= high:  # so written, NaN is refused, too
-            yield f"{name} from {low:g} to {high:g}"
-    for name, value in a.own.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            yield f"{name}, a finite number"
-    if a.kl_in not in ("loss", "reward"):
-        yield "kl_in=loss or kl_in=reward"
-    if a.kl_estimator not in KL_ESTIMATORS:
-        yield f"kl_estimator one of {', '.join(KL_ESTIMATORS)}"
+    """Yield what the settings need of each other and of the run, but don't have."""
     alone = a.score is raw and (a.greedy or not a.filters)  # else answers are compared
     if config.answers_per_prompt < 2 and not alone:
         yield "--answers-per-prompt 2 or more"
@@ -299,7 +293,7 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
         yield "a --cost-rule or a --cost-judge: what an answer costs"
     if bool(a.ptx_coef) != bool(a.ptx_data):
         yield "both of ptx_coef and ptx_data, or none"
-    if a.loss is gspo_loss and config.dtype == "bfloat16" and not a.corrects_mismatch:
+    if a.loss is gspo_loss and a.dtype == "bfloat16" and not a.tis_cap:
         yield "tis_cap with --dtype bfloat16: the engine's numbers are beyond its clip"
     if a.overlong_from >= a.max_new_tokens:
         yield f"overlong_from below --max-new-tokens {a.max_new_tokens}"
@@ -377,7 +371,7 @@ def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorith
     # both in the trainer's numbers: the engine's would add their difference to the KL
     policy = tensor(sample.policy_logprobs, dtype=float64)
     reference = tensor(sample.reference_logprobs, dtype=float64)
-    kl = algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](policy - reference)
+    kl = algorithm.kl_coef * algorithm.kl(policy - reference)
     # off the reward, onto the cost: combined, the KL counts once, whatever the multiplier is
     sign = 1.0 if signal == "cost" else -1.0
     return [reward + sign * penalty for reward, penalty in zip(rewards, kl.tolist(), strict=True)]
@@ -412,7 +406,7 @@ def update_multiplier(state: State, costs: list[float], algorithm: Algorithm) ->
         return {}
     mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks
     violation = mean - algorithm.cost_limit
-    most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, 1e-12))
+    most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, TINY))
     step = algorithm.lagrange_lr * lagrange_multiplier(state, algorithm) * violation
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
     if state.step >= algorithm.critic_warmup:  # before, it would wind up: the policy can't answer

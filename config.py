@@ -24,18 +24,30 @@ Numbers = tuple[float, ...]
 
 def setting(
     default: Any,
-    help: str,
-    group: str,
-    low: float = -math.inf,
+    help: str = "",
+    group: str = "",
+    low: float = 0,
     high: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """A field of Config that is a flag. low, high: a number's limits; choices: a text's only values.
+    """A field with limits. low, high: of a number, 0 or more by default; choices: a text's only values.
 
-    group: its heading in --help: a part of the core, or the row of extras.py that it belongs to.
+    help, group: of a flag; group is its heading in --help: a part of the core, or a row of extras.py.
     """
     metadata = dict(help=help, group=group, low=low, high=high, choices=choices)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_limits(field: dataclasses.Field, value: object, shown: str) -> None:
+    """Raise UserError for a value that its field doesn't allow. shown: as the command line has it."""
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise UserError(f"{shown} is unknown; choose {' or '.join(choices)}")
+    low = field.metadata["low"]
+    high = field.metadata["high"]
+    if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
+        needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
+        raise UserError(f"{shown}: {needed} is needed")
 
 
 # what differs with --device cuda from Config's defaults; below, what else suits a GPU
@@ -49,13 +61,12 @@ class Config:
 
     command: str = "rl"  # or what examples/finetune.py does; no flag
     max_running_requests: int = 128  # answers that one engine decodes at once; no flag
+    algorithm_defaults: Texts = ()  # for any row, unlike its own: critic_lr=1e-3; no flag
     kept_chunks: int = 0  # of logits, beside the last, that aren't made again (lm_head.py); no flag
     preset: str = setting("", "of PRESETS; default: tiny, the demo, or base with --model", "run")
     out: str = setting("", "folder of the run's files; default: runs/<preset>-<mode>", "run")
-    seed: int = setting(0, "of the order of prompts, and of sampling", "run")
-    device: str = setting(
-        "cpu", "default: cuda where there is a GPU", "run", choices=("cpu", "cuda")
-    )
+    seed: int = setting(0, "of the order of prompts, and of sampling", "run", low=-math.inf)
+    device: str = setting("cpu", "default: cuda if there is a GPU", "run", choices=("cpu", "cuda"))
     host: str = setting("127.0.0.1", "address here that ranks and servers listen on", "run")
     port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
     timeout_s: float = setting(600.0, "longest wait for a rank; engines get half", "run", low=TINY)
@@ -72,21 +83,11 @@ class Config:
     answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
     updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
     critic: str = setting("", "the value model; default: the policy with a new head", "critics")
-    over_dispatch: float = setting(
-        1.0, "prompts served, as a multiple; the unfinished go on later", "loop", 1, 4
-    )
-    rollout_ranks: int = setting(
-        0, "partial mode: ranks that write, the rest judge; 0: half", "loop", low=0
-    )
-    tail: float = setting(
-        0.2, "fused mode: part of the answers left when judging begins", "fused", 0, 1
-    )
-    rebalance: bool = setting(
-        False, "move ranks between roles (fused: the tail) by load", "rebalance"
-    )
-    log_samples: int = setting(
-        2, "answers of a step to look at: samples.jsonl, TensorBoard", "loop", low=0
-    )
+    over_dispatch: float = setting(1.0, "times the prompts; the unfinished go on", "loop", 1, 4)
+    rollout_ranks: int = setting(0, "partial mode: ranks that write, not judge; 0: half", "loop")
+    tail: float = setting(0.2, "fused mode: part of answers left as judging begins", "fused", 0, 1)
+    rebalance: bool = setting(False, "move ranks by load; in fused mode the tail", "rebalance")
+    log_samples: int = setting(2, "answers a step for samples.jsonl and TensorBoard", "loop")
     dry_run: bool = setting(False, "print who would run where, in how much memory", "dry run")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
@@ -95,36 +96,23 @@ class Config:
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
     judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
     judge_format: Texts = setting((), "rows of FORMATS, for all judges or each", "evaluation")
-    eval_data: str = setting(
-        "", "prompts with an `answer`; default: some rows of --data", "evaluation"
-    )
-    eval_samples: int = setting(0, "answers to a held-out prompt, for pass@k", "evaluation", low=0)
-    steps: int = setting(40, "batches to train on; 0: evaluate, and end", "training", low=0)
+    eval_data: str = setting("", "prompts with an `answer`; default: rows of --data", "evaluation")
+    eval_samples: int = setting(0, "answers to a held-out prompt, for pass@k", "evaluation")
+    steps: int = setting(40, "batches to train on; 0: evaluate, and end", "training")
     eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
     lr: float = setting(1e-6, "AdamW", "training", low=TINY)
-    lr_warmup_steps: int = setting(
-        5, "steps in which --lr grows from a part to all", "training", low=0
-    )
+    lr_warmup_steps: int = setting(5, "steps in which --lr grows from a part to all", "training")
     lr_decay_to: float = setting(1.0, "part of --lr at the end; demo: 0.1", "training", 0, 1)
-    max_tokens_per_micro_batch: int = setting(
-        8192, "tokens of a pass; on a CPU fewer", "training", low=1
-    )
+    max_tokens_per_micro_batch: int = setting(8192, "of a pass; on a CPU fewer", "training", 1)
     tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
     pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
     sp: bool = setting(False, "sequence parallelism beside tp", "training")
     schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
-    recompute: int = setting(
-        0,
-        "layers of a rank that keep their input alone; -1: as few as fit",
-        "training",
-        low=AS_FITS,
-    )
+    recompute: int = setting(0, "layers computed again; -1: as few as fit", "training", AS_FITS)
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
-    answer_tokens: int = setting(
-        0, "of each answer exactly, as in papers' measurements; 0: to its end", "engines", low=0
-    )
-    max_model_len: int = setting(0, "of prompt and answer; 0: the model's own", "engines", low=0)
+    answer_tokens: int = setting(0, "of an answer exactly, as in papers; 0: to its end", "engines")
+    max_model_len: int = setting(0, "of prompt and answer; 0: the model's own", "engines")
     video_fps: float = setting(2.0, "frames shown of a second of a clip", "images", TINY, 1000)
     video_frames: int = setting(16, "frames shown of a clip, at most", "images", low=2)
     rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
@@ -132,11 +120,9 @@ class Config:
     mem_fraction: float = setting(0.7, "of a GPU, for awake engines", "engines", 0.05, 0.95)
     deterministic: bool = setting(True, "same seed, same tokens; with CUDA off", "engines")
     resume: str = setting("auto", "auto: the newest in OUT; never; or a folder", "checkpoints")
-    save_every: int = setting(10, "steps between saves; one at the end; 0: none", "checkpoints", 0)
+    save_every: int = setting(10, "steps between saves; one at the end; 0: none", "checkpoints")
     keep: int = setting(2, "newest checkpoints that are kept", "checkpoints", low=1)
-    save_hf_every: int = setting(
-        0, "steps between Hugging Face directories; 0: none", "checkpoints", low=0
-    )
+    save_hf_every: int = setting(0, "steps between Hugging Face models; 0: none", "checkpoints")
     weight_decay: float = 0.0  # AdamW; examples/finetune.py makes a flag of it
 
     @property
@@ -169,7 +155,8 @@ class Config:
     def __post_init__(self):
         """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""
         for field in settings_of(type(self)):
-            self._check_limits(field)
+            value = vars(self)[field.name]
+            check_limits(field, value, f"--{dashed(field.name)} {value}")
         self._check_together()
         context = self.max_model_len
         no_room = f"leaves prompts no room in --max-model-len {context}"
@@ -183,19 +170,6 @@ class Config:
         if self.command == "rl" and not self.evaluates and longest > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"
             raise UserError(f"{flag}: one sample may have {longest} tokens")
-
-    def _check_limits(self, field: dataclasses.Field) -> None:
-        """Refuse a value that its field doesn't allow."""
-        value = vars(self)[field.name]
-        flag = f"--{dashed(field.name)} {value}"
-        choices = field.metadata["choices"]
-        if choices and value not in choices:
-            raise UserError(f"{flag} is unknown; choose {' or '.join(choices)}")
-        low = field.metadata["low"]
-        high = field.metadata["high"]
-        if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
-            needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-            raise UserError(f"{flag}: {needed} is needed")
 
     def _check_together(self) -> None:
         """Refuse settings that don't go together, a run without a reward, weights that can't be added."""
@@ -223,7 +197,7 @@ class Config:
 # the demos: sums of numbers that are written, drawn or filmed, an actor and a judge for each
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 DEMOS = {"tiny": "written", "images": "drawn", "video": "filmed"}  # preset -> folder of its models
-DEMO = dict(lr=5e-4, lr_decay_to=0.1)
+DEMO = dict(lr=5e-4, lr_decay_to=0.1, algorithm_defaults=("critic_lr=1e-3",))
 DEMO |= dict(max_model_len=256, max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=AS_FITS)
 ON_CUDA |= dict(prompts_per_step=64)
@@ -289,7 +263,7 @@ def parse_settings(
     of_device = WITH_CUDA if device == "cuda" else {}
     given |= {"preset": preset, "device": device}
     if given.get("answer_tokens"):
-        given = {"max_new_tokens": given["answer_tokens"]} | given
+        given.setdefault("max_new_tokens", given["answer_tokens"])
     config = kind(**of_device | defaults | PRESETS[preset] | given)
     prompts = config.eval_data if config.evaluates else config.data
     formats = config.judge_format or ("chat" if prompts else "addition",)
@@ -323,8 +297,7 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
         several = get_args(types[field.name])  # of a tuple: the type of its values, and ...
         value = several[0] if several else types[field.name]
         if value is bool:
-            is_on = field.default or any(field.name in preset for preset in PRESETS.values())
-            how["action"] = argparse.BooleanOptionalAction if is_on else "store_true"
+            how["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         else:
             # a shell leaves the ~ of --out=~/runs to the program
             how["type"] = os.path.expanduser if value is str else value

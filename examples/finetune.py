@@ -63,7 +63,7 @@ class FinetuneConfig(Config):
 
     steps: int = setting(40, "batches to train on", "training", low=1)
     batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
-    weight_decay: float = setting(0.0, "AdamW", "examples", low=0)
+    weight_decay: float = setting(0.0, "AdamW", "examples")
 
 
 def read_answer(row: dict, answer: Any, tokenizer: tokenization.Tokenizer, where: str) -> tuple:

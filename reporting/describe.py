@@ -8,7 +8,7 @@ from pathlib import Path
 
 import extras
 from algorithms import Settings, algorithm_of
-from config import Config, as_text, dashed
+from config import Config, as_text, dashed, settings_of
 from scheduling.layout import Placement
 from scheduling.measured import Split
 
@@ -28,7 +28,7 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
     if config.evaluates:
         text = f"nanoYATT: evaluates {config.model} on {ranks} ranks\n"
     text += "  settings other than the defaults:"
-    for field in fields(config):
+    for field in settings_of(Config):
         value = vars(config)[field.name]
         if value != field.default:
             text += f" --{dashed(field.name)} {as_text(value)}"

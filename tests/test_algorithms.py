@@ -172,7 +172,7 @@ def plain_advantages(groups, row: str, config) -> dict[tuple[int, int], list[flo
 
 CHOICES = dict(gamma=[1.0, 0.9], gae_lambda=[1.0, 0.8], kl_coef=[0.0, 0.3])
 CHOICES |= dict(kl_in=["reward", "loss"], kl_estimator=list(algorithms.KL_ESTIMATORS))
-CHOICES |= dict(entropy_coef=[0.0, 0.1], tis_cap=[0.0, 2.0])
+CHOICES |= dict(entropy_coef=[0.0, 0.1], tis_cap=[0.0, 2.0], dtype=["float32", "bfloat16"])
 CHOICES |= dict(overlong_from=[0, 3], overlong_penalty=[0.5], max_new_tokens=[6])
 CHOICES |= dict(clip_low=[0.2], clip_high=[0.28])
 CHANGES = st.fixed_dictionaries({name: st.sampled_from(CHOICES[name]) for name in CHOICES})
@@ -245,6 +245,7 @@ def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy)
 def plain_objective(groups, row: str, advantages, config, stale, start_column):
     """Loss, slopes and sums of a step; `stale` tokens, `start_column` of a token; entropy: 0.7 logprob."""
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
+    corrects = config.tis_cap and config.dtype == "bfloat16"
     for key, tokens in answers_of(groups):
         n = len(tokens)
         by_answer = {"dr_grpo": config.max_new_tokens, "gspo": n, "grpo_2024": n}
@@ -252,14 +253,14 @@ def plain_objective(groups, row: str, advantages, config, stale, start_column):
         divisor += 1 if row in by_answer else n
         engine, now = [token[0] for token in tokens], [token[2] for token in tokens]
         start = [token[start_column] for token in tokens]
-        old = [start[t] if config.tis_cap or stale[key, t] else engine[t] for t in range(n)]
+        old = [start[t] if corrects or stale[key, t] else engine[t] for t in range(n)]
         s = math.exp(sum(now[t] - old[t] for t in range(n)) / n)
         for t in range(n):
             weight, off = 1.0, math.exp(start[t] - engine[t])
             if stale[key, t]:
                 weight = min(off, config.behavior_weight_cap)
                 sums["stale_weight"] += weight
-            elif config.tis_cap:
+            elif corrects:
                 weight = min(off, config.tis_cap)
             a, r = advantages[key][t], s if row == "gspo" else math.exp(now[t] - old[t])
             cut = min(max(r, 1 - config.clip_low), 1 + config.clip_high)
@@ -353,14 +354,15 @@ def exact(targets: PackedTargets, samples: list[Sample], config: Algorithm) -> P
 
 
 def test_in_bfloat16_engines_are_corrected_for():
-    """By default; gspo insists."""
+    """By default, and in no other; gspo insists."""
 
     def found(*given, dtype="bfloat16"):
         return algorithm_of(Config(algorithm=given, dtype=dtype))
 
-    assert (found("grpo").tis_cap, found("grpo", dtype="float32").tis_cap) == (2.0, 0.0)
-    assert found("grpo", "tis_cap=0").tis_cap == 0.0
-    assert found("gspo", "tis_cap=0", dtype="float32").tis_cap == 0.0
+    assert found("grpo").corrects_mismatch and found("grpo").tis_cap == 2.0
+    assert not found("grpo", dtype="float32").corrects_mismatch
+    assert not found("grpo", "tis_cap=0").corrects_mismatch
+    assert not found("gspo", "tis_cap=0", dtype="float32").corrects_mismatch
     with pytest.raises(ValueError, match="tis_cap=0 needs tis_cap with --dtype"):
         found("gspo", "tis_cap=0")
 
@@ -408,6 +410,22 @@ def test_a_row_brings_its_own_settings_and_the_command_line_overrides_them():
     assert not ALGORITHMS["grpo_2024"].filters
 
 
+@pytest.mark.parametrize("given, log_ratios", [("", "k3 k1"), ("kl_estimator=k2", "k2 k2")])
+def test_the_kl_is_estimated_as_suits_its_place(given, log_ratios):
+    for place, name in zip(("loss", "reward"), log_ratios.split(), strict=True):
+        words = ("grpo", f"kl_in={place}", *given.split())
+        found = algorithm_of(Config(algorithm=words)).kl(torch.tensor(0.5))
+        assert found.item() == pytest.approx(plain_kl(name, 0.5)[0])
+
+
+def test_defaults_of_the_run_stand_before_what_is_given():
+    """And behind the row's."""
+    run = dict(algorithm_defaults=("critic_lr=1e-3", "clip_low=0.3"))
+    found = algorithm_of(Config(algorithm=("cispo", "clip_low=0.4"), **run))
+    assert (found.critic_lr, found.clip_low) == (1e-3, 0.4)
+    assert algorithm_of(Config(algorithm=("cispo",), **run)).clip_low == 0.3
+
+
 def shorter(rewards, lengths, algorithm):
     """Kimi k1.5 (arXiv 2501.12599), section 2.3.3: a right answer gains by being short."""
     spread = max(max(lengths) - min(lengths), 1)
@@ -423,10 +441,11 @@ def test_a_row_of_ones_own_has_settings_of_its_own_and_sees_lengths(monkeypatch)
     kimi = algorithm_of(Config(algorithm=("kimi", "tau=1", "clip_low=0.1")))
     assert (kimi.own, kimi.clip_low) == ({"tau": 1.0, "weight": 1.0}, 0.1) and row.own["tau"] == 0.2
     refused = {
-        "grpo tau=1": "none of",
+        "grpo tau=1": "grpo tau=1: its settings are clip_low, clip_h",
         "kimi tau=x": "tau=x is no float",
-        "kimi x=1": "tau=0.2, weight=1",
-        "kimi tau=nan": "needs tau",
+        "kimi x=1": "value_clip, tau, weight$",
+        "kimi tau=nan": "kimi tau=nan: -1e.30 to 1e.30 is needed",
+        "kimi tau=inf": "kimi tau=inf: -1e",
     }
     for words, message in refused.items():
         with pytest.raises(ValueError, match=message):
@@ -464,13 +483,16 @@ def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, rema
     "given, message",
     [
         ("a2c", "a2c is unknown; choose one of: .*grpo"),
-        ("ppo lambda=1", r"lambda=1 is none of clip_low=0.2, clip_high=0.28, "),
+        ("ppo lambda=1", "ppo lambda=1: its settings are clip_low, .* gae_lambda, "),
         ("ppo gamma=half", "gamma=half is no float"),
-        ("ppo gamma=1.1", "ppo gamma=1.1 needs gamma from 0 to 1"),
-        ("ppo gae_lambda=nan", "needs gae_lambda from 0 to 1"),
+        ("ppo gamma=1.1", "^--algorithm ppo gamma=1.1: 0 to 1 is needed$"),
+        ("ppo gae_lambda=nan", "ppo gae_lambda=nan: 0 to 1 is needed"),
+        ("grpo kl_coef=1 clip_low=2", "grpo clip_low=2: 0 to 1 is needed"),
+        ("grpo critic_lr=0", "critic_lr=0: at least 1e-12 is needed"),
+        ("grpo kl_in=both", "kl_in=both is unknown; choose loss or reward"),
         ("ppo critic_warmup=7", "needs critic_warmup below --steps 7"),
         ("grpo critic_warmup=1", "needs a critic for --critic and critic_warmup"),
-        ("grpo kl_estimator=k4", "needs kl_estimator one of k1, k2, k3"),
+        ("grpo kl_estimator=k4", "k4 is unknown; choose auto or k1 or k2 or k3"),
         ("grpo overlong_from=9", "needs overlong_from below --max-new-tokens 9"),
         ("grpo ptx_coef=0.1", "needs both of ptx_coef and ptx_data"),
         ("safe_rlhf", "safe_rlhf needs a --cost-rule or a --cost-judge"),

@@ -37,6 +37,7 @@ def test_without_arguments_the_demo():
     assert (config.command, config.mode) == ("rl", "partial")
     assert (config.lr, config.lr_decay_to) == (5e-4, 0.1)
     assert (config.max_new_tokens, config.max_model_len) == (72, 256)
+    assert config.algorithm_defaults == ("critic_lr=1e-3",)
 
 
 def test_a_flag_of_several_values_adds_when_it_is_given_again():
@@ -117,7 +118,7 @@ def test_the_demos_models_are_found_from_any_folder(given, name, tmp_path, monke
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_command_line_beats_the_preset_which_beats_the_defaults(name):
     config, changes = parse_config(["--preset", name]), PRESETS[name]
-    assert all(type(value).__name__ == FIELDS[key].type for key, value in changes.items())
+    assert all(type(value) is type(FIELDS[key].default) for key, value in changes.items())
     check_settings(config, 2)
     for field in FIELDS.values():
         if field.name not in RESOLVED:
