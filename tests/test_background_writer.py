@@ -1,7 +1,6 @@
 """The process that writes a checkpoint: sees what was there, disturbs nobody, always tells how it ended."""
 
 import fcntl
-import gc
 import os
 import signal
 import socket
@@ -96,15 +95,6 @@ def test_how_a_writer_fails():
     assert killed == (None, "the writing process ended with status -9")
 
 
-def test_a_fork_that_fails(monkeypatch):
-    """Is heard as the writer's failure, and signals come through as before."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    monkeypatch.setattr(os, "fork", lambda: os.listdir("/nowhere"))
-    result, problem = ended(BackgroundWriter(lambda: 1))
-    assert problem.startswith("no writing process could be started: [Errno 2] ") and not result
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
-
-
 def test_a_writer_dies_with_its_rank(tmp_path):
     """Although nobody tells it to."""
     program = (
@@ -137,22 +127,3 @@ def test_a_writer_computes_where_the_rank_had_several_threads():
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     said = run_process(sys.executable, "-c", program, ROOT, env=environment)
     assert said.stdout == "((320000.0, 400.0, 1), '')\n", said.stderr[-2000:]
-
-
-def test_a_writer_leaves_the_ranks_garbage_alone():
-    """Freed in the fork, what had threads of its own, gloo's groups or a backward pass's, would crash it."""
-
-    class Threaded:
-        def __init__(self):
-            self.itself, self.owner = self, os.getpid()
-
-        def __del__(self):
-            if os.getpid() != self.owner:
-                os.kill(os.getpid(), signal.SIGSEGV)
-
-    gc.disable()
-    try:
-        Threaded()  # a cycle: garbage until it is collected
-        assert ended(BackgroundWriter(gc.collect))[1] == ""
-    finally:
-        gc.enable()

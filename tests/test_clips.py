@@ -3,11 +3,9 @@
 import asyncio
 import hashlib
 import io
-import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -16,14 +14,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image as pillow
 
 import data
 from examples.finetune import FinetuneConfig, parse_sft, read_examples
 from images import clips, reader
-from inputs import prompt_file, tokenization
+from inputs import tokenization
 from runtime.errors import UserError
 from sample import Prompt
 from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
@@ -95,18 +91,6 @@ def test_even_times_from_the_first_frame_to_the_last(kind):
         )
 
 
-@given(st.integers(1, 900), st.sampled_from([8, 10, 24, 25, 30, 60]), st.sampled_from([1, 2, 4.0]))
-def test_at_a_constant_rate_they_are_the_models_own(count, rate, fps):
-    """Qwen3VLVideoProcessor's formula; where a time lies between two frames, either is right."""
-    each = 3000
-    found = clips.chosen([7 + each * n for n in range(count)], Fraction(1, each * rate), fps, 16)
-    frames = min(max(int(Fraction(count, rate) * Fraction(fps)), 4), 16, count)
-    own = np.linspace(0, count - 1, frames)
-    assert len(found) == frames
-    for (frame, shown), place in zip(found, own, strict=True):
-        assert frame == shown and abs((frame - 7) / each - place) <= 0.5 + 1e-9
-
-
 def test_a_variable_rate_shows_what_is_seen_at_a_time():
     """Of frames at 0, 0.1, 0.2, 3, 3.1 and 5 s; the third lasts longest."""
     file = encoded_clip(frames_of(6), times=[0, 100, 200, 3000, 3100, 5000])
@@ -138,38 +122,6 @@ def test_a_clip_that_is_not_only_turned_is_refused(matrix):
     refused = "^a clip: it is to be mirrored, bent or turned by no quarter; convert it$"
     with pytest.raises(UserError, match=refused):
         pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
-
-
-def test_pixels_that_are_not_square_are_shown_square():
-    for aspect, width in ((2, 192), (Fraction(1, 4), 24)):
-        (pair,) = pairs_of(encoded_clip(frames_of(1), sample_aspect_ratio=aspect))
-        assert pair.sides == (64, width)
-        assert all(map(is_near, corners(frames_in([pair])[0])[1:], (GREEN, BLUE, RED)))
-
-
-def of_luma(y, u, v, pixels="yuv420p"):
-    """A frame of one color."""
-    frame = av.VideoFrame(64, 64, pixels)
-    for plane, value in zip(frame.planes, (y, u, v), strict=True):
-        plane.update(bytes([value]) * plane.buffer_size)
-    return frame
-
-
-WEIGHTS = {1: (0.2126, 0.0722), 2: (0.299, 0.114), 5: (0.299, 0.114), 9: (0.2627, 0.0593)}
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-@pytest.mark.parametrize("space", WEIGHTS)
-def test_colors_are_those_of_the_clips_own_space_and_range(space, is_full):
-    """Of BT.709, BT.601 and BT.2020, by the weights of red and blue; 2 is unspecified."""
-    red, blue = WEIGHTS[space]
-    luma = 81 / 255 if is_full else (81 - 16) / 219
-    u, v = ((number - 128) / (255 if is_full else 224) for number in (100, 180))
-    rgb = [luma + 2 * (1 - red) * v, 0, luma + 2 * (1 - blue) * u]
-    rgb[1] = (luma - red * rgb[0] - blue * rgb[2]) / (1 - red - blue)
-    settings = dict(colorspace=space, color_range=2 if is_full else 1)
-    (pair,) = pairs_of(encoded_clip([of_luma(81, 100, 180)], **settings))
-    assert is_near(tuple(frames_in([pair])[0][32, 32]), [255 * each for each in rgb], 3)
 
 
 def test_ten_bits_are_right_and_hdr_is_refused():
@@ -212,25 +164,6 @@ def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
     environment = {"PYTHONPATH": f"{here}:{here.parent}"}
     found = run_process(sys.executable, "-c", other, *paths, env=environment)
     assert found.stdout.split() == expected, found.stderr
-
-
-def test_a_clip_is_decoded_once_by_whichever_thread_comes_first(monkeypatch):
-    """And again when its room is needed for others."""
-    decoded = []
-    frame_times = clips.frame_times
-    monkeypatch.setattr(clips, "frame_times", lambda *args: decoded.append(1) or frame_times(*args))
-    files = [encoded_clip(frames_of(count)) for count in (4, 5)]
-    held = new_clips()
-    read = [
-        partial(held.pairs, bytes([n]), partial(bytes, file), "") for n, file in enumerate(files)
-    ]
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda number: read[0](), range(8)))
-    assert len(decoded) == 1 and all(pairs is found[0] for pairs in found)
-    monkeypatch.setattr(clips, "KEPT_BYTES", 1)
-    for expected, which in ((2, 1), (2, 1), (3, 0), (4, 1)):
-        read[which]()
-        assert len(decoded) == expected
 
 
 # ---------------------------------------------------------------- patches
@@ -329,36 +262,6 @@ def test_video_parts_are_what_a_text_with_places_is(model_dir, folder):
         model_dir, jsonl(folder / "r.jsonl", [row | more for row in rows]), template=True
     )
     assert first == second and first.question == f"{B}and <image>"
-
-
-def test_the_room_is_bounded_by_headers(model_dir, folder, monkeypatch):
-    """Nothing is decoded where the bound tells that a row fits; no clip is longer than its bound."""
-    path = jsonl(folder / "rows.jsonl", ROWS[:2])
-    longest = max(len(prompt.tokens) for prompt in prompts_of(model_dir, path, room=600))
-    with monkeypatch.context() as patched:
-        patched.setattr(clips.Clips, "pairs", None)
-        assert len(prompts_of(model_dir, path, room=longest + 40)) == 2
-    assert len(prompts_of(model_dir, path, room=longest)) == 2
-    assert len(prompts_of(model_dir, path, room=longest - 1)) == 1
-    rng = random.Random(0)
-    for _ in range(20):
-        count, rate = rng.randint(1, 40), rng.randint(2, 12)
-        file = encoded_clip(frames_of(count, 16, 48), rate=rate, kind=rng.choice(["h264", "vp9"]))
-        fit = reader.ImageReader(model_dir)._fit
-        bound = new_clips(fit=fit).bound(file, "")
-        pairs = pairs_of(file, fit=fit)
-        assert len(pairs) <= len(bound) <= len(pairs) + 1
-        assert sum(h * w for _, (h, w), _ in pairs) <= sum(h * w for _, (h, w), _ in bound)
-
-
-def test_fewer_frames_by_the_settings(model_dir, folder):
-    path = jsonl(folder / "rows.jsonl", ROWS[:1])
-    for fps, most, pairs in ((2.0, 16, 3), (0.1, 16, 2), (2.0, 2, 1), (10.0, 100, 15)):
-        eyes = reader.ImageReader(model_dir, fps, most)
-        (prompt,) = prompt_file.PromptFile(
-            path, tokenization.load_tokenizer(model_dir), 900, reader=eyes
-        )
-        assert len(prompt.images) == pairs
 
 
 # ---------------------------------------------------------------- what is refused
@@ -501,26 +404,6 @@ def test_fine_tuning_refuses_videos(model_dir, folder):
         read_examples(path, parse_sft, tokenization.load_tokenizer(model_dir), config)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_damaged_clip_makes_pyav_raise_is_one_line(kind):
-    """100 times with some bytes changed, lost or added, near the beginning or anywhere."""
-    rng, refused = random.Random(kind), 0
-    whole = encoded_clip(frames_of(12), kind)
-    held = new_clips(fit=lambda height, width, pairs, where: (32, 32))
-    for number in range(100):
-        content = bytearray(whole)
-        for _ in range(rng.randint(1, 8)):
-            place = rng.randrange(min(len(content), rng.choice((200, len(content)))))
-            lost, added = rng.choice(((1, 1), (rng.randint(1, 20), 0), (0, 10)))
-            content[place : place + lost] = rng.randbytes(added)
-        try:
-            held.pairs(bytes([number]), partial(bytes, content), "a file")
-        except UserError as error:
-            assert str(error).startswith("a file: ")
-            refused += 1
-    assert refused > 20  # else nothing was damaged
-
-
 # ---------------------------------------------------------------- in threads, and ahead
 
 
@@ -565,14 +448,3 @@ def test_prompts_are_read_in_threads_and_ahead(run):
         assert source.read.count(4) == source.read.count(9) == source.read.count(13) == 1
 
     run(serve())
-
-
-def test_held_out_rows_are_read_when_they_are_due(model_dir, folder, monkeypatch):
-    rows = [ROWS[0] | dict(prompt=f"{number}<video>=") for number in range(30)]
-    path = jsonl(folder / "rows.jsonl", rows)
-    with monkeypatch.context() as patched:
-        patched.setattr(clips.Clips, "pairs", None)
-        rows = prompts_of(model_dir, path, room=300)
-        held_out = rows.shuffled(0, 3).held_out
-        assert len(held_out) == 3
-    assert all(prompt.question.endswith(f"{A}=") for prompt in held_out)

@@ -261,14 +261,3 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch, line, home, limit, tak
                 f"x 9\n{prefix}inactive_file 100\n"
             )
         assert free_memory.free_memory() == pytest.approx(left, rel=0.2)
-
-
-def test_check_names_what_is_not_there(capsys, monkeypatch):
-    names = [name for name in dry_run.PACKAGES if name != "sglang"]
-    here = [SimpleNamespace(name=name, version="1.0") for name in names]
-    monkeypatch.setattr(dry_run, "distributions", lambda: here)
-    assert dry_run.check(settings(port=23024)) == 1
-    printed = capsys.readouterr().out
-    assert "! sglang         not installed (pinned: ==0.5.23)" in printed
-    missing = printed.splitlines()[-1]
-    assert missing.startswith("missing: sglang")

@@ -179,22 +179,6 @@ def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
     assert ask_anew(*requests) == alone
 
 
-@pytest.mark.slow
-def test_the_same_image_after_a_push_of_another_tower(run, seeing):
-    """And after sleep. All weights go back in the end."""
-    engine, request = seeing.engine, request_of(seeing, [ONE, OTHER])
-    for version, model in enumerate((0, 1, 0), 1):
-        weights = load_file(Path(seeing.directories[model], "model.safetensors"))
-        run(engine.sleep())
-        run(engine.wake_weights())
-        run(engine.load_weights(weights.items(), version))
-        run(engine.wake_kv_cache())
-        for _ in range(2):
-            [answer] = run(ask(engine, request))
-            assert answer.versions == [version] * len(answer.tokens)
-            assert error_of(seeing, request, answer, model) < 1e-5
-
-
 CLIP = encoded_clip(frames_of(30))
 OTHER_CLIP = encoded_clip([255 - frame for frame in frames_of(25, 96, 64)], "vp9", rate=5)
 # it has CLIP's first frames, and others behind each

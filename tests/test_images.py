@@ -2,11 +2,8 @@
 
 import hashlib
 import io
-import json
 import pickle
 import random
-import shutil
-import struct
 from functools import partial
 
 import datasets
@@ -22,7 +19,6 @@ from PIL import Image as pillow
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-import data
 import demo.task  # noqa: F401 (it adds a judge format)
 import rewards
 from config import Config
@@ -30,7 +26,6 @@ from engines.engine import Answer
 from images import reader, tokens
 from images.tokens import Image
 from inputs import prompt_file, tokenization
-from inputs.shuffled import Shuffled
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.models import save_tokenizer
@@ -165,21 +160,6 @@ def of_numbers(dtype, *numbers, **options):
     return saved(pillow.fromarray(pixels), "TIFF", **options)
 
 
-def plain_tiff(bits, *numbers, white=1, order="II"):
-    """A TIFF of one row with numbers of these bits. white: 0 if the least number is white."""
-    data = int("".join(f"{number:0{bits}b}" for number in numbers), 2)
-    data = (data << -len(numbers) * bits % 8).to_bytes((len(numbers) * bits + 7) // 8)
-    if order == "II" and bits == 16:
-        data = np.frombuffer(data, ">u2").astype("<u2").tobytes()
-    tags = {256: len(numbers), 257: 1, 258: bits, 259: 1, 262: white, 273: 122, 277: 1, 278: 1}
-    tags |= {279: len(data)}
-    mark = "<" if order == "II" else ">"
-    file = order.encode() + struct.pack(f"{mark}HIH", 42, 8, len(tags))
-    for tag, value in tags.items():
-        file += struct.pack(f"{mark}HHII", tag, 4, 1, value)
-    return file + bytes(4) + data
-
-
 def photo(**options):
     noise = pillow.open(io.BytesIO(encoded_picture(96, 64)))
     return saved(
@@ -199,7 +179,6 @@ def transparent(mode, **options):
 SHADES = [(n, n, n) for n in (0, 64, 128, 255)]
 PAPER = [BLACK, RED, WHITE]
 GREY = [BLACK, (76, 76, 76), WHITE]
-RGB16 = [number for color in (BLACK, RED) for number in color]
 # what a file is called here -> it, the colors of its columns, by how much they may differ
 SEEN = {
     "RGBA": (transparent("RGBA"), PAPER, 0),
@@ -235,9 +214,6 @@ SEEN = {
         [WHITE],
         0,
     ),
-    "16 bits, big-endian": (plain_tiff(16, 0, 64 * 257, 65535, order="MM"), [*SHADES[:2], WHITE], 0),
-    "16 bits, white is 0": (plain_tiff(16, 65535, 65535 - 64 * 257, 0, white=0), [*SHADES[:2], WHITE], 0),
-    "12 bits": (plain_tiff(12, 0, 1028, 2056, 4095), SHADES, 0),
     "integers like those of 8 bits": (of_numbers(np.int32, 0, 64, 128, 255), SHADES, 0),
     "integers": (of_numbers(np.int32, -1000, 1008, 3016, 7000), SHADES, 0),
     "floats of 0 to 1": (of_numbers(np.float32, 0, 64 / 255, 128 / 255), SHADES[:3], 0),
@@ -314,35 +290,6 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
     for file in kinds:
         found = tokenization.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.read() == file and found.digest == hashlib.sha256(file).digest()
-
-
-def test_gray_is_read_whatever_the_directory_says_of_colors(model_dir, tmp_path):
-    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_convert_rgb": False}))
-    eyes = tokenization.reader_of(str(tmp_path))
-    gray = saved(picture("L", [0, 90]))
-    colors = saved(picture("L", [0, 90]).convert("RGB"))
-    (pixels, _), (expected, _) = (
-        eyes.pixels([eyes.read(partial(bytes, file), "here")]) for file in (gray, colors)
-    )
-    assert pixels.equal(expected)
-
-
-def test_damage_among_a_photos_other_tags_leaves_it_upright():
-    damaged = struct.pack("<HHI4sHHII", 0x0112, 3, 1, b"\6", 0x011A, 2, 1, 7)
-    tags = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + damaged + bytes(4)
-    assert reader.decoded(encoded_picture(96, 64, kind="JPEG", exif=tags), "here").size == (64, 96)
-    tags = pillow.Exif()
-    tags[0x0112] = 6
-    assert reader.decoded(photo(exif=tags), "here").size == (64, 96)
-
-
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_floats_of_which_no_picture_can_be_made_are_refused(number):
-    refused = r"^a\.tiff: not an image that can be read: some of its pixels are not numbers$"
-    with pytest.raises(UserError, match=refused):
-        reader.decoded(of_numbers(np.float32, 0, 1, number), "a.tiff")
 
 
 def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
@@ -435,22 +382,6 @@ def test_a_text_cannot_spell_an_image_in_a_chat(model_dir, folder):
     turn = {"role": "user", "content": "<|vision_start|><|image_pad|><|vision_end|>"}
     (prompt,) = prompts_of(model_dir, write(folder, dict(messages=[turn])), template=True)
     assert not {IMAGE, START} & {*prompt.tokens}
-
-
-def test_images_are_read_when_a_group_is_taken(model_dir, folder):
-    """Once for a group, whose samples share them; a prompt holds no bytes."""
-    source = Shuffled(prompts_of(model_dir, write(folder, ROWS[0])), seed=0)
-    prompts = data.Prompts(source, 3, keeps_groups=True, has_images=True)
-    group = prompts.group(0, source.training(0))
-    assert len({id(sample.media) for sample in group}) == 1 and len(group[0].media) == 1
-    other = encoded_picture(64, 32, seed=9)
-    (folder / "pictures/0.png").write_bytes(other)
-    assert prompts.group(0, source.training(0))[0].media[0].read() == other
-    for sample in group:
-        sample.media = ()
-    prompts.requeue([0], [group])
-    again = prompts.group(0, source.training(0))
-    assert again == group and again[0].media[0].read() == other
 
 
 def test_the_room_is_counted_after_expansion(model_dir, folder):

@@ -1,7 +1,6 @@
 """HybridFlow's mapping: its closed forms against loops, its search against trying everything."""
 
 import itertools
-import math
 
 import pytest
 
@@ -15,11 +14,6 @@ SPEEDS = Speeds(DEVICE, mfu=0.8, half=2000, layer_s=2e-4, reduce_s=1e-4, update_
 TASK = Task(sequences=256, prompt=128, answer=512, trained=1024, updates=4)
 LLAMA = Model(6.74e9, 32, 4096, 4096)
 ROLES = ("actor", "critic", "reference", "reward")
-PPO = dict.fromkeys(ROLES, LLAMA)
-
-
-def on(device=DEVICE, **changes):
-    return SPEEDS._replace(device=device._replace(**changes))
 
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 1, 8), Sizes(2, 4, 1), Sizes(4, 8, 4), Sizes(8, 8, 64)])
@@ -80,57 +74,6 @@ def test_placements_are_all_partitions():
         found = {frozenset(map(frozenset, placement)) for placement in mapping.placements(roles)}
         assert len(found) == len([*mapping.placements(roles)]) == bell
         assert all(sorted(itertools.chain(*placement)) == [*roles] for placement in found)
-
-
-def tried(devices, speeds, most_held):
-    """The least seconds of an actor and a reward model, of all sizes, together or apart, by loops alone."""
-
-    def cuts(number):
-        for pp, tp, dp in itertools.product((1, 2, 4), (1, 2, 4, 8), range(1, number + 1)):
-            may_be = pp <= max(1, number // speeds.machine) and tp <= speeds.machine
-            if may_be and pp * tp * dp == number:
-                yield Sizes(pp, tp, dp)
-
-    def served(sizes, number, held):
-        for parts in (n for n in (1, 2, 4, 8) if n <= sizes.tp):
-            own = sizes._replace(parts=parts)
-            try:
-                decode = mapping.engine(LLAMA, parts, held, speeds)
-                engines = math.ceil(TASK.sequences * parts / number)
-                resharding = mapping.reshard_s(LLAMA, own, speeds)
-                yield mapping.generate_s(decode, engines, TASK) + resharding
-            except ValueError:
-                continue
-
-    def states(sizes):
-        return LLAMA.params / (sizes.pp * sizes.tp) * (6 + 12 / sizes.dp) + speeds.reserve
-
-    best = math.inf
-    for actor, reward in itertools.product(cuts(devices), repeat=2):
-        held = states(actor) + LLAMA.bytes / (reward.pp * reward.tp)
-        reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
-        learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
-        best = min([best, *(s + reading + learning for s in served(actor, devices, held))])
-    for first in range(1, devices):
-        for actor, reward in itertools.product(cuts(first), cuts(devices - first)):
-            if LLAMA.bytes / (reward.pp * reward.tp) + speeds.reserve > most_held:
-                continue
-            reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
-            learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
-            writing = served(actor, first, states(actor))
-            best = min([best, *(seconds + reading + learning for seconds in writing)])
-    return best
-
-
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("memory", [80e9, 60e9])
-def test_search_finds_what_trying_everything_finds(devices, memory):
-    """Of two models, it tries the other's shards from each number on: none is better."""
-    speeds = on(memory=memory)._replace(machine=4)
-    found = mapping.search(dict(actor=LLAMA, reward=LLAMA), devices, TASK, speeds)
-    expected = tried(devices, speeds, memory)
-    assert (found[0].seconds if found else math.inf) == pytest.approx(expected)
-    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
 
 
 def test_a_mapping_keeps_to_memory_machines_and_heads():

@@ -1,6 +1,5 @@
 """HybridFlow's figures: what must agree, what moves them, and that no published value makes ours."""
 
-import re
 import statistics
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 import controller
 from papers import hybridflow, mapping
 from papers.hybridflow import FIGURES, PPO, SAFE, setting_of
-from papers.tables import COLUMNS, ROOT, Paper, Point, command, read_constants, read_points
+from papers.tables import ROOT, Paper, Point, read_constants, read_points
 from sample import flat
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")
@@ -117,29 +116,3 @@ def test_bandwidths_move_the_transition():
     assert slow - once == pytest.approx(size * (1 / 8 - 1 / 32) / device["network"])
     (slow,) = ours(with_constants("transition", host=host / 2), p)
     assert slow - once == pytest.approx(size / 8 / host)
-
-
-def test_points_of_others(tmp_path, capsys):
-    """Safe-RLHF from a file; what doesn't fit says so; another program's aren't modelled."""
-    path = tmp_path / "safe.csv"
-    rows = [point("11", "7B", 16), point("11", "70B", 8), point("11", "7B", 16, "OpenRLHF")]
-    path.write_text("\n".join([COLUMNS, *(",".join(row[:-1]) for row in rows)]) + "\n")
-    assert command("hybridflow", "x", FIGURES, ["--figure", "11", "--published", str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("1 predicted points: ")
-    assert re.search(rf"70B \| 8 .* not modelled \| {hybridflow.NO_ROOM}", printed)
-    assert re.search(rf"OpenRLHF .* not modelled \| {hybridflow.OTHER}", printed)
-
-
-UNKNOWN = [("9", "8B", 8), ("9", "7B", "many"), ("9", "7B", 0), ("13", "13B+x", 32)]
-UNKNOWN += [("table 2", "p=1 t=0", 16), ("14", "7B", 4), ("table 2", "p=1 t=8", 16)]
-
-
-@pytest.mark.parametrize("figure, setting, gpus", UNKNOWN)
-def test_a_point_that_nobody_knows(tmp_path, capsys, figure, setting, gpus):
-    """One line with its file and line; status 2."""
-    path = tmp_path / "other.csv"
-    path.write_text(f"{COLUMNS}\n{','.join(point(figure, setting, gpus)[:-1])}\n")
-    assert command("hybridflow", "x", FIGURES, ["--figure", figure, "--published", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"{path}:2: ") and error.count("\n") == 1

@@ -8,10 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from config import parse_config
-from papers import plans as measured_plans
-from papers.tables import Paper, Point
 from reporting import timeline
-from runtime.errors import UserError
 from scheduling.measured import histogram
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
@@ -159,58 +156,6 @@ def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "plans.png").stat().st_size > 1000
 
 
-def broken(run, tmp_path, name, text):
-    """A copy of a run with another file; None: without it."""
-    for path in run.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / name).unlink()
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
-SFT = json.dumps({"ranks": 2, "command": "sft"})
-UNFIT = [
-    ("config.json", None, "no config.json in it"),
-    ("config.json", '{"ranks": 2', "config.json is not valid JSON"),
-    ("config.json", SFT, "a run of sft"),
-    ("history.jsonl", None, "no history.jsonl in it"),
-    ("history.jsonl", '{"step": 0, "serve_s": 1.0}\n', "has 1 steps, and the first isn't counted"),
-    ("history.jsonl", '{"step": 1, "serve_s": 1.0}\n', "history.jsonl: 'rollout'"),
-    ("metrics.jsonl", '{"step": 1\n', "metrics.jsonl:1: not valid JSON"),
-    ("spans", None, "no request of an engine"),
-]
-
-
-@pytest.mark.parametrize("name,text,said", UNFIT)
-def test_a_folder_that_tells_nothing(finished, tmp_path, name, text, said):
-    with pytest.raises(UserError, match=rf"^--like |{said}") as caught:
-        read_run(broken(finished, tmp_path, name, text))
-    assert said in str(caught.value) and str(tmp_path) in str(caught.value)
-
-
-SHEETS = [
-    ("[device", "--devices .*: "),
-    ("[devices]\n", "devices is none of source, device"),
-    ("flops = 1", "flops is none of"),
-    (H20.read_text() + "more = 1\n", r"more in \[trainer\] is none of mfu, update_s"),
-    (H20.read_text().replace("hbm = 4.0e12", ""), r"\[device\] needs hbm, a number"),
-]
-
-
-@pytest.mark.parametrize("text,said", SHEETS)
-def test_a_devices_file_that_is_not_one(tmp_path, text, said):
-    (tmp_path / "d.toml").write_text(text)
-    with pytest.raises(UserError, match=said):
-        plans.costs_of_sheet(tmp_path / "d.toml", parse_config([]))
-
-
-def test_a_setting_that_changes_what_a_token_takes(finished):
-    known = read_run(finished)
-    with pytest.raises(UserError, match="--tp was 1 there, here it is 2"):
-        costs_like(known, replace(config_from(known.settings), tp=2))
-
-
 def test_the_words_are_run_pys():
     """Taken before the settings are read, which know none of them; a mistake is a line."""
     env = os.environ | {"WORLD_SIZE": "2"}
@@ -222,16 +167,3 @@ def test_the_words_are_run_pys():
     ):
         done = run_process(sys.executable, "run.py", *words.split(), env=env)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_measured_plans_are_predicted_of_one(finished, tmp_path, monkeypatch):
-    known = {"plans, demo": asdict(read_run(finished))}
-    (tmp_path / "known.json").write_text(json.dumps(known))
-    monkeypatch.setattr(measured_plans, "KNOWN", tmp_path / "known.json")
-    points = []
-    for setting in ("colocate: full", "colocate: 2|2"):
-        cells = ("plans, demo", "nanoYATT", setting, "4", "step", "s", "9", "0", "RUN", "", "", "")
-        points.append(Point(*cells))
-    rows = measured_plans.rows_of("plans, demo", Paper(points, {}))
-    assert [row.kind for row in rows] == ["fitted", "predicted"] and all(row.error for row in rows)
-    assert measured_plans.rows_of("plans, PPO", Paper(points, {})) == []

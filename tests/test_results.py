@@ -8,38 +8,13 @@ import pytest
 from bench import results
 from tests import ROOT
 from tests.test_docs import check_program, check_run
-from tests.test_figure import write_run
-from tests.test_timeline import spans_of
 from tests.workers.start import run_command
-
-
-def row(**values):
-    """A row of docs/results.json: of each value the median, the smallest and the largest."""
-    found = {name: {"value": v, "spread": [low, high]} for name, (v, low, high) in values.items()}
-    about = {"kind": "measured", "command": "c", "commit": "abc", "load": 0.4}
-    return {"values": found, "machine": "2 cores of X"} | about
-
-
-FOUND = {"modes": row(ratio=(0.726, 0.701, 0.75))}
-FOUND["central"] = row(parallel=(116.0, 115.0, 117.0), central=(2660.0, 668.0, 42744.0))
 
 
 def test_readme_shows_what_was_measured():
     """Whoever measures a row again has to write the table again, and rows of several origins are none."""
     table = results.render(json.loads(results.RESULTS.read_text()), results.paper_row())
     assert results.BEGIN + table + results.END in results.README.read_text()
-
-
-def test_a_table_has_one_commit_and_machine():
-    table = results.render(FOUND, "| a paper | simulated | page |")
-    assert "0.73 (0.70 to 0.75)" in table and "holds 115 to 117 samples" in table
-    assert "668 to 42,744" in table and "commit abc, 2 cores of X, load" in table
-    assert "load average before each 0.4 to 0.4." in table
-    assert table.index("0.73") < table.index("42,744") < table.index("a paper")
-    for changed in ({"commit": "def"}, {"machine": "4 cores of X"}):
-        other = FOUND | {"modes": FOUND["modes"] | changed}
-        with pytest.raises(ValueError, match="several origins"):
-            results.render(other, "")
 
 
 def test_every_value_is_read_and_every_command_understood():
@@ -60,14 +35,6 @@ def test_every_value_is_read_and_every_command_understood():
     for row in results.ROWS.values():
         words = row.command.replace('"', "").split()
         check_run(words) if "run.py" in words else check_program(words)
-
-
-def test_the_demo_that_was_measured_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "FOLDER", tmp_path)
-    monkeypatch.setattr(results, "DOCS", tmp_path)
-    write_run(tmp_path / "demo", "partial", spans_of([(0.0, 1.0)], step=3))
-    results.draw_timeline()
-    assert (tmp_path / "timeline.png").stat().st_size > 1000
 
 
 @pytest.mark.slow

@@ -53,12 +53,7 @@ class Run:
 
     def start(self) -> "Run":
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.guard",
-            self.folder / "result.json",
-        ]
+        command = [sys.executable, "-m", "tests.support.guard", self.folder / "result.json"]
         command += [
             *self._under,
             Path(sys.executable).with_name("torchrun"),
