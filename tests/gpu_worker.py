@@ -123,9 +123,6 @@ def update(actor, samples: list[Sample]) -> None:
     actor.update(balanced(fresh, actor))
 
 
-# ---------------------------------------------------------------- a trainer
-
-
 def state_of(actor) -> list[torch.Tensor]:
     """All that an update changes: weights, AdamW's state and its counts of steps."""
     parts = [part.optimizer.state.values() for part in actor.optimizer.chained_optimizers]
@@ -223,9 +220,6 @@ def training_pass(how: str = "") -> None:
     )
     tokens_per_s = sum(map(len, packed)) * SIZE.sequence / seconds
     note("pass", tokens_per_s=tokens_per_s)
-
-
-# ---------------------------------------------------------------- an engine
 
 
 def launch(role: str, config: Config) -> Engine:

@@ -48,9 +48,6 @@ from training.trainer import Trainer
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
 
 
-# ---------------------------------------------------------------------------------- one rank, in this process
-
-
 @pytest.fixture(autouse=True)
 def constants(monkeypatch):
     set_constants(monkeypatch.setattr)
@@ -242,8 +239,6 @@ def test_what_cannot_be_trained_on_is_refused(make_actor, model_dir):
     assert actor.read_tokens([samples])
 
 
-# ------------------------------------------------------------------------------ partial rollout: stale tokens
-
 STALE = {"over_dispatch": 1.5, "behavior_weight_cap": 1.5, "lr_warmup_steps": 0}
 
 
@@ -330,8 +325,6 @@ def test_warm_up_counts_steps_as_its_help_says(make_actor, model_dir, updates):
     (text,) = [f.metadata["help"] for f in fields(Config) if f.name == "lr_warmup_steps"]
     assert text.startswith("steps in which")
 
-
-# --------------------------------------------------------------------------------- the Hugging Face directory
 
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, original_max_position_embeddings=8192)
 LLAMA3_ROPE |= dict(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -451,9 +444,6 @@ def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
         assert counter.get_total_flops() == 2 * (forward_cost(hf, tokens) + quadratic * tokens**2)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(make_actor, model_dir, tmp_path, dtype):
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
@@ -485,9 +475,6 @@ def test_numbers_that_no_rank_saved_are_missed(make_actor, model_dir, tmp_path):
     complete([[plan, written]])  # of a single rank torch doesn't look
     with pytest.raises(UserError, match=f"^the checkpoint lacks numbers of {lost.index.fqn} "):
         actor.restore(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- micro-batches
 
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=12)

@@ -124,22 +124,3 @@ def test_rotary_embedding_rounds_once():
     expected = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).bfloat16()
     assert rotated.dtype == torch.bfloat16
     assert (rotated == expected).float().mean() > 0.999
-
-
-@pytest.mark.slow
-def test_rotation_compiled_is_one_kernel_and_no_other_numbers():
-    """As on CUDA, where Inductor joins the halves without a copy; eager it is seven kernels."""
-    from torch._dynamo.utils import counters
-    from torch._inductor import config, metrics
-
-    counters.clear()
-    metrics.reset()
-    fused = torch.compile(rotate, dynamic=True)
-    with config.patch(force_pointwise_cat=True):
-        for tokens in (64, 96, 33):
-            angles = torch.rand(tokens, 1, DIM) * 6
-            for heads in (4, 2):
-                x = torch.randn(tokens, heads, DIM, dtype=torch.bfloat16)
-                table = (angles.cos(), angles.sin())
-                assert torch.equal(fused(x, *table), rotate(x, *table))
-    assert metrics.generated_kernel_count == counters["stats"]["unique_graphs"] <= 2

@@ -70,9 +70,6 @@ class Crash(KeyboardInterrupt):
     """kill -9 of the whole run. A kind that an event loop passes on at once."""
 
 
-# ---------------------------------------------------------------- the disk
-
-
 class Disk:
     """Counts the changes of files that the real code makes, and ends the run before one, or in its middle."""
 
@@ -161,9 +158,6 @@ def facts_of(sample):
     return sample.prompt_id, sample.index, to_text(sample.response), sample.versions, sample.reward
 
 
-# ---------------------------------------------------------------- what must hold
-
-
 def check_files(out, best, keep):
     """Checkpoints are whole or invisible, whatever was struck; the newest that a run had is there."""
     steps = {*atomic_files.steps_in(out / "checkpoints")}
@@ -228,9 +222,6 @@ def check_answers(row, begun):
         assert text.startswith(old_text), "what was written was lost"
         assert versions == old_versions + [row["step"]] * (len(text) - known), "by other weights"
     begun |= {(prompt, index): (text, versions) for prompt, index, text, versions, _ in row["held"]}
-
-
-# ---------------------------------------------------------------- one seed
 
 
 class Trial:

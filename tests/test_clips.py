@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import av
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -17,16 +16,14 @@ import pytest
 from PIL import Image as pillow
 
 import data
-from examples.finetune import FinetuneConfig, parse_sft, read_examples
 from images import clips, reader
-from inputs import tokenization
 from runtime.errors import UserError
 from sample import Prompt
 from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
 from tests.support.patience import run_process
 from tests.support.rows import jsonl
 from tests.support.vision import IMAGE, encoded_picture, make_vision_model
-from tests.test_images import CHAT, prompts_of
+from tests.test_images import prompts_of
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +65,6 @@ RED, GREEN, BLUE = (200, 40, 40), (40, 200, 40), (40, 40, 200)  # of `frames_of`
 
 def is_near(color, other, most=10):
     return max(abs(a - b) for a, b in zip(color, other, strict=True)) <= most
-
-
-# ---------------------------------------------------------------- what is shown
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,9 +127,6 @@ def test_ten_bits_are_right_and_hdr_is_refused():
             new_clips().bound(file, "a clip")
 
 
-# ---------------------------------------------------------------- the same bytes
-
-
 def several():
     """Files of every kind, of a variable rate, turned, of sides that encoders round."""
     files = [encoded_clip(frames_of(24), kind) for kind in KINDS]
@@ -166,9 +157,6 @@ def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
     assert found.stdout.split() == expected, found.stderr
 
 
-# ---------------------------------------------------------------- patches
-
-
 def test_a_pair_fills_the_patches_where_an_image_stands_twice(model_dir):
     """As transformers makes them of two frames; a still one among them stays as it is."""
     eyes = reader.ImageReader(model_dir)
@@ -197,9 +185,6 @@ def frames_in_image(image):
         file.seek(number)
         frames.append(file.convert("RGB"))
     return frames
-
-
-# ---------------------------------------------------------------- rows
 
 
 @pytest.fixture(scope="module")
@@ -253,19 +238,6 @@ def test_rows_with_videos(model_dir, folder, kind):
     )
 
 
-def test_video_parts_are_what_a_text_with_places_is(model_dir, folder):
-    text = {"type": "text", "text": "and "}
-    contents = ([{"type": "video"}, text, {"type": "image"}], "<video>and <image>")
-    rows = [dict(messages=[CHAT | {"content": content}]) for content in contents]
-    more = dict(videos=["b.webm"], images=["c.png"])
-    first, second = prompts_of(
-        model_dir, jsonl(folder / "r.jsonl", [row | more for row in rows]), template=True
-    )
-    assert first == second and first.question == f"{B}and <image>"
-
-
-# ---------------------------------------------------------------- what is refused
-
 PLAYLIST = "#EXTM3U\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
 CONCAT = "ffconcat version 1.0\nfile '{}'\n"
 BAD = {  # what is wrong with a file -> how its line goes on
@@ -275,13 +247,9 @@ BAD = {  # what is wrong with a file -> how its line goes on
     "a playlist": "no MP4, MOV, WebM or MKV that can be read",
     "a list of files": "no MP4, MOV, WebM or MKV that can be read",
     "cut before moov": "no MP4, MOV, WebM or MKV that can be read",
-    "sound": "it has no video stream that can be decoded",
     "10^8 pixels": "frames of 12000 x 12000 pixels, of at most 89478485",
     "an hour": "3600 seconds, of at most 1800; cut it",
     "HDR": "HDR",
-    "thin": "pixels of 1/250 leave it no width",
-    "thinner than high": "absolute aspect ratio must be smaller than 200",
-    "wide": "absolute aspect ratio must be smaller than 200",
 }
 BAD_WHEN_DRAWN = {
     "cut behind moov": "cut off at .* of 6.0 seconds",
@@ -290,27 +258,9 @@ BAD_WHEN_DRAWN = {
 }
 
 
-def sound() -> bytes:
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as output:
-        stream = output.add_stream("aac", rate=8000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
-        frame.rate = 8000
-        output.mux(stream.encode(frame))
-        output.mux(stream.encode())
-    return file.getvalue()
-
-
 def moving_picture() -> bytes:
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
     return encoded_picture(64, 64, kind="GIF", **two)
-
-
-def of_aspect(columns: int, width: int, height: int) -> bytes:
-    """A clip whose container says that its pixels have such sides."""
-    clip = encoded_clip(frames_of(1, 240, columns), sample_aspect_ratio=2)
-    place = clip.index(b"pasp") + 4
-    return clip[:place] + width.to_bytes(4) + height.to_bytes(4) + clip[place + 8 :]
 
 
 def bad_file(name: str, whole: bytes) -> bytes:
@@ -329,13 +279,9 @@ def bad_file(name: str, whole: bytes) -> bytes:
         "a playlist": PLAYLIST.format("a.mp4").encode(),
         "a list of files": CONCAT.format("a.mp4").encode(),
         "cut before moov": whole[: whole.index(b"moov")],
-        "sound": sound(),
         "10^8 pixels": large,
         "an hour": encoded_clip(frames_of(2), times=[0, 3_600_000]),
         "HDR": encoded_clip(frames_of(1), pixels="yuv420p10le", color_trc=16),
-        "thin": of_aspect(96, 1, 250),
-        "thinner than high": of_aspect(640, 1, 700),
-        "wide": of_aspect(96, 600, 1),
         "cut behind moov": fragments[: len(fragments) * 3 // 4],
         "cut": webm[: len(webm) // 2],
         "a hole": whole[:middle] + bytes(300) + whole[middle + 300 :],
@@ -369,23 +315,6 @@ def test_too_many_frames_are_refused_by_the_header_or_as_they_are_counted(monkey
         pairs_of(encoded_clip(frames_of(40)))
 
 
-PART = "<video> or a part of the type video"
-REFUSED = {
-    "no place": (ROWS[0] | dict(prompt="="), f"1 videos for 0 places, {PART}"),
-    "no clip": (dict(prompt="<video>="), f"0 videos for 1 places, {PART}"),
-    "an address": (ROWS[0] | dict(videos=["https://a.b/c.mp4"]), "an image or a clip is a file's"),
-    "no such file": (ROWS[0] | dict(videos=["9.mp4"]), r"\S*9.mp4: no such file"),
-    "a path": (ROWS[0] | dict(videos="a.mp4"), "`videos` is a list of paths"),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_a_row_that_cannot_be_used_is_refused_at_once(model_dir, folder, kind):
-    row, problem = REFUSED[kind]
-    with pytest.raises(UserError, match=rf"rows.jsonl:2: {problem}"):
-        prompts_of(model_dir, jsonl(folder / "rows.jsonl", [ROWS[0], row]))
-
-
 def test_bytes_of_parquet_are_checked_by_their_headers(model_dir, folder, files):
     path = folder / "rows.parquet"
     columns = {"prompt": ["<video>"] * 2, "videos": [[files["a.mp4"]], [b"a film"]]}
@@ -394,17 +323,6 @@ def test_bytes_of_parquet_are_checked_by_their_headers(model_dir, folder, files)
         UserError, match=r"rows.parquet:2: no MP4, MOV, WebM or MKV that can be read"
     ):
         prompts_of(model_dir, path)
-
-
-def test_fine_tuning_refuses_videos(model_dir, folder):
-    row = dict(prompt="<video>", response="x", videos=["a.mp4"])
-    path = jsonl(folder / "rows.jsonl", [row])
-    config = FinetuneConfig(model=model_dir, command="sft")
-    with pytest.raises(UserError, match=r"rows.jsonl:1: it has videos, and sft learns from texts"):
-        read_examples(path, parse_sft, tokenization.load_tokenizer(model_dir), config)
-
-
-# ---------------------------------------------------------------- in threads, and ahead
 
 
 class Slow:

@@ -37,8 +37,6 @@ from training import model
 from training.hf_weights import HFWeights
 from training.model import check_models
 
-# ---------------------------------------------------------------- as processes
-
 
 @pytest.mark.parametrize(
     "program,variables,line",
@@ -85,8 +83,6 @@ def test_a_value_error_that_is_no_users_shows_its_place():
     assert ran.returncode not in (0, 2) and "error: zip()" not in ran.stderr
     assert "in <lambda>" in ran.stderr and "ValueError: zip() argument 2" in ran.stderr
 
-
-# ---------------------------------------------------------------- a user's own files
 
 GOOD_ROW = {"prompt": "What is 3+4?"}
 GPT2 = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}'
@@ -371,8 +367,6 @@ def test_a_scalar_judge_must_take_every_row(actor, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"rows\.jsonl:2: .*judge refuses turns: System"):
         read(actor, rows, *judge, "score")
 
-
-# ---------------------------------------------------------------- who serves what
 
 OWN = "--model m --judge j"
 FULL = "rollout 0 0, genrm 1 0; rollout 2 0; rollout 4 0, genrm 5 1; rollout 6 0"

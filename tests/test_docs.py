@@ -48,9 +48,6 @@ def prose(page: Path) -> str:
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
-# ---------------------------------------------------------------- places in the code
-
-
 def defines(path: Path, name: str) -> bool:
     """Whether a file has a function, class, constant or field called so; of Class.name, both."""
     forms = [rf"^ *((async )?def|class) {part}\b|^ *{part}(:| =)" for part in name.split(".")]
@@ -86,9 +83,6 @@ def test_every_link_resolves(page):
             heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads]
             assert anchor in anchors
-
-
-# ---------------------------------------------------------------- commands and settings
 
 
 def commands_in(page: Path) -> list[list[str]]:
@@ -204,9 +198,6 @@ def test_the_tables_of_algorithms_are_whole():
         assert type(field.default)(default) == field.default, field.name
         for name, value in map(str.split, others):
             assert vars(ALGORITHMS[name])[field.name] == float(value), field.name
-
-
-# ---------------------------------------------------------------- metrics
 
 
 def test_every_metric_that_a_page_names_is_made():

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import socket
 import sys
 from math import prod
 from types import SimpleNamespace
@@ -85,24 +84,6 @@ def test_bytes_of_an_engine_by_hand(monkeypatch):
         assert engine_parts("m", settings(), tp) == expected
 
 
-def test_the_device_map_names_who_owns_which_server():
-    """Ports are the ranks'; a rank names what it has in any of the splits."""
-
-    def lines(config, ranks):
-        words, *lines = device_map(config, *run.check_settings(config, ranks))
-        assert words.startswith('  --placement "engines=')
-        return lines
-
-    config = settings(port=23010)
-    assert lines(config, 2) == [
-        "  rank 0: actor dp 0, tp 0, pp 0; rollout on port 23010",
-        "  rank 1: actor dp 1, tp 0, pp 0; genrm on port 23013",
-    ]
-    moving = lines(dataclasses.replace(config, rebalance=True), 4)
-    assert moving[0] == "  may move to 1|3, 3|1"
-    assert moving[2].endswith("; rollout on port 23012; genrm on port 23013")
-
-
 def test_an_evaluation_has_engines_only():
     config = parse_config(["--steps", "0", "--port", "23010", "--tp", "2"])
     placed = run.check_settings(config, 1)
@@ -179,19 +160,6 @@ def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
         run.start(given.split(), Stop())
     jsonl(path, [good])
     assert run.start(given.split(), Stop()) == ""
-
-
-def test_check_names_a_taken_port(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert dry_run.check(settings(port=port - 2)) == 1
-    printed = capsys.readouterr().out
-    taken = printed.split(f"{port - 2}-{port + 1} on 127.0.0.1: ")[1].split(" taken")[0]
-    assert str(port) in taken
-    assert re.search(r"cpu/decoder.cpp, \d+ GFLOP/s on a core.*; torch makes \d+\n! ports", printed)
-    assert "ports" in printed.splitlines()[-1]
 
 
 PUSHED = [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]

@@ -112,9 +112,6 @@ async def flush(engine):
     await engine._call("POST", f"/flush_cache?timeout={LIMIT_S}")
 
 
-# ---- without a server
-
-
 def event_of(index, tokens, total, finish=None, **info):
     """An event of SGLang's incremental stream: the new tokens; of how many that makes."""
     rows = [[-token / 100, token, None] for token in tokens]
@@ -374,9 +371,6 @@ def test_murmur_hash_equals_the_reference():
     assert murmur_hash32(seeds, places, torch.arange(3)).tolist() == expected
 
 
-# ---- what comes back
-
-
 def test_ragged_batch_equals_transformers(engine, run, models):
     """40 requests at once, of 1 to 118 prompt tokens: batched attention against one sequence at a time."""
     prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
@@ -474,8 +468,6 @@ def test_a_refused_request_says_why(engine, run):
     with pytest.raises(ValueError, match=r"no weight-update session is open"):
         run(engine._call("POST", "/end_weight_update"))
 
-
-# ---- one prompt and one seed, one answer, to the last bit
 
 # tokens of the prompt, tokens to write, temperature: within MKL's unsplit sums, beyond, across their end
 TARGETS = [(7, 60, 1.0), (30, 130, 0.7), (150, 120, 1.0), (400, 40, 1.0), (1, 20, 0.0)]
@@ -578,9 +570,6 @@ def test_another_seed_writes_another_answer(engine, run):
     assert one == same and len({*map(tuple, (one, other, upper))}) == 3
 
 
-# ---- weights and memory
-
-
 def test_pushed_weights_are_served_under_their_version(engine, run, models, monkeypatch):
     engine.dirty = True
     monkeypatch.setattr(wire, "BUCKET_BYTES", 100_000)
@@ -636,9 +625,6 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
     assert again.logprobs == pytest.approx(expected, rel=0, abs=NEAR)
 
 
-# ---- a scalar reward model
-
-
 @pytest.mark.slow
 def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
     """Within 1e-4 of a padded batch; to the last bit the same whatever is scored beside it, and after sleep.
@@ -671,9 +657,6 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
         run(engine.close())
     assert together == pytest.approx(expected, rel=0, abs=1e-4)
     assert max(expected) - min(expected) > 1e-2
-
-
-# ---- start and end
 
 
 def test_what_cannot_be_served_is_refused(tmp_path, models):

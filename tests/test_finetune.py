@@ -50,9 +50,6 @@ def config_of(command: str, model_dir: str) -> FinetuneConfig:
     return FinetuneConfig(command=command, model=model_dir, **room | rates)
 
 
-# ---------------------------------------------------------------- the plain reference
-
-
 def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
     """Ragged examples; the answers of a pair differ in length."""
     rng, examples = random.Random(f"{command} {step}"), []
@@ -123,9 +120,6 @@ def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank,
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     assert far(dict(learner.trainer.named_weights()), reference["weights"]) < 5e-5
     close(learner.trainer)
-
-
-# ---------------------------------------------------------------- rows
 
 
 @pytest.fixture(scope="module")
@@ -308,9 +302,6 @@ def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
     assert message in said and f"{path}:2: " in said and "\n" not in said
 
 
-# ---------------------------------------------------------------- the command line
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_has_its_own_rates_and_few_settings(command, tmp_path):
     own = finetune.parse_command([command, "--model", "m"])
@@ -332,9 +323,6 @@ def test_what_a_start_refuses(monkeypatch):
     for arguments, message in (([], "the first word is sft or rm"), (["rm"], "start with: ")):
         with pytest.raises(UserError, match=message):
             finetune.start(arguments, None)
-
-
-# ---------------------------------------------------------------- a whole run
 
 
 @pytest.mark.parametrize("command", COMMANDS)

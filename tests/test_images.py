@@ -39,8 +39,6 @@ def model_dir(tmp_path_factory):
     return make_vision_model(tmp_path_factory.mktemp("vision"), "qwen3_vl", layers=1)
 
 
-# ---------------------------------------------------------------- tokens
-
 SIDE = st.integers(1, 4)
 IMAGES = st.tuples(st.just(1), SIDE, SIDE).map(lambda shape: image_of(*shape))
 TEXT = st.lists(st.integers(6, 20), max_size=4)
@@ -134,8 +132,6 @@ def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind):
             refused += 1
     assert refused > 20  # else nothing was damaged
 
-
-# ---------------------------------------------------------------- as people see them
 
 BLACK, RED, WHITE = (0, 0, 0), (255, 0, 0), (255, 255, 255)
 
@@ -307,8 +303,6 @@ def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
         reader.whole(folder, "here")
 
 
-# ---------------------------------------------------------------- rows
-
 SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
 
 
@@ -426,9 +420,6 @@ def test_a_model_of_texts_refuses_images(folder, tmp_path):
     refused = r"rows.jsonl:1: it has images, and --model reads text alone"
     with pytest.raises(ValueError, match=refused):
         prompt_file.PromptFile(write(folder, *ROWS), tokenizer, 100)
-
-
-# ---------------------------------------------------------------- judges
 
 
 class Pool:

@@ -22,14 +22,6 @@ def point(figure, setting, gpus, system="HybridFlow", metric="throughput", value
     return Point(figure, system, setting, str(gpus), metric, "x", value, *source)
 
 
-def with_constants(table, **changes):
-    """The paper where these constants of one table are others."""
-    return PAPER._replace(constants=CONSTANTS | {table: CONSTANTS[table] | changes})
-
-
-AT_16 = setting_of(PAPER, point("12", "13B", 16))
-
-
 def ours(paper, *points):
     """By FIGURES, in the points' order."""
     asked = paper._replace(points=[*points])
@@ -75,23 +67,6 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
     assert trained == [1024 // found.choices[0].sizes["actor"].dp] * 16
 
 
-def test_placements_are_in_their_order():
-    """13B on 16 GPUs. Models have sizes and ranks of their own; scoring hides behind others' reading."""
-    rows = FIGURES["12"](PAPER._replace(quick=True))
-    assert [row.kind for row in rows] == ["predicted"] * 4
-    in_order = sorted(rows[:3], key=lambda row: row.published)
-    assert in_order == sorted(rows[:3], key=lambda row: row.simulated)
-    found = [mapping.best_of(each, *AT_16) for each in hybridflow.PLACEMENTS.values() if each]
-    ratios = [
-        row.simulated * each.seconds / (1024 * 2048) for row, each in zip(rows, found, strict=False)
-    ]
-    assert ratios[::2] == pytest.approx([1, 1], rel=1e-3) and 1 < ratios[1] < 1.1
-    shapes = hybridflow.shapes_of(found[1])
-    actor, critic = shapes["actor"], shapes["critic"]
-    assert {*actor.ranks} | {*critic.ranks} == {*range(16)} and not {*actor.ranks} & {*critic.ranks}
-    assert actor.ranks == shapes["reference"].ranks and critic.ranks == shapes["reward"].ranks
-
-
 def test_no_published_value_makes_ours():
     """Other values, and two models' labels swapped: a setting's row says the same."""
     swap, same = {"7B": "13B", "13B": "7B"}, 0
@@ -104,15 +79,3 @@ def test_no_published_value_makes_ours():
             assert known.get(p.name, row.simulated) == row.simulated
             same += p.name in known
     assert same > 50
-
-
-def test_bandwidths_move_the_transition():
-    """34B in 4-8 parts of 32, engines of 8: its received bytes over the network, its part from the host."""
-    p, size = point("14", "34B", 32, metric="transition"), 2 * 33.7e9
-    device, host = CONSTANTS["device"], CONSTANTS["transition"]["host"]
-    (once,) = ours(PAPER, p)
-    assert once == pytest.approx(size * ((1 / 8 - 1 / 32) / device["network"] + 1 / 8 / host))
-    (slow,) = ours(with_constants("device", network=device["network"] / 2), p)
-    assert slow - once == pytest.approx(size * (1 / 8 - 1 / 32) / device["network"])
-    (slow,) = ours(with_constants("transition", host=host / 2), p)
-    assert slow - once == pytest.approx(size / 8 / host)

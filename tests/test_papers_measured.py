@@ -3,10 +3,7 @@
 import statistics
 from itertools import combinations
 
-import pytest
-
 from papers import measured
-from papers.measured import serving_s
 from papers.tables import ROOT, Paper, read_constants, read_points
 
 PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.toml"))
@@ -22,15 +19,3 @@ def test_the_simulation_says_what_was_measured():
     apart = [(a, b) for a, b in pairs if abs(a.published / b.published - 1) > 0.05]
     right = sum((a.published < b.published) == (a.simulated < b.simulated) for a, b in apart)
     assert len(apart) > 20 and right >= 0.8 * len(apart)
-
-
-BEST = {"short": "2|2", "tail": "2|2", "resample": "2|2", "judge-heavy": "1|3"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BEST)
-def test_a_split_that_moves_ends_near_the_best(name):
-    """Also where each prompt that is read holds up what is written."""
-    last = dict(steps=22, first_counted=14)
-    moving = serving_s(PAPER.constants, name, "3|1", rebalance=True, **last)
-    assert moving < 1.05 * serving_s(PAPER.constants, name, BEST[name], **last)

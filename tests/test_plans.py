@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 import pytest
 
 from config import parse_config
-from reporting import timeline
-from scheduling.measured import histogram
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
@@ -88,41 +86,6 @@ def test_a_run_tells_what_other_plans_take(finished):
         config = replace(config_from(known.settings), **settings)
         ours = simulate(costs_like(known, config), RANKS, Plan("", config))
         assert ours.seconds == pytest.approx(true, rel=0.12), settings
-
-
-@pytest.mark.parametrize("how", [dict(tail=0.3), dict(rebalance=True)])
-def test_what_moved_is_read_as_one_text(tmp_path, how):
-    """All critiques are of one length, and all judges' prompts, wherever they were written."""
-    work = replace(WORK, keep=0.5, judged=40, critique=Lengths(100, 0.0, 200))
-    known = read_run(finish(simulated("fused", 3, work, **how), tmp_path))
-    read = timeline.of_kind(timeline.read(tmp_path / "spans"), "part")
-    assert {event.name for event in read} == {"rollout", "genrm"}
-    assert (known.prompt, known.judged) == (WORK.prompt, 40)
-    whole = histogram([100])
-    assert [bool(count) for count in known.critiques] == [bool(count) for count in whole]
-
-
-@pytest.mark.parametrize("name, filters", [("grpo", True), ("ppo", False)])
-def test_groups_are_replaced_by_experience_where_they_are_filtered(name, filters):
-    """Else no wave follows the first, however many groups have equal rewards."""
-    work = replace(WORK, keep=0.5)
-    run = simulated("partial", steps=2, work=work, algorithm=(name,), over_dispatch=1.5)
-    assert run.controllers[0].state.groups_per_kept == (2.0 if filters else 1.0)
-    assert all((step.waves > 1) == filters for step in run.run())
-
-
-def test_a_judge_is_asked_once_about_answers_that_are_alike():
-    for differ, asked in ((1.0, 8), (0.5, 4)):
-        work = replace(WORK, keep=1.0, differ=differ, judged=40)
-        (step,) = simulated("full", steps=1, work=work).run()
-        assert step.stats.genrm.requests == 16 * asked
-        assert step.stats.genrm.prompt_tokens == 40 * step.stats.genrm.requests
-
-
-def test_judges_have_engines_of_their_own():
-    cluster = replace(CLUSTER, judges=(JUDGE, replace(JUDGE, fixed=0.3)))
-    run = simulated("partial", cluster=cluster, judge=("a", "b"), steps=1, rollout_ranks=2)
-    assert {e.model: e.costs.fixed for e in run.engines["genrm"]} == {0: 0.03, 1: 0.3}
 
 
 def test_the_plans_of_many_ranks():

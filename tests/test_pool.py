@@ -52,9 +52,6 @@ def hear(pool, parts=()):
     pool.apply_status(EngineStatus.total([pool.status(), other]))
 
 
-# ---------------------------------------------------------------- who is asked next
-
-
 ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 2))
 
 
@@ -84,9 +81,6 @@ def test_who_ask_as_often_load_engines_alike(controllers, engines):
         own = [[load.outstanding[engine.rank] for engine in engines] for load in loads]
         for counts in (*own, list(map(sum, zip(*own, strict=True)))):
             assert max(counts) - min(counts) <= 1
-
-
-# ---------------------------------------------------------------- asking, on a virtual clock
 
 
 PROMPT = [ord("7"), ord("+")]
@@ -240,9 +234,6 @@ def test_what_an_engine_owed_is_given_back_when_it_is_not_awaited_any_more(end, 
     run_alone([engine], work)
 
 
-# ---------------------------------------------------------------- an engine that writes nothing
-
-
 def test_an_engine_that_owes_tokens_and_writes_none_is_lost():
     """After half of --timeout-s from the first meeting that hears of it: a model may train before."""
     engine = engine_of(0, {1: 98})
@@ -303,20 +294,6 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
 
     seconds = run_alone([engine], work)[1]
     assert seconds == pytest.approx(400 + 300, abs=3)
-
-
-def test_a_request_that_moves_is_counted_once():
-    """Or critiques would seem shorter in a mode that moves them."""
-    engine = engine_of(0, {1: 98})
-
-    async def work(pool):
-        at(30.5, lambda: asyncio.ensure_future(pool.abort()))
-        await ask(pool, [1])
-        await ask(pool, [1])
-        return pool.pop_stats()
-
-    stats, _ = run_alone([engine], work)
-    assert (stats.requests, stats.tokens) == (1, 30 + 98)
 
 
 @pytest.mark.parametrize("move", [False, True])

@@ -47,16 +47,3 @@ def test_what_grows_is_counted(found):
     assert all(1 < quotient < 1.2 for quotient in growth(found["parallel"], "heard"))
     row = central.row_of("parallel", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
     assert row == "| parallel | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"
-
-
-@pytest.mark.slow
-def test_media_go_through_one_controller_alone():
-    """1 MB each: controllers send none (fakes.py asserts it of every simulated run); the one process all."""
-    for ranks in (64, 128):
-        plain, with_media = (central.Scaled(ranks, media) for media in (0.0, 1e6))
-        steps = [run.run()[0] for run in (plain, with_media)]
-        assert steps[0].trained == steps[1].trained
-        kept = central.PROMPTS * central.ANSWERS * ranks // central.UNIT
-        more = with_media.ways()["central"].sent - plain.ways()["central"].sent
-        assert more == pytest.approx(kept * 1e6)
-        assert with_media.ways()["parallel"] == plain.ways()["parallel"]

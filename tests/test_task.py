@@ -1,13 +1,10 @@
 """The demo's problems, answers and slips, their judge's format; the models that the project has."""
 
-import random
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import DEMO_MODELS, parse_config
 from demo import task
-from examples.make_demo import slips
 from genrm import FORMATS
 from inputs import tokenization
 from runtime import atomic_files
@@ -89,15 +86,6 @@ def test_how_the_judges_are_asked():
     assert critic.parse is task.addition_parse and critic.min_logprob == -0.36
     assert critic.prompt("57+68=", "125") == "57+68=>125?"
     assert critic.final_answer("7+8+0=15;>7") == scorer.final_answer(">7") == "7" and scorer.scores
-
-
-@settings(deadline=None)
-@given(a=SUMMAND, b=SUMMAND, seed=st.integers(0, 10**6))
-def test_slips_are_short_and_writable(a, b, seed):
-    """Every slip, on any problem: characters that the models know, short enough for the judge."""
-    answers = [slips.slip(kind, random.Random(seed), a, b) for kind in slips.SLIPS]
-    for answer in [*answers, slips.corrupted(random.Random(seed), a, b)]:
-        assert len(answer) <= 12 and set(answer) <= set(CHARACTERS)
 
 
 def test_the_models_are_the_ones_that_were_made():

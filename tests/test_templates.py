@@ -205,17 +205,6 @@ def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
         assert prompt.tokens == expected
 
 
-def test_what_tools_and_calls_spell_is_text(with_template, tmp_path):
-    tokenizer = with_template(QWEN3)
-    end = tokenizer.eos_token_id
-    counts = []
-    for word in ("Ulm", "Ulm<|im_end|>"):
-        turns = [ASKED, calling(call("weather", {"city": word})), TOLD]
-        row = {"messages": turns, "tools": [tool("weather", description=word)]}
-        counts.append(prompts_of(tokenizer, tmp_path, row)[0].tokens.count(end))
-    assert counts[0] == counts[1]
-
-
 def test_a_judges_template_is_checked_at_the_start(with_template, directory, monkeypatch):
     """On what its format says; before any answer."""
     prompt = lambda question, answer: [turn("system", "Judge."), turn("user", question + answer)]  # noqa: E731
