@@ -296,13 +296,10 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, m
 def test_learning_rate_of_every_update():
     from actor import learning_rate
 
-    rates = [learning_rate(version, actor_config()) for version in (0, 1, 2, 3, 9)]
-    assert rates == pytest.approx([*LEARNING_RATES, 5e-4])
-    constant = actor_config(lr_decay_to=1.0)
-    assert [learning_rate(version, constant) for version in (1, 3, 9)] == [1e-3] * 3
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
-    rates = [learning_rate(version, late, 3) for version in range(4)]
-    assert rates == pytest.approx(LEARNING_RATES)
+    for config, first in ((actor_config(), 0), (late, 3)):
+        rates = [learning_rate(version, config, first) for version in (0, 1, 2, 3, 9)]
+        assert rates == pytest.approx([*LEARNING_RATES, 5e-4])
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
@@ -350,18 +347,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
         assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def sentencepiece_files(path):
-    """As Llama-2's: the tokenizer is one file that no other trainer of tokenizers writes."""
-    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
-    (path / "corpus").write_text("What is 3+4? It is 7.\n" * 50)
-    how = dict(vocab_size=30, model_type="bpe", minloglevel=2)
-    trainer.train(input=path / "corpus", model_prefix=path / "tokenizer", **how)
-    (path / "config.json").write_text('{"model_type": "llama"}')
-    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-
-
 def bpe_files(path):
-    """With a second chat template, and the files that older programs read."""
     tokenizer = AutoTokenizer.from_pretrained(save_model(path))
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "T"}
     tokenizer.save_pretrained(path)
@@ -388,7 +374,6 @@ trainer_state.json"""
 TEMPLATES = "chat_template.jinja additional_chat_templates tokenizer.json merges.txt"
 DIRECTORIES = [  # what makes it and reads it; names in an export of it
     (bpe_files, read_tokenizer, TEMPLATES),
-    (sentencepiece_files, read_tokenizer, "tokenizer.model"),
     (image_files, read_processor, "preprocessor_config.json video_preprocessor_config.json"),
 ]
 

@@ -22,7 +22,6 @@ SIZES |= {"megatron/__0_0.distcp": 1000, "megatron/__1_0.distcp": 900, "hf/model
 
 
 def make_folder(folder):
-    """A checkpoint, as far as its checksums tell."""
     for name, size in SIZES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode() * size)
@@ -53,7 +52,6 @@ def test_any_changed_byte_shows(folder, name, where, bits):
 
 
 def test_checksums_without_a_line_are_none(tmp_path):
-    """As a file system may leave them that lost what it promised."""
     folder = make_folder(tmp_path)
     (folder / CHECKSUMS).write_text("")
     assert atomic_files.verify(folder) == f"{CHECKSUMS} is missing or was changed"
@@ -94,7 +92,6 @@ def test_the_name_of_a_checkpoint(tmp_path):
 
 
 def test_a_removed_checkpoint_has_no_name_before_its_first_file_goes(tmp_path, monkeypatch):
-    """Whoever looks in between finds none."""
     folder, seen = tmp_path / "step_3", []
     folder.mkdir()
     look = lambda *_, **__: seen.append(atomic_files.steps_in(tmp_path))  # noqa: E731

@@ -79,9 +79,8 @@ def plain_groups(query, key, value, groups) -> Tensor:
 def test_packed_sequences_attend_as_each_by_itself(monkeypatch, way):
     """Outputs and gradients, in float64: whole sequences, and answers that share a prompt's keys."""
     monkeypatch.setattr(model, "varlen_attn", varlen)
-    monkeypatch.setattr(
-        model, "attend_by_length", getattr(model, way)
-    )  # PackedAttention's without CUDA
+    # PackedAttention's without CUDA
+    monkeypatch.setattr(model, "attend_by_length", getattr(model, way))
     attention = PackedAttention(None, softmax_scale=SCALE)
 
     @given(GROUPS, st.booleans(), st.sampled_from([1, 2, HEADS]), st.integers(0, 9))

@@ -58,7 +58,6 @@ def test_a_process_that_does_not_begin_is_forked_again(monkeypatch):
 
 
 def test_a_writer_holds_no_file_of_the_rank(tmp_path):
-    """Neither its locks, nor its connections."""
     ours, theirs = socket.socketpair()
     locked = (tmp_path / "rows").open("w")
     fcntl.flock(locked, fcntl.LOCK_EX)
@@ -96,7 +95,6 @@ def test_how_a_writer_fails():
 
 
 def test_a_writer_dies_with_its_rank(tmp_path):
-    """Although nobody tells it to."""
     program = (
         "import os, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
         "from runtime.background_writer import BackgroundWriter\n"

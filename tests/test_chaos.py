@@ -102,8 +102,6 @@ def leave_new(path):
 
 
 def struck(function, half=lambda path: None):
-    """A function that changes files, and may be struck."""
-
     def call(path, *args):
         THE_DISK[0].change(lambda: half(path))
         return function(path, *args)
@@ -246,7 +244,6 @@ class Trial:
         self.interval_s = rng.choice([0.1, 0.5])  # between meetings
 
     def run(self):
-        """Live until the steps are done."""
         lives = 1 if self.layout else self.rng.randint(1, MOST_LIVES)
         for life in range(lives, -1, -1):
             events = self.draw_life(life)
@@ -313,7 +310,6 @@ class Trial:
         return point
 
     def live(self, life, events):
-        """One life. Returns whether the steps are done."""
         check_files(self.out, self.best, self.settings["keep"])
         self.controllers.clear()  # those of the life before
         point = self.start()
@@ -339,7 +335,6 @@ class Trial:
 
 
 def try_seed(seed, *layout_and_crash):
-    """Returns the seed, and what broke: empty if nothing."""
     # tasks that end with a crashed run leave no lines behind
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
@@ -357,7 +352,6 @@ def try_seed(seed, *layout_and_crash):
 
 
 def test_no_seed_breaks_an_invariant():
-    """A sample; the docstring above has the command for more."""
     results = list(map(try_seed, range(60)))
     assert not [result for result in results if result[1]]
 

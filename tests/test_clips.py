@@ -128,7 +128,6 @@ def test_ten_bits_are_right_and_hdr_is_refused():
 
 
 def several():
-    """Files of every kind, of a variable rate, turned, of sides that encoders round."""
     files = [encoded_clip(frames_of(24), kind) for kind in KINDS]
     files.append(encoded_clip(frames_of(6), times=[0, 100, 200, 3000, 3100, 5000]))
     files += [turned_clip(files[0], matrix) for matrix in TURNS[1:]]
@@ -164,14 +163,11 @@ def test_a_pair_fills_the_patches_where_an_image_stands_twice(model_dir):
     ((_, still),) = read(reader.IMAGE, lambda: [encoded_picture(64, 64)], 0)
     pairs = [image for _, image in read(reader.VIDEO, lambda: [encoded_clip(frames_of(4))], 0)]
     pixels, grids = eyes.pixels([pairs[0], still, pairs[1]])
-    assert grids.tolist() == [
-        [1, *(2 * side for side in each.shape[1:])] for each in (pairs[0], still, pairs[1])
-    ]
+    sides = [each.shape[1:] for each in (pairs[0], still, pairs[1])]
+    assert grids.tolist() == [[1, 2 * rows, 2 * columns] for rows, columns in sides]
     parts = pixels.unflatten(1, (3, 2, -1)).split(grids.prod(-1).tolist())
-    for part, frames in zip(
-        (parts[0], parts[2]), (frames_in_image(each) for each in pairs), strict=True
-    ):
-        for number, frame in enumerate(frames):
+    for part, pair in zip((parts[0], parts[2]), pairs, strict=True):
+        for number, frame in enumerate(frames_in_image(pair)):
             alone = eyes._processor([frame], return_tensors="pt")["pixel_values"]
             assert alone.unflatten(1, (3, 2, -1))[:, :, 0].equal(part[:, :, number])
         assert not part[:, :, 0].equal(part[:, :, 1])
@@ -202,11 +198,10 @@ def folder(tmp_path, files):
 
 ROWS = [
     dict(prompt="<video>=", videos=["a.mp4"], answer="1"),
-    dict(
-        prompt="0<video>+<image>+<video>=", videos=["b.webm", "a.mp4"], images=["c.png"], answer="2"
-    ),
+    dict(prompt="0<video>+<image>+<video>=", videos=["b.webm", "a.mp4"], answer="2"),
     dict(prompt="7+5=", answer="12"),
 ]
+ROWS[1]["images"] = ["c.png"]
 A = "<0.3 seconds><image><1.4 seconds><image><2.6 seconds><image>"  # of a.mp4
 B = "<0.1 seconds><image><0.2 seconds><image>"  # of b.webm
 
@@ -233,9 +228,8 @@ def test_rows_with_videos(model_dir, folder, kind):
         assert prompt.tokens.count(IMAGE) == sum(image.features for image in prompt.images)
         digests = [hashlib.sha256(image.read()).digest() for image in prompt.images]
         assert digests == [image.digest for image in prompt.images]
-    assert (
-        prompts[1].images[3:] == prompts[0].images and prompts[1].images[2].read()[:4] == b"\x89PNG"
-    )
+    assert prompts[1].images[3:] == prompts[0].images
+    assert prompts[1].images[2].read()[:4] == b"\x89PNG"
 
 
 PLAYLIST = "#EXTM3U\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
@@ -319,9 +313,7 @@ def test_bytes_of_parquet_are_checked_by_their_headers(model_dir, folder, files)
     path = folder / "rows.parquet"
     columns = {"prompt": ["<video>"] * 2, "videos": [[files["a.mp4"]], [b"a film"]]}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    with pytest.raises(
-        UserError, match=r"rows.parquet:2: no MP4, MOV, WebM or MKV that can be read"
-    ):
+    with pytest.raises(UserError, match=r"rows.parquet:2: no MP4, MOV, WebM or MKV that can be"):
         prompts_of(model_dir, path)
 
 
@@ -360,9 +352,8 @@ def test_prompts_are_read_in_threads_and_ahead(run):
         prompts.requeue([3, 4], [])
         prompts.read_ahead(8, 2, 1)  # 3 comes first, 4 second
         found = await prompts.read(own_of(prompts, 8))
-        assert {number: prompt.question for number, prompt in found.items()} == {
-            number: str(number) for number in (4, 9, 11, 13)
-        }
+        questions = {number: prompt.question for number, prompt in found.items()}
+        assert questions == {number: str(number) for number in (4, 9, 11, 13)}
         assert source.read.count(4) == source.read.count(9) == source.read.count(13) == 1
 
     run(serve())

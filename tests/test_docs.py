@@ -44,7 +44,6 @@ def name_of(path: Path) -> str:
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of Python."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 

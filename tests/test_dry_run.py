@@ -59,8 +59,6 @@ def test_bytes_of_a_trainer_by_hand():
 
 
 def test_memory_counts_critics_and_the_reference():
-    """Only where the algorithm has them."""
-
     def names(**more):
         config = settings(**more)
         lines = memory.table(config, *run.check_settings(config, 2))
@@ -175,9 +173,8 @@ def test_shared_memory_has_room_for_pushes(monkeypatch, mode, tensor, needed):
     usage = SimpleNamespace(free=(15 + needed) * 10**6)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage)
     placed = run.check_settings(config, 2)
-    assert memory.needs_of(config, *placed)[1].needed == pytest.approx(
-        (16 + needed) * 1e6, rel=1e-3
-    )
+    found = memory.needs_of(config, *placed)[1].needed
+    assert found == pytest.approx((16 + needed) * 1e6, rel=1e-3)
     with pytest.raises(ValueError, match=r"^/dev/shm: .* are free: try docker run --shm-size; "):
         memory.check_fits(config, *placed)
     usage.free += 2 * 10**6
@@ -225,7 +222,6 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch, line, home, limit, tak
         for folder, most in zip(("a/b", "a"), limits, strict=True):
             (tmp_path / home / folder / limit).write_text(f"{most}\n")
             (tmp_path / home / folder / taken).write_text("500\n")
-            (tmp_path / home / folder / "memory.stat").write_text(
-                f"x 9\n{prefix}inactive_file 100\n"
-            )
+            path = tmp_path / home / folder / "memory.stat"
+            path.write_text(f"x 9\n{prefix}inactive_file 100\n")
         assert free_memory.free_memory() == pytest.approx(left, rel=0.2)

@@ -120,7 +120,6 @@ def weights_of(trainers: tuple) -> dict:
 
 
 def train(reference: dict, layout: dict, path: str) -> dict:
-    """Three PPO steps under every schedule that the layout names."""
     # the norm's last bit depends on where its parts lie, and would show in weights
     trainer.CLIP_GRAD = 100.0
     layout, batches, results = dict(layout), reference["batches"], {}

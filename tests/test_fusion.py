@@ -121,7 +121,6 @@ def test_the_tail_moves_and_every_answer_is_judged_beside_it():
 
 
 def long_or_short(prompt, index, sampling):
-    """A judge that is right, at any length."""
     asked, begun = to_text(prompt).split("?")
     is_right = asked.split(">")[1] == str(number_in(prompt))
     work = "0:0." * random.Random(asked).randint(1, 20)

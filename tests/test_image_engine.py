@@ -97,9 +97,8 @@ def error_of(seeing, request, answer, model=0, clips=()):
     whole, media = torch.tensor([request.prompt + answer.tokens[:-1]]), {}
     if clips:
         pixels, grids = seeing.reader.pixels(list(request.images))
-        grids = torch.stack(
-            [each[0] * torch.tensor([len(each), 1, 1]) for each in grids.split(clips)]
-        )
+        each_clip = grids.split(clips)
+        grids = torch.stack([each[0] * torch.tensor([len(each), 1, 1]) for each in each_clip])
         media = {"pixel_values_videos": pixels, "video_grid_thw": grids}
         media["mm_token_type_ids"] = 2 * (whole == IMAGE).int()
         whole[whole == IMAGE] = VIDEO
@@ -130,16 +129,8 @@ ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
 FILES = {"none": [], "one": [ONE], "three": [OTHER, ONE, OTHER], "grey": [picture("L")]}
 FILES |= {"exif": [picture("RGB", "JPEG", exif=TURNED)], "alpha": [picture("RGBA")]}
 FILES |= {"palette": [picture("P", transparency=3)]}
-KINDS = (
-    ("1", "PNG"),
-    ("LA", "PNG"),
-    ("I;16", "PNG"),
-    ("I;16B", "TIFF"),
-    ("I", "TIFF"),
-    ("F", "TIFF"),
-)
-KINDS += (("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("LAB", "TIFF"), ("RGBA", "WEBP"))
-KINDS += (("PA", "TIFF"),)
+KINDS = (("1", "PNG"), ("LA", "PNG"), ("I;16", "PNG"), ("F", "TIFF"), ("CMYK", "JPEG"))
+KINDS += (("LAB", "TIFF"), ("PA", "TIFF"), ("RGBA", "WEBP"))
 FILES |= {f"{mode} in {kind}": [picture(mode, kind)] for mode, kind in KINDS}
 PREVIEW = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
 FILES |= {"previews": [picture("RGB", "MPO", **PREVIEW)]}
@@ -204,9 +195,8 @@ def test_logprobs_of_answers_to_clips_are_transformers(run, seeing):
         requests += [clips_of(seeing, file) for file in (CHANGED, OTHER_CLIP)]
         requests += [clips_of(seeing, OTHER_CLIP, CLIP)]
         answers = run(ask(engine, *requests))
-        for request, answer, pairs in zip(
-            requests, answers, [[3]] * 5 + [[5], [5, 3]], strict=True
-        ):
+        pairs_of = [[3]] * 5 + [[5], [5, 3]]
+        for request, answer, pairs in zip(requests, answers, pairs_of, strict=True):
             assert len(request.images) == sum(pairs)
             assert error_of(seeing, request, answer, model) < 1e-5
             if seeing.family == "qwen3_vl":

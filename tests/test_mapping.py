@@ -38,7 +38,6 @@ def test_an_update_by_hand():
 
 
 def test_generation_is_the_sum_of_its_steps():
-    """In rounds of what finds room."""
     decode = mapping.engine(LLAMA, 2, 70e9, SPEEDS)
     at_once = int(decode.kv_tokens // 640)
     assert 1 < at_once < 60

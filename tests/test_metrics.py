@@ -51,7 +51,6 @@ def columns(text: str) -> dict[str, list[float]]:
 
 
 def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
-    """One controller's facts; nothing happened but what is given."""
     means = {name: [] for name in MEANS.split()} | (means or {})
     sums = dict.fromkeys(SUMS.split(), 0) | (sums or {})
     maxima = dict.fromkeys(MAXIMA, 0.0) | (maxima or {})
@@ -79,7 +78,6 @@ SECOND = facts(SECOND_MEANS, SECOND_SUMS, SECOND_MAXIMA, [0.2, 0.3], dp_rank=1, 
 
 
 def test_metrics_of_hand_worked_facts():
-    """Two controllers; every number worked out by hand."""
     expected = numbers("""
         cost/unfiltered_mean=1/2 reward/mean=5/8 reward/unfiltered_mean=6/11
         reward/zero_std_frac=3/8 rollout/response_len_mean=350/12 rollout/response_len_max=90
@@ -262,7 +260,6 @@ def samples_shown(out):
 
 
 def texts_shown(page):
-    """The texts in a page, as its reader sees them."""
     blocks = re.findall(r"<pre><code>(.*?)\n</code></pre>", page, re.DOTALL)
     return list(map(html.unescape, blocks))
 
@@ -297,7 +294,6 @@ def test_a_writer_of_metrics(tmp_path):
 
 @pytest.mark.parametrize("room, name", [(0, "metrics.jsonl"), (60, "tensorboard")])
 def test_a_row_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, room, name):
-    """Whichever file is the first to find the disk full."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's thread tells, too
     writer = MetricsWriter(tmp_path)
     with full_disk(room), pytest.raises(RunLost, match=f"{name} can't be written: File too large"):

@@ -61,14 +61,3 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
         asyncio.run(hold(tmp_path / name))
     asyncio.run(hold(tmp_path / "deep" / "out"))
     assert os.listdir(tmp_path / "deep" / "out") == ["lock"]
-
-
-def test_behind_a_link_the_folder_itself_is_moved(tmp_path):
-    """The next run has to write to the disk that the link names."""
-    there, link = tmp_path / "large" / "disk", tmp_path / "out"
-    there.mkdir(parents=True)
-    (there / "metrics.jsonl").touch()
-    link.symlink_to(there)
-    archive(link, print)
-    assert (tmp_path / "large" / "disk-1" / "metrics.jsonl").exists()
-    assert link.readlink() == there and not any(link.iterdir())

@@ -1,12 +1,13 @@
 """HybridFlow's figures: what must agree, what moves them, and that no published value makes ours."""
 
 import statistics
+from fractions import Fraction
 
 import pytest
 
 import controller
 from papers import hybridflow, mapping
-from papers.hybridflow import FIGURES, PPO, SAFE, setting_of
+from papers.hybridflow import FIGURES, PPO, SAFE, setting_of, table_2
 from papers.tables import ROOT, Paper, Point, read_constants, read_points
 from sample import flat
 
@@ -79,3 +80,18 @@ def test_no_published_value_makes_ours():
             assert known.get(p.name, row.simulated) == row.simulated
             same += p.name in known
     assert same > 50
+
+
+@pytest.mark.parametrize(
+    "sizes, deepspeed, vanilla, ours",
+    [
+        ((1, 4, 2, 2), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("1/4", "1/2", 0)),
+        ((8, 8, 1, 8), ("63/64", 1, "1/64"), ("63/64", 1, "1/64"), ("7/64", "1/8", 0)),
+        ((2, 2, 2, 1), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("3/4", 1, 0)),
+        ((1, 1, 4, 1), ("3/4", 1, "1/4"), (0, 1, 1), (0, 1, 0)),
+    ],
+)
+def test_table_2_by_hand(sizes, deepspeed, vanilla, ours):
+    costs = [tuple(map(Fraction, cost)) for cost in (deepspeed, vanilla, ours)]
+    assert list(table_2(*sizes)) == ["DS-Chat", "HybridFlow-V", "HybridFlow"]
+    assert [tuple(cost) for cost in table_2(*sizes).values()] == costs

@@ -112,7 +112,6 @@ def spans_of(controller, name):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_same_seed_gives_the_same_run(ahead):
-    """However fast engines are; and twice the same."""
     runs = []
     for prepare in (at_random_paces(1), at_random_paces(2), at_random_paces(2)):
         how = dict(placement=APART, ahead=ahead, prepare=prepare, steps=4)

@@ -89,7 +89,6 @@ SEEDS = [seed_of(0, 7, number) for number in range(4)]
 
 
 def answer_to(number, length):
-    """What any engine writes after PROMPT."""
     return [(31 * number + 7 * k) % 1000 for k in range(length)]
 
 
@@ -119,7 +118,6 @@ def at(seconds, act):
 
 
 async def ask(pool, numbers, limit=1000, model=0):
-    """The answers of these numbers to PROMPT."""
     seeds = [SEEDS[number] for number in numbers]
     requests = requests_of([PROMPT] * len(numbers), Sampling(1.0, limit), seeds=seeds)
     answers = [answer async for answer in pool.generate(requests, model)]
@@ -218,7 +216,6 @@ def die(engine, asked):
 
 @pytest.mark.parametrize("end, error", [(die, EngineLost), (cancel, asyncio.CancelledError)])
 def test_what_an_engine_owed_is_given_back_when_it_is_not_awaited_any_more(end, error):
-    """Whatever came of it."""
     engine = engine_of(0, {1: 15, 2: 60})
 
     async def work(pool):
@@ -248,9 +245,8 @@ def test_an_engine_that_owes_tokens_and_writes_none_is_lost():
         for seconds in (299, 2):
             hear(pool)
             await asyncio.sleep(seconds)
-        with pytest.raises(
-            EngineLost, match=r"genrm engine of rank 0 owes 1002 tokens and wrote none for 300 s"
-        ):
+        line = "genrm engine of rank 0 owes 1002 tokens and wrote none for 300 s"
+        with pytest.raises(EngineLost, match=line):
             hear(pool)
         asked.cancel()
 

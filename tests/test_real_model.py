@@ -142,9 +142,8 @@ def test_an_exported_directory_is_read_by_transformers_and_served(full, tmp_path
     lines = (tmp_path / "eval" / "answers.jsonl").read_text().splitlines()
     for row in map(json.loads, lines[:4]):
         turns = [{"role": "user", "content": row["question"]}]
-        asked = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        how = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        asked = tokenizer.apply_chat_template(turns, **how)
         written = model.generate(**asked, max_new_tokens=32, do_sample=False)
         text = tokenizer.decode(written[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text == row["greedy"]

@@ -91,7 +91,6 @@ def test_files_of_a_long_run_are_bounded(tmp_path, monkeypatch):
 
 
 def rows_of(events, folder, phases):
-    """Those of these kinds in the trace of the events."""
     path = folder / "trace.json"
     tl.write_trace(events, path)
     return [row for row in json.loads(path.read_text())["traceEvents"] if row["ph"] in phases]
