@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -121,12 +122,7 @@ class Stingy(io.FileIO):
 
 
 def test_a_row_has_null_for_what_json_lacks(tmp_path):
-    row = {
-        "loss": float("nan"),
-        "worst": [float("-inf"), (1.5, float("inf"))],
-        "step": 3,
-        "text": "nan",
-    }
+    row = {"loss": math.nan, "worst": [-math.inf, (1.5, math.inf)], "step": 3, "text": "nan"}
     atomic_files.append(tmp_path / "rows.jsonl", [row])
     refuse = {"parse_constant": lambda name: pytest.fail(f"{name} is no JSON")}
     found = json.loads((tmp_path / "rows.jsonl").read_text(), **refuse)

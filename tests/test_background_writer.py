@@ -94,6 +94,15 @@ def test_how_a_writer_fails():
     assert killed == (None, "the writing process ended with status -9")
 
 
+def test_a_fork_that_fails(monkeypatch):
+    """Is heard as the writer's failure, and signals come through as before."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(os, "fork", lambda: os.listdir("/nowhere"))
+    result, problem = ended(BackgroundWriter(lambda: 1))
+    assert problem.startswith("no writing process could be started: [Errno 2] ") and not result
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
 def test_a_writer_dies_with_its_rank(tmp_path):
     program = (
         "import os, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"

@@ -52,10 +52,8 @@ from tests.test_faults import TROUBLES, PromptWriter, strike
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 3), ("partial", 4)]
 LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]
 LAYOUTS += [("full", 3, "engines=0-1 actor=1-2"), ("partial", 4, "engines=0-2 actor=2-3")]
-LAYOUTS += [
-    ("full", 2, "engines=0 actor=1"),
-    ("full", 3, "engines=0,2 actor=1"),
-]  # from here on apart
+# from here on apart
+LAYOUTS += [("full", 2, "engines=0 actor=1"), ("full", 3, "engines=0,2 actor=1")]
 LAYOUTS += [("partial", 5, "engines=0-2 actor=3-4"), ("fused", 4, "engines=0-2 actor=3")]
 PPO = [("full", 2, "split"), ("full", 3, "standalone")]
 PPO += [("partial", 5, "engines=0,2 actor=1,3 critic=3-4")]
@@ -139,12 +137,8 @@ class Report(FakeReport):
         mine["batch"] = [(s.prompt_id, s.index) for s in samples]
         facts = await c.world.gather(mine)
         row = {fate: sorted(chain(*(fact[fate] for fact in facts))) for fate in mine}
-        row |= {
-            "step": step,
-            "missing": batch.missing_groups,
-            **c.prompts.state(),
-            "time/step_s": 0.0,
-        }
+        row |= {"step": step, "missing": batch.missing_groups} | c.prompts.state()
+        row["time/step_s"] = 0.0
         if c.world.rank == 0:
             line = json.dumps(row) + "\n"
             with self.rows.open("a") as file:

@@ -2,8 +2,11 @@
 
 from config import DEMO_MODELS
 from demo import task
+from demo.drawing import picture
 from images.reader import ImageReader
 from inputs.templates import IMAGE
+
+OTHERS = ((57, 68, "b"), (58, 68, "a"), (57, 69, "a"))
 
 
 def test_the_same_problems_are_written_and_drawn():
@@ -22,3 +25,8 @@ def test_the_same_problems_are_written_and_drawn():
         assert one.answer_key == other.answer_key and other.question == IMAGE + "="
         assert other.tokens == characters(IMAGE + "=", (image,))
         assert image.features == 2 * max(map(len, numbers))
+
+
+def test_a_picture_follows_from_its_numbers_and_key():
+    first, same, *others = (picture(*each) for each in ((57, 68, "a"),) * 2 + OTHERS)
+    assert first == same and first not in others

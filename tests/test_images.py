@@ -366,10 +366,7 @@ ONE = dict(prompt="<image>=", images=["pictures/0.png"])
 CHAT, OWN, VIDEO = {"role": "user"}, {"type": "image", "image": "a.png"}, {"type": "video"}
 PATH = "an image or a clip is a file's path or its bytes"
 REFUSED = {  # what is wrong with a row -> how its line goes on
-    "no place": (
-        ONE | dict(prompt="="),
-        "1 images for 0 places, <image> or a part of the type image",
-    ),
+    "no place": (ONE | dict(prompt="="), "1 images for 0 places, <image> or a part of the type"),
     "no image": (dict(prompt="<image>="), "0 images for 1 places"),
     "an address": (ONE | dict(images=["https://a.b/c.png"]), f"{PATH}, not 'https"),
     "a file's address": (ONE | dict(images=["file:///etc/passwd"]), PATH),

@@ -29,10 +29,8 @@ CONFIG = Config()  # --timeout-s 600: an engine is lost after 300 s
 def pool_of(*outstanding, rank=0, models=None, awake=None):
     """A pool of engines of which others await so many tokens, as the controller of `rank` sees it."""
     models = models or [0] * len(outstanding)
-    engines = [
-        SimpleNamespace(rank=rank, role="rollout", model=model, capacity=1)
-        for rank, model in enumerate(models)
-    ]
+    how = dict(role="rollout", capacity=1)
+    engines = [SimpleNamespace(rank=rank, model=model, **how) for rank, model in enumerate(models)]
     world = FakeWorld(rank, len(engines), {})
     pool = Pool(engines, world, SimpleNamespace(), CONFIG)
     pool._set_awake(tuple(range(len(engines))) if awake is None else awake)

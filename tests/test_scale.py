@@ -33,11 +33,9 @@ def test_what_a_controller_holds_and_sends_is_flat(found):
         values = [getattr(busiest, name) for busiest in found[way]]
         assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name
         assert all(quotient < 1.15 for quotient in growth(found[way], "requests"))
-    sent = [
-        split.sent / parallel.sent
-        for split, parallel in zip(found["split"], found["parallel"], strict=True)
-    ]
-    assert all(2.5 < ratio < 4 for ratio in sent)  # a sample to an actor and a critic, and columns
+    pairs = zip(found["split"], found["parallel"], strict=True)
+    # a sample to an actor and a critic, and columns
+    assert all(2.5 < split.sent / parallel.sent < 4 for split, parallel in pairs)
 
 
 def test_what_grows_is_counted(found):
