@@ -40,9 +40,8 @@ from tests.workers.parallel import balanced, set_constants
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
 FITS_BYTES = 32e9  # in which some layers have to be computed again
-WEIGHT_BYTES = 2 * sum(
-    torch.Size(shape).numel() for shape in hf_directory.checkpoint_shapes(MODEL).values()
-)
+SHAPES = hf_directory.checkpoint_shapes(MODEL)
+WEIGHT_BYTES = 2 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 figures: dict[str, dict[str, float]] = {}
 
@@ -55,9 +54,8 @@ def note(check: str, **found: float) -> None:
 
 def settings(**changes) -> Config:
     context = SIZE.prompt + SIZE.answer + 8
-    sizes = dict(
-        max_model_len=context, max_new_tokens=SIZE.answer, judge_max_new_tokens=SIZE.answer
-    )
+    sizes = dict(max_model_len=context, max_new_tokens=SIZE.answer)
+    sizes |= dict(judge_max_new_tokens=SIZE.answer)
     sizes |= dict(max_tokens_per_micro_batch=SIZE.micro_batch, max_running_requests=SIZE.answers)
     learning = dict(lr=3e-5, lr_warmup_steps=0, mem_fraction=0.5, deterministic=False)
     return Config(**sizes | learning | dict(device=DEVICE, dtype="bfloat16") | changes)
@@ -69,7 +67,6 @@ def synchronize() -> None:
 
 
 def used_bytes() -> int:
-    """Of the device, by anybody."""
     if not HAS_GPU:
         return 0
     synchronize()
@@ -86,7 +83,6 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def differences(samples: list[Sample], rows: list[list[float]]) -> dict[str, float]:
-    """Of the samples' own log-probabilities and others."""
     pairs = [zip(s.logprobs, row, strict=True) for s, row in zip(samples, rows, strict=True)]
     distances = [abs(a - b) for row in pairs for a, b in row]
     apart = torch.tensor(distances, dtype=torch.float64).sort().values
@@ -121,9 +117,6 @@ def update(actor, samples: list[Sample]) -> None:
     versions = [[actor.version] * len(sample.response) for sample in samples]
     fresh = [replace(s, versions=written) for s, written in zip(samples, versions, strict=True)]
     actor.update(balanced(fresh, actor))
-
-
-# ---------------------------------------------------------------- a trainer
 
 
 def state_of(actor) -> list[torch.Tensor]:
@@ -218,14 +211,10 @@ def training_pass(how: str = "") -> None:
     parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.shape)
     predicted = sum(parts.values()) + config.kept_chunks * CHUNK_BYTES
     note("memory", peak=peak, predicted=predicted)
-    seconds = statistics.median(
-        timed(lambda: actor._passes(packed, actor.cross_entropy_loss)) for _ in range(5)
-    )
+    work = lambda: actor._passes(packed, actor.cross_entropy_loss)  # noqa: E731
+    seconds = statistics.median(timed(work) for _ in range(5))
     tokens_per_s = sum(map(len, packed)) * SIZE.sequence / seconds
     note("pass", tokens_per_s=tokens_per_s)
-
-
-# ---------------------------------------------------------------- an engine
 
 
 def launch(role: str, config: Config) -> Engine:
@@ -245,9 +234,8 @@ async def answers_of(engine: Engine, requests: list[Request]) -> list[Answer]:
 async def sampled(engine: Engine) -> list[Sample]:
     sampling = Sampling(1.0, SIZE.answer, ignore_eos=True)
     prompts = [random_tokens(SIZE.prompt, number) for number in range(SIZE.answers)]
-    answers = await answers_of(
-        engine, [Request(prompt, sampling, SIZE.answer) for prompt in prompts]
-    )
+    requests = [Request(prompt, sampling, SIZE.answer) for prompt in prompts]
+    answers = await answers_of(engine, requests)
     samples = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         sample = Sample(number, 0, prompt, response=answer.tokens, logprobs=answer.logprobs)
@@ -383,10 +371,8 @@ def most_used() -> Iterator[list[int]]:
 def request(number: int) -> Request:
     """Every fourth is greedy; the lengths of the prompts differ."""
     prompt = random_tokens(SIZE.prompt - number % 7, number)
-    temperature = 0.0 if number % 4 == 0 else 1.0
-    return Request(
-        prompt, Sampling(temperature, SIZE.answer, ignore_eos=True), SIZE.answer, seed=number
-    )
+    sampling = Sampling(0.0 if number % 4 == 0 else 1.0, SIZE.answer, ignore_eos=True)
+    return Request(prompt, sampling, SIZE.answer, seed=number)
 
 
 def equal_answers(some: list[Answer], others: list[Answer]) -> dict[str, float]:

@@ -48,9 +48,6 @@ from training.trainer import Trainer
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
 
 
-# ---------------------------------------------------------------------------------- one rank, in this process
-
-
 @pytest.fixture(autouse=True)
 def constants(monkeypatch):
     set_constants(monkeypatch.setattr)
@@ -242,8 +239,6 @@ def test_what_cannot_be_trained_on_is_refused(make_actor, model_dir):
     assert actor.read_tokens([samples])
 
 
-# ------------------------------------------------------------------------------ partial rollout: stale tokens
-
 STALE = {"over_dispatch": 1.5, "behavior_weight_cap": 1.5, "lr_warmup_steps": 0}
 
 
@@ -301,13 +296,10 @@ def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, m
 def test_learning_rate_of_every_update():
     from actor import learning_rate
 
-    rates = [learning_rate(version, actor_config()) for version in (0, 1, 2, 3, 9)]
-    assert rates == pytest.approx([*LEARNING_RATES, 5e-4])
-    constant = actor_config(lr_decay_to=1.0)
-    assert [learning_rate(version, constant) for version in (1, 3, 9)] == [1e-3] * 3
     late = actor_config(steps=7)  # the critic learns alone, and then all is as without
-    rates = [learning_rate(version, late, 3) for version in range(4)]
-    assert rates == pytest.approx(LEARNING_RATES)
+    for config, first in ((actor_config(), 0), (late, 3)):
+        rates = [learning_rate(version, config, first) for version in (0, 1, 2, 3, 9)]
+        assert rates == pytest.approx([*LEARNING_RATES, 5e-4])
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
@@ -330,8 +322,6 @@ def test_warm_up_counts_steps_as_its_help_says(make_actor, model_dir, updates):
     (text,) = [f.metadata["help"] for f in fields(Config) if f.name == "lr_warmup_steps"]
     assert text.startswith("steps in which")
 
-
-# --------------------------------------------------------------------------------- the Hugging Face directory
 
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=500000.0, original_max_position_embeddings=8192)
 LLAMA3_ROPE |= dict(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -357,18 +347,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
         assert logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def sentencepiece_files(path):
-    """As Llama-2's: the tokenizer is one file that no other trainer of tokenizers writes."""
-    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
-    (path / "corpus").write_text("What is 3+4? It is 7.\n" * 50)
-    how = dict(vocab_size=30, model_type="bpe", minloglevel=2)
-    trainer.train(input=path / "corpus", model_prefix=path / "tokenizer", **how)
-    (path / "config.json").write_text('{"model_type": "llama"}')
-    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-
-
 def bpe_files(path):
-    """With a second chat template, and the files that older programs read."""
     tokenizer = AutoTokenizer.from_pretrained(save_model(path))
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "T"}
     tokenizer.save_pretrained(path)
@@ -395,7 +374,6 @@ trainer_state.json"""
 TEMPLATES = "chat_template.jinja additional_chat_templates tokenizer.json merges.txt"
 DIRECTORIES = [  # what makes it and reads it; names in an export of it
     (bpe_files, read_tokenizer, TEMPLATES),
-    (sentencepiece_files, read_tokenizer, "tokenizer.model"),
     (image_files, read_processor, "preprocessor_config.json video_preprocessor_config.json"),
 ]
 
@@ -451,9 +429,6 @@ def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
         assert counter.get_total_flops() == 2 * (forward_cost(hf, tokens) + quadratic * tokens**2)
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(make_actor, model_dir, tmp_path, dtype):
     sequences = [(sample.prompt, sample.response) for sample in make_samples(0)]
@@ -485,9 +460,6 @@ def test_numbers_that_no_rank_saved_are_missed(make_actor, model_dir, tmp_path):
     complete([[plan, written]])  # of a single rank torch doesn't look
     with pytest.raises(UserError, match=f"^the checkpoint lacks numbers of {lost.index.fqn} "):
         actor.restore(tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------- micro-batches
 
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=12)

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,6 @@ SIZES |= {"megatron/__0_0.distcp": 1000, "megatron/__1_0.distcp": 900, "hf/model
 
 
 def make_folder(folder):
-    """A checkpoint, as far as its checksums tell."""
     for name, size in SIZES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(name.encode() * size)
@@ -53,7 +53,6 @@ def test_any_changed_byte_shows(folder, name, where, bits):
 
 
 def test_checksums_without_a_line_are_none(tmp_path):
-    """As a file system may leave them that lost what it promised."""
     folder = make_folder(tmp_path)
     (folder / CHECKSUMS).write_text("")
     assert atomic_files.verify(folder) == f"{CHECKSUMS} is missing or was changed"
@@ -94,7 +93,6 @@ def test_the_name_of_a_checkpoint(tmp_path):
 
 
 def test_a_removed_checkpoint_has_no_name_before_its_first_file_goes(tmp_path, monkeypatch):
-    """Whoever looks in between finds none."""
     folder, seen = tmp_path / "step_3", []
     folder.mkdir()
     look = lambda *_, **__: seen.append(atomic_files.steps_in(tmp_path))  # noqa: E731
@@ -124,12 +122,7 @@ class Stingy(io.FileIO):
 
 
 def test_a_row_has_null_for_what_json_lacks(tmp_path):
-    row = {
-        "loss": float("nan"),
-        "worst": [float("-inf"), (1.5, float("inf"))],
-        "step": 3,
-        "text": "nan",
-    }
+    row = {"loss": math.nan, "worst": [-math.inf, (1.5, math.inf)], "step": 3, "text": "nan"}
     atomic_files.append(tmp_path / "rows.jsonl", [row])
     refuse = {"parse_constant": lambda name: pytest.fail(f"{name} is no JSON")}
     found = json.loads((tmp_path / "rows.jsonl").read_text(), **refuse)

@@ -1,7 +1,6 @@
 """The process that writes a checkpoint: sees what was there, disturbs nobody, always tells how it ended."""
 
 import fcntl
-import gc
 import os
 import signal
 import socket
@@ -59,7 +58,6 @@ def test_a_process_that_does_not_begin_is_forked_again(monkeypatch):
 
 
 def test_a_writer_holds_no_file_of_the_rank(tmp_path):
-    """Neither its locks, nor its connections."""
     ours, theirs = socket.socketpair()
     locked = (tmp_path / "rows").open("w")
     fcntl.flock(locked, fcntl.LOCK_EX)
@@ -106,7 +104,6 @@ def test_a_fork_that_fails(monkeypatch):
 
 
 def test_a_writer_dies_with_its_rank(tmp_path):
-    """Although nobody tells it to."""
     program = (
         "import os, sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
         "from runtime.background_writer import BackgroundWriter\n"
@@ -137,22 +134,3 @@ def test_a_writer_computes_where_the_rank_had_several_threads():
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     said = run_process(sys.executable, "-c", program, ROOT, env=environment)
     assert said.stdout == "((320000.0, 400.0, 1), '')\n", said.stderr[-2000:]
-
-
-def test_a_writer_leaves_the_ranks_garbage_alone():
-    """Freed in the fork, what had threads of its own, gloo's groups or a backward pass's, would crash it."""
-
-    class Threaded:
-        def __init__(self):
-            self.itself, self.owner = self, os.getpid()
-
-        def __del__(self):
-            if os.getpid() != self.owner:
-                os.kill(os.getpid(), signal.SIGSEGV)
-
-    gc.disable()
-    try:
-        Threaded()  # a cycle: garbage until it is collected
-        assert ended(BackgroundWriter(gc.collect))[1] == ""
-    finally:
-        gc.enable()

@@ -52,10 +52,8 @@ from tests.test_faults import TROUBLES, PromptWriter, strike
 LAYOUTS = [("full", 1), ("full", 2), ("full", 3), ("partial", 2), ("partial", 3), ("partial", 4)]
 LAYOUTS += [("fused", 2), ("fused", 3), ("fused", 4)]
 LAYOUTS += [("full", 3, "engines=0-1 actor=1-2"), ("partial", 4, "engines=0-2 actor=2-3")]
-LAYOUTS += [
-    ("full", 2, "engines=0 actor=1"),
-    ("full", 3, "engines=0,2 actor=1"),
-]  # from here on apart
+# from here on apart
+LAYOUTS += [("full", 2, "engines=0 actor=1"), ("full", 3, "engines=0,2 actor=1")]
 LAYOUTS += [("partial", 5, "engines=0-2 actor=3-4"), ("fused", 4, "engines=0-2 actor=3")]
 PPO = [("full", 2, "split"), ("full", 3, "standalone")]
 PPO += [("partial", 5, "engines=0,2 actor=1,3 critic=3-4")]
@@ -68,9 +66,6 @@ MEMORY = "/dev/shm"  # where small files cost little
 
 class Crash(KeyboardInterrupt):
     """kill -9 of the whole run. A kind that an event loop passes on at once."""
-
-
-# ---------------------------------------------------------------- the disk
 
 
 class Disk:
@@ -105,8 +100,6 @@ def leave_new(path):
 
 
 def struck(function, half=lambda path: None):
-    """A function that changes files, and may be struck."""
-
     def call(path, *args):
         THE_DISK[0].change(lambda: half(path))
         return function(path, *args)
@@ -144,12 +137,8 @@ class Report(FakeReport):
         mine["batch"] = [(s.prompt_id, s.index) for s in samples]
         facts = await c.world.gather(mine)
         row = {fate: sorted(chain(*(fact[fate] for fact in facts))) for fate in mine}
-        row |= {
-            "step": step,
-            "missing": batch.missing_groups,
-            **c.prompts.state(),
-            "time/step_s": 0.0,
-        }
+        row |= {"step": step, "missing": batch.missing_groups} | c.prompts.state()
+        row["time/step_s"] = 0.0
         if c.world.rank == 0:
             line = json.dumps(row) + "\n"
             with self.rows.open("a") as file:
@@ -159,9 +148,6 @@ class Report(FakeReport):
 
 def facts_of(sample):
     return sample.prompt_id, sample.index, to_text(sample.response), sample.versions, sample.reward
-
-
-# ---------------------------------------------------------------- what must hold
 
 
 def check_files(out, best, keep):
@@ -230,9 +216,6 @@ def check_answers(row, begun):
     begun |= {(prompt, index): (text, versions) for prompt, index, text, versions, _ in row["held"]}
 
 
-# ---------------------------------------------------------------- one seed
-
-
 class Trial:
     """A run and its lives, in `out`. layout: of all; crash: the change of a file that ends the first."""
 
@@ -255,7 +238,6 @@ class Trial:
         self.interval_s = rng.choice([0.1, 0.5])  # between meetings
 
     def run(self):
-        """Live until the steps are done."""
         lives = 1 if self.layout else self.rng.randint(1, MOST_LIVES)
         for life in range(lives, -1, -1):
             events = self.draw_life(life)
@@ -322,7 +304,6 @@ class Trial:
         return point
 
     def live(self, life, events):
-        """One life. Returns whether the steps are done."""
         check_files(self.out, self.best, self.settings["keep"])
         self.controllers.clear()  # those of the life before
         point = self.start()
@@ -348,7 +329,6 @@ class Trial:
 
 
 def try_seed(seed, *layout_and_crash):
-    """Returns the seed, and what broke: empty if nothing."""
     # tasks that end with a crashed run leave no lines behind
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
@@ -366,7 +346,6 @@ def try_seed(seed, *layout_and_crash):
 
 
 def test_no_seed_breaks_an_invariant():
-    """A sample; the docstring above has the command for more."""
     results = list(map(try_seed, range(60)))
     assert not [result for result in results if result[1]]
 

@@ -167,10 +167,8 @@ def test_rows_are_counted(tmp_path):
     trained = {source.training(number).question for number in range(source.count)}
     aside = {prompt.question for prompt in source.held_out}
     assert len(aside) == 4 and len(trained) == 45 + 8 - 4 and not aside & trained
-    path = tmp_path / "rows.jsonl"
-    assert said == [
-        f"{path}: {source.count} rows train, 4 measure, 47 repeat a prompt, 10 lack a key"
-    ]
+    [line] = said
+    assert line.endswith(f"{source.count} rows train, 4 measure, 47 repeat a prompt, 10 lack a key")
 
 
 def test_what_makes_prompts_the_same(tmp_path):
@@ -230,18 +228,12 @@ def struct(**fields):
 DAY, NARROW = date(2024, 5, 1), pyarrow.float32()
 COLUMNS = {  # of Parquet: values and type -> the same in JSON, by hand
     "text": (["a", None], pyarrow.large_string(), ["a", None]),
-    "again": (["b", "b"], pyarrow.dictionary(pyarrow.int8(), pyarrow.string()), ["b", "b"]),
     "bytes": ([b"caf\xc3\xa9", b""], pyarrow.binary(), ["caf\u00e9", ""]),
     "nothing": ([None, None], pyarrow.null(), [None, None]),
     "narrow": ([0.1, 16777216.0], NARROW, [0.1, 16777216.0]),
-    "half": ([0.1, None], pyarrow.float16(), [0.1, None]),
     "list": ([[0.1, 0.3], []], pyarrow.list_(NARROW), [[0.1, 0.3], []]),
-    "map": ([[("k", 0.1)], []], pyarrow.map_(pyarrow.string(), NARROW), [{"k": 0.1}, {}]),
-    "whole": ([134217728.0, 0.1], NARROW, [134217728.0, 0.1]),
-    "wide": ([0.1, 1 / 3], pyarrow.float64(), [0.1, 1 / 3]),
     "decimal": ([Decimal("1.50"), Decimal("7.00")], pyarrow.decimal128(9, 2), [1.5, 7]),
     "gap": ([56.0, None], pyarrow.float64(), [56.0, None]),
-    "large": ([2**64 - 1, 0], pyarrow.uint64(), [2**64 - 1, 0]),
     "yes": ([True, None], pyarrow.bool_(), [True, None]),
     "day": ([DAY, None], pyarrow.date32(), ["2024-05-01", None]),
     "inner": (
@@ -302,30 +294,19 @@ BAD_ROWS = [  # behind a good one and an empty line: what is said about a row
     ('{"prompt": "a", "prompt": "b"}', "a name stands twice .*'prompt'"),
     ('{"prompt": "?", "answer": %s}' % ("1" * 4400), "not valid JSON"),
     ({"text": "x"}, "needs `messages`"),
-    ({"messages": ["x"]}, "needs `messages`"),
     ({"messages": [{"role": "user", "content": None}]}, "needs `messages`"),
     ({"messages": [{"role": "human", "content": "?"}]}, "of the roles system, .*, user,"),
     ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
-    (
-        {"messages": ANSWERED},
-        "assistant's turn: that is an example for examples/finetune.py sft; a",
-    ),
+    ({"messages": ANSWERED}, "assistant's turn: that is an example for examples/finetune.py sft"),
     ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` say different things"),
-    ({"prompt": ""}, "prompt"),
     ({"prompt": "all is said\x03"}, "the prompt ends with what ends an answer"),
     ({"messages": json.dumps(CHAT)}, f"`messages` {NO_TURNS}"),
-    ({"messages": "What is 2+2?"}, f"`messages` {NO_TURNS}"),
     ({"prompt": json.dumps(CHAT)}, f"`prompt` {NO_TURNS}"),
-    ({"prompt": str(CHAT)}, f"`prompt` {NO_TURNS}"),
-    ({"prompt": '{"name": "x", "role": "user", "content": "q"}'}, f"`prompt` {NO_TURNS}"),
     ({"prompt": "array([{'from': 'human', 'value': 'q'}], dtype=object)"}, f"`prompt` {NO_TURNS}"),
     ({"prompt": "q", "completion": '[{"role": "user"}]'}, f"`completion` {NO_TURNS}"),
     ({"prompt": "q", "system_prompt": "Be brief."}, "`system_prompt` isn't read; a turn of"),
     ({"prompt": "q", "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` isn't read; --t"),
-    (
-        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-        "a part {'type': 'image'} of a content; only {type: text, text}$",
-    ),
+    ({"prompt": [CHAT[1] | {"content": [{"type": "image"}]}]}, "a part {'type': 'image'} of a con"),
 ]
 BAD_KEYS = ("", " \n", "by hand\n#### ", True, ["3", "5"], {"a": 1}, float("inf"))
 BAD_ROWS += [({"prompt": "?", "answer": key}, "`answer` is text or a number") for key in BAD_KEYS]
@@ -473,11 +454,8 @@ def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):
     tokenizer.backend_tokenizer.post_processor = frame
     assert tokenizer("3+4=")["input_ids"][-1] == 2
     expected = [1, *tokenizer("3+4=", add_special_tokens=False)["input_ids"]]
-    assert (
-        tokenization.encode(tokenizer, "3+4=")
-        == tokenization.encode(tokenizer, "<bos>3+4=")
-        == expected
-    )
+    for text in ("3+4=", "<bos>3+4="):
+        assert tokenization.encode(tokenizer, text) == expected
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

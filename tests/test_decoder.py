@@ -5,8 +5,6 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,9 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from cpu.fast import compiler
-from cpu.fast.decoder import STOPS, Decoder, product_rates
+from cpu.fast.decoder import STOPS, Decoder
 from cpu.sglang import murmur_hash32
-from tests import ROOT
 from tests.support.rounding import apart
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -39,11 +36,6 @@ LEVELS["x86_64"]["-march=x86-64-v4"] = {"avx512f", "avx512bw", "avx512cd", "avx5
 LEVELS["aarch64"] = {"-mcpu=generic": {"asimd"}}
 OWN = set(re.search(r"^(?:flags|Features)\s*:(.*)", compiler.CPU_INFO.read_text(), re.M)[1].split())
 LOWER = [level for level, needs in LEVELS[platform.machine()].items() if needs <= OWN]
-# registers of x86-64 that hold fewer than 16 floats
-NARROW = [level for level in LOWER if level.endswith(("v2", "v3"))]
-# widths and columns of products: the demo's model, SmolLM2
-SHAPES = [(96, 288), (96, 96), (96, 576), (288, 96)]
-SHAPES += [(576, 960), (576, 576), (576, 3072), (1536, 576)]
 SLOTS, REQUESTS = 8192, 70
 LIMIT_MS = 1_000_000
 
@@ -287,25 +279,6 @@ def test_numbers_that_are_none_give_a_token(llama):
 # ---- how fast it is, in CPU time
 
 
-@pytest.mark.parametrize("width, columns", SHAPES)
-def test_products_are_about_as_fast_as_torchs(width, columns):
-    """A vector that is wider than a register makes them thirty times slower."""
-    for rows in (24, 64):
-        ours, theirs = product_rates(built_for(NATIVE), rows, width, columns)
-        assert ours > theirs / 2
-
-
-@pytest.mark.parametrize("target", NARROW)
-def test_no_vector_is_wider_than_a_register(target, tmp_path, monkeypatch):
-    """With vectors of 16 floats the same code was 12 and 45 times slower on an EPYC 9005."""
-    ours, _ = product_rates(built_for(target), 24, 96, 576)
-    wide = re.sub(r"WIDTH = \d+", "WIDTH = 16", compiler.SOURCE.read_text())
-    (tmp_path / "decoder.cpp").write_text(wide)
-    monkeypatch.setattr(compiler, "SOURCE", tmp_path / "decoder.cpp")
-    theirs, _ = product_rates(built_for(target), 24, 96, 576)
-    assert ours > 5 * theirs
-
-
 # ---- how it is compiled
 
 
@@ -343,25 +316,6 @@ def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatc
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user without a home
     assert compiler.compiled() is None
-
-
-@pytest.mark.parametrize("spoil", [lambda whole: whole[:4096], lambda _: b"", lambda _: b"text"])
-def test_a_library_that_was_cut_is_compiled_anew(spoil, empty_cache):
-    whole = (library := compiler.compiled()).read_bytes()
-    library.unlink()  # it is loaded: who writes into it changes the process
-    library.write_bytes(spoil(whole))
-    assert compiler.compiled() == library
-    assert library.read_bytes() == whole and list(empty_cache.iterdir()) == [library]
-
-
-def test_several_processes_compile_at_once(empty_cache):
-    code = "from cpu.fast import compiler; import ctypes; print(ctypes.CDLL(compiler.compiled()))"
-    how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    both = [subprocess.Popen([sys.executable, "-c", code], **how) for _ in range(3)]
-    assert all("decoder-" in process.communicate()[0] for process in both)
-    [library] = empty_cache.iterdir()
-    changed = library.stat().st_mtime_ns
-    assert compiler.compiled() == library and library.stat().st_mtime_ns == changed
 
 
 def test_its_name_is_of_all_that_the_code_depends_on(empty_cache, tmp_path, monkeypatch):

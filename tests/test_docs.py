@@ -44,11 +44,7 @@ def name_of(path: Path) -> str:
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of Python."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-
-
-# ---------------------------------------------------------------- places in the code
 
 
 def defines(path: Path, name: str) -> bool:
@@ -86,9 +82,6 @@ def test_every_link_resolves(page):
             heads = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             anchors = [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads]
             assert anchor in anchors
-
-
-# ---------------------------------------------------------------- commands and settings
 
 
 def commands_in(page: Path) -> list[list[str]]:
@@ -204,9 +197,6 @@ def test_the_tables_of_algorithms_are_whole():
         assert type(field.default)(default) == field.default, field.name
         for name, value in map(str.split, others):
             assert vars(ALGORITHMS[name])[field.name] == float(value), field.name
-
-
-# ---------------------------------------------------------------- metrics
 
 
 def test_every_metric_that_a_page_names_is_made():

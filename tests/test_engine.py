@@ -110,9 +110,6 @@ async def flush(engine):
     await engine._call("POST", f"/flush_cache?timeout={LIMIT_S}")
 
 
-# ---- without a server
-
-
 def event_of(index, tokens, total, finish=None, **info):
     """An event of SGLang's incremental stream: the new tokens; of how many that makes."""
     rows = [[-token / 100, token, None] for token in tokens]
@@ -214,16 +211,11 @@ def test_what_sglang_says_of_any_end_is_not_quoted(tmp_path):
     """But the error that its scheduler had, or the signal that ended one."""
     log = tmp_path / "rollout-0.log"
     process = server.ServerProcess([], "a key", log, "cpu", {})
-    error = "[2026-11-26 20:30:45] Scheduler hit an exception: Traceback (most recent call last):\n"
+    error = "[20:30:45] Scheduler hit an exception: Traceback (most recent call last):\n"
     error += "  File ...\nRuntimeError: out of memory\n\n"
-    crash = "[2026-11-26 20:30:46] Subprocess scheduler_0 (pid=3683) crashed with exit code {}. "
-    crash += "Triggering SIGQUIT for cleanup...\n"
-    farewell = (
-        "[2026-11-26 20:30:46] SIGQUIT received. signum=None, frame=None. It usually means one "
-    )
-    farewell += (
-        "child failed.\n[2026-11-26 20:30:51] No live scheduler processes found; skipping ...\n"
-    )
+    crash = "[20:30:46] Subprocess scheduler_0 (pid=3683) crashed with exit code {}. ...\n"
+    farewell = "[20:30:46] SIGQUIT received. signum=None. It usually means one child failed.\n"
+    farewell += "[20:30:51] No live scheduler processes found; skipping ...\n"
     ends = {error + crash.format(1): "RuntimeError: out of memory"}
     ends |= {crash.format(-9): crash.format(-9).strip(), "": "nothing"}
     for said, quoted in ends.items():
@@ -349,9 +341,6 @@ def test_murmur_hash_equals_the_reference():
     assert murmur_hash32(seeds, places, torch.arange(3)).tolist() == expected
 
 
-# ---- what comes back
-
-
 def test_ragged_batch_equals_transformers(engine, run, models):
     """40 requests at once, of 1 to 118 prompt tokens: batched attention against one sequence at a time."""
     prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
@@ -415,7 +404,6 @@ def test_what_is_aborted_goes_on_as_if_it_had_stayed(engine, run):
 
 
 def test_one_answer_is_aborted_by_its_name(engine, run):
-    """In the queue or not; the others go on."""
     prompts = [tokens_of(i, 5) for i in range(80)]
     sampling = Sampling(1.0, 100, ignore_eos=True)
     requests = requests_of(prompts, sampling, seeds=range(80))
@@ -449,8 +437,6 @@ def test_a_refused_request_says_why(engine, run):
     with pytest.raises(ValueError, match=r"no weight-update session is open"):
         run(engine._call("POST", "/end_weight_update"))
 
-
-# ---- one prompt and one seed, one answer, to the last bit
 
 # tokens of the prompt, tokens to write, temperature: within MKL's unsplit sums, beyond, across their end
 TARGETS = [(7, 60, 1.0), (30, 130, 0.7), (150, 120, 1.0), (400, 40, 1.0), (1, 20, 0.0)]
@@ -553,9 +539,6 @@ def test_another_seed_writes_another_answer(engine, run):
     assert one == same and len({*map(tuple, (one, other, upper))}) == 3
 
 
-# ---- weights and memory
-
-
 def test_pushed_weights_are_served_under_their_version(engine, run, models, monkeypatch):
     engine.dirty = True
     monkeypatch.setattr(wire, "BUCKET_BYTES", 100_000)
@@ -600,18 +583,13 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
     run(ask_and_sleep())
     [answer] = run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
     assert len(answer.tokens) == 3
-    assert calls[2:4] == [
-        "/release_memory_occupation kv_cache weights",
-        "/resume_memory_occupation weights",
-    ]
+    assert calls[2] == "/release_memory_occupation kv_cache weights"
+    assert calls[3] == "/resume_memory_occupation weights"
     assert calls[5] == "/update_weights_from_tensor"
     assert calls[-2:] == ["/resume_memory_occupation kv_cache", "/continue_generation"]
     [again] = run(collect(engine, PROMPT, 1, Sampling(1.0, 30)))
     expected = hf_logprobs(hf_model(models[0]), PROMPT, again.tokens)
     assert again.logprobs == pytest.approx(expected, rel=0, abs=NEAR)
-
-
-# ---- a scalar reward model
 
 
 @pytest.mark.slow
@@ -647,9 +625,6 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
         run(engine.close())
     assert together == pytest.approx(expected, rel=0, abs=1e-4)
     assert max(expected) - min(expected) > 1e-2
-
-
-# ---- start and end
 
 
 def test_what_cannot_be_served_is_refused(tmp_path, models):
@@ -690,9 +665,8 @@ def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatc
 
     async def strike_twice():
         engine._is_awake = True
-        asked = asyncio.create_task(
-            stream(engine, [request] * 64)
-        )  # one alone might be done by then
+        # one alone might be done by then
+        asked = asyncio.create_task(stream(engine, [request] * 64))
         await asyncio.sleep(0.5)
         lines = [await line_after(scheduler.suspend, 8.0), await line_after(scheduler.kill, 100.0)]
         with pytest.raises(EngineLost, match="didn't answer /generate"):

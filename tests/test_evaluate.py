@@ -12,13 +12,7 @@ import controller
 from reporting.answers import AnswersReport, make_ready
 from reporting.metrics import pass_at_k
 from runtime.errors import UserError
-from tests.support.fakes import (
-    FakeSource,
-    number_in,
-    simulate,
-    text_answer,
-    to_text,
-)
+from tests.support.fakes import FakeSource, number_in, simulate, text_answer, to_text
 
 
 def rows_in(out):

@@ -90,15 +90,12 @@ def test_a_placement_of_one_s_own_runs(monkeypatch):
     ppo = dict(algorithm=("ppo",), steps=2)
     apart, _ = simulate("partial", 3, placement="last", **ppo)
     together, _ = simulate("partial", 2, **ppo)
-    assert (
-        str(apart[0].devices.placement)
-        == "engines=0-1 actor=0-1:tp1 critic=2:tp1 reference=0-1:tp1"
-    )
+    words = "engines=0-1 actor=0-1:tp1 critic=2:tp1 reference=0-1:tp1"
+    assert str(apart[0].devices.placement) == words
     assert [c.devices.actor.holds for c in apart] == [True, True, False]
     assert [c.devices.critics[0].holds for c in apart] == [False, False, True]
     assert kept(apart, 2) == kept(together, 2)
-    learned = [c.devices.critics[0].version for c in apart]
-    assert learned == [2, 2, 2]
+    assert [c.devices.critics[0].version for c in apart] == [2, 2, 2]
 
 
 CRITIQUES = {"Points: 10": 1.0, "points: 3\n**Points:** 7.5/10": 0.75, "Points: 0.": 0.0}
@@ -113,9 +110,8 @@ def test_a_judge_of_one_s_own_runs(monkeypatch):
     assert {critique: parse(critique) for critique in CRITIQUES} == CRITIQUES
 
     def judge(prompt, index, sampling):
-        response, begun = re.search(
-            r"Response:\n *>(\d+)(.*)$", to_text(prompt), re.DOTALL
-        ).groups()
+        found = re.search(r"Response:\n *>(\d+)(.*)$", to_text(prompt), re.DOTALL)
+        response, begun = found.groups()
         return text_answer(f"So so.\nPoints: {int(response[-1])}", begun=begun)
 
     monkeypatch.setattr(fakes, "FakeTokenizer", Characters)
@@ -153,7 +149,6 @@ def test_a_rule_that_reads_its_rows():
 
 @pytest.mark.parametrize("bench", sorted(path.stem for path in BENCH.glob("*.py")))
 def test_a_benchmark_finds_what_it_measures(bench):
-    """It takes functions of the project by their names."""
     if bench == "trl_baseline":
         pytest.importorskip("trl")
     importlib.import_module(f"bench.{bench}")

@@ -51,9 +51,6 @@ def result_of(tmp_path_factory):
     return trained_by_tier("tests.test_executor", tmp_path_factory, FIRST, OTHERS, references)
 
 
-# ---------------------------------------------------------------- on the ranks
-
-
 def megatron_run(works: list, schedule: str):
     """Megatron-Core's own schedule in the place of executor.run."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -123,7 +120,6 @@ def weights_of(trainers: tuple) -> dict:
 
 
 def train(reference: dict, layout: dict, path: str) -> dict:
-    """Three PPO steps under every schedule that the layout names."""
     # the norm's last bit depends on where its parts lie, and would show in weights
     trainer.CLIP_GRAD = 100.0
     layout, batches, results = dict(layout), reference["batches"], {}
@@ -137,9 +133,6 @@ def train(reference: dict, layout: dict, path: str) -> dict:
             for each in trainers:
                 close(each)
     return results
-
-
-# ---------------------------------------------------------------- what they made
 
 
 def cases() -> Iterator:
@@ -246,36 +239,3 @@ def test_what_has_arrived_is_let_go(monkeypatch):
         pipes = [Pipe((0, 1, 2), count), Pipe((2, 1, 0), count)]
         held[count] = Wires(monkeypatch, SCHEDULES["1f1b"].table(pipes), pipes).most
     assert held[8] == held[32] <= 8
-
-
-def test_a_gpu_marks_its_times_and_nothing_waits_for_it(monkeypatch):
-    """Seconds by the device's own clock, from when it had nothing else to do."""
-    waits = []
-
-    class Event:
-        now_ms = 0.0
-
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            self.at_ms = Event.now_ms
-
-        def synchronize(self):
-            waits.append(self)
-
-        def elapsed_time(self, later):
-            return later.at_ms - self.at_ms
-
-    monkeypatch.setattr("torch.cuda.Event", Event)
-    idle = SimpleNamespace(synchronize=lambda: waits.append("idle"))
-    monkeypatch.setattr("torch.cuda.current_stream", lambda: idle)
-    monkeypatch.setattr("time.monotonic", lambda: 100.0)
-    clock = executor.Clock(torch.device("cuda"))
-    Event.now_ms = 250.0
-    start = clock.mark()
-    Event.now_ms = 1250.0
-    end = clock.mark()
-    assert waits == ["idle"]
-    assert (clock.time(start), clock.time(end)) == (100.25, 101.25)
-    assert waits == ["idle", start, end]

@@ -45,8 +45,6 @@ def strike(verb, role, rank):
 
 
 def in_parts_of(tokens):
-    """Engines whose answers come a few tokens at a time."""
-
     def prepare(engines):
         for engine in engines:
             engine.part = tokens
@@ -56,7 +54,6 @@ def in_parts_of(tokens):
 
 @functools.cache
 def without_faults(mode, size):
-    """The controllers of a run that nothing happens to."""
     return simulate(mode, size, **UNBROKEN)[0]
 
 
@@ -119,7 +116,6 @@ def test_an_engine_that_is_lost_while_a_model_trains_ends_the_run(caplog, verb):
 
 
 async def judges_are_forgotten(step):
-    """A mode with a mistake."""
     await step.c.devices.share(step.c.devices.leads("rollout"))
     while not step.is_over:
         step.start(await step.draw_prompts(), rollout.generate_and_judge)
@@ -129,9 +125,8 @@ async def judges_are_forgotten(step):
 
 def test_a_mode_that_never_wakes_its_judges_ends_in_a_line(monkeypatch, caplog):
     """After half of --timeout-s, in which no engine had anything to write."""
-    monkeypatch.setitem(
-        modes.MODES, "partial", modes.MODES["partial"]._replace(serve=judges_are_forgotten)
-    )
+    mistaken = modes.MODES["partial"]._replace(serve=judges_are_forgotten)
+    monkeypatch.setitem(modes.MODES, "partial", mistaken)
     controllers = []
     line = line_of(UserError, caplog, "partial", 2, controllers=controllers, **UNBROKEN)
     waits = r"0 answers and \d+ critiques wait for an engine that --mode partial doesn't wake, "

@@ -50,9 +50,6 @@ def config_of(command: str, model_dir: str) -> FinetuneConfig:
     return FinetuneConfig(command=command, model=model_dir, **room | rates)
 
 
-# ---------------------------------------------------------------- the plain reference
-
-
 def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
     """Ragged examples; the answers of a pair differ in length."""
     rng, examples = random.Random(f"{command} {step}"), []
@@ -125,9 +122,6 @@ def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank,
     close(learner.trainer)
 
 
-# ---------------------------------------------------------------- rows
-
-
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict:
     """One that has a chat template, also without an end of turns; the demo's, which has none."""
@@ -173,7 +167,6 @@ CHATS = [  # rows, and the turns before the question
     ({"messages": LEARNED}, []),
     ({"messages": [*HISTORY, *LEARNED]}, HISTORY),
     ({"prompt": HISTORY, "messages": LEARNED}, HISTORY),
-    ({"prompt": [user("3+4?")], "completion": [assistant("7")]}, []),
     ({"prompt": [user("3+4?")], "response": "7"}, []),
     ({"prompt": "3+4?", "response": LEARNED}, []),
     ({"prompt": [user(PARTS)], "response": "7"}, []),
@@ -199,7 +192,6 @@ LED = [
     # beside whole conversations, which repeat all of it, a part, or nothing
     {"prompt": [SYSTEM], "chosen": WHOLE[1:], "rejected": OTHER[1:]},
     {"prompt": WHOLE[:2], "chosen": WHOLE, "rejected": OTHER},
-    {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": OTHER[1:]},
     {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": "6"},
     {"prompt": "3+4?", "chosen": WHOLE, "rejected": OTHER},
 ]
@@ -260,18 +252,15 @@ BAD = {  # command, tokenizer -> rows, and what is said about them
         (AS_TEXT | {"response": ">" + "7" * 48}, "tokens don't fit into --max"),
         (AS_TEXT | {"response": "7<eos>"}, "the answer ends with what ends"),
         (AS_TEXT | {"prompt": "3<eos>"}, "the prompt ends with what ends an"),
-        (AS_TEXT | {"prompt": "<image>", "images": ["a.png"]}, "it has images"),
     ],
     "sft chat": [
         ({"messages": [user("3+4?")]}, NO_ANSWER),
         ({"messages": [user("?"), assistant("7<|im_end|>\n")]}, "the answer ends with"),
-        ({"messages": [user("?"), assistant(" \n")]}, NO_ANSWER),
         ({"messages": [{"role": "human", "content": "?"}, assistant("7")]}, "the roles"),
         ({"messages": WHOLE, "completion": "8"}, "needs `messages`, or `prompt` and `response`"),
         ({"prompt": "3+4?", "messages": "7"}, "`messages` must be a list of turns"),
         ({"prompt": HISTORY, "completion": "7"}, "follows a turn of the assistant"),
         ({"prompt": HISTORY, "messages": WHOLE}, CONTRADICTS),
-        ({"prompt": [user("1+1?")], "messages": WHOLE[1:]}, CONTRADICTS),
         ({"prompt": [user("Be right.")], "messages": WHOLE}, CONTRADICTS),
         ({"system": "Be right.", "messages": WHOLE[1:]}, "`system` isn't read; a turn"),
         ({"messages": [user([{"type": "image"}]), assistant("7")]}, "only {type: text, text}"),
@@ -280,15 +269,12 @@ BAD = {  # command, tokenizer -> rows, and what is said about them
         ({"prompt": "3+4=", "chosen": ">7"}, "needs `prompt`, `chosen` and `rejected`"),
         ({"prompt": "1", "chosen": "7" * 23, "rejected": "6" * 23}, "don't fit into"),
         ({"prompt": "1", "chosen": "7", "rejected": "7"}, "`rejected` are the same"),
-        (PAIR | {"prompt": "1", "system_prompt": "a"}, "isn't read"),
     ],
     "rm chat": [
         (PAIR | {"prompt": 7}, "a prompt and an answer are needed, each text or"),
-        (OTHER_PAIR | {"prompt": {}}, "a prompt and an answer are"),
         ({"chosen": WHOLE, "rejected": WHOLE[1:]}, "differ before their last turns"),
         ({"prompt": SEVERAL[:1], "chosen": SEVERAL[1:], "rejected": "6"}, NO_ANSWER),
         ({"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
-        ({"chosen": HISTORY, "rejected": WHOLE}, "differ before their last"),
         (OTHER_PAIR | {"prompt": "1+1?"}, CONTRADICTS),
     ],
     "rm endless": [(PAIR, "ends an answer with no special token, so none could end")],
@@ -306,9 +292,6 @@ def test_a_bad_row_is_named(how, row, message, tokenizers, tmp_path):
         read_examples(path, tokenizers[tokenizer], config_of(command, "m"))
     said = str(caught.value)
     assert message in said and f"{path}:2: " in said and "\n" not in said
-
-
-# ---------------------------------------------------------------- the command line
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -332,9 +315,6 @@ def test_what_a_start_refuses(monkeypatch):
     for arguments, message in (([], "the first word is sft or rm"), (["rm"], "start with: ")):
         with pytest.raises(UserError, match=message):
             finetune.start(arguments, None)
-
-
-# ---------------------------------------------------------------- a whole run
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -379,11 +359,8 @@ def test_no_prompt_is_learned_and_held_out(command, tmp_path, monkeypatch, singl
     model = str(save_model(tmp_path / "model"))
     rows = [{"prompt": f"{n}+0?"} | row for n in range(30) for row in REPEATED[command]]
     rows += [{"prompt": [user(f"{n}+0?")]} | REPEATED[command][0] for n in range(30)]
-    path, learner, progress = (
-        jsonl(tmp_path / "rows.jsonl", rows),
-        mock.MagicMock(),
-        mock.MagicMock(),
-    )
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    learner, progress = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setattr(finetune, "Learner", lambda config: learner)
     monkeypatch.setattr(finetune, "set_padding", mock.Mock(return_value=""))
     learner.step.return_value, learner.task = Counter(), finetune.TASKS[command]
@@ -393,9 +370,8 @@ def test_no_prompt_is_learned_and_held_out(command, tmp_path, monkeypatch, singl
     learned = chain(*(call.args[0] for call in learner.step.call_args_list))
     learned = {example[0].turns[0]["content"] for example in learned}
     measured = [example[0].turns[0]["content"] for example in learner.measure.call_args.args[0]]
-    assert len(measured) == len({*measured}) == 3 and learned == {f"{n}+0?" for n in range(30)} - {
-        *measured
-    }
+    everything = {f"{n}+0?" for n in range(30)}
+    assert len(measured) == len({*measured}) == 3 and learned == everything - {*measured}
     said = f"81 examples of {path}, 3 more are held out, 60 repeat a prompt"
     assert said in progress.line.call_args_list[0].args[0]
 

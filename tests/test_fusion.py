@@ -1,29 +1,19 @@
 """Inter-stage fusion: who holds which ranks, moves of answers on fakes, the model that chooses the tail."""
 
 import random
-import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
-from statistics import median
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rollout
 from genrm import FORMATS
 from reporting import timeline
 from scheduling import fusion
 from scheduling.fusion import FluidModel, TokenLatency, kept_engines, ranks_of_tail
 from scheduling.measured import Left, RequestStats, Split, StepStats, histogram
-from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import Decode, Passes
-from simulation.engine import Moves
 from tests.support.fakes import number_in, samples_of, simulate, text_answer, to_text
 from tests.test_faults import UNBROKEN, check_as_unbroken, in_parts_of
 
@@ -131,7 +121,6 @@ def test_the_tail_moves_and_every_answer_is_judged_beside_it():
 
 
 def long_or_short(prompt, index, sampling):
-    """A judge that is right, at any length."""
     asked, begun = to_text(prompt).split("?")
     is_right = asked.split(">")[1] == str(number_in(prompt))
     work = "0:0." * random.Random(asked).randint(1, 20)
@@ -207,61 +196,3 @@ def test_the_fluid_model_by_hand():
     gained = 48 * (1 + 0.1 * 4) / (1 + 16)
     after = (8 - gained) * (1 + 20 / 2) + gained * (1 + 4 / 2)
     assert slow.seconds(0.2, lengths, 20, 8) == pytest.approx(tail + after)
-
-
-DECODE = Decode(fixed=0.020, each=0.001, prefill=0.00002, most=128)
-# share of long answers, their length, tokens of a critique, part of the groups that is kept
-WORKLOADS = {
-    "tail": (0.025, 100, 32, 1.0),
-    "longer tail": (0.05, 200, 64, 1.0),
-    "longer tail, half filtered": (0.05, 200, 64, 0.5),
-}
-
-
-@dataclass(frozen=True)
-class WithATail(Lengths):
-    """Of 10 to 20 tokens, but a `share` of them of nearly `most`."""
-
-    share: float = 0.0
-
-    def of(self, *text):
-        rng = random.Random(repr(text))
-        is_long = rng.random() < self.share
-        return rng.randint(self.most * 4 // 5, self.most) if is_long else rng.randint(10, 20)
-
-
-def simulated(workload, mode, steps=6, **settings):
-    """Steps on four ranks whose engines take 0.3 s to change places."""
-    share, longest, critique, keep = WORKLOADS[workload]
-    work = Workload(6, WithATail(0, 0, longest, share), Lengths(critique, 0, critique), keep)
-    roles = ("rollout", "genrm")
-    how = dict(moves=dict.fromkeys(roles, Moves(0.15, 0.15)), meeting_s=rollout.MEETING_INTERVAL_S)
-    cluster = Cluster(dict.fromkeys(roles, DECODE), Passes(0.0), **how)
-    sizes = dict(prompts_per_step=16, answers_per_prompt=8, steps=steps)
-    return Simulation(mode, 4, work, cluster, **sizes | settings).run()
-
-
-def serving_s(steps, first=1):
-    """In the median; the slowest controller's."""
-    return median(step.stats.serve_s for step in steps[first:])
-
-
-SPLITS = [dict(mode="partial", rollout_ranks=ranks) for ranks in (1, 2, 3)]
-TAILS = [dict(mode="fused", tail=tail) for tail in (0.05, 0.1, 0.2, 0.3, 0.5, 0.9)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [SPLITS[2], TAILS[0], TAILS[-1]])
-def test_rebalance_finds_its_place(start):
-    """Within 5 % of the best fixed split or tail after 18 steps, wherever it began."""
-    fixed = SPLITS if start["mode"] == "partial" else TAILS
-    best = min(serving_s(simulated("longer tail", **how)) for how in fixed)
-    steps = simulated("longer tail", **start, steps=24, rebalance=True)
-    assert serving_s(steps, 18) <= 1.05 * best
-    assert sum(a.stats.split != b.stats.split for a, b in pairwise(steps)) <= 5
-
-
-if __name__ == "__main__":  # the figures of docs/modes.md
-    for name in WORKLOADS:
-        for how in (dict(mode="full"), *SPLITS, *TAILS):
-            print(name, how, round(serving_s(simulated(name, **how)), 2))

@@ -63,14 +63,7 @@ def work(tmp_path_factory):
     def run(device: str, *what: str):
         result, problem = tmp_path_factory.mktemp("work") / "result.json", ""
         try:
-            run_worker(
-                "tests.gpu_worker",
-                what[0],
-                device,
-                model_of(device),
-                result,
-                *what[1:],
-            )
+            run_worker("tests.gpu_worker", what[0], device, model_of(device), result, *what[1:])
         except (AssertionError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         figures = json.loads(result.read_text()) if result.exists() else {}

@@ -98,9 +98,8 @@ def error_of(seeing, request, answer, model=0, clips=()):
     whole, media = torch.tensor([request.prompt + answer.tokens[:-1]]), {}
     if clips:
         pixels, grids = seeing.reader.pixels(list(request.images))
-        grids = torch.stack(
-            [each[0] * torch.tensor([len(each), 1, 1]) for each in grids.split(clips)]
-        )
+        each_clip = grids.split(clips)
+        grids = torch.stack([each[0] * torch.tensor([len(each), 1, 1]) for each in each_clip])
         media = {"pixel_values_videos": pixels, "video_grid_thw": grids}
         media["mm_token_type_ids"] = 2 * (whole == IMAGE).int()
         whole[whole == IMAGE] = VIDEO
@@ -131,16 +130,8 @@ ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
 FILES = {"none": [], "one": [ONE], "three": [OTHER, ONE, OTHER], "grey": [picture("L")]}
 FILES |= {"exif": [picture("RGB", "JPEG", exif=TURNED)], "alpha": [picture("RGBA")]}
 FILES |= {"palette": [picture("P", transparency=3)]}
-KINDS = (
-    ("1", "PNG"),
-    ("LA", "PNG"),
-    ("I;16", "PNG"),
-    ("I;16B", "TIFF"),
-    ("I", "TIFF"),
-    ("F", "TIFF"),
-)
-KINDS += (("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("LAB", "TIFF"), ("RGBA", "WEBP"))
-KINDS += (("PA", "TIFF"),)
+KINDS = (("1", "PNG"), ("LA", "PNG"), ("I;16", "PNG"), ("F", "TIFF"), ("CMYK", "JPEG"))
+KINDS += (("LAB", "TIFF"), ("PA", "TIFF"), ("RGBA", "WEBP"))
 FILES |= {f"{mode} in {kind}": [picture(mode, kind)] for mode, kind in KINDS}
 PREVIEW = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
 FILES |= {"previews": [picture("RGB", "MPO", **PREVIEW)]}
@@ -180,22 +171,6 @@ def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
     assert ask_anew(*requests) == alone
 
 
-@pytest.mark.slow
-def test_the_same_image_after_a_push_of_another_tower(run, seeing):
-    """And after sleep. All weights go back in the end."""
-    engine, request = seeing.engine, request_of(seeing, [ONE, OTHER])
-    for version, model in enumerate((0, 1, 0), 1):
-        weights = load_file(Path(seeing.directories[model], "model.safetensors"))
-        run(engine.sleep())
-        run(engine.wake_weights())
-        run(engine.load_weights(weights.items(), version))
-        run(engine.wake_kv_cache())
-        for _ in range(2):
-            [answer] = run(ask(engine, request))
-            assert answer.versions == [version] * len(answer.tokens)
-            assert error_of(seeing, request, answer, model) < 1e-5
-
-
 CLIP = encoded_clip(frames_of(30))
 OTHER_CLIP = encoded_clip([255 - frame for frame in frames_of(25, 96, 64)], "vp9", rate=5)
 # it has CLIP's first frames, and others behind each
@@ -221,9 +196,8 @@ def test_logprobs_of_answers_to_clips_are_transformers(run, seeing):
         requests += [clips_of(seeing, file) for file in (CHANGED, OTHER_CLIP)]
         requests += [clips_of(seeing, OTHER_CLIP, CLIP)]
         answers = run(ask(engine, *requests))
-        for request, answer, pairs in zip(
-            requests, answers, [[3]] * 5 + [[5], [5, 3]], strict=True
-        ):
+        pairs_of = [[3]] * 5 + [[5], [5, 3]]
+        for request, answer, pairs in zip(requests, answers, pairs_of, strict=True):
             assert len(request.images) == sum(pairs)
             assert error_of(seeing, request, answer, model) < 1e-5
             if seeing.family == "qwen3_vl":

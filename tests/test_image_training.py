@@ -138,7 +138,6 @@ def test_a_layout_trains_as_transformers(name, references, result_of):
 
 @pytest.fixture
 def make_trainer(build):
-    """Builds a trainer of a single rank, after taking the one before it down."""
     set_constants()
     return lambda kind, model_dir, **changes: build((kind, image_config(**changes), model_dir))[0]
 

@@ -2,11 +2,8 @@
 
 import hashlib
 import io
-import json
 import pickle
 import random
-import shutil
-import struct
 from functools import partial
 
 import datasets
@@ -22,14 +19,12 @@ from PIL import Image as pillow
 from transformers import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
-import data
 import demo.task  # noqa: F401 (it adds a judge format)
 import rewards
 from config import Config
 from engines.engine import Answer
 from images import reader, tokens
 from inputs import prompt_file, tokenization
-from inputs.shuffled import Shuffled
 from runtime.errors import UserError
 from sample import Image, Sample
 from tests.support.models import save_tokenizer
@@ -42,8 +37,6 @@ from tests.test_genrm import score_all
 def model_dir(tmp_path_factory):
     return make_vision_model(tmp_path_factory.mktemp("vision"), "qwen3_vl", layers=1)
 
-
-# ---------------------------------------------------------------- tokens
 
 SIDE = st.integers(1, 4)
 IMAGES = st.tuples(st.just(1), SIDE, SIDE).map(lambda shape: image_of(*shape))
@@ -139,13 +132,10 @@ def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind):
     assert refused > 20  # else nothing was damaged
 
 
-# ---------------------------------------------------------------- as people see them
-
 BLACK, RED, WHITE = (0, 0, 0), (255, 0, 0), (255, 255, 255)
 
 
 def picture(mode="RGB", colors=(BLACK, RED, WHITE), size=(32, 64)):
-    """Columns of these colors, from left to right."""
     image = pillow.new(mode, (size[0] * len(colors), size[1]))
     for number, color in enumerate(colors):
         image.paste(color, (number * size[0], 0, (number + 1) * size[0], size[1]))
@@ -159,31 +149,14 @@ def saved(image, kind="PNG", **options):
 
 
 def of_numbers(dtype, *numbers, **options):
-    """A TIFF with a column of each number."""
     pixels = np.repeat(np.array([numbers], dtype), 64, 0).repeat(32, 1)
     return saved(pillow.fromarray(pixels), "TIFF", **options)
 
 
-def plain_tiff(bits, *numbers, white=1, order="II"):
-    """A TIFF of one row with numbers of these bits. white: 0 if the least number is white."""
-    data = int("".join(f"{number:0{bits}b}" for number in numbers), 2)
-    data = (data << -len(numbers) * bits % 8).to_bytes((len(numbers) * bits + 7) // 8)
-    if order == "II" and bits == 16:
-        data = np.frombuffer(data, ">u2").astype("<u2").tobytes()
-    tags = {256: len(numbers), 257: 1, 258: bits, 259: 1, 262: white, 273: 122, 277: 1, 278: 1}
-    tags |= {279: len(data)}
-    mark = "<" if order == "II" else ">"
-    file = order.encode() + struct.pack(f"{mark}HIH", 42, 8, len(tags))
-    for tag, value in tags.items():
-        file += struct.pack(f"{mark}HHII", tag, 4, 1, value)
-    return file + bytes(4) + data
-
-
 def photo(**options):
     noise = pillow.open(io.BytesIO(encoded_picture(96, 64)))
-    return saved(
-        noise, "MPO", save_all=True, append_images=[pillow.new("RGB", (24, 16))], **options
-    )
+    options |= dict(save_all=True, append_images=[pillow.new("RGB", (24, 16))])
+    return saved(noise, "MPO", **options)
 
 
 def transparent(mode, **options):
@@ -198,7 +171,8 @@ def transparent(mode, **options):
 SHADES = [(n, n, n) for n in (0, 64, 128, 255)]
 PAPER = [BLACK, RED, WHITE]
 GREY = [BLACK, (76, 76, 76), WHITE]
-RGB16 = [number for color in (BLACK, RED) for number in color]
+PAPER_IN_LAB = [(0, 128, 128), (138, 209, 198), (255, 128, 128)]
+SIXTEEN_BITS = of_numbers(np.uint16, 0, 64 * 257, 128 * 257, 65535)
 # what a file is called here -> it, the colors of its columns, by how much they may differ
 SEEN = {
     "RGBA": (transparent("RGBA"), PAPER, 0),
@@ -210,45 +184,20 @@ SEEN = {
     "P and alpha": (transparent("P", transparency=b"\xff\xff\0"), PAPER, 0),
     "GIF": (transparent("P", kind="GIF", transparency=2), PAPER, 0),
     "P": (saved(picture().quantize(4)), PAPER, 0),
-    "RGB and a transparent color": (
-        saved(picture(colors=[BLACK, RED, (1, 2, 3)]), transparency=(1, 2, 3)),
-        PAPER,
-        0,
-    ),
     "L and a transparent color": (saved(picture("L", [0, 76, 9]), transparency=9), GREY, 0),
     "1": (saved(picture("1", [0, 255])), [BLACK, WHITE], 0),
-    "1 and a transparent color": (saved(picture("1", [0, 255]), transparency=0), [WHITE] * 2, 0),
-    "CMYK": (saved(picture("CMYK", [(0, 0, 0, 255), (0, 255, 255, 0), (0,) * 4]), "TIFF"), PAPER, 0),
+    "CMYK": (saved(picture("CMYK", [(*BLACK, 255), (0, 255, 255, 0), (0,) * 4]), "TIFF"), PAPER, 0),
     "CMYK in JPEG": (saved(picture().convert("CMYK"), "JPEG", quality=100), PAPER, 3),
     "YCbCr": (saved(picture().convert("YCbCr"), "TIFF"), PAPER, 2),
-    "LAB": (saved(picture("LAB", [(0, 128, 128), (138, 209, 198), (255, 128, 128)]), "TIFF"), PAPER, 6),
-    "16 bits": (of_numbers(np.uint16, 0, 64 * 257, 128 * 257, 65535), SHADES, 0),
-    "16 bits in PNG": (
-        saved(pillow.open(io.BytesIO(of_numbers(np.uint16, 0, 64 * 257, 128 * 257, 65535)))),
-        SHADES,
-        0,
-    ),
+    "LAB": (saved(picture("LAB", PAPER_IN_LAB), "TIFF"), PAPER, 6),
+    "16 bits": (SIXTEEN_BITS, SHADES, 0),
+    "16 bits in PNG": (saved(pillow.open(io.BytesIO(SIXTEEN_BITS))), SHADES, 0),
     "dark 16 bits": (of_numbers(np.uint16, 0, 257, 514), [(n, n, n) for n in range(3)], 0),
-    "16 bits and a transparent number": (
-        saved(pillow.fromarray(np.full((64, 64), 1000, np.uint16)), transparency=1000),
-        [WHITE],
-        0,
-    ),
-    "16 bits, big-endian": (plain_tiff(16, 0, 64 * 257, 65535, order="MM"), [*SHADES[:2], WHITE], 0),
-    "16 bits, white is 0": (plain_tiff(16, 65535, 65535 - 64 * 257, 0, white=0), [*SHADES[:2], WHITE], 0),
-    "12 bits": (plain_tiff(12, 0, 1028, 2056, 4095), SHADES, 0),
     "integers like those of 8 bits": (of_numbers(np.int32, 0, 64, 128, 255), SHADES, 0),
     "integers": (of_numbers(np.int32, -1000, 1008, 3016, 7000), SHADES, 0),
     "floats of 0 to 1": (of_numbers(np.float32, 0, 64 / 255, 128 / 255), SHADES[:3], 0),
-    "floats of 0 to 1, and a little more": (
-        of_numbers(np.float32, 0, 0.5, 1.01),
-        [BLACK, (126,) * 3, WHITE],
-        0,
-    ),
-    "floats like integers": (of_numbers(np.float32, 64, 128), SHADES[1:3], 0),
     "floats": (of_numbers(np.float32, -1.5, 0.5, 2.5), [BLACK, (128,) * 3, WHITE], 0),
-    "white floats": (of_numbers(np.float32, 255, 255), [WHITE], 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -315,37 +264,7 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
         assert found.read() == file and found.digest == hashlib.sha256(file).digest()
 
 
-def test_gray_is_read_whatever_the_directory_says_of_colors(model_dir, tmp_path):
-    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_convert_rgb": False}))
-    eyes = tokenization.reader_of(str(tmp_path))
-    gray = saved(picture("L", [0, 90]))
-    colors = saved(picture("L", [0, 90]).convert("RGB"))
-    (pixels, _), (expected, _) = (
-        eyes.pixels([eyes.read(partial(bytes, file), "here")]) for file in (gray, colors)
-    )
-    assert pixels.equal(expected)
-
-
-def test_damage_among_a_photos_other_tags_leaves_it_upright():
-    damaged = struct.pack("<HHI4sHHII", 0x0112, 3, 1, b"\6", 0x011A, 2, 1, 7)
-    tags = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + damaged + bytes(4)
-    assert reader.decoded(encoded_picture(96, 64, kind="JPEG", exif=tags), "here").size == (64, 96)
-    tags = pillow.Exif()
-    tags[0x0112] = 6
-    assert reader.decoded(photo(exif=tags), "here").size == (64, 96)
-
-
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_floats_of_which_no_picture_can_be_made_are_refused(number):
-    refused = r"^a\.tiff: not an image that can be read: some of its pixels are not numbers$"
-    with pytest.raises(UserError, match=refused):
-        reader.decoded(of_numbers(np.float32, 0, 1, number), "a.tiff")
-
-
 def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
-    """Nor one that can't be."""
     path = folder / "pictures/0.png"
     with path.open("ab") as file:
         file.truncate(reader.MOST_BYTES + 1)
@@ -358,8 +277,6 @@ def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
     with pytest.raises(UserError, match=r"^here: Is a directory$"):
         reader.whole(folder, "here")
 
-
-# ---------------------------------------------------------------- rows
 
 SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
 
@@ -436,22 +353,6 @@ def test_a_text_cannot_spell_an_image_in_a_chat(model_dir, folder):
     assert not {IMAGE, START} & {*prompt.tokens}
 
 
-def test_images_are_read_when_a_group_is_taken(model_dir, folder):
-    """Once for a group, whose samples share them; a prompt holds no bytes."""
-    source = Shuffled(prompts_of(model_dir, write(folder, ROWS[0])), seed=0)
-    prompts = data.Prompts(source, 3, keeps_groups=True, has_images=True)
-    group = prompts.group(0, source.training(0))
-    assert len({id(sample.media) for sample in group}) == 1 and len(group[0].media) == 1
-    other = encoded_picture(64, 32, seed=9)
-    (folder / "pictures/0.png").write_bytes(other)
-    assert prompts.group(0, source.training(0))[0].media[0].read() == other
-    for sample in group:
-        sample.media = ()
-    prompts.requeue([0], [group])
-    again = prompts.group(0, source.training(0))
-    assert again == group and again[0].media[0].read() == other
-
-
 def test_the_room_is_counted_after_expansion(model_dir, folder):
     """16 features at most: where that doesn't tell that a prompt fits, it is read."""
     rows = [row | dict(prompt="a" * 20 + row["prompt"]) for row in ROWS]
@@ -464,10 +365,7 @@ ONE = dict(prompt="<image>=", images=["pictures/0.png"])
 CHAT, OWN, VIDEO = {"role": "user"}, {"type": "image", "image": "a.png"}, {"type": "video"}
 PATH = "an image or a clip is a file's path or its bytes"
 REFUSED = {  # what is wrong with a row -> how its line goes on
-    "no place": (
-        ONE | dict(prompt="="),
-        "1 images for 0 places, <image> or a part of the type image",
-    ),
+    "no place": (ONE | dict(prompt="="), "1 images for 0 places, <image> or a part of the type"),
     "no image": (dict(prompt="<image>="), "0 images for 1 places"),
     "an address": (ONE | dict(images=["https://a.b/c.png"]), f"{PATH}, not 'https"),
     "a file's address": (ONE | dict(images=["file:///etc/passwd"]), PATH),
@@ -496,9 +394,6 @@ def test_a_model_of_texts_refuses_images(folder, tmp_path):
         prompt_file.PromptFile(write(folder, *ROWS), tokenizer, 100)
 
 
-# ---------------------------------------------------------------- judges
-
-
 class Pool:
     """Accepts all; remembers what it was asked."""
 
@@ -525,9 +420,8 @@ def listed_for(model_dir):
 
 
 def read_picture(model_dir, seed):
-    return (
-        tokenization.reader_of(model_dir).read(partial(encoded_picture, 64, 32, seed=seed), "here"),
-    )
+    picture = partial(encoded_picture, 64, 32, seed=seed)
+    return (tokenization.reader_of(model_dir).read(picture, "here"),)
 
 
 def sample_of(media, prompt_id=0, answer=">5"):

@@ -71,44 +71,32 @@ def test_words_that_people_write():
 
 STANDALONE = dict(placement="standalone")
 FUSED = dict(schedule="fused", algorithm=PPO)
-OTHER_SIZES = "engines=0-3 actor=0-3 critic=0-3:tp2"
 CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
 REFUSED = [
     ("engines=", {}, 2, "'' names no ranks: write them as 0-3,6"),
-    ("engines=a", {}, 2, "'a' names no ranks"),
     ("engines=0,,1", {}, 2, "'0,,1' names no ranks"),
     ("engine=0", {}, 2, "engine is none of engines, actor, critic, reference"),
     ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2 or pp2"),
-    ("actor=0:tp0", {}, 2, "'tp0' is no size"),
     ("actor=tp2", {}, 2, "'tp2' names no ranks"),
     ("rows", {}, 2, "choose one of colocate, split, standalone, ranks"),
     ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
-    ("engines=0 actor=2,1", {}, 3, "the ranks of actor aren't each named once, in order"),
     ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),
     ("engines=0-1 actor=2:tp2", {}, 3, "tp 2 x pp 1 = 2 doesn't divide the 1 ranks of"),
-    ("engines=0 actor=1-3", dict(pp=2), 4, "tp 1 x pp 2 = 2 doesn't divide the 3 ranks"),
     ("engines=0-2 actor=1-3", {}, 3, "actor on rank 3: there are 3 ranks, from 0"),
     ("engines=1 actor=0", {}, 2, "rank 0, which saves where the prompts stand, needs an engine"),
     ("engines=0 actor=0 critic=1", {}, 2, "--algorithm grpo has no critic"),
     ("split", {}, 2, "--algorithm grpo has no critic"),
     ("engines=0 actor=0 reference=1", {}, 2, "--algorithm grpo without kl_coef has no referen"),
     ("split", dict(algorithm=PPO), 1, "critic has no rank"),
-    (
-        "standalone",
-        dict(algorithm=PPO),
-        2,
-        "rank 0, which saves where the prompts stand, needs an engine",
-    ),
+    ("standalone", dict(algorithm=PPO), 2, "rank 0, which saves where the prompts stand, needs an"),
     ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
     ("split", FUSED, 4, "--schedule fused needs actor and critic on"),
-    (OTHER_SIZES, FUSED, 4, "needs actor and critic on the same"),
     (CRITIC_BESIDE, dict(ahead=1, algorithm=PPO), 3, "--ahead 1 needs engines on ranks that"),
 ]
 
 
 @pytest.mark.parametrize("text,changes,size,message", REFUSED)
 def test_placements_that_cannot_be(text, changes, size, message):
-    """One line, which names the setting and the word."""
     with pytest.raises(UserError) as raised:
         make_placement(Config(placement=text, **changes), size)
     line = str(raised.value)

@@ -146,9 +146,6 @@ def result_of(references, tmp_path_factory):
     return trained_by_tier("tests.test_layouts", tmp_path_factory, FIRST, OTHERS, references)
 
 
-# ---------------------------------------------------------------- on the ranks
-
-
 def mixed_update(actor, batch: list) -> dict[str, float]:
     """Metrics of two optimizer steps with all that crosses ranks. Off-policy by the ratio of
     sequences, with a KL and an entropy that train; one answer's first half is from older weights;
@@ -221,9 +218,6 @@ def train(references: dict, layout: dict, path: str) -> dict:
     actor = train_actor(references["actor"], sizes, f"{path}/actor")
     critic = train_critic(references["critic"], sizes, f"{path}/critic")
     return {"actor": actor, "critic": critic, "path": Path(path)}
-
-
-# ---------------------------------------------------------------- what they made
 
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])

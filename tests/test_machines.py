@@ -56,12 +56,10 @@ def named(machine):
 
 
 def test_it_says_what_can_be_overheard(run_and_seen, machines):
-    """At each start, on the first machine."""
     line = f"--host {machines[0].address}: requests with their key, answers, samples and gradients travel"
     said = [machine.log.read_text() for machine in machines]
     assert [text.count("unencrypted") for text in said] == [2, 0] and line in said[0]
 
 
 def test_nothing_is_left_behind(machines, run_and_seen):
-    """Neither a rank nor an engine, nor what these started."""
     wait_for(lambda: not [row for machine in machines for row in machine.family()])

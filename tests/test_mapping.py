@@ -1,8 +1,5 @@
 """HybridFlow's mapping: its closed forms against loops, its search against trying everything."""
 
-import itertools
-import math
-
 import pytest
 
 from papers import mapping
@@ -14,12 +11,6 @@ DEVICE = Device(flops=312e12, memory=80e9, hbm=2e12, network=3e9, host=2e10, lin
 SPEEDS = Speeds(DEVICE, mfu=0.8, half=2000, layer_s=2e-4, reduce_s=1e-4, update_s=0.3)
 TASK = Task(sequences=256, prompt=128, answer=512, trained=1024, updates=4)
 LLAMA = Model(6.74e9, 32, 4096, 4096)
-ROLES = ("actor", "critic", "reference", "reward")
-PPO = dict.fromkeys(ROLES, LLAMA)
-
-
-def on(device=DEVICE, **changes):
-    return SPEEDS._replace(device=device._replace(**changes))
 
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 1, 8), Sizes(2, 4, 1), Sizes(4, 8, 4), Sizes(8, 8, 64)])
@@ -47,7 +38,6 @@ def test_an_update_by_hand():
 
 
 def test_generation_is_the_sum_of_its_steps():
-    """In rounds of what finds room."""
     decode = mapping.engine(LLAMA, 2, 70e9, SPEEDS)
     at_once = int(decode.kv_tokens // 640)
     assert 1 < at_once < 60
@@ -60,94 +50,3 @@ def test_generation_is_the_sum_of_its_steps():
     assert mapping.generate_s(decode, 100, TASK) == pytest.approx(seconds)
     with pytest.raises(ValueError, match="no room"):
         mapping.generate_s(mapping.engine(LLAMA, 2, 73.2e9, SPEEDS), 100, TASK)
-
-
-def test_bytes_that_a_model_holds_by_hand():
-    """Weights 2 a parameter; of a learner 4 of gradients, and 12 of the optimizer, which its copies share."""
-    for role, learns in (("critic", 1), ("reward", 0)):
-        choices = [*mapping.choices_of(role, LLAMA, 8, 1e9, TASK, SPEEDS)]
-        assert {choice.sizes[role][:3] for choice in choices} >= {(1, 1, 8), (1, 8, 1)}
-        for choice in choices:
-            pp, tp, dp, _ = choice.sizes[role]
-            each = 2 + learns * (4 + 12 / dp)
-            assert choice.held == pytest.approx(1e9 + 6.74e9 / (pp * tp) * each)
-
-
-def test_placements_are_all_partitions():
-    """As many as Bell's numbers say; each has every role once."""
-    for count, bell in enumerate((1, 2, 5, 15, 52), 1):
-        roles = tuple("abcde"[:count])
-        found = {frozenset(map(frozenset, placement)) for placement in mapping.placements(roles)}
-        assert len(found) == len([*mapping.placements(roles)]) == bell
-        assert all(sorted(itertools.chain(*placement)) == [*roles] for placement in found)
-
-
-def tried(devices, speeds, most_held):
-    """The least seconds of an actor and a reward model, of all sizes, together or apart, by loops alone."""
-
-    def cuts(number):
-        for pp, tp, dp in itertools.product((1, 2, 4), (1, 2, 4, 8), range(1, number + 1)):
-            may_be = pp <= max(1, number // speeds.machine) and tp <= speeds.machine
-            if may_be and pp * tp * dp == number:
-                yield Sizes(pp, tp, dp)
-
-    def served(sizes, number, held):
-        for parts in (n for n in (1, 2, 4, 8) if n <= sizes.tp):
-            own = sizes._replace(parts=parts)
-            try:
-                decode = mapping.engine(LLAMA, parts, held, speeds)
-                engines = math.ceil(TASK.sequences * parts / number)
-                resharding = mapping.reshard_s(LLAMA, own, speeds)
-                yield mapping.generate_s(decode, engines, TASK) + resharding
-            except ValueError:
-                continue
-
-    def states(sizes):
-        return LLAMA.params / (sizes.pp * sizes.tp) * (6 + 12 / sizes.dp) + speeds.reserve
-
-    best = math.inf
-    for actor, reward in itertools.product(cuts(devices), repeat=2):
-        held = states(actor) + LLAMA.bytes / (reward.pp * reward.tp)
-        reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
-        learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
-        best = min([best, *(s + reading + learning for s in served(actor, devices, held))])
-    for first in range(1, devices):
-        for actor, reward in itertools.product(cuts(first), cuts(devices - first)):
-            if LLAMA.bytes / (reward.pp * reward.tp) + speeds.reserve > most_held:
-                continue
-            reading = mapping.passes_s(LLAMA, reward, TASK, speeds)[0]
-            learning = mapping.passes_s(LLAMA, actor, TASK, speeds)[1]
-            writing = served(actor, first, states(actor))
-            best = min([best, *(seconds + reading + learning for seconds in writing)])
-    return best
-
-
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("memory", [80e9, 60e9])
-def test_search_finds_what_trying_everything_finds(devices, memory):
-    """Of two models, it tries the other's shards from each number on: none is better."""
-    speeds = on(memory=memory)._replace(machine=4)
-    found = mapping.search(dict(actor=LLAMA, reward=LLAMA), devices, TASK, speeds)
-    expected = tried(devices, speeds, memory)
-    assert (found[0].seconds if found else math.inf) == pytest.approx(expected)
-    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
-
-
-def test_a_mapping_keeps_to_memory_machines_and_heads():
-    """Whatever is taken: bytes fit, shards stay in a machine and divide what must be divided."""
-    odd = LLAMA._replace(cuts=12)
-    for devices, model in itertools.product((8, 32), (LLAMA, odd)):
-        found = mapping.search(dict.fromkeys(ROLES, model), devices, TASK, SPEEDS)
-        assert len(found) <= 15
-        for choice in (choice for each in found for choice in each.choices):
-            assert choice.held <= DEVICE.memory
-            counts = {sizes.pp * sizes.tp * sizes.dp for sizes in choice.sizes.values()}
-            assert len(counts) == 1  # of a set
-            for sizes in choice.sizes.values():
-                assert sizes.tp <= 8 and not model.cuts % sizes.tp
-                assert sizes.pp <= max(1, devices // 8)
-        for each in found:
-            total = sum(max(c.stages[stage] for c in each.choices) for stage in range(3))
-            assert each.seconds == pytest.approx(total)
-            used = [next(iter(choice.sizes.values())) for choice in each.choices]
-            assert sum(sizes.pp * sizes.tp * sizes.dp for sizes in used) == devices

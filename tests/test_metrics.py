@@ -23,7 +23,6 @@ from reporting.metrics import (
     Facts,
     MetricsWriter,
     Report,
-    as_markdown,
     local_facts,
     serving_metrics,
     summarize,
@@ -52,7 +51,6 @@ def columns(text: str) -> dict[str, list[float]]:
 
 
 def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
-    """One controller's facts; nothing happened but what is given."""
     means = {name: [] for name in MEANS.split()} | (means or {})
     sums = dict.fromkeys(SUMS.split(), 0) | (sums or {})
     maxima = dict.fromkeys(MAXIMA, 0.0) | (maxima or {})
@@ -80,7 +78,6 @@ SECOND = facts(SECOND_MEANS, SECOND_SUMS, SECOND_MAXIMA, [0.2, 0.3], dp_rank=1, 
 
 
 def test_metrics_of_hand_worked_facts():
-    """Two controllers; every number worked out by hand."""
     expected = numbers("""
         cost/unfiltered_mean=1/2 reward/mean=5/8 reward/unfiltered_mean=6/11
         reward/zero_std_frac=3/8 rollout/response_len_mean=350/12 rollout/response_len_max=90
@@ -263,20 +260,8 @@ def samples_shown(out):
 
 
 def texts_shown(page):
-    """The texts in a page, as its reader sees them."""
     blocks = re.findall(r"<pre><code>(.*?)\n</code></pre>", page, re.DOTALL)
     return list(map(html.unescape, blocks))
-
-
-HOSTILE = ["a\n\n\n# b\n* c", "```\n<script>x</script>\n```", "<!-- a\n\nb", "|a|b|\n|-|-|\n|c|d|"]
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_text_is_shown_as_it_was_written(text):
-    row = dict(prompt_id=7, question="Q", answer_key=None, response=text, critique=text, reward=0.5)
-    page = markdown_to_safe_html(as_markdown(row))
-    assert page.startswith("<h2>prompt 7: reward 0.5</h2>")
-    assert texts_shown(page) == ["Q", text, text]
 
 
 def rows_in(out, name="metrics"):
@@ -309,7 +294,6 @@ def test_a_writer_of_metrics(tmp_path):
 
 @pytest.mark.parametrize("room, name", [(0, "metrics.jsonl"), (60, "tensorboard")])
 def test_a_row_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, room, name):
-    """Whichever file is the first to find the disk full."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's thread tells, too
     writer = MetricsWriter(tmp_path)
     with full_disk(room), pytest.raises(RunLost, match=f"{name} can't be written: File too large"):

@@ -1,14 +1,10 @@
 """The folder of a run: one program at a time writes there; what an earlier one left is moved aside."""
 
 import asyncio
-import errno
-import fcntl
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
@@ -57,14 +53,6 @@ def test_a_lock_goes_with_its_process(out):
     assert os.listdir(out) == ["lock"] and os.listdir(f"{out}-1") == ["metrics.jsonl"]
 
 
-def test_a_disk_without_locks(out, monkeypatch):
-    """One line says so."""
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks")))
-    said = []
-    asyncio.run(hold(out, said.append))
-    assert len(said) == 1 and "is on a disk without locks: nothing keeps another" in said[0]
-
-
 @pytest.mark.parametrize("name", ["a file/out", "a file"])
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
     """In one line; a folder that can is made, with those above it."""
@@ -73,26 +61,3 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
         asyncio.run(hold(tmp_path / name))
     asyncio.run(hold(tmp_path / "deep" / "out"))
     assert os.listdir(tmp_path / "deep" / "out") == ["lock"]
-
-
-def test_behind_a_link_the_folder_itself_is_moved(tmp_path):
-    """The next run has to write to the disk that the link names."""
-    there, link = tmp_path / "large" / "disk", tmp_path / "out"
-    there.mkdir(parents=True)
-    (there / "metrics.jsonl").touch()
-    link.symlink_to(there)
-    archive(link, print)
-    assert (tmp_path / "large" / "disk-1" / "metrics.jsonl").exists()
-    assert link.readlink() == there and not any(link.iterdir())
-
-
-@pytest.mark.parametrize("name", [".", "run"])
-def test_what_cannot_be_moved_aside_is_named(out, monkeypatch, name):
-    """In one line, and nothing is touched: of the working directory, or of a mount point."""
-    monkeypatch.chdir(out)
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "run")
-    Path(name).mkdir(exist_ok=True)
-    Path(name, "answers.jsonl").touch()
-    with pytest.raises(UserError, match=rf"^--out {name}: .*moved aside \(it is .*\): name"):
-        archive(Path(name), print)
-    assert Path(name, "answers.jsonl").exists() and not [*out.parent.rglob("*-1")]

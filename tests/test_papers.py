@@ -5,20 +5,7 @@ import sys
 
 import pytest
 
-from papers import tables
-from papers.tables import (
-    COLUMNS,
-    Paper,
-    Point,
-    Row,
-    command,
-    errors,
-    read_constants,
-    read_points,
-    read_rows,
-    values,
-    write_rows,
-)
+from papers.tables import Paper, Point, Row, errors, read_constants, read_points, values
 from tests import ROOT
 from tests.support.patience import run_process
 
@@ -27,48 +14,6 @@ GOOD = "9,HybridFlow,7B,8,throughput,tokens/s,5500,0.02,FIG,arXiv,figure 9,"
 POINT = Point(*GOOD.split(","))
 SPEEDS = {"fitted_on": [POINT.name], "mfu": 0.5, "half": 2.0}
 FITTED = {"speeds": SPEEDS, "device": {"source": "x", "hbm": 1}}
-
-
-@pytest.fixture
-def house(tmp_path, monkeypatch):
-    """An empty papers/ with one paper, `mine`; returns its folder."""
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "DOCS", tmp_path / "docs")
-    (tmp_path / "published").mkdir()
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "published" / "mine_fig9.csv").write_text(f"{COLUMNS}\n{GOOD}\n")
-    (tmp_path / "mine.toml").write_text('[speeds]\nsource = "guessed"\nmfu = 0.5\n')
-    return tmp_path
-
-
-def twice(paper):
-    return [paper.row(point, 2 * float(point.value)) for point in paper.of("9")]
-
-
-def run(*arguments, figures=None):
-    return command("mine", "A paper.\n\nMore.", figures or {"9": twice}, [*map(str, arguments)])
-
-
-@pytest.mark.parametrize(
-    "line, named",
-    [
-        ("9,HybridFlow,7B,8", "could not convert string to float: ''"),
-        (GOOD + ",more", "(columns: figure,system,"),
-        (GOOD.replace("5500", "fast"), "could not convert string to float: 'fast'"),
-        (GOOD.replace("5500", "0"), "0: no number above 0"),
-        (GOOD.replace("5500", "nan"), "no number above 0"),
-        (GOOD.replace("5500", "inf"), "no number above 0"),
-        (GOOD.replace("9,Hybrid", "99,Hybrid"), "its figure is none of 9"),
-    ],
-)
-def test_a_bad_line_is_named(house, capsys, line, named):
-    """With its file and number, in one line; status 2."""
-    path = house / "theirs.csv"
-    path.write_text(f"{COLUMNS}\n{GOOD}\n{line}\n")
-    assert run("--published", path) == 2
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"{path}:3: ") and named in printed.err
-    assert printed.err.count("\n") == 1 and not printed.out
 
 
 def test_the_kinds_of_rows():
@@ -103,25 +48,6 @@ def test_errors_count_the_predicted_alone():
     assert errors(rows[4:5]).startswith("1 fitted points: median error 800.0 %")
     assert errors(rows[-2:]) == ""
     assert errors(rows[2:3]) == "1 predicted points, all exact"
-
-
-def test_a_command_keeps_its_rows(house, capsys):
-    """With --write; other figures' rows stay. A part of the points, or others, aren't kept."""
-    figures = {"9": twice, "10": lambda paper: [row_of(1.0, 2.5, figure="10", setting="7B, x|y")]}
-    path = house / "docs" / "rows" / "mine.csv"
-    assert run("--write", figures=figures) == 0
-    (first, second) = read_rows(path)
-    assert first == Row(*POINT[:5], 5500.0, 11000.0, "tokens/s", "predicted", "")
-    assert second == row_of(1.0, 2.5, figure="10", setting="7B, x|y")
-    printed = capsys.readouterr().out
-    assert printed.startswith("2 predicted points: ") and "| +100.0 % |" in printed
-    assert "7B, x\\|y" in printed
-    write_rows(path, [first._replace(simulated=1.0), second._replace(simulated=None)])
-    assert run("--write", "--figure", "9", figures=figures) == 0
-    assert read_rows(path) == [first, second._replace(simulated=None)]
-    for other in (["--quick"], ["--published", path]):
-        with pytest.raises(SystemExit):
-            run("--write", *other)
 
 
 def test_readme_says_how_far_off_all_predicted_rows_are():

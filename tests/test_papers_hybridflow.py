@@ -1,14 +1,14 @@
 """HybridFlow's figures: what must agree, what moves them, and that no published value makes ours."""
 
-import re
 import statistics
+from fractions import Fraction
 
 import pytest
 
 import controller
 from papers import hybridflow, mapping
-from papers.hybridflow import FIGURES, PPO, SAFE, setting_of
-from papers.tables import COLUMNS, ROOT, Paper, Point, command, read_constants, read_points
+from papers.hybridflow import FIGURES, PPO, SAFE, setting_of, table_2
+from papers.tables import ROOT, Paper, Point, read_constants, read_points
 from sample import flat
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")
@@ -21,14 +21,6 @@ FORMS = ("14", "table 2")
 def point(figure, setting, gpus, system="HybridFlow", metric="throughput", value="1000"):
     source = "0.02", "FIG", "a test", "1", "", "f:2"
     return Point(figure, system, setting, str(gpus), metric, "x", value, *source)
-
-
-def with_constants(table, **changes):
-    """The paper where these constants of one table are others."""
-    return PAPER._replace(constants=CONSTANTS | {table: CONSTANTS[table] | changes})
-
-
-AT_16 = setting_of(PAPER, point("12", "13B", 16))
 
 
 def ours(paper, *points):
@@ -76,23 +68,6 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
     assert trained == [1024 // found.choices[0].sizes["actor"].dp] * 16
 
 
-def test_placements_are_in_their_order():
-    """13B on 16 GPUs. Models have sizes and ranks of their own; scoring hides behind others' reading."""
-    rows = FIGURES["12"](PAPER._replace(quick=True))
-    assert [row.kind for row in rows] == ["predicted"] * 4
-    in_order = sorted(rows[:3], key=lambda row: row.published)
-    assert in_order == sorted(rows[:3], key=lambda row: row.simulated)
-    found = [mapping.best_of(each, *AT_16) for each in hybridflow.PLACEMENTS.values() if each]
-    ratios = [
-        row.simulated * each.seconds / (1024 * 2048) for row, each in zip(rows, found, strict=False)
-    ]
-    assert ratios[::2] == pytest.approx([1, 1], rel=1e-3) and 1 < ratios[1] < 1.1
-    shapes = hybridflow.shapes_of(found[1])
-    actor, critic = shapes["actor"], shapes["critic"]
-    assert {*actor.ranks} | {*critic.ranks} == {*range(16)} and not {*actor.ranks} & {*critic.ranks}
-    assert actor.ranks == shapes["reference"].ranks and critic.ranks == shapes["reward"].ranks
-
-
 def test_no_published_value_makes_ours():
     """Other values, and two models' labels swapped: a setting's row says the same."""
     swap, same = {"7B": "13B", "13B": "7B"}, 0
@@ -107,39 +82,16 @@ def test_no_published_value_makes_ours():
     assert same > 50
 
 
-def test_bandwidths_move_the_transition():
-    """34B in 4-8 parts of 32, engines of 8: its received bytes over the network, its part from the host."""
-    p, size = point("14", "34B", 32, metric="transition"), 2 * 33.7e9
-    device, host = CONSTANTS["device"], CONSTANTS["transition"]["host"]
-    (once,) = ours(PAPER, p)
-    assert once == pytest.approx(size * ((1 / 8 - 1 / 32) / device["network"] + 1 / 8 / host))
-    (slow,) = ours(with_constants("device", network=device["network"] / 2), p)
-    assert slow - once == pytest.approx(size * (1 / 8 - 1 / 32) / device["network"])
-    (slow,) = ours(with_constants("transition", host=host / 2), p)
-    assert slow - once == pytest.approx(size / 8 / host)
-
-
-def test_points_of_others(tmp_path, capsys):
-    """Safe-RLHF from a file; what doesn't fit says so; another program's aren't modelled."""
-    path = tmp_path / "safe.csv"
-    rows = [point("11", "7B", 16), point("11", "70B", 8), point("11", "7B", 16, "OpenRLHF")]
-    path.write_text("\n".join([COLUMNS, *(",".join(row[:-1]) for row in rows)]) + "\n")
-    assert command("hybridflow", "x", FIGURES, ["--figure", "11", "--published", str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("1 predicted points: ")
-    assert re.search(rf"70B \| 8 .* not modelled \| {hybridflow.NO_ROOM}", printed)
-    assert re.search(rf"OpenRLHF .* not modelled \| {hybridflow.OTHER}", printed)
-
-
-UNKNOWN = [("9", "8B", 8), ("9", "7B", "many"), ("9", "7B", 0), ("13", "13B+x", 32)]
-UNKNOWN += [("table 2", "p=1 t=0", 16), ("14", "7B", 4), ("table 2", "p=1 t=8", 16)]
-
-
-@pytest.mark.parametrize("figure, setting, gpus", UNKNOWN)
-def test_a_point_that_nobody_knows(tmp_path, capsys, figure, setting, gpus):
-    """One line with its file and line; status 2."""
-    path = tmp_path / "other.csv"
-    path.write_text(f"{COLUMNS}\n{','.join(point(figure, setting, gpus)[:-1])}\n")
-    assert command("hybridflow", "x", FIGURES, ["--figure", figure, "--published", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"{path}:2: ") and error.count("\n") == 1
+@pytest.mark.parametrize(
+    "sizes, deepspeed, vanilla, ours",
+    [
+        ((1, 4, 2, 2), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("1/4", "1/2", 0)),
+        ((8, 8, 1, 8), ("63/64", 1, "1/64"), ("63/64", 1, "1/64"), ("7/64", "1/8", 0)),
+        ((2, 2, 2, 1), ("7/8", 1, "1/8"), ("3/4", 1, "1/4"), ("3/4", 1, 0)),
+        ((1, 1, 4, 1), ("3/4", 1, "1/4"), (0, 1, 1), (0, 1, 0)),
+    ],
+)
+def test_table_2_by_hand(sizes, deepspeed, vanilla, ours):
+    costs = [tuple(map(Fraction, cost)) for cost in (deepspeed, vanilla, ours)]
+    assert list(table_2(*sizes)) == ["DS-Chat", "HybridFlow-V", "HybridFlow"]
+    assert [tuple(cost) for cost in table_2(*sizes).values()] == costs

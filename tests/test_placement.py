@@ -13,12 +13,10 @@ RULED = dict(model="m", rule=("right",), judge=())  # no judge: rules alone
 
 
 def judged(**settings):
-    """The settings of a run that has a judge, if they don't say that it has none."""
     return Config(**dict(judge=("j",)) | settings)
 
 
 def everyone(size):
-    """All models and engines on all ranks."""
     return placement.colocate(tuple(range(size)), Config())
 
 

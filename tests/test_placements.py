@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from scheduling.measured import MOVES, Decision
-from tests.support.fakes import at_random_paces, number_in, simulate, text_answer, to_text, trained
+from tests.support.fakes import at_random_paces, simulate, trained
 
 PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 SAFE = ("safe_rlhf", "kl_coef=0.1")
@@ -105,46 +105,6 @@ def test_ahead_serves_while_others_train():
         assert inside == [is_beside, is_beside, False]
 
 
-def long_at_first(prompt, index, sampling):
-    """A judge that writes much on the first step's prompts, and little later."""
-    asked, begun = to_text(prompt).split("?")
-    number = number_in(prompt)
-    verdict = "Y" if asked.split(">")[1] == str(number) else "N"
-    return text_answer("0:0." * (20 if number < 8 else 2) + verdict, begun=begun)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_batch_served_ahead_has_its_own_latencies(mode, tmp_path):
-    """As without --ahead; also if it was saved, and goes on elsewhere. A rank has another's by then."""
-    settings = dict(steps=4, verdict=long_at_first, max_refill_waves=0, save_every=1, keep=9)
-    apart = "engines=0-1 actor=2-3"
-    found = {}
-    for ahead in (0, 1):
-        how = dict(settings, placement=apart, ahead=ahead, out=tmp_path / str(ahead))
-        found[ahead] = facts_of(simulate(mode, 4, **how)[0])
-    latencies, groups_per_kept = zip(*found[1], strict=True)
-    assert min(latencies[0]) > 0.8 > 0.1 > max(latencies[1])
-    assert len({*groups_per_kept}) == 4
-    for (seconds, groups), (later, of_later) in zip(found[0], found[1], strict=True):
-        assert (later, of_later) == (pytest.approx(seconds), groups)
-    for stop, engines in ((1, apart), (2, "engines=0 actor=1"), (3, "engines=0-2 actor=3")):
-        resumed = tmp_path / "1" / "checkpoints" / f"step_{stop}"
-        size = {"engines=0 actor=1": 2}.get(engines, 4)
-        how = dict(settings, placement=engines, ahead=1, save_every=0, resumed=resumed)
-        assert facts_of(simulate("full", size, **how)[0])[0] == found[1][stop]
-
-
-def facts_of(controllers):
-    """By step, the seconds of all critiques of the batch, and how many groups it took to keep one."""
-    steps = zip(*(c.report.steps for c in serving(controllers)), strict=True)
-    found = []
-    for parts in steps:
-        batches = [batch for _, batch, _, _ in parts]
-        seconds = sorted(round(s, 6) for batch in batches for s in batch.latencies)
-        found.append((seconds, batches[0].groups_per_kept))
-    return found
-
-
 def spans_of(controller, name):
     spans = itertools.chain(*(spans for *_, spans in controller.report.steps))
     return [span for span in spans if span.name == name]
@@ -152,7 +112,6 @@ def spans_of(controller, name):
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_same_seed_gives_the_same_run(ahead):
-    """However fast engines are; and twice the same."""
     runs = []
     for prepare in (at_random_paces(1), at_random_paces(2), at_random_paces(2)):
         how = dict(placement=APART, ahead=ahead, prepare=prepare, steps=4)

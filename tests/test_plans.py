@@ -8,11 +8,6 @@ from dataclasses import asdict, replace
 import pytest
 
 from config import parse_config
-from papers import plans as measured_plans
-from papers.tables import Paper, Point
-from reporting import timeline
-from runtime.errors import UserError
-from scheduling.measured import histogram
 from simulation import plans
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Passes
@@ -93,55 +88,16 @@ def test_a_run_tells_what_other_plans_take(finished):
         assert ours.seconds == pytest.approx(true, rel=0.12), settings
 
 
-@pytest.mark.parametrize("how", [dict(tail=0.3), dict(rebalance=True)])
-def test_what_moved_is_read_as_one_text(tmp_path, how):
-    """All critiques are of one length, and all judges' prompts, wherever they were written."""
-    work = replace(WORK, keep=0.5, judged=40, critique=Lengths(100, 0.0, 200))
-    known = read_run(finish(simulated("fused", 3, work, **how), tmp_path))
-    read = timeline.of_kind(timeline.read(tmp_path / "spans"), "part")
-    assert {event.name for event in read} == {"rollout", "genrm"}
-    assert (known.prompt, known.judged) == (WORK.prompt, 40)
-    whole = histogram([100])
-    assert [bool(count) for count in known.critiques] == [bool(count) for count in whole]
-
-
-@pytest.mark.parametrize("name, filters", [("grpo", True), ("ppo", False)])
-def test_groups_are_replaced_by_experience_where_they_are_filtered(name, filters):
-    """Else no wave follows the first, however many groups have equal rewards."""
-    work = replace(WORK, keep=0.5)
-    run = simulated("partial", steps=2, work=work, algorithm=(name,), over_dispatch=1.5)
-    assert run.controllers[0].state.groups_per_kept == (2.0 if filters else 1.0)
-    assert all((step.waves > 1) == filters for step in run.run())
-
-
-def test_a_judge_is_asked_once_about_answers_that_are_alike():
-    for differ, asked in ((1.0, 8), (0.5, 4)):
-        work = replace(WORK, keep=1.0, differ=differ, judged=40)
-        (step,) = simulated("full", steps=1, work=work).run()
-        assert step.stats.genrm.requests == 16 * asked
-        assert step.stats.genrm.prompt_tokens == 40 * step.stats.genrm.requests
-
-
-def test_judges_have_engines_of_their_own():
-    cluster = replace(CLUSTER, judges=(JUDGE, replace(JUDGE, fixed=0.3)))
-    run = simulated("partial", cluster=cluster, judge=("a", "b"), steps=1, rollout_ranks=2)
-    assert {e.model: e.costs.fixed for e in run.engines["genrm"]} == {0: 0.03, 1: 0.3}
-
-
 def test_the_plans_of_many_ranks():
     config = parse_config(["--algorithm", "ppo"])
     found, left_out = plans_of(config, 64)
     names = [plan.name for plan in found]
     assert len(names) == len({*names}) == 20
-    assert {"colocate: full", "colocate: 32|32", "split: full", "standalone, ahead: full"} < {
-        *names
-    }
+    assert {"colocate: full", "colocate: 32|32", "split: full"} < {*names}
     assert "56 of 63 splits of colocate" in left_out
     found, left_out = plans_of(parse_config(["--placement", "engines=0 actor=1"]), 2)
-    assert [plan.name for plan in found][:2] == [
-        "engines=0 actor=1: full",
-        "engines=0 actor=1, ahead: full",
-    ]
+    first, second, *_ = (plan.name for plan in found)
+    assert (first, second) == ("engines=0 actor=1: full", "engines=0 actor=1, ahead: full")
     assert any("has no critic" in line for line in left_out)
 
 
@@ -159,58 +115,6 @@ def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "plans.png").stat().st_size > 1000
 
 
-def broken(run, tmp_path, name, text):
-    """A copy of a run with another file; None: without it."""
-    for path in run.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    (tmp_path / name).unlink()
-    if text is not None:
-        (tmp_path / name).write_text(text)
-    return tmp_path
-
-
-SFT = json.dumps({"ranks": 2, "command": "sft"})
-UNFIT = [
-    ("config.json", None, "no config.json in it"),
-    ("config.json", '{"ranks": 2', "config.json is not valid JSON"),
-    ("config.json", SFT, "a run of sft"),
-    ("history.jsonl", None, "no history.jsonl in it"),
-    ("history.jsonl", '{"step": 0, "serve_s": 1.0}\n', "has 1 steps, and the first isn't counted"),
-    ("history.jsonl", '{"step": 1, "serve_s": 1.0}\n', "history.jsonl: 'rollout'"),
-    ("metrics.jsonl", '{"step": 1\n', "metrics.jsonl:1: not valid JSON"),
-    ("spans", None, "no request of an engine"),
-]
-
-
-@pytest.mark.parametrize("name,text,said", UNFIT)
-def test_a_folder_that_tells_nothing(finished, tmp_path, name, text, said):
-    with pytest.raises(UserError, match=rf"^--like |{said}") as caught:
-        read_run(broken(finished, tmp_path, name, text))
-    assert said in str(caught.value) and str(tmp_path) in str(caught.value)
-
-
-SHEETS = [
-    ("[device", "--devices .*: "),
-    ("[devices]\n", "devices is none of source, device"),
-    ("flops = 1", "flops is none of"),
-    (H20.read_text() + "more = 1\n", r"more in \[trainer\] is none of mfu, update_s"),
-    (H20.read_text().replace("hbm = 4.0e12", ""), r"\[device\] needs hbm, a number"),
-]
-
-
-@pytest.mark.parametrize("text,said", SHEETS)
-def test_a_devices_file_that_is_not_one(tmp_path, text, said):
-    (tmp_path / "d.toml").write_text(text)
-    with pytest.raises(UserError, match=said):
-        plans.costs_of_sheet(tmp_path / "d.toml", parse_config([]))
-
-
-def test_a_setting_that_changes_what_a_token_takes(finished):
-    known = read_run(finished)
-    with pytest.raises(UserError, match="--tp was 1 there, here it is 2"):
-        costs_like(known, replace(config_from(known.settings), tp=2))
-
-
 def test_the_words_are_run_pys():
     """Taken before the settings are read, which know none of them; a mistake is a line."""
     env = os.environ | {"WORLD_SIZE": "2"}
@@ -222,16 +126,3 @@ def test_the_words_are_run_pys():
     ):
         done = run_process(sys.executable, "run.py", *words.split(), env=env)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_measured_plans_are_predicted_of_one(finished, tmp_path, monkeypatch):
-    known = {"plans, demo": asdict(read_run(finished))}
-    (tmp_path / "known.json").write_text(json.dumps(known))
-    monkeypatch.setattr(measured_plans, "KNOWN", tmp_path / "known.json")
-    points = []
-    for setting in ("colocate: full", "colocate: 2|2"):
-        cells = ("plans, demo", "nanoYATT", setting, "4", "step", "s", "9", "0", "RUN", "", "", "")
-        points.append(Point(*cells))
-    rows = measured_plans.rows_of("plans, demo", Paper(points, {}))
-    assert [row.kind for row in rows] == ["fitted", "predicted"] and all(row.error for row in rows)
-    assert measured_plans.rows_of("plans, PPO", Paper(points, {})) == []

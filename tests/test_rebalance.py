@@ -1,4 +1,4 @@
-"""Rebalance: from measured steps to the split of the next; test_fusion.py has it beside queues."""
+"""Rebalance: from measured steps to the split of the next."""
 
 import random
 from dataclasses import replace
@@ -30,9 +30,8 @@ class Engines:
     def __init__(self, seed):
         rng = random.Random(seed)
         self.tokens = {"rollout": 100_000, "genrm": round(100_000 * 3 ** rng.uniform(-1, 1))}
-        self.rank_s = {
-            role: 10 ** rng.uniform(-4.2, -3.5) for role in TP
-        }  # of a token, of one rank
+        # of a token, of one rank
+        self.rank_s = {role: 10 ** rng.uniform(-4.2, -3.5) for role in TP}
         self.critique_s = rng.uniform(0.1, 1)
 
     def serve(self, split, judge_scale=1, noise=0.0):

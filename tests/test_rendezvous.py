@@ -15,21 +15,10 @@ from tests.support.patience import run_process
 FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
 
-HERE = [
-    ("GLOO", "lo"),
-    ("GLOO", "lo,eth0"),
-    ("NCCL", "eth,ib"),
-    ("NCCL", "=eth0,ib0"),
-    ("NCCL", "^docker"),
-]
-ELSEWHERE = [
-    ("GLOO", "bond7"),
-    ("GLOO", "bond7,eth0"),
-    ("GLOO", "eth"),
-    ("GLOO", ""),
-    ("NCCL", "bond7,ib"),
-]
-ELSEWHERE += [("NCCL", "=eth")]
+HERE = [("GLOO", "lo"), ("GLOO", "lo,eth0"), ("NCCL", "eth,ib")]
+HERE += [("NCCL", "=eth0,ib0"), ("NCCL", "^docker")]
+ELSEWHERE = [("GLOO", "bond7"), ("GLOO", "bond7,eth0"), ("GLOO", "eth"), ("GLOO", "")]
+ELSEWHERE += [("NCCL", "bond7,ib"), ("NCCL", "=eth")]
 
 
 def test_an_interface_of_another_machine_is_named(monkeypatch):
@@ -40,9 +29,7 @@ def test_an_interface_of_another_machine_is_named(monkeypatch):
         rendezvous.check_interfaces(f"{library}_SOCKET_IFNAME")
     for library, value in ELSEWHERE:
         monkeypatch.setenv(f"{library}_SOCKET_IFNAME", value)
-        line = (
-            rf"^{library}_SOCKET_IFNAME={value} is no interface of this machine: it has lo, eth0$"
-        )
+        line = rf"^{library}_SOCKET_IFNAME={value} is no interface of this machine: it has lo, eth0"
         with pytest.raises(UserError, match=line):
             rendezvous.check_interfaces(f"{library}_SOCKET_IFNAME")
 

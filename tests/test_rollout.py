@@ -101,7 +101,6 @@ def one_in_ten(prompt, index, sampling):
 
 
 def parity(prompt, index, sampling):
-    """A judge that accepts `1`."""
     return text_answer("Y" if to_text(prompt).rstrip("?")[-1] == "1" else "N")
 
 
@@ -109,7 +108,6 @@ TAIL = dict(write=one_in_ten, verdict=parity, eval_every=100)
 
 
 def serving_seconds(controllers, step):
-    """Of each rank."""
     spans = [span for c in controllers for span in c.report.steps[step][3]]
     return [span.end - span.start for span in spans if span.name == "serve"]
 

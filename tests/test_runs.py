@@ -80,7 +80,6 @@ def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken):
 
 
 def fill_the_disk(run: Run) -> None:
-    """For the rows of one file."""
     (run.out / "samples.jsonl").rename(run.out / "before.jsonl")
     (run.out / "samples.jsonl").symlink_to("/dev/full")
 
@@ -138,7 +137,6 @@ def test_a_rank_that_trains_is_killed_while_others_serve_ahead(tmp_path):
 
 
 def terminate_all(run: Run) -> None:
-    """As systemd and Slurm do."""
     for process in (run.launcher(), *run.launcher().children(recursive=True)):
         process.terminate()
 
@@ -183,7 +181,6 @@ def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
 
 
 def starting_engines(run: Run) -> bool:
-    """Both servers run, and import."""
     return sum("-m engines.server_main" in command for _, command in run.processes()) >= 2
 
 
@@ -287,9 +284,8 @@ def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
     assert 1e-5 < row["train/engine_logprob_diff_mean"] < 0.05
     assert (row["rollout/response_len_mean"], row["rollout/truncated_frac"]) == (12, 0)
     assert row["train/clip_frac"] == 0 and row["train/grad_norm"] > 0
-    assert row["train/reference_kl"] == pytest.approx(
-        0, abs=2.0**-8
-    )  # at the start weights, in bfloat16
+    # at the start weights, in bfloat16
+    assert row["train/reference_kl"] == pytest.approx(0, abs=2.0**-8)
     samples = run.rows("samples.jsonl")
     assert samples and all(sample["verdict"] is None for sample in samples)
     assert all(sample["reward"] == float("7" in sample["response"]) for sample in samples)
@@ -330,5 +326,4 @@ def test_a_run_on_own_pictures(tmp_path):
 
 @pytest.mark.long
 def test_chaos():
-    """Faults of every kind, at random moments."""
     run_command([sys.executable, "tests/runs/chaos.py", "--trials", 14])

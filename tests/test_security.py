@@ -44,9 +44,8 @@ def test_what_a_terminal_cannot_encode_is_escaped(monkeypatch, encoding):
     monkeypatch.setattr(sys, "stdout", stream)
     print(printable("caf\xe9 \u7b54"), flush=True)
     monkeypatch.undo()
-    kept = {"ascii": r"caf\xe9 \u7b54", "iso-8859-1": "caf\xe9 \\u7b54"}.get(
-        encoding, "caf\xe9 \u7b54"
-    )
+    kept = {"ascii": r"caf\xe9 \u7b54", "iso-8859-1": "caf\xe9 \\u7b54", "utf-8": "caf\xe9 \u7b54"}
+    kept = kept[encoding]
     assert stream.buffer.getvalue().decode(encoding) == f"{kept}\n"
 
 
@@ -177,9 +176,8 @@ def served(tmp_path_factory):
         run.start()
     try:
         run.wait_for(lambda run: look(run, seen) or run.rows())
-        servers = [
-            p for p, command in run.processes() if "forks.log engines.server_main" in command
-        ]
+        words = "forks.log engines.server_main"
+        servers = [process for process, command in run.processes() if words in command]
         [key] = {process.environ()["NANOYATT_API_KEY"] for process in servers}
         refused = refusals(run.port, key) | refusals(run.port + 3, key)
         look(run, seen)

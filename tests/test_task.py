@@ -1,13 +1,10 @@
-"""The demo's problems, its answers and their judge's format; slips; the models that the project has."""
-
-import random
+"""The demo's problems, answers and slips, their judge's format; the models that the project has."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import DEMO_MODELS, parse_config
 from demo import task
-from examples.make_demo import slips
 from genrm import FORMATS
 from inputs import tokenization
 from runtime import atomic_files
@@ -18,9 +15,6 @@ ANSWERS = {"7+8+0=15;>125": "125", ">1>2>3": "3", ">": "", "125": None}
 ANSWERS |= {">1234567890123": "123456789012"}
 VERDICTS = {"7:5.1:1.Y": True, "7:3x1:1.N": False, "7:3x1:1.Y": False, "N": False, "NY": True}
 VERDICTS |= {"": None, "7+8+0=15:5.": None, "Y ": None, "YES": None}
-BY_HAND = {("one digit off", 0, 9): {"0", "8"}, ("swapped digits", 10, 2): {"21"}}
-BY_HAND |= {("lost carry", 57, 68): {"115", "25"}, ("a summand", 57, 68): {"57", "68"}}
-BY_HAND |= {("cut short", 57, 68): {"", "1", "12", "5", "25"}}
 ACTORS = [str(DEMO_MODELS / name / "actor") for name in ("written", "drawn")]
 TOKENIZERS = st.sampled_from([tokenization.load_tokenizer(actor) for actor in ACTORS])
 
@@ -73,10 +67,8 @@ def test_shown_work_adds_up(a, b):
     assert len(text) + 1 <= parse_config([]).max_new_tokens  # one token a character, and the end
 
 
-def test_answers_verdicts_and_slips_by_hand():
-    """What follows the last mark; the last letter, unless its critique contradicts it; any slip."""
-    for (kind, a, b), answers in BY_HAND.items():
-        assert {slips.slip(kind, random.Random(seed), a, b) for seed in range(100)} == answers
+def test_answers_and_verdicts_by_hand():
+    """What follows the last mark; the last letter, unless its critique contradicts it."""
     assert {text: task.addition_answer(text) for text in ANSWERS} == ANSWERS
     assert {text: task.addition_parse(text) for text in VERDICTS} == VERDICTS
 
@@ -94,15 +86,6 @@ def test_how_the_judges_are_asked():
     assert critic.parse is task.addition_parse and critic.min_logprob == -0.36
     assert critic.prompt("57+68=", "125") == "57+68=>125?"
     assert critic.final_answer("7+8+0=15;>7") == "7"
-
-
-@settings(deadline=None)
-@given(a=SUMMAND, b=SUMMAND, seed=st.integers(0, 10**6))
-def test_slips_are_short_and_writable(a, b, seed):
-    """Every slip, on any problem: characters that the models know, short enough for the judge."""
-    answers = [slips.slip(kind, random.Random(seed), a, b) for kind in slips.SLIPS]
-    for answer in [*answers, slips.corrupted(random.Random(seed), a, b)]:
-        assert len(answer) <= 12 and set(answer) <= set(CHARACTERS)
 
 
 def test_the_models_are_the_ones_that_were_made():

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from reporting import figure
 from reporting import timeline as tl
-from scheduling.pipeline import Task
 
 # quarters are exact in binary, so brute force and busy() may be compared to the last bit
 QUARTERS = st.integers(0, 40).map(lambda n: n / 4)
@@ -91,37 +90,10 @@ def test_files_of_a_long_run_are_bounded(tmp_path, monkeypatch):
     assert len(tl.read(tmp_path, -10)) == 10 and tl.truncate(tmp_path, 8) == 0.0
 
 
-def test_passes_that_were_run(tmp_path):
-    """A record for each pass, on the clock of the spans; all are in the trace's file."""
-    line = tl.Timeline(1, lambda: 110.0, tmp_path)
-    line.start()
-    line.step = 2
-    passes = [("actor", Task(0, 1, False, 3), 111.0, 111.5)]
-    passes.append(("actor", Task(0, 1, True, 3), 112.0, 113.0))
-    line.ran(passes)
-    events = line.drain()
-    forward, backward = tl.of_kind(events, "pass")
-    where = {"stage": 1, "backward": False, "micro_batch": 3}
-    assert forward == tl.Event("pass", "actor", 1, 1.0, 1.5, 2, where)
-    assert backward == tl.Event("pass", "actor", 1, 2.0, 3.0, 2, where | {"backward": True})
-    assert tl.read(tmp_path) == events
-    drawn = [(e["name"], e["ts"], e["dur"]) for e in rows_of(events, tmp_path, "X")]
-    assert drawn == [("actor F3", 1_000_000, 500_000), ("actor B3", 2_000_000, 1_000_000)]
-
-
 def rows_of(events, folder, phases):
-    """Those of these kinds in the trace of the events."""
     path = folder / "trace.json"
     tl.write_trace(events, path)
     return [row for row in json.loads(path.read_text())["traceEvents"] if row["ph"] in phases]
-
-
-MIXED = [
-    *spans_of([(0, 2), (1, 2)], "rollout", 0),
-    *spans_of([(0.5, 1), (3, 0.5)], "genrm", 1),
-    *[tl.Event("span", n, r, 4.0, 5.0, 0) for n in ("train", "switch", "sync") for r in (0, 1)],
-    *[tl.Event("span", "train", rank, 9.0, 9.5, 1) for rank in (0, 1)],
-]
 
 
 def test_an_engine_is_busy_with_what_it_has_to_leave(tmp_path):
@@ -132,59 +104,5 @@ def test_an_engine_is_busy_with_what_it_has_to_leave(tmp_path):
     rows = rows_of(events, tmp_path, "X")
     assert [(r["pid"], r["ts"], r["dur"]) for r in rows] == [(0, 0, 4e6), (1, 4.5e6, 5e6)]
     drawn = figure.Picture("t", figure.of_steps(events, 0, 0), 4).lanes
-    assert [(lane, len(stretches)) for lane, stretches in drawn.items()] == [
-        ((0, "genrm"), 1),
-        ((1, "genrm"), 1),
-    ]
-
-
-def test_the_trace_is_a_chrome_trace(tmp_path):
-    """Complete events in microseconds, and a name for every process and thread."""
-    spans = MIXED + spans_of([(0.0, 9.0)], "evaluate")
-    events, names = rows_of(spans, tmp_path, "X"), rows_of(spans, tmp_path, "M")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert trace["displayTimeUnit"] == "ms"
-    assert len(events) + len(names) == len(trace["traceEvents"])
-    for event in events:
-        assert event.keys() == {"name", "ph", "pid", "tid", "ts", "dur", "args"}
-        assert event["dur"] > 0 and event["ts"] >= 0 and event["args"]["in_flight"] >= 1
-    served = [(e["name"], e["pid"], e["ts"], e["dur"], e["args"]["in_flight"]) for e in events]
-    assert ("rollout", 0, 0, 3e6, 1.33) in served
-    genrm = [row for row in served if row[0] == "genrm"]
-    assert sorted(genrm) == [("genrm", 1, 0.5e6, 1e6, 1), ("genrm", 1, 3e6, 0.5e6, 1)]
-    processes = {e["pid"]: e["args"]["name"] for e in names if e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in names if e["name"] == "thread_name"}
-    assert processes == {0: "rank 0", 1: "rank 1"}
-    assert all(threads[e["pid"], e["tid"]] == e["name"] for e in events)
-
-
-# an answer: cut in step 0 on rank 0, written to its end in step 1 on rank 1, judged on rank 2
-ANSWER = {"answer": "12.3"}
-LIFE = [
-    tl.Event("sample", "queued", 0, 0.0, 0.25, 0, ANSWER),
-    tl.Event("sample", "decoding", 0, 0.25, 2.0, 0, ANSWER),
-    tl.Event("sample", "aborted", 0, 2.0, 2.0, 0, ANSWER),
-    tl.Event("sample", "queued", 1, 5.0, 5.5, 1, ANSWER),
-    tl.Event("sample", "resumed", 1, 5.5, 6.5, 1, ANSWER),
-    tl.Event("sample", "judging", 2, 6.5, 7.0, 1, ANSWER),
-    tl.Event("sample", "done", 2, 7.0, 7.0, 1, ANSWER),
-]
-
-
-def test_an_answer_over_two_steps_in_the_trace(tmp_path):
-    """One id through abort and resumption; each stretch on its engine, closed before the next opens."""
-    events = rows_of(LIFE, tmp_path, "ben")
-    assert {(e["id"], e["cat"]) for e in events} == {("12.3", "sample")}
-    expected = []
-    for _, state, rank, start, end, step, _ in LIFE:
-        if start == end:
-            expected.append((state, "n", rank, start * 1e6, step))
-        else:
-            expected.append((state, "b", rank, start * 1e6, step))
-            expected.append((state, "e", rank, end * 1e6, None))
-    in_order = sorted(events, key=lambda e: e["ts"])
-    steps = [e["args"]["step"] if e["ph"] != "e" else None for e in in_order]
-    found = [(e["name"], e["ph"], e["pid"], e["ts"]) for e in in_order]
-    assert found == [row[:4] for row in expected] and steps == [row[4] for row in expected]
-    names = rows_of(LIFE, tmp_path, "M")
-    assert {e["pid"] for e in names} == {0, 1, 2}
+    stretches = {lane: len(found) for lane, found in drawn.items()}
+    assert stretches == {(0, "genrm"): 1, (1, "genrm"): 1}

@@ -59,7 +59,6 @@ PART = (0, 2, 4)
 
 
 async def meet_in_parts(world):
-    """One part is done before the other begins."""
     part, store = world.part(PART), dist.distributed_c10d._get_default_store()
     assert world.part(range(5)) is world
     print(part.rank, part.place, part.size, [*part.ranks])
@@ -128,8 +127,6 @@ def test_an_error_says_in_which_phase_this_rank_waited(tmp_path, how):
 
 
 def test_an_error_of_its_own_is_nobody_elses(tmp_path):
-    """It is raised as it is."""
-
     def update():
         raise RuntimeError("shapes don't fit")
 

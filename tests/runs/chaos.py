@@ -33,11 +33,8 @@ MODES = ("partial", "full", "fused")
 SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4"
 SMALL += " --eval-every 100 --timeout-s 120"
 FINAL = f"hf/step_{STEPS}/model.safetensors"
-ENGINE = (
-    "sglang::scheduler",
-    "sglang::detokenizer",
-    "-m engines.server_main",
-)  # words of command lines
+# words of command lines
+ENGINE = ("sglang::scheduler", "sglang::detokenizer", "-m engines.server_main")
 RANK = " -u "  # as torchrun starts it; what it forks for a save has the same command line
 ALL = (*ENGINE, "bin/torchrun", RANK, "cpu.fast.forks")
 IN_A_SAVE = "kill -9 of all processes in a save"

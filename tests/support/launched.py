@@ -53,18 +53,9 @@ class Run:
 
     def start(self) -> "Run":
         self.folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.guard",
-            self.folder / "result.json",
-        ]
-        command += [
-            *self._under,
-            Path(sys.executable).with_name("torchrun"),
-            "--nproc-per-node",
-            self.ranks,
-        ]
+        command = [sys.executable, "-m", "tests.support.guard", self.folder / "result.json"]
+        command += [*self._under, Path(sys.executable).with_name("torchrun")]
+        command += ["--nproc-per-node", self.ranks]
         command += ["--master-port", self.port + PORTS - 1, *self._launch]
         command += ["run.py", *self._arguments, "--out", self.out, "--port", self.port]
         # seconds for a save after a signal, as the Makefile says
@@ -147,11 +138,8 @@ class Run:
         """The process called `name` of a role's server on a rank."""
         everything = list(self.processes())
         port = f"--port {self.port + 2 * rank + (role == 'genrm')} "
-        [server] = [
-            p
-            for p, command in everything
-            if "-m engines.server_main" in command and port in command
-        ]
+        servers = [(p, command) for p, command in everything if port in command]
+        [server] = [p for p, command in servers if "-m engines.server_main" in command]
         near = [(p, command) for p, command in everything if server.pid in (p.pid, p.ppid())]
         [found] = [p for p, command in near if name in command]
         return found
