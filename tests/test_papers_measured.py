@@ -3,7 +3,10 @@
 import statistics
 from itertools import combinations
 
+import pytest
+
 from papers import measured
+from papers.measured import serving_s
 from papers.tables import ROOT, Paper, read_constants, read_points
 
 PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.toml"))
