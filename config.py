@@ -84,9 +84,7 @@ class Config:
     rebalance: bool = setting(
         False, "move ranks between roles (fused: the tail) by load", "rebalance"
     )
-    log_samples: int = setting(
-        2, "answers of a step to look at: samples.jsonl, TensorBoard", "loop", low=0
-    )
+    log_samples: int = setting(2, "answers of a step in samples.jsonl", "loop", low=0)
     dry_run: bool = setting(False, "print who would run where, in how much memory", "dry run")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
