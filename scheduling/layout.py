@@ -14,13 +14,6 @@ from scheduling.measured import ROLES, Split
 SIZES = ("tp", "pp")
 
 
-class Place(NamedTuple):
-    """The place of a rank in a model's layout."""
-
-    dp_rank: int  # its share of the samples
-    is_lead: bool  # the first of its copy of the model, which speaks for it
-
-
 class Shape(NamedTuple):
     """The ranks that hold a model, in Megatron's order: shards are neighbours, stages farthest apart."""
 
@@ -58,11 +51,11 @@ class Shape(NamedTuple):
         """The settings of a model that is cut like this."""
         return replace(config, tp=self.tp, pp=self.pp, sp=config.sp and self.tp > 1)
 
-    def place(self, rank: int) -> Place | None:
-        """The place of a rank; None of one that doesn't hold the model."""
+    def place(self, rank: int) -> tuple[int, bool] | None:
+        """A rank's dp_rank, and whether it is the lead of its copy; None if it doesn't hold the model."""
         for dp_rank, copy in enumerate(self.copies):
             if rank in copy:
-                return Place(dp_rank, rank == copy[0])
+                return dp_rank, rank == copy[0]
         return None
 
     def __str__(self) -> str:
@@ -170,9 +163,7 @@ class Placement(NamedTuple):
         """Say who serves and who trains: rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2."""
         ranks_of = {role: self.ranks(role, split) for role in ROLES}
         ranks_of |= {name: shape.ranks for name, shape in self.shapes.items()}
-        return ", ".join(
-            f"{name} on ranks {ranks_in_words(r)}" for name, r in ranks_of.items() if r
-        )
+        return ", ".join(f"{who} on ranks {ranks_in_words(r)}" for who, r in ranks_of.items() if r)
 
     def problems(self, world_size: int) -> Iterator[str]:
         """Yield what can't be on so many ranks, a sentence each."""
