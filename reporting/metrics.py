@@ -8,6 +8,7 @@ tensorboard/; at the end trace.json and timeline.png.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -84,16 +85,14 @@ class Report:
     found: ResumePoint | None = None  # the checkpoint that the run continues from
 
     def __post_init__(self) -> None:
+        begin, ended = (self.found.step, self.found.ended_s) if self.found else (0, 0.0)
         # waits for the other metrics of its step: one row a step
         self._evaluated: dict[str, float] = {}
-        # when the step before ended, on the timeline's clock
-        self._ended = self.found.ended_s if self.found else 0.0
-        self._writer = None
+        self._ended = ended  # when the step before did, on the timeline's clock
+        self._writer = MetricsWriter(self.out, begin) if self.world.rank == 0 else None
         self._writing: Awaitable[None] | None = None  # the rows of the newest step
-        if self.world.rank == 0:
-            self._writer = MetricsWriter(self.out, self.found.step if self.found else 0)
-        if self.found:
-            self.progress.resume_at(self.found.step)
+        if begin:
+            self.progress.resume_at(begin)
 
     def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
         """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
@@ -143,10 +142,9 @@ class Report:
             limit = self.config.max_new_tokens
             self.note(f"step {step + 1}: all answers were cut off after --max-new-tokens {limit}")
         if batch.missing_groups:
-            self.note(
-                f"step {step + 1}: {batch.missing_groups} of {self.config.prompts_per_step} groups "
-                f"are lacking after {batch.waves} waves: too many had equal rewards"
-            )
+            lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
+            why = f"after {batch.waves} waves: too many had equal rewards"
+            self.note(f"step {step + 1}: {lacking} {why}")
 
     def _write(self, step: int, metrics: Metrics, served: StepStats, shown: list[Sample]) -> None:
         rows = []
@@ -217,7 +215,7 @@ def local_facts(
     # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
     judged = [s for s in finished if s.reward is not None]
-    rewards = {sample.prompt_id: set() for sample in judged}  # of each group
+    rewards = defaultdict(set)  # of each group
     for sample in judged:
         rewards[sample.prompt_id].add(sample.reward)
     keyed = [s for s in judged if s.answer_key is not None]
