@@ -57,7 +57,6 @@ class Actor(Trainer):
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
         """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
         self._check_samples(flat(mini_batches))
-        lr = self._learning_rate()
         proximal = self._proximal_logprobs(mini_batches)
         entropy_learns = self.algorithm.entropy_coef > 0
         options = {"temperature": self.config.temperature, "entropy_learns": entropy_learns}
@@ -78,7 +77,7 @@ class Actor(Trainer):
                 ptx.add_texts(self, work, number, targets.divisors)
             # later steps have moved the weights: only the first one's are those that the engine had
             check = self._check_engine if number == 0 else None
-            steps.append(OptimizerStep(work, names, lr, check))
+            steps.append(OptimizerStep(work, names, self._learning_rate(), check))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:

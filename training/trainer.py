@@ -205,8 +205,8 @@ class Trainer:
     def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
         """Learn this rank's samples: an optimizer step for each mini-batch. Returns metrics (collective).
 
-        Models beside this one learn the same samples. The passes of their first steps run as one table,
-        then the steps are taken, then come their second ones; see executor.py.
+        Models beside this one learn the same samples: the passes of their first steps run as one table, the
+        steps are taken, then come their second ones.
         """
         trainers = [self, *beside]
         plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
@@ -319,10 +319,8 @@ class Trainer:
     def _apply_gradients(self, lr: float) -> float:
         """Take AdamW's step if gradients are finite; return their norm, unclipped (collective)."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["fused"] = OVERLAPS
-            # 0 for biases and norms
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+            decay = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
+            group |= {"lr": lr, "fused": OVERLAPS, "weight_decay": decay}
         # not Megatron's check_for_nan_in_grad: it raises on one rank and leaves the others waiting
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
@@ -395,11 +393,7 @@ def loss_sums(loss: Tensor, divisor: int | Tensor, stats: Stats) -> LossSums:
 
 
 def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
-    """The sequences of samples that come packed."""
-    packed = []
-    for samples in micro_batches:
-        packed.append([Sequence(s.prompt, s.response, s.media) for s in samples])
-    return packed
+    return [[Sequence(s.prompt, s.response, s.media) for s in batch] for batch in micro_batches]
 
 
 def totals(steps: list[dict[str, float]]) -> dict[str, float]:
