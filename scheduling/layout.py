@@ -39,8 +39,7 @@ class Shape(NamedTuple):
     def copies(self) -> list[list[int]]:
         """The model-parallel group of each data-parallel rank, its lead first: [dp][unit].
 
-        From one rank to the next tp changes first, then dp and pp. In a push the ranks of a group put
-        the weights together: HybridFlow (arXiv 2409.19256), section 5.3.
+        From one rank to the next tp changes first, then dp and pp.
         """
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
@@ -101,7 +100,6 @@ class Placement(NamedTuple):
         return {"rollout": self.rollout_tp, "genrm": self.genrm_tp}[role]
 
     def ranks(self, role: str, split: Split) -> tuple[int, ...]:
-        """The ranks that serve `role`."""
         if role == "rollout":
             return self.engines[: split.rollout]
         return self.engines[len(self.engines) - split.genrm :]
@@ -121,7 +119,7 @@ class Placement(NamedTuple):
 
     @property
     def units(self) -> list[tuple[int, ...]]:
-        """The engines' ranks, so many at a time."""
+        """The engines' ranks, `unit` at a time."""
         starts = range(0, len(self.engines), self.unit)
         return [self.engines[start : start + self.unit] for start in starts]
 
