@@ -66,7 +66,7 @@ class Packing(PackedSeqParams):
 
 
 def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
-    """Make the rotary table once: Megatron's layers would each make it anew. See `rotary_frequencies`."""
+    """Make the rotary table once for all layers. See `rotary_frequencies`."""
     angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
     table = torch.cat((angles, angles), -1)[:, None]
     return Packing("thd", batch=batch, rope=(table.cos(), table.sin()))
@@ -197,11 +197,9 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # divide by the global token count once, after all micro-batches
-        calculate_per_token_loss=True,
-        # micro-batches differ in length: pipeline stages tell each other ...
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # ... which Megatron accepts only with this
+        calculate_per_token_loss=True,  # divide once, after all micro-batches
+        variable_seq_lengths=True,  # micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # variable lengths are only accepted with this
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
         recompute_granularity="full" if again else None,
@@ -216,8 +214,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
 def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
     """Return the rotary embedding's radians a token: [axes, dim / 2], 0 where another axis turns the pair.
 
-    Images have three axes: frame, row, column (Qwen2-VL, arXiv 2409.12191, section 2.1). Each turns a
-    section of the pairs; in Qwen3-VL they take turns.
+    Images have three axes: frame, row, column (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     rope = hf["rope_parameters"]
     options = dict(rotary_percent=1.0, rotary_base=rope["rope_theta"], use_cpu_initialization=True)
@@ -242,8 +239,7 @@ def forward_cost(hf: dict, tokens: int) -> int:
     projections = hidden * dim * 2 * (heads + hf["num_key_value_heads"])
     mlp = 3 * hidden * hf["intermediate_size"]
     matrices = layers * (projections + mlp) + hidden * hf["vocab_size"]
-    # times tokens^2: scores and weighted values, half of each masked
-    attention = layers * heads * dim
+    attention = layers * heads * dim  # scores and weighted values, half of each masked
     return tokens * matrices + tokens**2 * attention
 
 
@@ -321,8 +317,8 @@ def check_models(
     formats: of judges. becomes_scalar: --model learns to be a scalar reward model, or is one.
     """
     hf = read_hf_config(config.model)
-    shapes = placement.shapes if placement else {}
-    for shape in shapes.values() or [Shape.of(config, ())]:
+    shapes = placement.shapes.values() if placement else [Shape.of(config, ())]
+    for shape in shapes:
         check_sizes(hf, shape.sized(config))
     scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
     check_directory(config.model, "--model", hf, scores)

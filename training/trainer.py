@@ -235,10 +235,9 @@ class Trainer:
         """Take an optimizer step with the gradient of a work that was run (collective: all ranks).
 
         names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
-        ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped: weights and
-        optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), seconds of a
-        rank's own work, `grad_norm` before clipping, `not_finite`, `skipped` (1 or 0), and this rank's
-        `micro_batches`; NaN: it isn't finite.
+        ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped. Returns over
+        all ranks the statistics, `loss` and `divisor` (sums), seconds of a rank's own work, `grad_norm`
+        before clipping, `not_finite`, `skipped` (1 or 0), and this rank's `micro_batches`.
         """
         stats = self._reduce(work.stats, names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
