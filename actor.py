@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +33,7 @@ from training.trainer import (
     totals,
 )
 
-# Trainer and engine may differ by this much in the mean over tokens. Single tokens are far apart in bfloat16,
-# and say little.
+# Trainer and engine may differ by this much in the mean over tokens: single ones are far apart in bfloat16
 MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
 # Statistics of a micro-batch: sums over its targets, reported as means over tokens, and others.
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "stale_token_frac")
@@ -59,7 +57,6 @@ class Actor(Trainer):
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
         """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
         self._check_samples(flat(mini_batches))
-        lr = self._learning_rate()
         proximal = self._proximal_logprobs(mini_batches)
         entropy_learns = self.algorithm.entropy_coef > 0
         options = {"temperature": self.config.temperature, "entropy_learns": entropy_learns}
@@ -80,7 +77,7 @@ class Actor(Trainer):
                 ptx.add_texts(self, work, number, targets.divisors)
             # later steps have moved the weights: only the first one's are those that the engine had
             check = self._check_engine if number == 0 else None
-            steps.append(OptimizerStep(work, names, lr, check))
+            steps.append(OptimizerStep(work, names, self._learning_rate(), check))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
@@ -121,9 +118,7 @@ class Actor(Trainer):
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
-        limit = (
-            math.inf if self.algorithm.corrects_mismatch else self.version
-        )  # inf: of all samples
+        limit = math.inf if self.algorithm.corrects_mismatch else self.version
         micro_batches = []
         for samples in chain(*mini_batches):
             micro_batches.append([s for s in samples if min(s.versions, default=limit) < limit])
@@ -216,10 +211,10 @@ class PolicyLoss:
         targets = self.targets.at(batch.slots[batch.slots != NO_TARGET])
         logprobs, entropy = self.read(batch, hidden)
         log_ratio = logprobs.detach() - targets.engine_logprobs
-        correction = importance_weights(targets, algorithm, logprobs.detach())
+        old_logprobs, importance = importance_weights(targets, algorithm, logprobs.detach())
         inputs = LossInputs(
             logprobs=logprobs,
-            old_logprobs=correction.old_logprobs,
+            old_logprobs=old_logprobs,
             advantages=targets.advantages,
             sequence=targets.sequence,
             lengths=targets.lengths,
@@ -229,7 +224,7 @@ class PolicyLoss:
             has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
             needed = f"a number for each of {len(logprobs)} tokens, with a gradient, is needed"
             raise UserError(f"--algorithm {algorithm.name}: its loss has {has}; {needed}")
-        loss = correction.importance * loss
+        loss = importance * loss
         stats = engine_stats(log_ratio[~targets.stale].abs())
         if targets.reference_logprobs is not None:
             reference_kl = algorithm.kl(logprobs - targets.reference_logprobs)
@@ -245,27 +240,20 @@ class PolicyLoss:
         stats["kl"] = -log_ratio.sum()  # k1, of KL(the weights that wrote || those that train)
         stats["clip_frac"] = clipped.sum()
         stats["stale_token_frac"] = targets.stale.sum()
-        stats["stale_weight"] = correction.importance[targets.stale].sum()
+        stats["stale_weight"] = importance[targets.stale].sum()
         return loss_sums(loss.sum(), targets.divisors.sum(), stats)
-
-
-class Correction(NamedTuple):
-    """The correction of each target for the weights, and the numbers, that it was sampled with."""
-
-    old_logprobs: Tensor  # in the denominator of the algorithm's ratio
-    importance: Tensor  # the weight of its loss
 
 
 def importance_weights(
     targets: PackedTargets, algorithm: Algorithm, logprobs: Tensor
-) -> Correction:
-    """Correct tokens by the importance weight exp(proximal - engine), truncated.
+) -> tuple[Tensor, Tensor]:
+    """Correct each target for the weights, and the numbers, that it was sampled with.
 
-    engine: the log-probabilities of the weights that wrote a token, as the engine computed them. proximal:
-    those of the weights at the step's start, as the trainer computes them. A step with a single mini-batch
-    has no need to compute proximal ones beforehand: its weights are those at the start, so `logprobs`, which
-    are detached, are taken. The ratio to proximal is then 1, and nothing is clipped. A token is stale if
-    weights of an earlier step wrote it.
+    Returns the denominator of the algorithm's ratio (old_logprobs), and the weight of the target's loss:
+    exp(proximal - engine), truncated. engine: the log-probabilities of the weights that wrote a token, as the
+    engine computed them. proximal: those of the weights at the step's start, as the trainer computes them; of
+    a single mini-batch they are `logprobs`, which are detached: the ratio is 1, and nothing is clipped. A
+    token is stale if weights of an earlier step wrote it.
 
         token                      importance                   old_logprobs
         fresh                      1                            engine
@@ -283,9 +271,9 @@ def importance_weights(
     stale_weights = likelier.clamp(max=algorithm.behavior_weight_cap)
     if not algorithm.corrects_mismatch:
         old_logprobs = proximal.where(stale, targets.engine_logprobs)
-        return Correction(old_logprobs, stale_weights.where(stale, 1.0))
+        return old_logprobs, stale_weights.where(stale, 1.0)
     fresh_weights = likelier.clamp(max=algorithm.tis_cap)
-    return Correction(proximal, stale_weights.where(stale, fresh_weights))
+    return proximal, stale_weights.where(stale, fresh_weights)
 
 
 def engine_stats(differences: Tensor) -> dict[str, Tensor]:

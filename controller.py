@@ -161,12 +161,12 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
     """
     actor = c.devices.actor
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
-    dealt = deal(sizes, shapes, actor.cost, c.config)
+    owners, deals = deal(sizes, shapes, actor.cost, c.config)
     parcels: dict[int, list[Sample]] = {}  # by receiver
     senders: set[int] = set()  # the ranks that send something to this one
     own = {sample.key: sample for sample in batch.kept}
-    for key, owner in dealt.owners.items():
-        receivers = {rank for each in dealt.of.values() for rank in each.copies[key]}
+    for key, owner in owners.items():
+        receivers = {rank for each in deals.values() for rank in each.copies[key]}
         if c.world.rank in receivers:
             senders.add(owner)
         if owner == c.world.rank:
@@ -177,7 +177,7 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
     with c.timeline.span("read"):
         await c.prompts.attach_images(received)
     samples = {sample.key: sample for sample in received}
-    return Shares(dealt.of, samples, flat([[each.costs for each in sizes]]))
+    return Shares(deals, samples, flat([[each.costs for each in sizes]]))
 
 
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:

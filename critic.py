@@ -86,7 +86,6 @@ class Critic(Trainer):
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
         """Prepare the steps that learn `returns[name]`, one a mini-batch. Not collective."""
-        lr = self._learning_rate()
         steps = []
         for micro_batches in mini_batches:
             samples = flat([micro_batches])
@@ -95,7 +94,7 @@ class Critic(Trainer):
             columns = torch.tensor([returns, values], dtype=torch.float32, device=self.device)
             loss = ValueLoss(self.read_targets, *columns, self.algorithm.value_clip)
             work = self.work(as_sequences(micro_batches), loss)
-            steps.append(OptimizerStep(work, STATS, lr))
+            steps.append(OptimizerStep(work, STATS, self._learning_rate()))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:

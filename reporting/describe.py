@@ -20,11 +20,9 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
     ranks = len(placement.everyone)
     prompts = config.prompts_per_step
     answers = config.answers_per_prompt
-    text = (
-        f"nanoYATT: {config.mode} colocation on {ranks} ranks: {placement.in_words(split)}\n"
-        f"  {config.steps} steps of {prompts * answers} samples: {answers} answers to each of "
-        f"{prompts} prompts\n"
-    )
+    text = f"nanoYATT: {config.mode} colocation on {ranks} ranks: {placement.in_words(split)}\n"
+    text += f"  {config.steps} steps of {prompts * answers} samples: "
+    text += f"{answers} answers to each of {prompts} prompts\n"
     if config.evaluates:
         text = f"nanoYATT: evaluates {config.model} on {ranks} ranks\n"
     text += "  settings other than the defaults:"

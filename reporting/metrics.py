@@ -8,16 +8,14 @@ tensorboard/; at the end trace.json and timeline.png.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
-from textwrap import indent
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy
+from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
 from extras import has
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
-TEXTS = ("question", "answer_key", "response", "critique")
 # spans that have a time/*_s
 PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")
 # no costs, judges, keys
@@ -59,11 +56,8 @@ class MetricsWriter:
         with atomic_files.writing(out / "tensorboard") as path:
             self._board = SummaryWriter(str(path), purge_step=purge_step)
 
-    def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
-        """Write row k: what k steps came to, and the step that followed. RunLost if the disk is full.
-
-        samples: Markdown that TensorBoard shows as the step's text.
-        """
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Write row k: what k steps came to, and the step that followed. RunLost if the disk is full."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_exact = isinstance(value, str) or float(value).is_integer()
@@ -73,25 +67,10 @@ class MetricsWriter:
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
                     self._board.add_scalar(name, value, step)
-            if samples:
-                self._board.add_text("samples", samples, step)
             self._board.flush()
-
-    def show(self, step: int, path: Path) -> None:
-        """Add a PNG to TensorBoard's images. OSError if the disk is full."""
-        from PIL import Image  # only rank 0 shows one
-
-        pixels = numpy.asarray(Image.open(path))
-        self._board.add_image(path.stem, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
         self._board.close()
-
-
-def as_markdown(row: dict[str, Any]) -> str:
-    """Return a row of samples.jsonl for people. Its texts are indented: nothing in them is markup."""
-    texts = [f"{name}:\n\n{indent(row[name], '    ')}" for name in TEXTS if row[name]]
-    return "\n\n".join([f"## prompt {row['prompt_id']}: reward {row['reward']:g}", *texts])
 
 
 @dataclass
@@ -106,16 +85,14 @@ class Report:
     found: ResumePoint | None = None  # the checkpoint that the run continues from
 
     def __post_init__(self) -> None:
+        begin, ended = (self.found.step, self.found.ended_s) if self.found else (0, 0.0)
         # waits for the other metrics of its step: one row a step
         self._evaluated: dict[str, float] = {}
-        # when the step before ended, on the timeline's clock
-        self._ended = self.found.ended_s if self.found else 0.0
-        self._writer = None
+        self._ended = ended  # when the step before did, on the timeline's clock
+        self._writer = MetricsWriter(self.out, begin) if self.world.rank == 0 else None
         self._writing: Awaitable[None] | None = None  # the rows of the newest step
-        if self.world.rank == 0:
-            self._writer = MetricsWriter(self.out, self.found.step if self.found else 0)
-        if self.found:
-            self.progress.resume_at(self.found.step)
+        if begin:
+            self.progress.resume_at(begin)
 
     def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
         """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
@@ -165,10 +142,9 @@ class Report:
             limit = self.config.max_new_tokens
             self.note(f"step {step + 1}: all answers were cut off after --max-new-tokens {limit}")
         if batch.missing_groups:
-            self.note(
-                f"step {step + 1}: {batch.missing_groups} of {self.config.prompts_per_step} groups "
-                f"are lacking after {batch.waves} waves: too many had equal rewards"
-            )
+            lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
+            why = f"after {batch.waves} waves: too many had equal rewards"
+            self.note(f"step {step + 1}: {lacking} {why}")
 
     def _write(self, step: int, metrics: Metrics, served: StepStats, shown: list[Sample]) -> None:
         rows = []
@@ -177,7 +153,7 @@ class Report:
             rows.append(row | {"response": self.decode(sample.response)})
         atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
-        self._writer.write(step, metrics, "\n\n".join(map(as_markdown, rows)))
+        self._writer.write(step, metrics)
 
     async def written(self) -> None:
         """Return once all rows are written. Not collective. RunLost if the disk is full."""
@@ -200,14 +176,13 @@ class Report:
             return
         # first: a run that has it did all its steps, and isn't gone on with
         self._writer.write(self.config.steps, self._evaluated)
-        picture = self.out / "timeline.png"
         try:
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
             if has("figure"):
                 from reporting import figure  # matplotlib is slow to import, and one rank draws
 
-                figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
-                self._writer.show(self.config.steps, picture)
+                picture = figure.make_figure(figure.read_run(self.out, -4, -1))
+                picture.savefig(self.out / "timeline.png")
             self._writer.close()
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
@@ -240,7 +215,7 @@ def local_facts(
     # a carried group's are counted when it comes again: how many are finished by now is up to timing
     finished = batch.kept + batch.dropped + filtered
     judged = [s for s in finished if s.reward is not None]
-    rewards = {sample.prompt_id: set() for sample in judged}  # of each group
+    rewards = defaultdict(set)  # of each group
     for sample in judged:
         rewards[sample.prompt_id].add(sample.reward)
     keyed = [s for s in judged if s.answer_key is not None]

@@ -7,9 +7,8 @@ from tqdm import tqdm
 from runtime.errors import printable
 
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
-PHASES = dict(
-    serve="serving", train="training", sync="pushing weights", save="saving", evaluate="evaluating"
-)
+PHASES = dict(serve="serving", train="training", sync="pushing weights", save="saving")
+PHASES["evaluate"] = "evaluating"
 
 
 class Progress:
@@ -40,7 +39,6 @@ class Progress:
             self.doing(f"step {step + 1}: {PHASES[name]}")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Write the line of a step of reinforcement learning."""
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
         self.line(

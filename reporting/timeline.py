@@ -2,10 +2,8 @@
 
 A span of an engine is one request, from sent to finished: it is busy while requests are in flight. What it
 wrote of one that it was made to leave is a part: who goes on with it has the span. Spans of the controller
-(train, switch, sync) are opened around the work. Beside them stand the life of every answer, in stretches
-(queued, decoding, judging, ...), marks (a wave, a push of weights, a change of the split), and the passes of
-the pipelines. Every rank writes its events of a step to OUT/spans/rank<r>.<step>.jsonl; those of the last
-STEPS_KEPT steps stay.
+(train, switch, sync) are opened around the work. Every rank writes its events of a step to
+OUT/spans/rank<r>.<step>.jsonl; those of the last STEPS_KEPT steps stay.
 """
 
 from __future__ import annotations
@@ -111,7 +109,6 @@ class Timeline:
         self.add(kind, text, self.rank, now, now)
 
     def ran(self, passes: Iterable[Pass]) -> None:
-        """Add passes that this rank ran."""
         for model, task, start, end in passes:
             what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
             self.add("pass", model, self.rank, start, end, **what)
@@ -128,7 +125,7 @@ class Timeline:
 
 
 def files_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return all ranks' files by their steps."""
+    """All ranks' files by their steps."""
     return sorted((int(path.stem.split(".")[1]), path) for path in folder.glob("rank*.*.jsonl"))
 
 
@@ -222,8 +219,7 @@ def _trace_rows(events: list[Event]) -> Iterator[dict]:
     for mark in of_kind(events, *MARKS):
         # wave 2; weights v3
         name = mark.name if mark.kind in mark.name else f"{mark.kind} {mark.name}"
-        row = {"name": name, "ph": "i", "s": "p", "pid": mark.rank, "tid": 0}
-        yield row | {"ts": mark.start * MICRO}
+        yield dict(name=name, ph="i", s="p", pid=mark.rank, tid=0, ts=mark.start * MICRO)
     for each in of_kind(events, "pass"):
         name = f"{each.name} {'B' if each.args['backward'] else 'F'}{each.args['micro_batch']}"
         yield _complete(name, each.rank, len(threads), each, {"stage": each.args["stage"]})
@@ -231,4 +227,4 @@ def _trace_rows(events: list[Event]) -> Iterator[dict]:
 
 def _complete(name: str, rank: int, thread: int, span: Stretch | Event, args: dict) -> dict:
     times = {"ts": span.start * MICRO, "dur": (span.end - span.start) * MICRO}
-    return {"name": name, "ph": "X", "pid": rank, "tid": thread} | times | {"args": args}
+    return dict(name=name, ph="X", pid=rank, tid=thread, args=args) | times

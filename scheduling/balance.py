@@ -1,7 +1,4 @@
-"""The deal: samples to micro-batches of equal work, micro-batches to data-parallel ranks. Pure.
-
-A packing is a list of micro-batches, each a list of samples: their places in the list of lengths.
-"""
+"""The deal: samples to micro-batches of equal work, micro-batches to data-parallel ranks. Pure."""
 
 import heapq
 from collections.abc import Callable
@@ -10,6 +7,8 @@ import numpy as np
 
 from config import Config
 from sample import Key
+
+Packing = list[list[int]]  # micro-batches of samples: their places in the list of lengths
 
 
 def plan_batch(
@@ -41,20 +40,17 @@ def plan_batch(
     return plan
 
 
-def pack_evenly(
-    lengths: list[int], costs: list[int], budget: int, multiple: int
-) -> list[list[int]]:
+def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> Packing:
     """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost.
 
-    Their number is a multiple of `multiple`, near the fewest possible where sequences are short,
-    and always less than twice that plus `multiple`. Each number is tried by `karmarkar_karp` and by
-    `spread`, which gets along with a few long sequences among many short ones; the more even that
-    fits is taken. The longest come first: attention takes neighbours of equal length together.
-    Where a sequence alone is over the budget, all may be as long as it.
+    Their number is a multiple of `multiple`, near the fewest possible where sequences are short, and always
+    less than twice that plus `multiple`. The more even of `karmarkar_karp` and `spread`, which gets along
+    with a few long sequences among many short ones, is taken. The longest come first: attention takes
+    neighbours of equal length together. Where a sequence alone is over the budget, all may be as long.
     """
     budget = max(budget, *lengths, 1)
 
-    def fitting(count: int) -> list[list[list[int]]]:
+    def fitting(count: int) -> list[Packing]:
         tried = (karmarkar_karp(costs, count), spread(lengths, costs, budget, count))
         return [packing for packing in tried if packing and max(sums(lengths, packing)) <= budget]
 
@@ -74,12 +70,11 @@ def sums(values: list[int], packing: list[list[int]]) -> list[int]:
     return [sum(map(values.__getitem__, samples)) for samples in packing]
 
 
-def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
+def karmarkar_karp(costs: list[int], shares: int) -> Packing:
     """Deal samples into shares, equal in number to within one and nearly equal in cost.
 
-    Largest differencing (Karmarkar and Karp, 1982) with a fixed number in each share: partial deals
-    of one sample a share are merged, the two most uneven first, one's dearest share with the
-    other's cheapest. Samples ascend in a share.
+    Largest differencing (Karmarkar and Karp, 1982): partial deals of one sample a share are merged, the two
+    most uneven first, one's dearest share with the other's cheapest. Samples ascend in a share.
     """
     by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
     # a heap of (cheapest less dearest share, against ties, [(cost, samples)], dearest first)
@@ -99,7 +94,7 @@ def karmarkar_karp(costs: list[int], shares: int) -> list[list[int]]:
     return [sorted(samples) for _, samples in deals[0][2]]
 
 
-def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> list[list[int]]:
+def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> Packing:
     """Pack longest first, each where there is room and least work (Graham, 1969); or return []."""
     micro_batches = [[] for _ in range(count)]
     room = np.full(count, budget)

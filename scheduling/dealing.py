@@ -20,9 +20,8 @@ MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batche
 class Sizes(NamedTuple):
     """The sizes of the samples that a controller holds, as it tells the others."""
 
-    lengths: dict[
-        int, list[int]
-    ]  # prompt_id -> tokens of each answer, 0 for one that isn't trained on
+    # prompt_id -> tokens of each answer, 0 for one that isn't trained on
+    lengths: dict[int, list[int]]
     image_costs: dict[int, int]  # prompt_id -> work on its images
     costs: list[float]  # of the samples, where they are a signal
 
@@ -39,7 +38,6 @@ class Sizes(NamedTuple):
         return Sizes(lengths, image_costs, costs)
 
     def tokens(self) -> dict[Key, int]:
-        """Return the tokens of each sample, prompt and response together."""
         rows = self.lengths.items()
         return {(prompt, i): n for prompt, row in rows for i, n in enumerate(row) if n}
 
@@ -48,22 +46,16 @@ class Deal(NamedTuple):
     """The decision who trains a model of one shape on which sample."""
 
     plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
-    copies: dict[
-        Key, list[int]
-    ]  # sample -> ranks of the copy of the model that gets it, lead first
-
-
-class Deals(NamedTuple):
-    """The same on every controller."""
-
-    owners: dict[Key, int]  # the rank that has a sample
-    of: dict[Shape, Deal]
+    copies: dict[Key, list[int]]  # sample -> ranks of the copy that gets it, lead first
 
 
 def deal(
     sizes: list[Sizes], shapes: list[Shape], cost: Callable[[int], int], config: Config
-) -> Deals:
-    """Deal all samples in equal work for each shape, from what each rank holds (pure). cost(tokens): work."""
+) -> tuple[dict[Key, int], dict[Shape, Deal]]:
+    """Deal all samples in equal work for each shape, from what each rank holds. cost(tokens): work.
+
+    Returns the rank that has each sample, and the deals.
+    """
     tokens = {}
     owners = {}
     image_costs = {}
@@ -80,7 +72,7 @@ def deal(
         for share, copy in zip(plan, shape.copies, strict=True):
             copies |= dict.fromkeys(flat(share), copy)
         deals[shape] = Deal(plan, copies)
-    return Deals(owners, deals)
+    return owners, deals
 
 
 @dataclass

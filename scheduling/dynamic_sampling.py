@@ -64,7 +64,6 @@ class DynamicSampler:
 
     @property
     def is_complete(self) -> bool:
-        """True once the batch is full."""
         return len(self.chosen()) == self.target
 
     def candidates(self) -> list[int]:
@@ -108,7 +107,6 @@ class DynamicSampler:
         return Draw(wave, size) if wave <= self.max_refills else None
 
     def refill_size(self, missing: float) -> int:
-        """The prompts that should make up for `missing` groups."""
         return math.ceil(missing * MARGIN * self.groups_per_kept)
 
     def updated_groups_per_kept(self) -> float:
@@ -123,9 +121,7 @@ class DynamicSampler:
 class OrderedSampler(DynamicSampler):
     """Draws early, but chooses the batch as if each wave had finished before the next was drawn.
 
-    So the batch doesn't depend on ranks, mode or timing. `candidates` are the finished groups in the order of
-    drawing, up to the first that is still in flight: whether later ones are needed isn't known yet.
-    Example, with target 4 and max_refills 1:
+    So the batch doesn't depend on ranks, mode or timing. Example, with target 4 and max_refills 1:
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
         If 3 is filtered, too, 2 groups are missing: refill_size(2) = 3, wave_ends() = [4, 7].
         By experience 1 is missing: refill_size(1) = 2. Prompts 4 and 5 are drawn: 6 is within 7.

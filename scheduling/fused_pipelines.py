@@ -10,18 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from scheduling.pipeline import (
-    SCHEDULES,
-    Pipe,
-    Schedule,
-    Table,
-    Task,
-    base_memory,
-    bound,
-    empty_table,
-    evaluate,
-    one_after_another,
-)
+from scheduling import pipeline
+from scheduling.pipeline import SCHEDULES, Pipe, Schedule, Table, Task
 
 MOST_MEMORY = 1.5  # of a fused table, over `base_memory`
 TRIES = 400  # list schedules; a count and not a time, so that all ranks come to the same table
@@ -64,10 +54,10 @@ def search(pipes: tuple[Pipe, ...], seed: int = 0) -> Table:
     last is most urgent, and gaps close as it is built anew (forward-backward improvement of project
     scheduling: Li and Willis, 1992). Chance shifts the pipes' urgency against each other.
     """
-    best = one_after_another(pipes)
-    fastest = evaluate(pipes, best).latency
-    target = bound(pipes) * (1 + EPSILON)
-    most_memory = MOST_MEMORY * base_memory(pipes)
+    best = pipeline.one_after_another(pipes)
+    fastest = pipeline.evaluate(pipes, best).latency
+    target = pipeline.bound(pipes) * (1 + EPSILON)
+    most_memory = MOST_MEMORY * pipeline.base_memory(pipes)
     lanes = lanes_of(pipes)
     rng = random.Random(seed)
     stuck = STUCK
@@ -145,8 +135,7 @@ def list_schedule(
     for k, lane in enumerate(lanes):
         follows = k > 0 and lanes[k - 1].pipe == lane.pipe
         ready = ends[k - 1] if follows else [0.0] * len(urgency[k])
-        state = LaneState(k, ends[k], ready, urgency[k], lane.duration, lane.memory)
-        here[lane.rank].append(state)
+        here[lane.rank].append(LaneState(k, ends[k], ready, urgency[k], lane.duration, lane.memory))
     free = [0.0 for _ in ranks]  # when each rank has run all that was placed on it
     room = [most_memory * (1 + EPSILON) for _ in ranks]
     choices = [choose(here[rank], 0.0, room[rank], patience) for rank in ranks]
@@ -158,10 +147,7 @@ def list_schedule(
         room[rank] -= lanes[k].memory
         ends[k].append(free[rank])
         order.append(k)
-        changed = [rank]
-        if k + 1 < len(lanes):
-            changed.append(lanes[k + 1].rank)
-        for each in changed:
+        for each in {lane.rank for lane in lanes[k : k + 2]}:  # the next lane's task may be ready
             choices[each] = choose(here[each], free[each], room[each], patience)
     is_whole = len(order) == sum(map(len, urgency))
     return Tried(max(free), ends, order) if is_whole else None
@@ -191,7 +177,7 @@ def choose(here: list[LaneState], free: float, room: float, patience: float) -> 
 
 def table_of(pipes: tuple[Pipe, ...], lanes: list[Lane], order: list[int]) -> Table:
     """The tasks of each rank; `lanes` that are mirrored start with a backward one."""
-    table = empty_table(pipes)
+    table = pipeline.empty_table(pipes)
     done = [0] * len(lanes)
     for k in reversed(order) if lanes[0].backward else order:
         lane = lanes[k]

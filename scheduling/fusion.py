@@ -106,12 +106,10 @@ class FluidModel(NamedTuple):
     capacity: int
     swap_s: float  # for ranks to change hands
 
-    def seconds(
-        self, tail: float, lengths: tuple[float, ...], critiques: float, tokens: float
-    ) -> float:
-        """lengths: `histogram` of the answers, which that many critiques of so many tokens judge."""
+    def seconds(self, tail: float, lengths: tuple[int, ...], judged: float, tokens: float) -> float:
+        """lengths: `histogram` of the answers, which so many critiques of so many tokens judge."""
         written, cut, kept = self._written(lengths, tail * sum(lengths))
-        each = critiques / sum(lengths)
+        each = judged / sum(lengths)
         arrivals = [(max(cut, time), answers * each) for time, answers in written]
         return self._judged(arrivals, tokens, self.engines[1] * (1 - kept / self.engines[0]))
 

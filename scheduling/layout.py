@@ -14,13 +14,6 @@ from scheduling.measured import ROLES, Split
 SIZES = ("tp", "pp")
 
 
-class Place(NamedTuple):
-    """The place of a rank in a model's layout."""
-
-    dp_rank: int  # its share of the samples
-    is_lead: bool  # the first of its copy of the model, which speaks for it
-
-
 class Shape(NamedTuple):
     """The ranks that hold a model, in Megatron's order: shards are neighbours, stages farthest apart."""
 
@@ -46,8 +39,7 @@ class Shape(NamedTuple):
     def copies(self) -> list[list[int]]:
         """The model-parallel group of each data-parallel rank, its lead first: [dp][unit].
 
-        From one rank to the next tp changes first, then dp and pp. In a push the ranks of a group put
-        the weights together: HybridFlow (arXiv 2409.19256), section 5.3.
+        From one rank to the next tp changes first, then dp and pp.
         """
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
@@ -58,11 +50,11 @@ class Shape(NamedTuple):
         """The settings of a model that is cut like this."""
         return replace(config, tp=self.tp, pp=self.pp, sp=config.sp and self.tp > 1)
 
-    def place(self, rank: int) -> Place | None:
-        """The place of a rank; None of one that doesn't hold the model."""
+    def place(self, rank: int) -> tuple[int, bool] | None:
+        """A rank's dp_rank, and whether it is the lead of its copy; None if it doesn't hold the model."""
         for dp_rank, copy in enumerate(self.copies):
             if rank in copy:
-                return Place(dp_rank, rank == copy[0])
+                return dp_rank, rank == copy[0]
         return None
 
     def __str__(self) -> str:
@@ -108,7 +100,6 @@ class Placement(NamedTuple):
         return {"rollout": self.rollout_tp, "genrm": self.genrm_tp}[role]
 
     def ranks(self, role: str, split: Split) -> tuple[int, ...]:
-        """The ranks that serve `role`."""
         if role == "rollout":
             return self.engines[: split.rollout]
         return self.engines[len(self.engines) - split.genrm :]
@@ -128,7 +119,7 @@ class Placement(NamedTuple):
 
     @property
     def units(self) -> list[tuple[int, ...]]:
-        """The engines' ranks, so many at a time."""
+        """The engines' ranks, `unit` at a time."""
         starts = range(0, len(self.engines), self.unit)
         return [self.engines[start : start + self.unit] for start in starts]
 
@@ -170,9 +161,7 @@ class Placement(NamedTuple):
         """Say who serves and who trains: rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2."""
         ranks_of = {role: self.ranks(role, split) for role in ROLES}
         ranks_of |= {name: shape.ranks for name, shape in self.shapes.items()}
-        return ", ".join(
-            f"{name} on ranks {ranks_in_words(r)}" for name, r in ranks_of.items() if r
-        )
+        return ", ".join(f"{who} on ranks {ranks_in_words(r)}" for who, r in ranks_of.items() if r)
 
     def problems(self, world_size: int) -> Iterator[str]:
         """Yield what can't be on so many ranks, a sentence each."""

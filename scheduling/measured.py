@@ -106,9 +106,7 @@ class StepStats:
         return tokens / max(1, sum(self.lengths))
 
     def ranks_and_stats(self, role: str) -> tuple[int, RequestStats]:
-        if role == "rollout":
-            return self.split.rollout, self.rollout
-        return self.split.genrm, self.genrm
+        return self.split._asdict()[role], vars(self)[role]
 
     def engine_load(self, role: str, tp: int) -> float:
         """Requests in flight in each engine of a role, in the mean over the phase. tp: its ranks."""

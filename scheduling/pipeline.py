@@ -1,8 +1,6 @@
 """Pipeline schedules: in which order each rank runs the forward and backward passes of its stages. Pure.
 
 A schedule makes a `Table` of the `Pipe`s that an optimizer step trains; one executor runs any table.
-
-`1f1b`: PipeDream-Flush, pipe after pipe (in Megatron-LM's form, arXiv 2104.04473, section 2.2).
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +80,6 @@ def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
 
 
 def empty_table(pipes: Sequence[Pipe]) -> Table:
-    """A table without tasks, of all ranks."""
     last = max(max(pipe.ranks) for pipe in pipes)
     return [[] for _ in range(1 + last)]
 
@@ -111,7 +108,7 @@ def base_memory(pipes: Sequence[Pipe]) -> float:
 
 
 def one_after_another(pipes: Sequence[Pipe]) -> Table:
-    """1F1B. A rank begins with the next pipe as soon as it can."""
+    """1F1B, pipe after pipe: PipeDream-Flush in Megatron-LM's form (arXiv 2104.04473, section 2.2)."""
     table = empty_table(pipes)
     for number, pipe in enumerate(pipes):
         micro_batches = range(pipe.micro_batches)

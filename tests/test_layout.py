@@ -42,9 +42,9 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         # Megatron's place among the ranks of one data-parallel group is the share of the samples
         for row in generator.get_ranks("dp"):
             places = [shape.place(ranks[at]) for at in row]
-            assert [place.dp_rank for place in places] == list(range(dp))
-            assert len({place.is_lead for place in places}) == 1
-        leads = [rank for rank in ranks if shape.place(rank).is_lead]
+            assert [dp_rank for dp_rank, _ in places] == list(range(dp))
+            assert len({is_lead for _, is_lead in places}) == 1
+        leads = [rank for rank in ranks if shape.place(rank)[1]]
         assert leads == sorted(copy[0] for copy in shape.copies)
         assert shape.place(0) is shape.place(ranks[-1] + 1) is None
 

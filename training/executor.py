@@ -1,12 +1,8 @@
 """Runs tables of pipeline passes: Megatron-Core's passes of one stage, messages in between.
 
-A `Work` is the micro-batches of one optimizer step and their losses; `run` leaves the gradient in DDP.
-Works of several models run as one table: so actor and critic share a pipeline, and don't know each other
-(Trainer.update).
-
 Megatron's own schedules run one model in one order. Here any table of scheduling/pipeline.py is run, of one
-model or of several that share the ranks. In every table a stage takes a model's micro-batches in the order of
-their numbers, and no model's gradient depends on another's: so tables differ in time, and in no bit.
+model or of several that share the ranks, such as actor and critic. In every table a stage takes a model's
+micro-batches in the order of their numbers: so tables differ in time, and in no bit of a gradient.
 """
 
 from __future__ import annotations
@@ -48,15 +44,14 @@ class Pass(NamedTuple):
 class Work:
     """Passes over this rank's micro-batches, forward and, unless `forward_only`, backward.
 
-    Once it is run DDP has the gradient of the mean loss over all ranks; `stats` are those of each micro-batch
-    on the last stage, and empty elsewhere.
+    Once it is run DDP has the gradient of the mean loss over all ranks.
     """
 
     trainer: Trainer
     micro_batches: list[MicroBatch]
     losses: list[Loss]  # of each micro-batch
     forward_only: bool = False
-    stats: list[Stats] = field(default_factory=list)
+    stats: list[Stats] = field(default_factory=list)  # of each, on the last stage
     divisor: int | Tensor = 0
     passes: list[Pass] = field(default_factory=list)
 
@@ -88,20 +83,18 @@ class Work:
 def run(works: list[Work], schedule: str) -> None:
     """Run works as one table (collective: all ranks; forward only: the model-parallel group)."""
     trainer = works[0].trainer
-    forward_only = works[0].forward_only
     pipes = [work.pipe() for work in works]
     table = SCHEDULES[schedule].table(pipes)
-    if forward_only:
-        for tasks in table:
-            tasks[:] = [task for task in tasks if not task.backward]
-    for work in works if not forward_only else ():
+    if works[0].forward_only:
+        table = [[task for task in tasks if not task.backward] for tasks in table]
+    learning = [work for work in works if not work.forward_only]
+    for work in learning:
         work.trainer.ddp.zero_grad_buffer()
-    with torch.set_grad_enabled(not forward_only):
+    with torch.set_grad_enabled(bool(learning)):
         run_tasks(works, Messages(table, pipes, works), table[trainer.pipeline.rank])
-    if not forward_only:
-        for work in works:
-            divisor = torch.as_tensor(work.divisor, dtype=torch.int, device=trainer.device)
-            finalize_model_grads([work.trainer.ddp], divisor, pg_collection=work.trainer.groups)
+    for work in learning:
+        divisor = torch.as_tensor(work.divisor, dtype=torch.int, device=trainer.device)
+        finalize_model_grads([work.trainer.ddp], divisor, pg_collection=work.trainer.groups)
 
 
 def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
@@ -131,7 +124,7 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
 
 
 class Clock:
-    """Times of what a device was given. A GPU marks them as it goes on: nothing waits for it in between."""
+    """Times of what a device was given. A GPU marks them as it goes on: nothing waits for it."""
 
     def __init__(self, device: torch.device):
         self.has_gpu = device.type == "cuda"
@@ -141,7 +134,6 @@ class Clock:
         self.began = time.monotonic()
 
     def mark(self) -> float | torch.cuda.Event:
-        """Mark the place after all that the device was given so far."""
         if not self.has_gpu:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)

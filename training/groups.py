@@ -25,7 +25,7 @@ KINDS = {"tp": "tp", "cp": "cp", "dp": "dp", "dp_cp": "dp", "tp_cp": "tp", "mp":
 
 
 class Pipeline(NamedTuple):
-    """The ranks that share the stages of models, in Megatron's order."""
+    """The ranks that share the stages of models."""
 
     rank: int  # this one's place among them
     ranks: list[int]  # in the world
@@ -48,42 +48,8 @@ class Groups:
         stages = self.pipeline.down if reverse else self.pipeline.up
         return ProcessGroupCollection(**self.by_name, pp=stages)
 
-    def close(self) -> None:
-        """Destroy the groups, each a pair of threads that wake up all the time (collective)."""
-        while self.made:
-            dist.destroy_process_group(self.made.pop())
-
-
-class Maker:
-    """Makes groups, each set of ranks once, all on every rank and in one order: else they never meet."""
-
-    def __init__(self, shape: Shape, timeout_s: float):
-        self.ranks = shape.ranks
-        self.made: dict[tuple, ProcessGroup] = {}
-        self._timeout = timedelta(seconds=timeout_s)
-        self._places = mpu.RankGenerator(shape.tp, 1, shape.dp, shape.pp, 1, ORDER)
-
-    def rows(self, kind: str) -> list[list[int]]:
-        """The ranks of all groups of a kind, such as tp-pp."""
-        rows = []
-        for places in self._places.get_ranks(kind):
-            rows.append([self.ranks[place] for place in places])
-        return rows
-
-    def make(self, rows: list[list[int]], use: str = "") -> ProcessGroup | None:
-        """Make a group of each row, apart from those of another use. Returns this rank's, if it has one."""
-        own = None
-        for row in rows:
-            key = (use, *row)
-            if key not in self.made:
-                self.made[key] = dist.new_group(row, timeout=self._timeout, sort_ranks=False)
-            if dist.get_rank() in row:
-                own = self.made[key]
-        return own
-
 
 def own_device() -> torch.device:
-    """Return this rank's device."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -91,17 +57,32 @@ def own_device() -> torch.device:
 
 def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
     """Make the groups of a shape (collective: every rank of the run). None on ranks outside of it."""
-    maker = Maker(shape, timeout_s)
-    by_name = {name: maker.make(maker.rows(kind)) for name, kind in KINDS.items()}
-    everyone = maker.make(maker.rows("tp-dp-pp"))
-    pipelines = maker.rows("pp")
+    places = mpu.RankGenerator(shape.tp, 1, shape.dp, shape.pp, 1, ORDER)
+    timeout = timedelta(seconds=timeout_s)
+    made: dict[tuple, ProcessGroup] = {}  # each once, and on every rank in one order
+
+    def rows_of(kind: str) -> list[list[int]]:
+        return [[shape.ranks[place] for place in row] for row in places.get_ranks(kind)]
+
+    def make(rows: list[list[int]], use: str = "") -> ProcessGroup | None:
+        """Make a group of each row, apart from those of another use. Returns this rank's, if it has one."""
+        own = None
+        for row in rows:
+            key = (use, *row)
+            if key not in made:
+                made[key] = dist.new_group(row, timeout=timeout, sort_ranks=False)
+            if dist.get_rank() in row:
+                own = made[key]
+        return own
+
+    by_name = {name: make(rows_of(kind)) for name, kind in KINDS.items()}
+    everyone = make(rows_of("tp-dp-pp"))
+    pipelines = rows_of("pp")
     # messages between stages have groups of their own: NCCL keeps the order of all that is in one
     use = "messages" if shape.pp > 1 else ""
-    up = maker.make(pipelines, use)
-    down = maker.make([row[::-1] for row in pipelines], use)
-    ends = [list(dict.fromkeys([row[0], row[-1]])) for row in pipelines]
-    by_name["embd"] = maker.make(ends)
-    made = list(maker.made.values())
+    up = make(pipelines, use)
+    down = make([row[::-1] for row in pipelines], use)
+    by_name["embd"] = make([list(dict.fromkeys([row[0], row[-1]])) for row in pipelines])
     if up is None:
         return None
     # of experts, which there are none of; but without `expt_dp` DDP makes a group on these ranks alone
@@ -111,7 +92,7 @@ def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
         mpu._set_global_memory_buffer()  # what sequence parallelism gathers in
     pipeline = Pipeline(up.rank(), dist.get_process_group_ranks(up), up, down)
     connect(pipeline, own_device())
-    return Groups(shape, everyone, by_name, pipeline, made)
+    return Groups(shape, everyone, by_name, pipeline, [*made.values()])
 
 
 def connect(pipeline: Pipeline, device: torch.device) -> None:

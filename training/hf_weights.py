@@ -112,7 +112,6 @@ def is_tied_copy(model: GPTModel, name: str) -> bool:
 
 @torch.no_grad()
 def load_weights(model: GPTModel, weights: HFWeights) -> None:
-    """Fill the parameters of a stage."""
     for name, param in global_parameters(model):
         own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
         names = hf_names(own, model.family)

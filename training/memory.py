@@ -67,8 +67,8 @@ def engines_of(config: Config, placement: Placement, splits: list[Split]) -> dic
     """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
     models = {}
     for role, paths in (("rollout", [config.model]), ("genrm", config.judge_models)):
-        leads = {rank for split in splits for rank in placement.leads(role, split)}
-        leads = sorted(leads)  # none where examples are learned from
+        # none where examples are learned from
+        leads = sorted({rank for split in splits for rank in placement.leads(role, split)})
         for number, path in enumerate(paths if leads else ()):
             parts = engine_parts(path, config, vars(config)[f"{role}_tp"])
             models[f"{role} {path}"] = Model(tuple(leads[number :: len(paths)]), parts)
@@ -129,8 +129,7 @@ def with_micro_batch(config: Config) -> Config:
     """Lower --max-tokens-per-micro-batch to what ACTIVATIONS hold, but not below a sample, on a CPU."""
     if config.device == "cuda":
         return config
-    per_token = activations(checkpoint_shapes(config.model), config, tokens=1)
-    fitting = ACTIVATIONS // per_token
+    fitting = ACTIVATIONS // activations(checkpoint_shapes(config.model), config, tokens=1)
     tokens = 1 << fitting.bit_length() - 1  # a power of two
     if config.command == "rl":
         tokens = max(tokens, context_length(config.model, config), config.max_new_tokens + 1)
@@ -153,9 +152,7 @@ def with_recompute(
 
     def room(layers: int) -> float:
         peaks = peaks_of(replace(config, recompute=layers), placement, splits, device)
-        return FULL * device - max(
-            size for name, size in peaks.items() if name.startswith("training")
-        )
+        return FULL * device - max(peaks[name] for name in peaks if name.startswith("training"))
 
     shapes = checkpoint_shapes(config.model)
     most = sum(name.endswith(".k_proj.weight") for name in shapes)
@@ -187,8 +184,7 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
         fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
         peaks |= {"training all models": sum(needs.values())} if fuses else needs
         if engines:
-            # flat, and gathered whole before
-            copies = 2 if placement.actor.tp * placement.actor.pp > 1 else 1
+            copies = 2 if placement.actor.unit > 1 else 1  # flat, and gathered whole before
             rollout = next(iter(engines.values())).parts["weights"]
             weights = 0 if placement.is_apart else rollout
             peaks["the push"] = states + weights + copies * bucket_bytes(config)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +66,7 @@ class Packing(PackedSeqParams):
 
 
 def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
-    """Make the rotary table once: Megatron's layers would each make it anew. See `rotary_frequencies`."""
+    """Make the rotary table once for all layers. See `rotary_frequencies`."""
     angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
     table = torch.cat((angles, angles), -1)[:, None]
     return Packing("thd", batch=batch, rope=(table.cos(), table.sin()))
@@ -111,28 +110,21 @@ def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) ->
     return varlen_attn(query, key, value, *batch.starts, *longest, **options)
 
 
-class Run(NamedTuple):
-    """Pieces of equal lengths, side by side in a micro-batch."""
-
-    length: int  # queries of a piece
-    seen: int  # keys up to the last of them
-    count: int  # pieces
-
-
 def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
     """Attend with one call for each run of equal lengths: balance.py puts equal ones side by side."""
-    runs = [Run(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
-    sizes = [run.count * run.seen for run in runs]
-    queries = query.split([run.count * run.length for run in runs])
+    runs = [(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
+    sizes = [count * seen for _, seen, count in runs]
+    queries = query.split([count * length for length, _, count in runs])
     outputs = []
     for run, *parts in zip(runs, queries, key.split(sizes), value.split(sizes), strict=True):
-        q, k, v = (x.unflatten(0, (run.count, -1)).transpose(1, 2) for x in parts)
+        length, seen, count = run
+        q, k, v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
         options = {"scale": scale, "enable_gqa": q.size(1) != k.size(1)}
-        if run.length == run.seen:
+        if length == seen:
             options["is_causal"] = True
         else:  # is_causal would put the first query at the first key
-            ones = torch.ones(run.length, run.seen, dtype=torch.bool, device=q.device)
-            options["attn_mask"] = ones.tril(run.seen - run.length)
+            ones = torch.ones(length, seen, dtype=torch.bool, device=q.device)
+            options["attn_mask"] = ones.tril(seen - length)
         output = F.scaled_dot_product_attention(q, k, v, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
@@ -184,10 +176,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
     """Describe the model to Megatron. UserError if the parallel sizes do not divide it."""
     check_sizes(hf, config)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    recompute = {}
-    if layers := config.recomputed(hf["num_hidden_layers"] // config.pp):  # the stage's first ones
-        recompute = dict(recompute_granularity="full", recompute_method="block")
-        recompute["recompute_num_layers"] = layers
+    again = config.recomputed(hf["num_hidden_layers"] // config.pp)  # layers: the stage's first
     return TransformerConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -208,14 +197,14 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # divide by the global token count once, after all micro-batches
-        calculate_per_token_loss=True,
-        # micro-batches differ in length: pipeline stages tell each other ...
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # ... which Megatron accepts only with this
+        calculate_per_token_loss=True,  # divide once, after all micro-batches
+        variable_seq_lengths=True,  # micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # variable lengths are only accepted with this
         cuda_graph_scope=[],  # none; the default is a deprecated word for it
         use_cpu_initialization=not torch.cuda.is_available(),
-        **recompute,
+        recompute_granularity="full" if again else None,
+        recompute_method="block",
+        recompute_num_layers=again,
         # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass
         bias_activation_fusion=torch.cuda.is_available(),
         **FAMILIES[hf["model_type"]].layers,
@@ -225,8 +214,7 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
 def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
     """Return the rotary embedding's radians a token: [axes, dim / 2], 0 where another axis turns the pair.
 
-    Images have three axes: frame, row, column (Qwen2-VL, arXiv 2409.12191, section 2.1). Each turns a
-    section of the pairs; in Qwen3-VL they take turns.
+    Images have three axes: frame, row, column (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     rope = hf["rope_parameters"]
     options = dict(rotary_percent=1.0, rotary_base=rope["rope_theta"], use_cpu_initialization=True)
@@ -251,8 +239,7 @@ def forward_cost(hf: dict, tokens: int) -> int:
     projections = hidden * dim * 2 * (heads + hf["num_key_value_heads"])
     mlp = 3 * hidden * hf["intermediate_size"]
     matrices = layers * (projections + mlp) + hidden * hf["vocab_size"]
-    # times tokens^2: scores and weighted values, half of each masked
-    attention = layers * heads * dim
+    attention = layers * heads * dim  # scores and weighted values, half of each masked
     return tokens * matrices + tokens**2 * attention
 
 
@@ -330,8 +317,8 @@ def check_models(
     formats: of judges. becomes_scalar: --model learns to be a scalar reward model, or is one.
     """
     hf = read_hf_config(config.model)
-    shapes = placement.shapes if placement else {}
-    for shape in shapes.values() or [Shape.of(config, ())]:
+    shapes = placement.shapes.values() if placement else [Shape.of(config, ())]
+    for shape in shapes:
         check_sizes(hf, shape.sized(config))
     scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
     check_directory(config.model, "--model", hf, scores)
@@ -389,11 +376,6 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     if gpt.post_process:
         lm_head.leave_out_logits(gpt)
     return gpt
-
-
-def overlaps(device: torch.device) -> bool:
-    """Return whether the backward pass sums gradients and AdamW is one fused kernel."""
-    return device.type == "cuda"  # torch's other AdamW takes 4 bytes a parameter of its shard more
 
 
 def check_room(needed: int, who: str) -> None:

@@ -1,4 +1,4 @@
-"""Micro-batches: sequences packed end to end, with next-token targets. balance.py says what goes in."""
+"""Micro-batches: sequences packed end to end, with next-token targets."""
 
 from __future__ import annotations
 

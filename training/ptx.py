@@ -41,8 +41,7 @@ def read_texts(path: Path, tokenizer: tokenization.Tokenizer, longest: int) -> l
         names = ("prompt", "response") if "response" in row else ("text",)
         texts = [row.get(name) for name in names]
         if not all(isinstance(text, str) and text for text in texts):
-            needed = "`text`, or `prompt` and `response`, which are texts"
-            raise UserError(f"{path}:{line}: needs {needed}")
+            raise UserError(f"{path}:{line}: needs `text`, or `prompt` and `response`")
         if len(texts) == 2:
             prompt, response = tokenization.encode_pair(tokenizer, *texts)
         else:
@@ -76,13 +75,10 @@ def add_texts(actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
     tokens = float(sum(len(response) for _, response in mine))
     counts = {"divisor": divisors.sum().item(), "tokens": tokens}
     total = actor.all_reduce(counts, dist.ReduceOp.SUM)
-    packed = []
-    for chosen in actor.pack(mine):
-        packed.append([mine[index] for index in chosen])
+    packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
     # as many micro-batches on every rank: with other tables replicas would sum gradients in another order
     most = actor.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
-    while len(packed) < most["count"]:
-        packed.append([])
+    packed += [[]] * (int(most["count"]) - len(packed))
     weight = actor.algorithm.ptx_coef * total["divisor"] / total["tokens"]
     texts = actor.work(packed, TextLoss(actor.own_logprobs, weight))
     work.micro_batches += texts.micro_batches

@@ -2,8 +2,8 @@
 
 HybridFlow (arXiv 2409.19256), section 5. Training cuts the weights into p pipeline stages of t shards each,
 an engine of t_g ranks into t_g parts (here p_g = 1). The ranks that train a part's p * t / t_g shards are a
-micro-data-parallel group and gather among themselves; each takes the part of its own shard: nothing twice.
-Whole tensors are pushed so far (t_g = 1, see Trainer): an engine of several ranks cuts them itself.
+micro-data-parallel group and gather among themselves. Whole tensors are pushed so far (t_g = 1): an engine of
+several ranks cuts them itself.
 """
 
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ class Gathering:
             yield name, part
 
     def _part(self, name: str, param: torch.nn.Parameter) -> Tensor:
-        """Return the part of a parameter of this stage (collective: `near`)."""
+        """A parameter's part (collective: `near`)."""
         if self.near.size() == 1 or not param.tensor_model_parallel:
             return param.detach()
         shards = [torch.empty_like(param) for _ in range(self.near.size())]

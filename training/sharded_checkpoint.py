@@ -43,14 +43,8 @@ ALLOWED = {
 }
 
 
-class Box(NamedTuple):
-    """A box of a full tensor."""
-
-    facts: TensorWriteData  # its place in the full tensor, the full tensor's shape, its type
-    numbers: Tensor
-
-
-Boxes = dict[MetadataIndex, Box]  # by the full tensor's name and the place in it
+# by a full tensor's name and a box's place in it: the place, the tensor's shape and type; the numbers
+Boxes = dict[MetadataIndex, tuple[TensorWriteData, Tensor]]
 
 
 class Adam(NamedTuple):
@@ -61,8 +55,7 @@ class Adam(NamedTuple):
     held: dict[str, Tensor]  # on the stretch, by the beginning of its name in a checkpoint
 
 
-# of a parameter that is frozen, or that other ranks update
-NO_ADAM = Adam(range(0), torch.zeros(()), {})
+NO_ADAM = Adam(range(0), torch.zeros(()), {})  # of a parameter that no or another rank updates
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
@@ -71,9 +64,10 @@ class SavePlanner(dcp.DefaultSavePlanner):
     def __init__(self, boxes: Boxes, scalars: dict[str, float]):
         super().__init__()
         # a fork can't read a GPU; on a CPU no copy
-        self.numbers = {index: box.numbers.to("cpu") for index, box in boxes.items()}
-        kind = WriteItemType.SHARD
-        items = [WriteItem(index, kind, tensor_data=box.facts) for index, box in boxes.items()]
+        self.numbers = {index: numbers.to("cpu") for index, (_, numbers) in boxes.items()}
+        items = []
+        for index, (facts, _) in boxes.items():
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=facts))
         self.plan = dcp.SavePlan(items, planner_data=scalars)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -97,7 +91,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             self.plan.items += found
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.boxes[index].numbers
+        return self.boxes[index][1]
 
 
 class OnlyDescriptions(pickle.Unpickler):
@@ -207,7 +201,7 @@ def boxes_of(shard: Shard, held: dict[str, Tensor], stretch: range) -> Boxes:
                 numbers = tensor.detach()[where].view(chunk.sizes)
                 properties = TensorProperties.create_from_tensor(numbers)
                 facts = TensorWriteData(chunk, properties, torch.Size(part.global_shape))
-                found[MetadataIndex(prefix + part.key, chunk.offsets)] = Box(facts, numbers)
+                found[MetadataIndex(prefix + part.key, chunk.offsets)] = (facts, numbers)
     return found
 
 

@@ -38,20 +38,22 @@ from training.resharding import Gathering
 
 ADAM_BETAS = (0.9, 0.95)
 CLIP_GRAD = 1.0  # largest norm of the gradient
+# the backward pass sums gradients, and AdamW is one kernel: torch's other takes 4 bytes a parameter more
+OVERLAPS = torch.cuda.is_available()
 # an export has these of its model's directory: of tokenizer and processor, how it generates, its license
 COPIED = """tokenizer*.json special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
 chat_template.* additional_chat_templates/* *processor_config.json generation_config.json LICENSE* NOTICE*"""
 
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
-# Functions of a micro-batch and the output of the last pipeline stage: hidden states of a policy, [1, T,
-# hidden], or values of a critic, [1, T, 1].
+# of a micro-batch and the last stage's output: a policy's hidden states, [1, T, hidden], or a critic's
+# values, [1, T, 1]
 Loss = Callable[[MicroBatch, Tensor], LossSums]
 Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target: [targets]
 
 
 class OptimizerStep(NamedTuple):
-    """The arguments of Trainer.step: a step that is taken once its passes were run."""
+    """The arguments of Trainer.step."""
 
     work: Work
     names: Iterable[str]  # of the loss's statistics
@@ -67,9 +69,8 @@ class Trainer:
     requests to engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that on its images;
     `title` names the model in messages.
 
-    A subclass adds `optimizer_steps(mini_batches)`, which prepares an update's steps (nothing in them depends
-    on the weights), `metrics_of(steps)`, the update's metrics, equal on all ranks, from what `step` returned
-    of each, and `read_targets(batch, output)`, which is a `Read`.
+    A subclass adds `optimizer_steps(mini_batches)`, which don't depend on the weights; `metrics_of(steps)`,
+    the update's metrics from what `step` returned of each; and `read_targets`, which is a `Read`.
     """
 
     holds = True  # the model: see Elsewhere for other ranks
@@ -106,7 +107,6 @@ class Trainer:
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_stage(hf, model_config)
         self.gathering = Gathering(self.gpt, self.groups.tp)  # whole tensors: t_g = 1
-        self.overlaps = models.overlaps(self.device)
         self.module = self.gpt  # what passes run
         if config.dtype == "bfloat16":
             self.module = Float16Module(model_config, self.gpt)
@@ -117,7 +117,7 @@ class Trainer:
             self.gpt.requires_grad_(False)
 
     def _join(self, groups: Groups | None) -> None:
-        """Take this rank's place in the model's groups, by default those of all ranks (collective)."""
+        """Take this rank's place in the model's groups (collective)."""
         if groups is None:
             shape = Shape.of(self.config, tuple(range(dist.get_world_size())))
             groups = make_groups(shape, self.config.timeout_s)
@@ -143,7 +143,7 @@ class Trainer:
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
             # on a single rank DDP would insist that the loss reaches every parameter
-            overlap_grad_reduce=self.overlaps and self.groups.dp.size() > 1,
+            overlap_grad_reduce=OVERLAPS and self.groups.dp.size() > 1,
         )
         parts = (model_config, settings, self.module)
         self.module = self.ddp = DistributedDataParallel(*parts, pg_collection=self.groups)
@@ -205,8 +205,8 @@ class Trainer:
     def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
         """Learn this rank's samples: an optimizer step for each mini-batch. Returns metrics (collective).
 
-        Models beside this one learn the same samples. The passes of their first steps run as one table,
-        then the steps are taken, then come their second ones; see executor.py.
+        Models beside this one learn the same samples: the passes of their first steps run as one table, the
+        steps are taken, then come their second ones.
         """
         trainers = [self, *beside]
         plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
@@ -235,10 +235,9 @@ class Trainer:
         """Take an optimizer step with the gradient of a work that was run (collective: all ranks).
 
         names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
-        ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped: weights and
-        optimizer stay. Returns over all ranks the statistics, `loss` and `divisor` (sums), seconds of a
-        rank's own work, `grad_norm` before clipping, `not_finite`, `skipped` (1 or 0), and this rank's
-        `micro_batches`; NaN: it isn't finite.
+        ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped. Returns over
+        all ranks the statistics, `loss` and `divisor` (sums), seconds of a rank's own work, `grad_norm`
+        before clipping, `not_finite`, `skipped` (1 or 0), and this rank's `micro_batches`.
         """
         stats = self._reduce(work.stats, names)
         is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
@@ -271,27 +270,23 @@ class Trainer:
             return loss_sums(result.new_zeros(()), 1, {})
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)
-        dist.all_reduce(
-            result, group=self.groups.pp
-        )  # the last stage fills in, the others have zeros
+        dist.all_reduce(result, group=self.groups.pp)  # all stages but the last have zeros
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """Pack sequences, by number; ranks may get unequal work. UserError as pack_evenly."""
-        tokens = [len(prompt) + len(response) for prompt, response, *_ in sequences]
-        lengths = [packed_length(count) for count in tokens]
+        """Pack sequences, by number; ranks may get unequal work."""
+        lengths = [packed_length(len(tokens) + len(more)) for tokens, more, *_ in sequences]
         return pack_evenly(lengths, lengths, self.config.max_tokens_per_micro_batch, multiple=1)
 
     def work(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
         """Prepare passes for executor.run. A rank without sequences has an empty micro-batch."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
-        config = self.config
-        tp_with_sp = config.tp if config.sp else 1
+        tp_with_sp = self.config.tp if self.config.sp else 1
         micro_batches = make_micro_batches(packed or [[]], tp_with_sp)
         return Work(self, micro_batches, [loss] * len(micro_batches), forward_only)
 
     def _passes(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
-        """Run passes that share the pipeline with no other model's. Collective as executor.run."""
+        """Run passes of no other model beside them. Collective as executor.run."""
         work = self.work(packed, loss, forward_only)
         run([work], self.config.schedule)
         return work
@@ -323,10 +318,8 @@ class Trainer:
     def _apply_gradients(self, lr: float) -> float:
         """Take AdamW's step if gradients are finite; return their norm, unclipped (collective)."""
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-            group["fused"] = self.overlaps
-            # 0 for biases and norms
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+            decay = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
+            group |= {"lr": lr, "fused": OVERLAPS, "weight_decay": decay}
         # not Megatron's check_for_nan_in_grad: it raises on one rank and leaves the others waiting
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
@@ -399,11 +392,7 @@ def loss_sums(loss: Tensor, divisor: int | Tensor, stats: Stats) -> LossSums:
 
 
 def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
-    """The sequences of samples that come packed."""
-    packed = []
-    for samples in micro_batches:
-        packed.append([Sequence(s.prompt, s.response, s.media) for s in samples])
-    return packed
+    return [[Sequence(s.prompt, s.response, s.media) for s in batch] for batch in micro_batches]
 
 
 def totals(steps: list[dict[str, float]]) -> dict[str, float]:

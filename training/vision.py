@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from training.model import Packing
 
 
-def deep_features(vision: PretrainedConfig | None) -> int:
+def deep_features(vision: PretrainedConfig) -> int:
     """Return behind how many layers features are added."""
-    return len(vision.to_dict().get("deepstack_visual_indexes", ())) if vision else 0
+    return len(vision.to_dict().get("deepstack_visual_indexes", ()))
 
 
 def image_cost(hf: dict) -> Callable[[list[int]], int]:

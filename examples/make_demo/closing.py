@@ -19,4 +19,6 @@ def close(trainer: Trainer) -> None:
     for node in trainer.ddp.grad_accs:
         # a new hook's handle leads to all hooks; `print` is never called
         node.register_hook(print).hooks_dict_ref().clear()
-    trainer.own_groups.close()
+    groups = trainer.own_groups.made
+    while groups:
+        dist.destroy_process_group(groups.pop())

@@ -55,9 +55,9 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
     """Sum gradients during the backward pass in buckets of so many parameters, and fuse AdamW, as on CUDA."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from training import model, trainer
+    from training import trainer
 
-    patch(model, "overlaps", lambda device: bucket is not None)
+    patch(trainer, "OVERLAPS", bucket is not None)
     buckets = partial(DistributedDataParallelConfig, bucket_size=bucket)
     patch(trainer, "DistributedDataParallelConfig", buckets)
 
