@@ -15,7 +15,10 @@ from functools import partial
 from math import comb
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from textwrap import indent
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
 
 from config import Config
 from extras import has
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
+TEXTS = ("question", "answer_key", "response", "critique")
 # spans that have a time/*_s
 PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")
 # no costs, judges, keys
@@ -56,8 +60,11 @@ class MetricsWriter:
         with atomic_files.writing(out / "tensorboard") as path:
             self._board = SummaryWriter(str(path), purge_step=purge_step)
 
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Write row k: what k steps came to, and the step that followed. RunLost if the disk is full."""
+    def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
+        """Write row k: what k steps came to, and the step that followed. RunLost if the disk is full.
+
+        samples: Markdown that TensorBoard shows as the step's text.
+        """
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_exact = isinstance(value, str) or float(value).is_integer()
@@ -67,10 +74,25 @@ class MetricsWriter:
             for name, value in row.items():
                 if name != "step" and not isinstance(value, str):
                     self._board.add_scalar(name, value, step)
+            if samples:
+                self._board.add_text("samples", samples, step)
             self._board.flush()
+
+    def show(self, step: int, path: Path) -> None:
+        """Add a PNG to TensorBoard's images. OSError if the disk is full."""
+        from PIL import Image  # only rank 0 shows one
+
+        pixels = numpy.asarray(Image.open(path))
+        self._board.add_image(path.stem, pixels, step, dataformats="HWC")
 
     def close(self) -> None:
         self._board.close()
+
+
+def as_markdown(row: dict[str, Any]) -> str:
+    """Return a row of samples.jsonl for people. Its texts are indented: nothing in them is markup."""
+    texts = [f"{name}:\n\n{indent(row[name], '    ')}" for name in TEXTS if row[name]]
+    return "\n\n".join([f"## prompt {row['prompt_id']}: reward {row['reward']:g}", *texts])
 
 
 @dataclass
@@ -153,7 +175,7 @@ class Report:
             rows.append(row | {"response": self.decode(sample.response)})
         atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
-        self._writer.write(step, metrics)
+        self._writer.write(step, metrics, "\n\n".join(map(as_markdown, rows)))
 
     async def written(self) -> None:
         """Return once all rows are written. Not collective. RunLost if the disk is full."""
@@ -176,13 +198,14 @@ class Report:
             return
         # first: a run that has it did all its steps, and isn't gone on with
         self._writer.write(self.config.steps, self._evaluated)
+        picture = self.out / "timeline.png"
         try:
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
             if has("figure"):
                 from reporting import figure  # matplotlib is slow to import, and one rank draws
 
-                picture = figure.make_figure(figure.read_run(self.out, -4, -1))
-                picture.savefig(self.out / "timeline.png")
+                figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
+                self._writer.show(self.config.steps, picture)
             self._writer.close()
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")

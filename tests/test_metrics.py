@@ -2,18 +2,24 @@
 
 import asyncio
 import contextlib
+import html
 import json
 import math
+import re
 import threading
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugin_util import markdown_to_safe_html
 
 from config import Config
 from controller import State
 from reporting import timeline as tl
 from reporting.metrics import (
+    TEXTS,
     Facts,
     MetricsWriter,
     Report,
@@ -263,12 +269,12 @@ def rows_in(out, name="metrics"):
 
 
 def test_a_writer_of_metrics(tmp_path):
-    """A row a step with sorted names and six digits, and text as it is; numbers in TensorBoard, too.
-    It forgets them from the step on at which a run goes on."""
+    """A row a step with sorted names and six digits, and text as it is; numbers in TensorBoard, too, beside
+    samples. It forgets both from the step on at which a run goes on."""
     writer = MetricsWriter(tmp_path)
     first = {"b/loss": 0.123456789, "lr": 5.55e-7, "tokens": 12345678.0, "a/reason": "3|1: why"}
-    writer.write(0, first)
-    writer.write(3, {"b/loss": 2.0})
+    writer.write(0, first, "    a")
+    writer.write(3, {"b/loss": 2.0}, "    b")
     # before `close`: a row is safe once written
     assert scalars_in(tmp_path, "b/loss") == {0: pytest.approx(0.123457), 3: 2}
     assert scalars_in(tmp_path, "tokens") == {0: 12345678}
@@ -280,9 +286,10 @@ def test_a_writer_of_metrics(tmp_path):
     assert rows == [{"step": 0, "a/reason": "3|1: why"} | rounded, {"step": 3, "b/loss": 2.0}]
     assert list(rows[0]) == ["step", "a/reason", "b/loss", "lr", "tokens"]
     writer = MetricsWriter(tmp_path, purge_step=2)
-    writer.write(2, {"b/loss": 9.0})
+    writer.write(2, {"b/loss": 9.0}, "    c")
     writer.close()
     assert scalars_in(tmp_path, "b/loss") == {0: pytest.approx(0.123457), 2: 9}
+    assert samples_shown(tmp_path) == {0: ["a"], 2: ["c"]}
 
 
 @pytest.mark.parametrize("room, name", [(0, "metrics.jsonl"), (60, "tensorboard")])
@@ -302,8 +309,8 @@ def report_in(out, world, progress=None, log_samples=2):
 
 @pytest.mark.parametrize("is_full, log_samples", [(False, 5), (True, 2), (True, 0)])
 def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_samples):
-    """An object a step; as many samples as are asked for, first one of each group; trace and picture
-    at the end. is_full: the disk, which has room for rows alone: the picture costs a line."""
+    """An object a step; as many samples as are asked for, first one of each group, to TensorBoard, too; trace
+    and picture at the end. is_full: the disk, which has room for rows alone: the picture costs a line."""
     (tmp_path / "spans").mkdir()
     run = {"placement": "colocate", "mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))
@@ -359,8 +366,15 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
     assert [(s["prompt_id"], s["reward"]) for s in samples] == asked
     assert all(list(s) == FIELDS.split() for s in samples)
     assert {s["response"] for s in samples[:2]} <= {"<b>*"}
+    if log_samples:
+        texts = [s[name] for s in samples for name in TEXTS]
+        assert samples_shown(tmp_path) == {0: texts}
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert is_full or (tmp_path / "timeline.png").stat().st_size > 1000
+    if not is_full:
+        board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        (shown,) = board.Images("timeline")
+        with Image.open(tmp_path / "timeline.png") as picture:
+            assert (shown.step, shown.width, shown.height) == (1, *picture.size)
 
 
 def test_other_ranks_write_nothing_but_their_skipped_samples(tmp_path):
