@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from images.clips import MOST_OF_A_FRAME, Clips, File, open_file
 from images.tokens import expand
-from inputs.hf_directory import read_model_config
+from inputs.hf_directory import read_model_config, readable
 from inputs.rows import PLACES, Text
 from inputs.templates import IMAGE, VIDEO, map_texts
 from runtime.errors import UserError
@@ -56,12 +56,9 @@ class ImageReader:
         show_pairs()
         # Pillow's, which engines take, too: torchvision's makes other pixels
         processor = qwen2_vl.Qwen2VLImageProcessorPil
-        try:
-            how = {"local_files_only": True, "do_convert_rgb": True}
+        how = {"local_files_only": True, "do_convert_rgb": True}
+        with readable(f"{model_dir}: no image processor"):
             self._processor = processor.from_pretrained(model_dir, **how)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{model_dir}: no image processor: {reason}") from None
         self._side = self._processor.patch_size * self._processor.merge_size  # pixels; of a feature
         # of an image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
@@ -112,8 +109,7 @@ class ImageReader:
     ) -> list[tuple[str, Image]]:
         """Read an image, or a clip's pairs, each behind its time as the models' own processors write it.
 
-        items: gives a column of a row of a file in `folder`. decodes: else a clip is as its header bounds it.
-        UserErrors.
+        items: gives a column of a row. folder, decodes: as for `fill`. UserErrors.
         """
 
         def file() -> File:  # bytes aren't held: they are asked for anew
@@ -307,8 +303,7 @@ def media_file(item: Any, folder: Path, where: str) -> File:
     if isinstance(item, bytes | Path):
         return item
     if not isinstance(item, str) or re.match(r"\w+:", item):
-        needed = "an image or a clip is a file's path or its bytes"
-        raise UserError(f"{where}: {needed}, not {str(item)[:60]!r}")
+        raise UserError(f"{where}: a file's path or its bytes is needed, not {str(item)[:60]!r}")
     if not os.path.isfile(folder / item):  # False also for what no path could be
         raise UserError(f"{where}: {str(folder / item)[:200]}: no such file")
     return folder / item
@@ -317,6 +312,5 @@ def media_file(item: Any, folder: Path, where: str) -> File:
 def check_places(places: int, items: Sequence, place: str, where: str) -> None:
     """Raise UserError unless the texts have as many places as there are items."""
     if places != len(items):
-        kind = place[1:-1]
-        found = f"{len(items)} {kind}s for {places} places"
-        raise UserError(f"{where}: {found}, {place} or a part of the type {kind}")
+        found = f"{len(items)} {place[1:-1]}s for {places} places"
+        raise UserError(f"{where}: {found}, {place} or a part of the type {place[1:-1]}")

@@ -95,9 +95,9 @@ class PromptFile(Sequence[Prompt]):
     def _files(self, number: int) -> list:
         """The files of a prompt's images and clips."""
         row = self._rows[number]
-        if not self.reader:
-            return []
-        return self.reader.media_files(row.media, self.path.parent, row.where)
+        return (
+            self.reader.media_files(row.media, self.path.parent, row.where) if self.reader else []
+        )
 
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
@@ -115,7 +115,7 @@ class PromptFile(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def shuffled(self, seed: int, held_out: int) -> Shuffled[Prompt]:
+    def shuffled(self, seed: int, held_out: int) -> Shuffled:
         """Return the rows to train on, with up to `held_out` prompts aside that have a key."""
         prompts = identities([row.prompt for row in self._rows], self._files)
         keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}

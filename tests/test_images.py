@@ -363,7 +363,7 @@ def test_the_room_is_counted_after_expansion(model_dir, folder):
 
 ONE = dict(prompt="<image>=", images=["pictures/0.png"])
 CHAT, OWN, VIDEO = {"role": "user"}, {"type": "image", "image": "a.png"}, {"type": "video"}
-PATH = "an image or a clip is a file's path or its bytes"
+PATH = "a file's path or its bytes is needed"
 REFUSED = {  # what is wrong with a row -> how its line goes on
     "no place": (ONE | dict(prompt="="), "1 images for 0 places, <image> or a part of the type"),
     "no image": (dict(prompt="<image>="), "0 images for 1 places"),
