@@ -26,8 +26,7 @@ BROKEN = ("imed out", "closed by peer", "reset by peer")
 class World:
     """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order.
 
-    rank: this one's in the run. place: its place among the `size` ranks of this World, which are all but in
-    a `part`.
+    rank: this one's in the run. place: among the `size` ranks of this World: all, or those of a `part`.
     """
 
     def __init__(self, device: str, timeout_s: float):
@@ -48,8 +47,8 @@ class World:
 
     def _join(self, *parts: Sequence[int]) -> None:
         """Make a group of each set of ranks; take part in this rank's (collective: every rank)."""
+        timeout = timedelta(seconds=self._timeout_s)
         for ranks in parts:
-            timeout = timedelta(seconds=self._timeout_s)
             group = self._dist.new_group(ranks, backend="gloo", timeout=timeout)
             if self.rank in ranks:
                 self._group = group
@@ -68,10 +67,7 @@ class World:
         return part
 
     async def wait_for_all(self) -> None:
-        """Return once every rank is here, however long a part of them works (collective).
-
-        Without parts at once: whoever meets next waits for the ranks anyway.
-        """
+        """Return once every rank is here, however long a part works (collective); at once without parts."""
         if not self.is_parted:
             return
         self._waits += 1
@@ -100,8 +96,7 @@ class World:
     async def gather_on_0(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank, on the first; nothing on the others (collective)."""
         values = None if self.place else [None] * self.size
-        gather = self._dist.gather_object
-        await self.run(gather, value, values, self.ranks[0], self._group)
+        await self.run(self._dist.gather_object, value, values, self.ranks[0], self._group)
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
@@ -126,8 +121,7 @@ class World:
     async def broadcast(self, value: Any) -> Any:
         """Return the value of the first rank (collective)."""
         box = [value]
-        share = self._dist.broadcast_object_list
-        await self.run(share, box, self.ranks[0], self._group)
+        await self.run(self._dist.broadcast_object_list, box, self.ranks[0], self._group)
         return box[0]
 
     async def barrier(self) -> None:
@@ -139,13 +133,11 @@ class World:
         outgoing = dict(outgoing)
         own = {self.rank: outgoing.pop(self.rank)} if self.rank in outgoing else {}
         parcels = {rank: bytearray(pickle.dumps(value)) for rank, value in outgoing.items()}
-        others = set(senders) - {self.rank}
-        received = await self.run(self._send_and_receive, parcels, others)
+        received = await self.run(self._send_and_receive, parcels, set(senders) - {self.rank})
         return received | own
 
     def _send_and_receive(self, parcels: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
-        """Exchange the sizes, then the bytes."""
-        torch = self._torch
+        torch = self._torch  # sizes first, then bytes
         sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
         self._transfer({rank: torch.tensor([len(data)]) for rank, data in parcels.items()}, sizes)
         byte = torch.uint8
@@ -156,9 +148,8 @@ class World:
 
     def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
         dist = self._dist
-        group = self._group
-        requests = [dist.irecv(tensor, rank, group) for rank, tensor in incoming.items()]
-        requests += [dist.isend(tensor, rank, group) for rank, tensor in outgoing.items()]
+        requests = [dist.irecv(tensor, rank, self._group) for rank, tensor in incoming.items()]
+        requests += [dist.isend(tensor, rank, self._group) for rank, tensor in outgoing.items()]
         for request in requests:
             request.wait()
 
