@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import copy
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import psutil
 
 from runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WAIT_S = 0.02  # between two looks whether all ranks are there
 # gloo's words where a rank hangs or is gone
@@ -128,30 +126,25 @@ class World:
         """Return once every rank has called it (collective)."""
         await self.run(self._dist.barrier, self._group)
 
-    async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
-        """Send `outgoing[r]` to rank r; return what came of `senders`, exactly those (collective)."""
-        outgoing = dict(outgoing)
-        own = {self.rank: outgoing.pop(self.rank)} if self.rank in outgoing else {}
-        parcels = {rank: bytearray(pickle.dumps(value)) for rank, value in outgoing.items()}
-        received = await self.run(self._send_and_receive, parcels, set(senders) - {self.rank})
-        return received | own
+    async def exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
+        """Send `outgoing[r]` to rank r; return what came, by sender (collective). None sends nothing."""
+        received = await self.run(self._exchange, outgoing | {self.rank: None})
+        received[self.rank] = outgoing.get(self.rank)
+        return {rank: value for rank, value in received.items() if value is not None}
 
-    def _send_and_receive(self, parcels: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
-        torch = self._torch  # sizes first, then bytes
-        sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
-        self._transfer({rank: torch.tensor([len(data)]) for rank, data in parcels.items()}, sizes)
-        byte = torch.uint8
-        buffers = {sender: torch.empty(int(size), dtype=byte) for sender, size in sizes.items()}
-        outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in parcels.items()}
-        self._transfer(outgoing, buffers)
-        return {rank: pickle.loads(buffer.numpy().tobytes()) for rank, buffer in buffers.items()}
-
-    def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        dist = self._dist
-        requests = [dist.irecv(tensor, rank, self._group) for rank, tensor in incoming.items()]
-        requests += [dist.isend(tensor, rank, self._group) for rank, tensor in outgoing.items()]
-        for request in requests:
-            request.wait()
+    def _exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
+        torch = self._torch
+        exchange = partial(self._dist.all_to_all_single, group=self._group)
+        parcels = [pickle.dumps(outgoing.get(rank)) for rank in self.ranks]
+        sizes = torch.tensor(list(map(len, parcels)))
+        coming = torch.empty_like(sizes)
+        exchange(coming, sizes)
+        buffer = torch.empty(int(coming.sum()), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray().join(parcels), dtype=torch.uint8)
+        exchange(buffer, sent, coming.tolist(), sizes.tolist())
+        parts = buffer.split(coming.tolist())
+        values = [pickle.loads(part.numpy().tobytes()) for part in parts]
+        return dict(zip(self.ranks, values, strict=True))
 
     @contextlib.contextmanager
     def explaining(self, phase: Callable[[], str]) -> Iterator[None]:
