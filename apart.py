@@ -128,15 +128,12 @@ class Split(Shared):
         if len(shares.deals) == 1:
             return
         parcels = {}
-        senders = set()
         for source, target in itertools.permutations(shares.deals, 2):
             for key, makers in shares.deals[source].copies.items():
-                for rank in set(shares.deals[target].copies[key]).difference(makers):
-                    if makers[0] == c.world.rank:
+                if makers[0] == c.world.rank:
+                    for rank in set(shares.deals[target].copies[key]).difference(makers):
                         parcels.setdefault(rank, {})[key] = shares.samples[key].columns()
-                    if rank == c.world.rank:
-                        senders.add(makers[0])
-        for columns_of in (await c.peers.exchange(parcels, senders)).values():
+        for columns_of in (await c.peers.exchange(parcels)).values():
             for key, columns in columns_of.items():
                 shares.samples[key].fill(columns)
 

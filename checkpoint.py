@@ -147,12 +147,11 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
 
 def batch_from(row: dict) -> rollout.RolloutBatch:
     """Return the inverse of asdict."""
-    lists = {name: list(map(sample_from_json, row[name])) for name in ("kept", "dropped")}
+    read = {name: list(map(sample_from_json, row[name])) for name in ("kept", "dropped")}
     for name in ("filtered", "carried"):
-        lists[name] = [list(map(sample_from_json, group)) for group in row[name]]
-    return rollout.RolloutBatch(
-        **row | lists | {"stats": row["stats"] and StepStats.of_json(row["stats"])}
-    )
+        read[name] = [list(map(sample_from_json, group)) for group in row[name]]
+    read["stats"] = row["stats"] and StepStats.of_json(row["stats"])
+    return rollout.RolloutBatch(**row | read)
 
 
 @dataclass
@@ -299,20 +298,15 @@ class ResumePoint(NamedTuple):
 async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoints:
     """Make --out ready; return what saves the run, and where it continues (collective). UserErrors."""
     contents = await on_rank_0(world, contents_of, config)
-    point = await prepare_out(config, contents, world, say)
-    newest = point.newest if point else None
-    return Checkpoints(config, world, Path(config.out), contents, point, newest)
-
-
-async def prepare_out(config: Config, contents: dict, world: World, say: Say) -> ResumePoint | None:
-    """Make --out ready for this run; None for one from nothing. All raise rank 0's error (collective)."""
     try:
         if any(await world.gather(was_obeyed(config))):
             config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)
-        return await on_rank_0(world, make_ready, config, contents, folder, say)
+        point = await on_rank_0(world, make_ready, config, contents, folder, say)
     except OSError as error:
         raise UserError(f"--out {config.out} can't be used: {error}") from None
+    newest = point.newest if point else None
+    return Checkpoints(config, world, Path(config.out), contents, point, newest)
 
 
 def was_obeyed(config: Config) -> bool:

@@ -163,16 +163,12 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
     owners, deals = deal(sizes, shapes, actor.cost, c.config)
     parcels: dict[int, list[Sample]] = {}  # by receiver
-    senders: set[int] = set()  # the ranks that send something to this one
     own = {sample.key: sample for sample in batch.kept}
     for key, owner in owners.items():
-        receivers = {rank for each in deals.values() for rank in each.copies[key]}
-        if c.world.rank in receivers:
-            senders.add(owner)
         if owner == c.world.rank:
-            for receiver in receivers:
+            for receiver in {rank for each in deals.values() for rank in each.copies[key]}:
                 parcels.setdefault(receiver, []).append(own[key])
-    incoming = await c.world.exchange(parcels, senders)
+    incoming = await c.world.exchange(parcels)
     received = flat([incoming.values()])
     with c.timeline.span("read"):
         await c.prompts.attach_images(received)

@@ -37,9 +37,7 @@ class Prompts:
     cursor: int = 0  # next prompt_id that was never drawn
     requeued: list[int] = field(default_factory=list)  # drawn, but not used
     groups: dict[int, Group] = field(default_factory=dict)  # of requeued prompts, as generated here
-    owners: dict[int, int] = field(
-        default_factory=dict
-    )  # requeued prompt_id -> the rank that has its group
+    owners: dict[int, int] = field(default_factory=dict)  # requeued prompt -> rank of its group
     _ahead: dict[int, Awaitable[Prompt]] = field(default_factory=dict, init=False)  # being read
 
     def draw(self, count: int) -> list[int]:
@@ -95,8 +93,8 @@ class Prompts:
         """Return the group of a prompt: as far as it was generated, or empty samples."""
         fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images, prompt.turns)
         indices = range(self.answers + self.has_greedy)
-        group = [Sample(prompt_id, i, *fields, greedy=i == self.answers) for i in indices]
-        group = self.groups.pop(prompt_id, group)
+        empty = [Sample(prompt_id, i, *fields, greedy=i == self.answers) for i in indices]
+        group = self.groups.pop(prompt_id, empty)
         for sample in group:
             sample.media = prompt.images
             sample.row = prompt.row

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from demo.task import addition_answer
-from engines.engine import Answer, Engine, Request, names_of, prompts_of
+from engines.engine import Answer, Engine, Request, body_of
 from genrm import FORMATS, Judge, JudgeFormat, Judgement, chat_answer, chat_key
 from inputs import tokenization
 from inputs.rows import Text, as_turns, transcript
@@ -37,8 +37,7 @@ class ScoringEngine(Engine):
         clock = asyncio.get_running_loop().time
         sent = clock()
         unknown = [{"embedding": [None]}] * len(requests)
-        body = prompts_of(requests) | names_of(requests)
-        async with self._open("POST", "/classify", body, also=500) as response:
+        async with self._open("POST", "/classify", body_of(requests), also=500) as response:
             # 500 is what FastAPI makes of a number that isn't finite, for which JSON has no word
             replies = await response.json() if response.status == 200 else unknown
         end = clock()

@@ -62,8 +62,7 @@ async def exchange_through_one(
         files[prompt_id] = [Path(FOLDER, name).read_bytes() for name in names]
     for sample in samples:
         sample.row = {"files": files[sample.prompt_id]}  # a group's answers share them
-    senders = range(c.world.size) if c.world.rank == 0 else ()
-    parcels = await c.world.exchange({0: samples}, senders)
+    parcels = await c.world.exchange({0: samples})
     received = [sample for parcel in parcels.values() for sample in parcel]
     here = Sizes.of(received, c.devices.actor.image_cost, has_costs=False)
     there = Sizes.of([], c.devices.actor.image_cost, has_costs=False)
@@ -72,12 +71,12 @@ async def exchange_through_one(
     return await exchange_in_parallel(replace(batch, kept=received), held, c)
 
 
-def counted_exchange(world: World, outgoing: dict[int, Any], senders: Any):
+def counted_exchange(world: World, outgoing: dict[int, Any]):
     """World.exchange, with the bytes that leave this rank."""
     for rank, parcel in outgoing.items():
         if rank != world.rank:
             sent["between"] += len(pickle.dumps(parcel))
-    return exchange_parcels(world, outgoing, senders)
+    return exchange_parcels(world, outgoing)
 
 
 async def train_and_count(c: controller.Controller) -> bool:

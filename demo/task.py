@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from genrm import FORMATS, JudgeFormat
@@ -67,7 +66,7 @@ class Shown(NamedTuple):
         if reader is None:
             return self.text, ()
         media = {IMAGE: partial(list, self.images), VIDEO: partial(list, self.videos)}
-        return reader.fill(self.text, media, Path(), "a problem of the demo")
+        return reader.fill(self.text, media, "a problem of the demo")
 
 
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides how they look

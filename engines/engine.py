@@ -88,9 +88,7 @@ class Answer:
 
 
 class Engine:
-    """A handle on one SGLang server. Its owner, who launched it, may call all.
-
-    Others `generate` and `abort_request`.
+    """A handle on one SGLang server. Its owner, who launched it, may call all; others may ask.
 
     role, rank: whose it is and its (lead) rank. model: which of its role's models it serves. key:
     what requests must show. capacity: requests of full length that fit, known when it is ready.
@@ -124,8 +122,9 @@ class Engine:
         engine = cls(role, rank, f"http://{config.host}:{port}", key)
         with socket.socket() as probe:
             if probe.connect_ex((config.host, port)) == 0:
-                wanted = f"port {port}, wanted by the {engine.name}"
-                raise UserError(f"{wanted}, is in use: choose another --port")
+                raise UserError(
+                    f"port {port} of the {engine.name} is in use: choose another --port"
+                )
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = hf_directory.checkpoint_shapes(model_dir)
         engine._lost_s = config.engine_lost_s
@@ -153,8 +152,7 @@ class Engine:
                 raise self._start_error(f"wasn't ready within {deadline_s:g} s")
             await asyncio.sleep(LOOK_S)
         if (await self._call("GET", "/model_info"))["served_model_name"] != str(os.getpid()):
-            other = f"found another server at {self.url}"
-            raise UserError(f"the {self.name} {other}: choose another --port")
+            raise UserError(f"another server is at {self.url}: choose another --port")
         info = await self._call("GET", "/server_info")
         full_length = max(1, info["max_total_num_tokens"] // info["context_length"])
         self.capacity = min(info["max_running_requests"], full_length)
@@ -223,13 +221,12 @@ class Engine:
             await self._process.kill()
             self._process.folder.cleanup()
 
-    async def sleep(self, deadline_s: float | None = None) -> None:
+    async def sleep(self, deadline_s: float = 0.0) -> None:
         """Hand a device's memory back. Running answers are aborted: they come back with finish "abort"."""
         self._is_awake = False
         if self._process.device == "cpu":
             return
-        if self._has_aborted:
-            # until an aborted request is out, or pausing would take a second
+        if self._has_aborted:  # until an aborted request is out, pausing would take a second
             await asyncio.sleep(0.1)
         self._has_aborted = False
         # in other modes the idle scheduler spins
@@ -261,8 +258,7 @@ class Engine:
                 shape = list(tensor.shape)
                 expected = self._shapes.get(name)
                 if shape != expected:
-                    problem = f"cannot load {name} of shape {shape}: its model has {expected}"
-                    raise UserError(f"the {self.name} {problem}")
+                    raise UserError(f"the {self.name} has {expected} for {name}, not {shape}")
                 missing.discard(name)
             body["serialized_named_tensors"] = wire.serialize_bucket(bucket, self._tp)
             await self._call("POST", "/update_weights_from_tensor", **body)
@@ -286,8 +282,8 @@ class Engine:
         for request in requests:
             own = {"max_new_tokens": request.limit, "sampling_seed": request.seed}
             params.append(asdict(request.sampling) | own)
-        body = prompts_of(requests) | {"sampling_params": params}
-        body |= {"return_logprob": True, "stream": True} | names_of(requests)
+        body = body_of(requests) | {"sampling_params": params}
+        body |= {"return_logprob": True, "stream": True}
         async with self._open("POST", "/generate", body) as response:
             async for event in wire.server_sent_events(response):
                 self._events += 1
@@ -339,22 +335,16 @@ class Engine:
                 return True
         return False
 
-    async def _call(
-        self, method: str, path: str, deadline_s: float | None = None, **body: Any
-    ) -> Any:
+    async def _call(self, method: str, path: str, deadline_s: float = 0.0, **body: Any) -> Any:
         async with self._open(method, path, body, deadline_s or self._lost_s) as response:
             return await response.json() if response.content_type == "application/json" else None
 
 
-def names_of(requests: list[Request]) -> dict[str, list[str]]:
-    """Write the names of requests, if they have any."""
-    names = [request.name for request in requests]
-    return {"rid": names} if all(names) else {}
-
-
-def prompts_of(requests: list[Request]) -> dict[str, Any]:
-    """Write prompts with one token for each image, and the images; one that all share only once."""
+def body_of(requests: list[Request]) -> dict[str, Any]:
+    """Write names, prompts with a token for each image, and images; one that all share only once."""
     body: dict[str, Any] = {"input_ids": [request.prompt for request in requests]}
+    if all(request.name for request in requests):
+        body["rid"] = [request.name for request in requests]
     if any(request.images for request in requests):
         from images.tokens import collapse
 

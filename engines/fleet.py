@@ -41,7 +41,6 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         self._config = config
         self._world = world
         self._engines: list[Engine] = []  # those of this rank; once connected all
-        self._starting: list[Engine] = []
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
@@ -70,12 +69,10 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             engine = spec.engine.launch(*served, self._config, log, key)
             engine.model = spec.model
             self._engines.append(engine)
-            self._starting.append(engine)
 
     async def ready(self) -> None:
         """Wait until those that start are asleep (collective). UserError with the end of a log."""
-        starting = self._starting
-        self._starting = []
+        starting = [engine for engine in self._engines if not engine.capacity]
         asleep = [engine.ready_asleep(self._config.engine_start_s) for engine in starting]
         await raise_on_all(self._world, asyncio.gather(*asleep))
 

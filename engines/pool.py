@@ -112,22 +112,20 @@ class Pool:
         return self.route(model) if self._aborts == aborts else None
 
     def route(self, model: int = 0) -> Engine | None:
-        """Return the engine to ask next, the less loaded of two; None if none is awake."""
-        dealt = self._load.next_dealt(model)
-        if dealt and dealt.rank in self.awake:
-            return dealt
+        """Return the engine to ask next; None if none is awake."""
         return self._load.choose(self._serving.get(model, []))
 
     def _set_awake(self, leads: tuple[int, ...]) -> None:
         """Set which engines may be asked, and wake the requests that wait for one."""
+        chosen = set(leads)  # thousands, in a simulation
         self.awake = leads
         self._serving = {}
         for engine in self.engines:
-            if engine.rank in set(leads):
+            if engine.rank in chosen:
                 self._serving.setdefault(engine.model, []).append(engine)
-        self._tell_of_change()
+        self._notify()
 
-    def _tell_of_change(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -155,7 +153,7 @@ class Pool:
     async def abort(self) -> None:
         """Abort what this controller asked for and this rank's engine writes. Not collective."""
         self._aborts += 1
-        self._tell_of_change()
+        self._notify()
         if self.world.rank in self.awake:
             await self._on_own(lambda engine: engine.abort())
 
@@ -176,11 +174,8 @@ class Pool:
         await self.use(tuple(engine.rank for engine in self.engines))
 
     async def sleep(self) -> None:
-        """Free the device of weights and KV cache of this rank's engine.
-
-        Every rank does, between two meetings: the first comes after all answers, the second before anything
-        takes the devices.
-        """
+        """Free the device of this rank's engine, between two meetings: one after all answers, one before
+        anything takes the devices."""
         assert not +self._load.outstanding, "an engine is to sleep that still has to write"
         is_awake = self.world.rank in self.awake
         self._set_awake(())
@@ -262,9 +257,8 @@ class Pool:
             try:
                 await self._on_own(lambda engine: engine.load_weights(named_weights, version))
             finally:
-                # gathering is collective: a rank without an engine, or with a lost one, takes part, too.
-                # On the other ranks the engine has taken all there was
-                await self.world.run(exhaust, named_weights)
+                # gathering is collective: a rank without an engine, or with a lost one, takes part, too
+                await self.world.run(deque, named_weights, 0)
 
     async def wake_kv_cache(self) -> None:
         """Bring the KV cache back: requests may come (collective)."""
@@ -282,8 +276,3 @@ class Pool:
         """Await `verb` of this rank's engine, if the split has one."""
         if self.own:
             await verb(self.own)
-
-
-def exhaust(items: Iterator) -> None:
-    """Run an iterator to its end."""
-    deque(items, maxlen=0)

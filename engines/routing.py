@@ -47,16 +47,19 @@ class Load:
             del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Return the less loaded of two engines, whose turn it is and a random other; None if there is none.
+        """Return what `deal` chose of these engines, which are awake, else the less loaded of two, if any.
 
-        If both owe as much, it is the one whose turn it is. The least loaded of all would be the same for all
-        controllers until they meet. So each begins elsewhere: of controllers 0 and 1, who have four engines,
-        0 asks 0, 1, 2, 3 and 1 asks 2, 3, 0, 1.
+        The two are the one whose turn it is and a random other: the least loaded of all would be the same for
+        all controllers until they meet. Each begins elsewhere: of two, who have four engines, with 0 and 2.
         """
         if not engines:
             return None
         count = len(engines)
         model = engines[0].model
+        if dealt := self._dealt.get(model):
+            engine = dealt.popleft()
+            if engine in engines:
+                return engine
         turn = self._world.place * count // self._world.size + self._asked[model]
         self._asked[model] += 1
         other = turn + self._random.randrange(1, max(2, count))
@@ -105,10 +108,6 @@ class Load:
             first = sum(there[model] for there in waiting_by_rank[: world.place])
             turns = range(first, first + waiting_by_rank[world.place][model])
             self._dealt[model] = deque(serving[turn % len(serving)] for turn in turns if serving)
-
-    def next_dealt(self, model: int) -> Engine | None:
-        dealt = self._dealt.get(model)
-        return dealt.popleft() if dealt else None
 
 
 def sum_counters(rows: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
-PIECE_BYTES = 3 << 16  # of a body on its way; base64 of multiples of three can be joined
 
 
 async def in_pieces(body: dict) -> AsyncIterator[bytes]:
-    """Yield a body as JSON, each Image in it as base64; whole, it would be copied on its way."""
+    """Yield a body as JSON, each Image in it as base64; nothing holds all of them."""
     images: dict[str, Image] = {}
 
     def name_of(image: Image) -> str:
@@ -37,12 +36,9 @@ async def in_pieces(body: dict) -> AsyncIterator[bytes]:
         if part in images:
             # without it, SGLang takes a JPEG's for a path: it begins with a slash
             yield b"data:;base64,"
-            data = images[part].read()
-            for start in range(0, len(data), PIECE_BYTES):
-                yield base64.b64encode(data[start : start + PIECE_BYTES])
+            yield base64.b64encode(images[part].read())
         else:
-            for start in range(0, len(part), PIECE_BYTES):
-                yield part[start : start + PIECE_BYTES].encode()
+            yield part.encode()
 
 
 async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict]:
@@ -59,14 +55,12 @@ async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[
 def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     """Cut a stream of (name, tensor) into lists of one dtype and of about BUCKET_BYTES."""
     bucket = []
-    size = 0  # bytes
     for name, tensor in named_weights:
+        size = sum(each.nbytes for _, each in bucket)
         if bucket and (tensor.dtype != bucket[0][1].dtype or size >= BUCKET_BYTES):
             yield bucket
             bucket = []
-            size = 0
         bucket.append((name, tensor))
-        size += tensor.nbytes
     if bucket:
         yield bucket
 

@@ -123,8 +123,8 @@ def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
             context.options = {"err_detect": "explode", "max_pixels": str(MOST_OF_A_FRAME)}
             yield container, moving[0]
     except (av.FFmpegError, OSError) as error:
-        formats = "MP4, MOV, WebM or MKV"
-        raise UserError(f"{where}: no {formats} that can be read: {error.strerror}") from None
+        problem = "no MP4, MOV, WebM or MKV that can be read"
+        raise UserError(f"{where}: {problem}: {error.strerror}") from None
 
 
 def sides_of(stream: Any) -> tuple[int, int]:
@@ -174,8 +174,8 @@ def frame_times(container: Any, stream: Any, where: str) -> list[int]:
 def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tuple[int, Fraction]]:
     """Choose what is seen at times that are even, from the first frame to the last: (frame, its time).
 
-    unit: seconds of one of the times. At a constant rate these are the frames, and their times, of the
-    models' own processors. A frame that lasts longer than others is shown again, at a later time.
+    unit: seconds of one of the times. At a constant rate these are those of the models' own processors. A
+    frame that lasts longer than others is shown again, at a later time.
     """
     span = times[-1] - times[0]
     each = Fraction(span, max(1, len(times) - 1))  # on average; the last one lasts as long
@@ -203,7 +203,6 @@ def picture(frame: Any, sides: tuple[int, int], where: str) -> Any:
         # x and y go to (a x + c y, b x + d y)
         a, b, _, c, d, *_ = (number / 65536 for number in struct.unpack("=9i", bytes(matrix)))
         if (a, b, c, d) not in TURNS:
-            wrong = "it is to be mirrored, bent or turned by no quarter; convert it"
-            raise UserError(f"{where}: {wrong}")
+            raise UserError(f"{where}: mirrored, bent or turned by no quarter; convert it")
         image = image.rotate(TURNS[a, b, c, d], expand=True)
     return image

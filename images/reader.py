@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from images.clips import MOST_OF_A_FRAME, Clips, File, open_file
 from images.tokens import expand
-from inputs.hf_directory import read_model_config
+from inputs.hf_directory import read_model_config, readable
 from inputs.rows import PLACES, Text
-from inputs.templates import IMAGE, VIDEO, map_texts
+from inputs.templates import IMAGE, map_texts
 from runtime.errors import UserError
 from sample import Image
 
@@ -33,8 +33,7 @@ TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 # what Pillow raises on damaged ones
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-# by place, what gives a column of a row: paths and bytes, as `media_file` takes them
-Media = dict[str, Callable[[], list]]
+Media = dict[str, Callable[[], list[File]]]  # by place, what gives a row's files there
 
 
 class ImageReader:
@@ -56,12 +55,9 @@ class ImageReader:
         show_pairs()
         # Pillow's, which engines take, too: torchvision's makes other pixels
         processor = qwen2_vl.Qwen2VLImageProcessorPil
-        try:
-            how = {"local_files_only": True, "do_convert_rgb": True}
+        how = {"local_files_only": True, "do_convert_rgb": True}
+        with readable(f"{model_dir}: no image processor"):
             self._processor = processor.from_pretrained(model_dir, **how)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{model_dir}: no image processor: {reason}") from None
         self._side = self._processor.patch_size * self._processor.merge_size  # pixels; of a feature
         # of an image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
@@ -72,53 +68,43 @@ class ImageReader:
         media = {}
         for name, place in PLACES.items():
             items = row.get(name) or []
-            if not (callable(items) or isinstance(items, list)):
+            if callable(items):  # bytes, which aren't held: they are asked for again
+                media[place] = lambda read=items: [
+                    media_file(item, folder, where) for item in read()
+                ]
+            elif isinstance(items, list):
+                files = [media_file(item, folder, where) for item in items]
+                check_places(str(prompt).count(place), files, place, where)
+                media[place] = partial(list, files)
+            else:
                 raise UserError(f"{where}: `{name}` is a list of paths, not {items!r}")
-            if not callable(items):  # of JSON
-                items = [media_file(item, folder, where) for item in items]
-                check_places(str(prompt).count(place), items, place, where)
-                items = partial(list, items)
-            media[place] = items
         return media
 
-    def media_files(self, media: Media, folder: Path, where: str) -> list[File]:
-        """Return the files of a row's images and clips."""
-        items = media[IMAGE]() + media[VIDEO]()
-        return [media_file(item, folder, where) for item in items]
-
     def fill(
-        self, prompt: Text, media: Media, folder: Path, where: str, decodes: bool = True
+        self, prompt: Text, media: Media, where: str, decodes: bool = True
     ) -> tuple[Text, tuple[Image, ...]]:
         """Write IMAGE for each image and each pair of a clip. Returns prompt and images. UserErrors.
 
-        folder: of the row's file. decodes: else a clip is as its header bounds it.
+        decodes: else a clip is as its header bounds it.
         """
         numbers = {place: count() for place in media}
-        for place, items in media.items():
-            check_places(str(prompt).count(place), items(), place, where)
+        for place, files in media.items():
+            check_places(str(prompt).count(place), files(), place, where)
         images = []
 
         def put(found: re.Match) -> str:
             place = found[0]
             number = next(numbers[place])
-            parts = self.read_item(folder, where, decodes, place, media[place], number)
+            parts = self.read_item(where, decodes, place, lambda: media[place]()[number])
             images.extend(image for _, image in parts)
             return "".join(text + IMAGE for text, _ in parts)
 
         return map_texts(partial(re.compile("|".join(media)).sub, put), prompt), tuple(images)
 
     def read_item(
-        self, folder: Path, where: str, decodes: bool, place: str, items: Callable, number: int
+        self, where: str, decodes: bool, place: str, file: Callable[[], File]
     ) -> list[tuple[str, Image]]:
-        """Read an image, or a clip's pairs, each behind its time as the models' own processors write it.
-
-        items: gives a column of a row of a file in `folder`. decodes: else a clip is as its header bounds it.
-        UserErrors.
-        """
-
-        def file() -> File:  # bytes aren't held: they are asked for anew
-            return media_file(items()[number], folder, where)
-
+        """Read an image, or a clip's pairs, each behind its time as the models' own processors write it."""
         path = file()
         name = f"{where}: {path}" if isinstance(path, Path) else where
         if place == IMAGE:
@@ -256,24 +242,15 @@ def seen(image: Any) -> Any:
 
 
 def in_8_bits(image: Any, tags: Mapping[int, Any]) -> Any:
-    """Return a picture of 16 bits, 32 bits or floats in 256 shades. ValueError if some aren't finite.
-
-    White is the most that 16 bits hold; else 1 or, of integers, 255; if others are there, the least is
-    black and the most white. tags: of a TIFF.
-    """
+    """Return a picture of 16 bits in 256 shades. ValueError for others. tags: of a TIFF."""
     import numpy as np
     from PIL import Image as pillow
     from PIL.ExifTags import Base
 
+    if not image.mode.startswith("I;16"):
+        raise ValueError("nobody knows which of its numbers is white; save it with 8 or 16 bits")
     numbers = np.asarray(image)
-    if not np.isfinite(numbers).all():
-        raise ValueError("some of its pixels are not numbers")
-    span = (numbers.min(), numbers.max())
-    most = 1 if span[1] <= 1 or (numbers % 1).any() else 255
-    if image.mode.startswith("I;16"):
-        span = (0, 2 ** tags.get(Base.BitsPerSample, 16) - 1)
-    elif span[0] >= 0 and span[1] <= most:
-        span = (0, most)
+    span = (0, 2 ** tags.get(Base.BitsPerSample, 16) - 1)
     shades = (255, 0) if tags.get(Base.PhotometricInterpretation) == 0 else (0, 255)
     light = np.interp(numbers, span, shades).round()
     light[numbers == image.info.get("transparency")] = 255
@@ -307,8 +284,7 @@ def media_file(item: Any, folder: Path, where: str) -> File:
     if isinstance(item, bytes | Path):
         return item
     if not isinstance(item, str) or re.match(r"\w+:", item):
-        needed = "an image or a clip is a file's path or its bytes"
-        raise UserError(f"{where}: {needed}, not {str(item)[:60]!r}")
+        raise UserError(f"{where}: a file's path or its bytes is needed, not {str(item)[:60]!r}")
     if not os.path.isfile(folder / item):  # False also for what no path could be
         raise UserError(f"{where}: {str(folder / item)[:200]}: no such file")
     return folder / item
@@ -317,6 +293,5 @@ def media_file(item: Any, folder: Path, where: str) -> File:
 def check_places(places: int, items: Sequence, place: str, where: str) -> None:
     """Raise UserError unless the texts have as many places as there are items."""
     if places != len(items):
-        kind = place[1:-1]
-        found = f"{len(items)} {kind}s for {places} places"
-        raise UserError(f"{where}: {found}, {place} or a part of the type {kind}")
+        found = f"{len(items)} {place[1:-1]}s for {places} places"
+        raise UserError(f"{where}: {found}, {place} or a part of the type {place[1:-1]}")

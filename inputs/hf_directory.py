@@ -19,18 +19,15 @@ class Family(NamedTuple):
     tower: str = ""  # and those of the image tower, if there is one
 
 
+BIAS = {"add_qkv_bias": True}
+NORM = {"qk_layernorm": True}
 FAMILIES = {  # by config.json's model_type
-    "qwen2": Family("Qwen2ForCausalLM", {"add_qkv_bias": True}),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_layernorm": True}),
+    "qwen2": Family("Qwen2ForCausalLM", BIAS),
+    "qwen3": Family("Qwen3ForCausalLM", NORM),
     "llama": Family("LlamaForCausalLM", {}),
-    "qwen2_5_vl": Family(
-        "Qwen2_5_VLForConditionalGeneration", {"add_qkv_bias": True}, tower="visual."
-    ),
+    "qwen2_5_vl": Family("Qwen2_5_VLForConditionalGeneration", BIAS, tower="visual."),
     "qwen3_vl": Family(
-        "Qwen3VLForConditionalGeneration",
-        {"qk_layernorm": True},
-        text="model.language_model.",
-        tower="model.visual.",
+        "Qwen3VLForConditionalGeneration", NORM, "model.language_model.", "model.visual."
     ),
 }
 VISION_FAMILIES = [name for name, family in FAMILIES.items() if family.tower]
@@ -89,8 +86,8 @@ def sees(model_dir: str | Path) -> bool:
 def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
     """Return the open file of each tensor by its name; only heads are read. UserErrors name the directory.
 
-    As SGLang does, it reads the files that the index names, or the only one that there is. framework: "pt" to
-    load tensors; torch maps whole files, which a host may have no memory for.
+    Files are those that the index names, or the only one, as for SGLang. framework: "pt" to load tensors;
+    torch maps whole files, which a host may have no memory for.
     """
     from safetensors import SafetensorError, safe_open
 

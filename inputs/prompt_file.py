@@ -89,15 +89,13 @@ class PromptFile(Sequence[Prompt]):
         text = row.prompt
         images = ()
         if self.reader:
-            text, images = self.reader.fill(text, row.media, self.path.parent, row.where, decodes)
+            text, images = self.reader.fill(text, row.media, row.where, decodes)
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _files(self, number: int) -> list:
         """The files of a prompt's images and clips."""
-        row = self._rows[number]
-        if not self.reader:
-            return []
-        return self.reader.media_files(row.media, self.path.parent, row.where)
+        media = self._rows[number].media or {}
+        return [file for files in media.values() for file in files()]
 
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
@@ -115,7 +113,7 @@ class PromptFile(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def shuffled(self, seed: int, held_out: int) -> Shuffled[Prompt]:
+    def shuffled(self, seed: int, held_out: int) -> Shuffled:
         """Return the rows to train on, with up to `held_out` prompts aside that have a key."""
         prompts = identities([row.prompt for row in self._rows], self._files)
         keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}

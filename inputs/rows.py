@@ -31,8 +31,7 @@ UNREAD = {  # columns of other trainers -> where what they say belongs
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
     """Read (number from 1, row) of a .jsonl/.json (object a line) or .parquet file. UserError says where.
 
-    A row holds what JSON has words for, without null fields. Bytes as `images` or `videos` are left to a
-    function.
+    A row holds what JSON has words for, without null fields; for bytes of media a function that reads them.
     """
     if not path.is_file():
         raise UserError(f"{setting} {path}: no such file")
@@ -157,25 +156,21 @@ def prompt_of(row: dict, where: str, sees: bool) -> Text:
         raise UserError(f"{where}: needs `messages` ({TURNS}) or `prompt` (text, or such a list)")
     roles = [turn["role"] for turn in as_turns(prompt, "user")]
     if roles[-1] not in ("user", "tool") or "user" not in roles:
-        example = ": that is an example for examples/finetune.py sft" * (roles[-1] == "assistant")
-        end = f"it ends with the {roles[-1]}'s turn{example}"
-        raise UserError(f"{where}: {end}; a prompt ends with the user's")
+        end = f"it ends with the {roles[-1]}'s turn; a prompt ends with the user's"
+        raise UserError(f"{where}: {end} (examples/finetune.py sft takes examples)")
     return with_tools(prompt, row, where)
 
 
 def with_tools(prompt: Text, row: dict, where: str) -> Text:
     """Put a row's `tools` into its first turn, from where the chat template gets them. UserError."""
-    tools = row.get("tools")
-    if isinstance(prompt, str):
-        if tools:
-            raise UserError(f"{where}: `tools` go to the chat template, and its prompt is a text")
-        return prompt
-    given = [tools] if tools else []
-    given += [turn["tools"] for turn in prompt if turn.get("tools")]  # where some have them
-    if len(given) > 1:
-        raise UserError(f"{where}: it has `tools` in more than one place")
+    places = (row, *as_turns(prompt, "user"))  # some have them in a turn
+    given = [place["tools"] for place in places if place.get("tools")]
     if not given:
         return prompt
+    if isinstance(prompt, str):
+        raise UserError(f"{where}: `tools` go to the chat template, and its prompt is a text")
+    if len(given) > 1:
+        raise UserError(f"{where}: it has `tools` in more than one place")
     read_functions(given[0], "tools", where)
     return [prompt[0] | {"tools": given[0]}, *prompt[1:]]
 
@@ -203,8 +198,7 @@ def read_conversation(prompt: Any, answer: Any, where: str) -> list[dict]:
     last = turns[-1]
     is_empty = not (last["content"].strip() or "tool_calls" in last)
     if len(turns) < 2 or last["role"] != "assistant" or is_empty:
-        needed = "a turn of the assistant, which is not empty, after at least one other"
-        raise UserError(f"{where}: a conversation ends with {needed}")
+        raise UserError(f"{where}: a conversation ends with a turn of the assistant, not empty")
     if turns[-2]["role"] == "assistant":
         raise UserError(f"{where}: the answer follows a turn of the assistant; make them one")
     return turns
@@ -255,8 +249,8 @@ def read_content(content: Any, where: str, sees: bool) -> Any:
                 whole += IMAGE if kind == "image" else VIDEO
             case other:
                 media = ", {type: image} and {type: video}: files stand in the row" * sees
-                needed = f"only {{type: text, text}}{media}"
-                raise UserError(f"{where}: a part {str(other)[:60]} of a content; {needed}")
+                read = "only {type: text, text}" + media
+                raise UserError(f"{where}: a part {str(other)[:60]} of a content; {read}")
     return whole
 
 

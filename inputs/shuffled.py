@@ -6,23 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import Generic, TypeVar
+from typing import Any
 
 from inputs.rows import Text, as_turns
 
-Row = TypeVar("Row")
 
-
-class Shuffled(Generic[Row]):
+class Shuffled:
     """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides.
 
     prompts: of the rows, unless these are; one is held out with all its rows, and one of those measures it.
     keyless: numbers of rows that can't.
     """
 
-    def __init__(
-        self, rows: Sequence[Row], seed: int, held_out=0, name="epoch", prompts=(), keyless=()
-    ):
+    def __init__(self, rows: Sequence, seed: int, held_out=0, name="epoch", prompts=(), keyless=()):
         prompts = prompts or (rows if held_out else range(len(rows)))
         counts = Counter(prompts)
         room = len(rows) // 10
@@ -40,7 +36,7 @@ class Shuffled(Generic[Row]):
         self.count = len(self._others)  # of an epoch
         self._name = f"{name} {seed}"
 
-    def training(self, number: int) -> Row:
+    def training(self, number: int) -> Any:
         epoch, position = divmod(number, self.count)
         order = _shuffled(self.count, f"{self._name} {epoch}")
         return self._rows[self._others[order[position]]]

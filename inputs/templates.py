@@ -49,8 +49,7 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
             tokenizer.chat_template = {name: before + text for name, text in templates.items()}
     for text in given:
         if "=" not in text or text.partition("=")[0] not in mentioned - GIVEN:
-            needed = "NAME=VALUE is needed, of a NAME that a chat template of this run asks for"
-            raise UserError(f"--template {text}: {needed}")
+            raise UserError(f"--template {text}: no NAME=VALUE of what a chat template asks for")
 
 
 def literal(text: str) -> str:
@@ -88,8 +87,7 @@ def render(
     """
     name = tokenizer.name_or_path
     if tokenizer.chat_template is None:
-        needed = "no chat template, which prompts of chat turns need"
-        raise UserError(f"{where}: the tokenizer in {name} has {needed}")
+        raise UserError(f"{where}: {name} has no chat template, which chat turns need")
 
     def plain(text: str) -> str:
         return break_special_tokens(tokenizer, text).replace(IMAGE, image)
@@ -110,10 +108,10 @@ def render(
 
 
 def left_out(apply: Callable, turns: list[dict], tools: list | None, is_learned: bool) -> str:
-    """Say what `apply` leaves out of tools, calls, CHECKED turns and the last; "" if nothing.
+    """Return what `apply` leaves out of tools, calls, CHECKED turns and the last; "" if nothing.
 
-    It is given the turns once more with marks in them: a text whose mark is rendered is, too. The last turn
-    has one behind all that it says if it is learned.
+    Its turns have marks: a text whose mark is rendered is, too. A last turn that is learned is marked behind
+    all that it says.
     """
     problems: dict[str, str] = {}  # by mark
 

@@ -82,8 +82,8 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
         check_end(tokenizer, prompt, where, "prompt")
     elif end is None and tokenizer.chat_template is not None:
         render(tokenizer, prompt, where)  # UserError, if that is why
-        problem = "ends an answer with no special token, so none could end"
-        raise UserError(f"{where}: the chat template in {tokenizer.name_or_path} {problem}")
+        path = tokenizer.name_or_path
+        raise UserError(f"{where}: the chat template in {path} ends no answer with a special token")
 
 
 def encode_prompt(

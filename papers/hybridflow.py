@@ -128,7 +128,7 @@ def step_s(at: Setting, found: Mapping) -> float:
     engines = sorted({*shapes["actor"].ranks, *shapes["reward"].ranks})
     words = [f"engines={ranks_in_words(tuple(engines))}"]
     for role in LEARNT:
-        ranks, tp, pp, _ = shapes[role]
+        ranks, tp, pp = shapes[role]
         words.append(f"{role}={ranks_in_words(ranks)}:tp{tp}:pp{pp}")
     mode = "full" if shapes["actor"].ranks == shapes["reward"].ranks else "partial"
     work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))

@@ -132,11 +132,11 @@ def step_s(
         async for answer in generate(self, requests):
             yield answer
 
-    async def carry_and_exchange(self, outgoing, senders):
+    async def carry_and_exchange(self, outgoing):
         stays = self.rank if dispatches == 1 else None
         moved = sum(len(parcel) for rank, parcel in outgoing.items() if rank != stays)
         await carried(max(1, dispatches - 2) * moved * media)
-        return await exchange(self, outgoing, senders)
+        return await exchange(self, outgoing)
 
     with (
         mock.patch.object(SimulatedEngine, "generate", carry_and_generate),

@@ -1,7 +1,4 @@
-"""Files, folders and rows that are there whole or not at all, whenever the machine stops.
-
-A checkpoint is whole when its folder is called `step_<n>` and `sha256sum -c SHA256SUMS` finds no fault.
-"""
+"""Files, folders and rows that are there whole or not at all, whenever the machine stops."""
 
 import contextlib
 import fcntl

@@ -31,8 +31,7 @@ class BackgroundWriter:
     def _begins(self) -> bool:
         """Wait until the process has begun or ended, and return whether it did.
 
-        Before 3.11.10 CPython may fork while a thread of gloo's holds a lock that the new process waits for
-        without end (python/cpython#112275).
+        Before 3.11.10 it may wait for a lock of gloo's threads without end (python/cpython#112275).
         """
         begins = self._receiver.poll(BEGIN_S)
         with contextlib.suppress(EOFError, OSError):

@@ -11,7 +11,7 @@ VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def free_memory() -> int:
+def free_memory() -> float:
     """Bytes that this process and others beside it may still take: the machine's, or less by a limit."""
     left = [psutil.virtual_memory().available]
     for line in GROUPS.read_text().splitlines():
@@ -27,9 +27,7 @@ def free_memory() -> int:
     return min(left)
 
 
-def left_in(group: Path, limit: str, taken: str, dropped: str) -> int:
-    most = (group / limit).read_text().strip()
-    if most == "max":
-        return 1 << 62
+def left_in(group: Path, limit: str, taken: str, dropped: str) -> float:
     statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int(most) - int((group / taken).read_text()) + int(statistics[dropped])
+    most = float((group / limit).read_text().replace("max", "inf"))
+    return most - int((group / taken).read_text()) + int(statistics[dropped])

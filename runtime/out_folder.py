@@ -1,7 +1,7 @@
 """OUT, the folder of a run: the lock on it, and how an earlier run's files are moved out of the way.
 
-One program at a time writes there. The kernel's lock on OUT/lock sees to that, and goes with its holder; it
-holds between machines where their disk tells one of another's. The file stays: to remove it would let two in.
+One program at a time writes there: it holds the kernel's lock on OUT/lock, also between machines where their
+disk knows such locks. The file stays: to remove it would let two in.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
         await lock.acquire()
         (out / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except Timeout:
-        why = f"{(out / LOCK).read_text()} is at work there: stop it, or choose another"
-        raise UserError(f"--out {out}: {why}") from None
+        problem = f"{(out / LOCK).read_text()} is at work there: stop it, or choose another"
+        raise UserError(f"--out {out}: {problem}") from None
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise UserError(f"--out {out} can't be used: {error}") from None

@@ -25,8 +25,7 @@ def join(config: Config) -> World:
 
     torch.manual_seed(config.seed)
     cuda = torch.cuda.is_available()
-    if not cuda:
-        # ranks and engines share the cores: more threads spin on each other's
+    if not cuda:  # ranks and engines share the cores: more threads spin on each other's
         torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
@@ -39,23 +38,22 @@ def join(config: Config) -> World:
 
 
 def init_method(config: Config) -> dict:
-    """Let init_process_group find the ranks, which connect between addresses of --host alone, or UserError.
+    """Let init_process_group find the ranks, which connect between addresses of --host only, or UserError.
 
-    Through a file that nobody else may read, or between machines a store of rank 0's. Not torchrun's own:
-    that listens on every interface, and who writes to it can have the ranks connect to him.
+    Through a file that nobody else may read, or between machines a store of rank 0's: torchrun's own listens
+    on every interface, and who writes to it can have the ranks connect to him.
     """
     import torch.distributed as dist
 
     interface = interface_of(config.host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else eth1 would take eth10, too
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        check_interfaces(variable)
+    check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
     # its buffers stay on the device; SGLang does without, too
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
-    if is_local():
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         store = dist.FileStore(str(private_folder() / "store"), size)
     else:
         store = dist.TCPStore(**store_of_machines(config, rank, size))
@@ -68,22 +66,16 @@ def store_of_machines(config: Config, rank: int, size: int) -> dict:
     port = config.port - 1
     first = os.environ["MASTER_ADDR"]  # rank 0's
     if ipaddress.ip_address(host).is_loopback:
-        problem = "ranks of several machines can't meet there, name one of each"
-        raise UserError(f"--host {host}: {problem}")
+        raise UserError(f"--host {host}: several machines can't meet there, name one of each")
     place = {"host_name": first, "port": port, "world_size": size, "is_master": rank == 0}
     if rank == 0:
         if first != host:
-            problem = f"torchrun says {first} of rank 0: give it --local-addr {host}"
-            raise UserError(f"--host {host}: {problem}")
+            raise UserError(f"--host {host}: torchrun names {first}: give it --local-addr {host}")
         try:  # left to itself, a store would listen on every interface
             place["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
             raise UserError(f"the ranks' store: {error.strerror}: choose another --port") from None
     return place | {"timeout": timedelta(seconds=config.timeout_s)}
-
-
-def is_local() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
 
 
 def interface_of(host: str) -> str:
@@ -96,24 +88,12 @@ def interface_of(host: str) -> str:
     return names[host]
 
 
-def check_interfaces(variable: str) -> None:
-    """Raise UserError if a variable names network interfaces that this machine doesn't have.
-
-    gloo takes whole names, and needs each. NCCL takes how names begin, whole ones after =, and those that it
-    leaves out after ^; one is enough.
-    """
-    value = os.environ[variable]
-    names = value.lstrip("=").split(",")
+def check_interfaces(names: str) -> None:
+    """Raise UserError if GLOO_SOCKET_IFNAME names what this machine doesn't have."""
     known = psutil.net_if_addrs()
-    if variable.startswith("GLOO"):
-        is_here = {*names} <= known.keys()
-    elif value.startswith("="):
-        is_here = bool({*names} & known.keys())
-    else:
-        is_here = value.startswith("^") or any(name.startswith(tuple(names)) for name in known)
-    if not is_here:
+    if not {*names.split(",")} <= known.keys():
         there = ", ".join(known)
-        raise UserError(f"{variable}={value} is no interface of this machine: it has {there}")
+        raise UserError(f"GLOO_SOCKET_IFNAME={names} is no interface of this machine: {there}")
 
 
 def private_folder() -> Path:
@@ -122,8 +102,7 @@ def private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
-        problem = "is open to others, and the ranks of this run would meet there"
-        raise UserError(f"{folder} {problem}: remove it")
+        raise UserError(f"{folder} is open to others, and ranks would meet there: remove it")
     hold(folder)
     return folder
 

@@ -77,7 +77,7 @@ class Stop:
 
 
 def prepare() -> None:
-    """Begin a rank: it ends with its launcher, opens many files, hears no warnings.
+    """Begin a rank: it ends with its launcher, opens many files, shows no warnings.
 
     If torchrun has started it again after a user's error, it leaves as the ranks before did.
     """
@@ -105,8 +105,7 @@ def prepare() -> None:
 def group_holder() -> subprocess.Popen:
     """Start a process that leads the group of all forked ones and ends with them.
 
-    Signals to the rank's group, which torchrun and terminals send, don't reach them there. None leads a
-    group of its own: it could not call setsid.
+    Signals to the rank's group don't reach them there. A leader of its own group could not call setsid.
     """
     return subprocess.Popen("cat", stdin=subprocess.PIPE, process_group=0)
 
@@ -117,11 +116,11 @@ def before_fork() -> None:
     FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def after_fork_in_parent() -> None:
+def unblock() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
 
 
-def after_fork_in_child() -> None:
+def after_fork() -> None:
     """Give the process Python's own handlers, and another group: it isn't a rank, whoever forked it."""
     with contextlib.suppress(OSError):  # it is in another session
         os.setpgid(0, group_holder().pid)
@@ -130,14 +129,10 @@ def after_fork_in_child() -> None:
         if callable(signal.getsignal(number)):
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
+    unblock()
 
 
-os.register_at_fork(
-    before=before_fork,
-    after_in_parent=after_fork_in_parent,
-    after_in_child=after_fork_in_child,
-)
+os.register_at_fork(before=before_fork, after_in_parent=unblock, after_in_child=after_fork)
 
 
 @contextlib.contextmanager
@@ -151,10 +146,7 @@ def starting_deaf() -> Iterator[None]:
 
 
 def run(work: Coroutine, stop: Stop) -> Any:
-    """Run the work like `run_until_signal`, on an event loop that stays open.
-
-    To close it would take as long as threads of the user's code do.
-    """
+    """Run the work, on an event loop that stays open: to close it would wait for the user's threads."""
     return asyncio.new_event_loop().run_until_complete(run_until_signal(work, stop))
 
 
@@ -228,8 +220,7 @@ def leave_with_traceback(*error: Any) -> NoReturn:
 def leave(status: int) -> NoReturn:
     """End this process, and what the user's code left running, without Python's own end.
 
-    There NCCL would wait for minutes: a thread of its group looks for the ranks' store, a file that the last
-    rank has removed.
+    There NCCL would look for minutes for the ranks' store, a file that the last rank has removed.
     """
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

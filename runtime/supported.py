@@ -13,9 +13,8 @@ GLIBC = (2, 34)
 def lacks(python=sys.version_info[:2], libc=None):
     """Why the requirements can't be installed here; empty if they can. libc: its name and version."""
     if not (3, 11) <= python <= (3, 13):
-        found = ".".join(map(str, python))
         needed = "Python 3.11, 3.12 or 3.13 is needed (make install PYTHON=python3.11)"
-        return needed + ", and this is " + found
+        return needed + ", and this is " + ".".join(map(str, python))
     name, version = libc or platform.libc_ver()
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if name != "glibc" or numbers < GLIBC:
@@ -32,9 +31,7 @@ def lacks_for_gpus():
     if has_compiler and os.path.isfile(header):
         return ""
     package = "python" + ".".join(map(str, sys.version_info[:2])) + "-dev"
-    return (
-        "a run on a GPU compiles kernels: apt install g++ " + package + " (or make install GPUS=0)"
-    )
+    return "a run on a GPU compiles: apt install g++ " + package + " (or make install GPUS=0)"
 
 
 if __name__ == "__main__":

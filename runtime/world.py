@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import copy
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import psutil
 
 from runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WAIT_S = 0.02  # between two looks whether all ranks are there
 # gloo's words where a rank hangs or is gone
@@ -26,8 +24,7 @@ BROKEN = ("imed out", "closed by peer", "reset by peer")
 class World:
     """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order.
 
-    rank: this one's in the run. place: its place among the `size` ranks of this World, which are all but in
-    a `part`.
+    rank: this one's in the run. place: among the `size` ranks of this World: all, or those of a `part`.
     """
 
     def __init__(self, device: str, timeout_s: float):
@@ -48,8 +45,8 @@ class World:
 
     def _join(self, *parts: Sequence[int]) -> None:
         """Make a group of each set of ranks; take part in this rank's (collective: every rank)."""
+        timeout = timedelta(seconds=self._timeout_s)
         for ranks in parts:
-            timeout = timedelta(seconds=self._timeout_s)
             group = self._dist.new_group(ranks, backend="gloo", timeout=timeout)
             if self.rank in ranks:
                 self._group = group
@@ -68,10 +65,7 @@ class World:
         return part
 
     async def wait_for_all(self) -> None:
-        """Return once every rank is here, however long a part of them works (collective).
-
-        Without parts at once: whoever meets next waits for the ranks anyway.
-        """
+        """Return once every rank is here, however long a part works (collective); at once without parts."""
         if not self.is_parted:
             return
         self._waits += 1
@@ -100,8 +94,7 @@ class World:
     async def gather_on_0(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank, on the first; nothing on the others (collective)."""
         values = None if self.place else [None] * self.size
-        gather = self._dist.gather_object
-        await self.run(gather, value, values, self.ranks[0], self._group)
+        await self.run(self._dist.gather_object, value, values, self.ranks[0], self._group)
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
@@ -126,41 +119,32 @@ class World:
     async def broadcast(self, value: Any) -> Any:
         """Return the value of the first rank (collective)."""
         box = [value]
-        share = self._dist.broadcast_object_list
-        await self.run(share, box, self.ranks[0], self._group)
+        await self.run(self._dist.broadcast_object_list, box, self.ranks[0], self._group)
         return box[0]
 
     async def barrier(self) -> None:
         """Return once every rank has called it (collective)."""
         await self.run(self._dist.barrier, self._group)
 
-    async def exchange(self, outgoing: dict[int, Any], senders: Iterable[int]) -> dict[int, Any]:
-        """Send `outgoing[r]` to rank r; return what came of `senders`, exactly those (collective)."""
-        outgoing = dict(outgoing)
-        own = {self.rank: outgoing.pop(self.rank)} if self.rank in outgoing else {}
-        parcels = {rank: bytearray(pickle.dumps(value)) for rank, value in outgoing.items()}
-        others = set(senders) - {self.rank}
-        received = await self.run(self._send_and_receive, parcels, others)
-        return received | own
+    async def exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
+        """Send `outgoing[r]` to rank r; return what came, by sender (collective). None sends nothing."""
+        received = await self.run(self._exchange, outgoing | {self.rank: None})
+        received[self.rank] = outgoing.get(self.rank)
+        return {rank: value for rank, value in received.items() if value is not None}
 
-    def _send_and_receive(self, parcels: dict[int, bytearray], senders: set[int]) -> dict[int, Any]:
-        """Exchange the sizes, then the bytes."""
+    def _exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
         torch = self._torch
-        sizes = {sender: torch.empty(1, dtype=torch.int64) for sender in senders}
-        self._transfer({rank: torch.tensor([len(data)]) for rank, data in parcels.items()}, sizes)
-        byte = torch.uint8
-        buffers = {sender: torch.empty(int(size), dtype=byte) for sender, size in sizes.items()}
-        outgoing = {rank: torch.frombuffer(data, dtype=byte) for rank, data in parcels.items()}
-        self._transfer(outgoing, buffers)
-        return {rank: pickle.loads(buffer.numpy().tobytes()) for rank, buffer in buffers.items()}
-
-    def _transfer(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
-        dist = self._dist
-        group = self._group
-        requests = [dist.irecv(tensor, rank, group) for rank, tensor in incoming.items()]
-        requests += [dist.isend(tensor, rank, group) for rank, tensor in outgoing.items()]
-        for request in requests:
-            request.wait()
+        exchange = partial(self._dist.all_to_all_single, group=self._group)
+        parcels = [pickle.dumps(outgoing.get(rank)) for rank in self.ranks]
+        sizes = torch.tensor(list(map(len, parcels)))
+        coming = torch.empty_like(sizes)
+        exchange(coming, sizes)
+        buffer = torch.empty(int(coming.sum()), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray().join(parcels), dtype=torch.uint8)
+        exchange(buffer, sent, coming.tolist(), sizes.tolist())
+        parts = buffer.split(coming.tolist())
+        values = [pickle.loads(part.numpy().tobytes()) for part in parts]
+        return dict(zip(self.ranks, values, strict=True))
 
     @contextlib.contextmanager
     def explaining(self, phase: Callable[[], str]) -> Iterator[None]:

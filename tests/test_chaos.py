@@ -296,8 +296,8 @@ class Trial:
         worlds = [FakeWorld(rank, self.size, meetings) for rank in range(self.size)]
 
         async def prepare():
-            how = (self.config, checkpoint.contents_of(self.config))
-            return await asyncio.gather(*[checkpoint.prepare_out(*how, w, str) for w in worlds])
+            opened = (checkpoint.open_checkpoints(self.config, world, str) for world in worlds)
+            return [saves.point for saves in await asyncio.gather(*opened)]
 
         point, *others = asyncio.run(prepare())
         assert {*others} <= {point}

@@ -17,6 +17,7 @@ from PIL import Image as pillow
 
 import data
 from images import clips, reader
+from inputs.templates import VIDEO
 from runtime.errors import UserError
 from sample import Prompt
 from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
@@ -111,7 +112,7 @@ def test_a_display_matrix_is_obeyed(matrix):
 
 @pytest.mark.parametrize("matrix", [*MIRRORED, (1, 1, -1, 1)])
 def test_a_clip_that_is_not_only_turned_is_refused(matrix):
-    refused = "^a clip: it is to be mirrored, bent or turned by no quarter; convert it$"
+    refused = "^a clip: mirrored, bent or turned by no quarter; convert it$"
     with pytest.raises(UserError, match=refused):
         pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
 
@@ -157,9 +158,9 @@ def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
 def test_a_pair_fills_the_patches_where_an_image_stands_twice(model_dir):
     """As transformers makes them of two frames; a still one among them stays as it is."""
     eyes = reader.ImageReader(model_dir)
-    read = partial(eyes.read_item, Path(), "here", True)
-    ((_, still),) = read(reader.IMAGE, lambda: [encoded_picture(64, 64)], 0)
-    pairs = [image for _, image in read(reader.VIDEO, lambda: [encoded_clip(frames_of(4))], 0)]
+    read = partial(eyes.read_item, "here", True)
+    ((_, still),) = read(reader.IMAGE, lambda: encoded_picture(64, 64))
+    pairs = [image for _, image in read(VIDEO, lambda: encoded_clip(frames_of(4)))]
     pixels, grids = eyes.pixels([pairs[0], still, pairs[1]])
     sides = [each.shape[1:] for each in (pairs[0], still, pairs[1])]
     assert grids.tolist() == [[1, 2 * rows, 2 * columns] for rows, columns in sides]

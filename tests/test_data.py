@@ -297,7 +297,7 @@ BAD_ROWS = [  # behind a good one and an empty line: what is said about a row
     ({"messages": [{"role": "user", "content": None}]}, "needs `messages`"),
     ({"messages": [{"role": "human", "content": "?"}]}, "of the roles system, .*, user,"),
     ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
-    ({"messages": ANSWERED}, "assistant's turn: that is an example for examples/finetune.py sft"),
+    ({"messages": ANSWERED}, "assistant's turn; a .* user's .examples/finetune.py sft takes"),
     ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` say different things"),
     ({"prompt": "all is said\x03"}, "the prompt ends with what ends an answer"),
     ({"messages": json.dumps(CHAT)}, f"`messages` {NO_TURNS}"),
@@ -480,7 +480,7 @@ def test_what_ends_an_answer(tokenizer, tmp_path, template, end):
     assert {*map(tokenizer.decode, stop)} == {"<|endoftext|>", end or "<|endoftext|>"}
     assert said == [f"{tmp_path}: its chat template ends an answer with {end}"] * bool(end)
     assert len(PromptFile(texts, tokenizer, 1000)) == 1
-    refused = pytest.raises(ValueError, match=r"0\.jsonl:1: .* (no special token|never two)")
+    refused = pytest.raises(ValueError, match=r"0\.jsonl:1: .* (with a special token|never two)")
     with nullcontext() if end else refused:
         PromptFile(chats, tokenizer, 1000)
 

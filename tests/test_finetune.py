@@ -277,7 +277,7 @@ BAD = {  # command, tokenizer -> rows, and what is said about them
         ({"chosen": WHOLE, "rejected": WHOLE}, "are the same"),
         (OTHER_PAIR | {"prompt": "1+1?"}, CONTRADICTS),
     ],
-    "rm endless": [(PAIR, "ends an answer with no special token, so none could end")],
+    "rm endless": [(PAIR, "ends no answer with a special token")],
 }
 
 

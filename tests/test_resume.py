@@ -58,12 +58,13 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
 def prepared(out: Path, ranks=2, **settings) -> tuple[ResumePoint | None, list[str]]:
     """What every rank came to, or what they all raise; and what was said, once for all of them."""
     meetings, lines, config = {}, [], replace(CONFIG, out=str(out), **settings)
-    contents = checkpoint.contents_of(config)
+
+    async def point_of(world):
+        return (await checkpoint.open_checkpoints(config, world, lines.append)).point
 
     async def prepare():
         worlds = [FakeWorld(rank, ranks, meetings) for rank in range(ranks)]
-        each = (checkpoint.prepare_out(config, contents, world, lines.append) for world in worlds)
-        return await asyncio.gather(*each, return_exceptions=True)
+        return await asyncio.gather(*map(point_of, worlds), return_exceptions=True)
 
     points = asyncio.run(prepare())
     assert len(set(map(repr, points))) == 1

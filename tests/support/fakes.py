@@ -57,10 +57,10 @@ class FakeWorld(SimulatedWorld):
         values = await self.gather(value)
         return [] if self.place else values
 
-    async def exchange(self, outgoing, senders):
+    async def exchange(self, outgoing):
         others = outgoing.keys() - {self.rank}
         sent = {rank: pickle.dumps(outgoing[rank]) for rank in others}
-        return await super().exchange(outgoing | sent, senders)
+        return await super().exchange(outgoing | sent)
 
     def _received(self, parcel):
         return pickle.loads(parcel)
