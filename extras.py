@@ -20,13 +20,13 @@ class Extra(NamedTuple):
 
 EXTRAS = {
     # PLACEMENTS: split, standalone, ranks in words; --ahead
-    "apart": Extra("apart.py training/elsewhere.py training/push.py", adds="apart"),
+    "apart": Extra("apart", adds="apart.placements"),
     # MODES, MOVES: --mode fused
-    "fused": Extra("fused.py scheduling/fusion.py", adds="fused"),
+    "fused": Extra("fused/mode.py fused/tail.py", adds="fused.mode"),
     # MOVES: --rebalance in partial mode
     "rebalance": Extra("scheduling/rebalance.py", adds="scheduling.rebalance"),
     # SCHEDULES: --schedule fused
-    "fused pipelines": Extra("scheduling/fused_pipelines.py", adds="scheduling.fused_pipelines"),
+    "fused pipelines": Extra("fused/pipelines.py", adds="fused.pipelines"),
     # --algorithm ppo and safe_rlhf
     "critics": Extra("critic.py"),
     # ptx_data of --algorithm
@@ -47,9 +47,9 @@ EXTRAS = {
     # --dry-run, --simulate, run.py check
     "dry run": Extra("commands/dry_run.py"),
     # --rule FILE.py
-    "rules of users": Extra("user_rules.py"),
+    "rules of users": Extra("scoring/rules.py"),
     # FORMATS: scalar reward models as judges
-    "scalar judges": Extra("scalar_judge.py", adds="scalar_judge"),
+    "scalar judges": Extra("scoring/scalar.py", adds="scoring.scalar"),
     # without CUDA: engines are forked, and a compiled decoder answers
     "fast CPU": Extra("cpu/fast engines/forked.py"),
     # what a GPU run needs beside the GPU is looked for at its start

@@ -127,7 +127,7 @@ class Mode(NamedTuple):
     serve: Callable[[RolloutStep], Awaitable[None]]
 
 
-MODES = {  # fused.py adds one
+MODES = {  # fused/mode.py adds one
     "partial": Mode(partial_colocation, judge_as_generated),
     "full": Mode(full_colocation, generate_then_judge),
 }

@@ -27,11 +27,11 @@ from scheduling.layout import Placement, Shape
 from scheduling.measured import Split
 
 if TYPE_CHECKING:
+    from apart.push import Route
     from controller import Controller
     from reporting.timeline import Timeline
     from rollout import RolloutBatch
     from scheduling.dealing import Shares
-    from training.push import Route
     from training.trainer import Trainer  # which imports Megatron: placements are made without
 
 
@@ -90,7 +90,9 @@ class Row(NamedTuple):
     sharing: Callable[[Placement], Shared]
 
 
-PLACEMENTS = {"colocate": Row(colocate, lambda placement: Shared())}  # apart.py adds others
+PLACEMENTS = {
+    "colocate": Row(colocate, lambda placement: Shared())
+}  # apart/placements.py adds others
 
 
 # of a run that can't be: (config, placement, splits), each may raise a UserError before anything starts

@@ -81,7 +81,7 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
         if match := re.fullmatch(pattern, spec, re.DOTALL):
             return Rule(signal, partial(ask_row, title, partial(function, **match.groupdict())))
     extras.need("rules of users", title)
-    from user_rules import load_file
+    from scoring.rules import load_file
 
     return Rule(signal, load_file(title, spec, signal, timeout_s).ask)
 

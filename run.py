@@ -396,7 +396,7 @@ def build_models(
     def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer:
         own = shape.sized(config)
         if groups[shape] is None:
-            from training.elsewhere import Elsewhere
+            from apart.elsewhere import Elsewhere
 
             return Elsewhere(own, model, shape, **how)
         return kind(own, model, groups=groups[shape], **how)
@@ -421,7 +421,7 @@ def build_models(
     receivers = sorted(engines - {*placement.actor.ranks})
     route = None
     if receivers:
-        from training import push
+        from apart import push
 
         route = push.connect(senders, receivers, config.timeout_s)
     return Models([actor, *critics], references, route)

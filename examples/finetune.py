@@ -102,7 +102,7 @@ def parse_rm(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Exampl
     pairs = [read_answer(row, row[name], tokenizer, where) for name in ("chosen", "rejected")]
     if pairs[0][0] != pairs[1][0]:
         raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
-    from scalar_judge import encode_exchange
+    from scoring.scalar import encode_exchange
 
     texts = [encode_exchange(tokenizer, *pair, where=where) for pair in pairs]
     if texts[0] == texts[1]:

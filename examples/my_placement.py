@@ -8,9 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import apart
 import placement
 import run
+from apart import placements
 from scheduling.layout import Placement, Shape
 
 
@@ -22,6 +22,6 @@ def critics_last(everyone, config):  # they have the last ranks; all others take
     return Placement(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
 
 
-placement.PLACEMENTS["last"] = placement.Row(critics_last, apart.sharing_of)
+placement.PLACEMENTS["last"] = placement.Row(critics_last, placements.sharing_of)
 if __name__ == "__main__":
     run.main(sys.argv[1:])

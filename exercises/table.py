@@ -43,7 +43,7 @@ EXERCISES = (
         "Few answers are still being written: which ranks go on, while judges get the rest.",
         "RLHFuse (arXiv 2409.13221), section 4",
         40,
-        "scheduling/fusion.py",
+        "fused/tail.py",
         "ranks_of_tail",
         "test_fusion.py test_ranks_of_tail test_rollout_never_holds_what_a_judge_needs",
     ),

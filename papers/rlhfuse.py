@@ -23,10 +23,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from fused import pipelines as fused_pipelines
+from fused.tail import TAILS
 from papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
 from runtime.errors import UserError
-from scheduling import fused_pipelines, pipeline
-from scheduling.fusion import TAILS
+from scheduling import pipeline
 from scheduling.pipeline import Pipe
 from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Device, Model, Passes, decode_of

@@ -96,7 +96,7 @@ def sharing() -> Iterator[None]:
         (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }
     if extras.has("fused"):
-        import fused
+        from fused import mode as fused
 
         shared[fused, "ranks_of_tail"] = Once(fused.ranks_of_tail)
         shared[fused, "token_latency"] = Once(fused.token_latency)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from apart.elsewhere import Elsewhere
 from commands import memory
 from commands.dry_run import graphics
 from config import AS_FITS, PRESETS, Config, parse_config
@@ -31,7 +32,6 @@ from runtime.errors import UserError
 from scheduling.layout import Shape
 from tests.support.fakes import LEFTOVERS, simulate
 from tests.support.patience import run_process
-from training.elsewhere import Elsewhere
 from training.lm_head import CHUNK_BYTES
 from training.memory import (
     CONTEXT,

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import scalar_judge
 from config import Config
 from cpu.invariance import attend, group_by_length
 from cpu.sglang import murmur_hash32
@@ -28,6 +27,7 @@ from engines.pool import Pool
 from engines.server import STREAM_INTERVAL
 from reporting.timeline import Timeline
 from runtime.errors import UserError
+from scoring import scalar
 from tests.support.fakes import VirtualClock, requests_of
 from tests.support.launched import free_port
 from tests.support.models import EOS, make_tiny_qwen3
@@ -608,7 +608,7 @@ def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
     with torch.no_grad():
         expected = oracle(padded, attention_mask=padded != 0).logits[:, 0].tolist()
-    kind = scalar_judge.ScoringEngine
+    kind = scalar.ScoringEngine
     engine = launch(tmp_path / "model", tmp_path / "engine.log", "genrm", kind=kind)
 
     def scores(prompts):

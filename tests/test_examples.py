@@ -15,8 +15,8 @@ import modes
 import placement
 import rewards
 import run
-import user_rules
 from inputs import prompt_file, tokenization
+from scoring import rules as user_rules
 from tests import ROOT
 from tests.support import fakes
 from tests.support.fakes import simulate, text_answer, to_text

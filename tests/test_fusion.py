@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fused import tail as fusion
+from fused.tail import FluidModel, TokenLatency, kept_engines, ranks_of_tail
 from genrm import FORMATS
 from reporting import timeline
-from scheduling import fusion
-from scheduling.fusion import FluidModel, TokenLatency, kept_engines, ranks_of_tail
 from scheduling.measured import Left, RequestStats, Split, StepStats, histogram
 from tests.support.fakes import number_in, samples_of, simulate, text_answer, to_text
 from tests.test_faults import UNBROKEN, check_as_unbroken, in_parts_of

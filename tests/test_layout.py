@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apart import placement_from, ranks_from
+from apart.placements import placement_from, ranks_from
 from config import Config
 from placement import make_placement
 from runtime.errors import UserError

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 import controller
-import fused
+from fused import mode as fused
 from papers import rlhfuse
 from papers.rlhfuse import Setting, cluster_of, inference_s, simulate
 from papers.tables import ROOT, read_constants

@@ -4,8 +4,8 @@ import pytest
 
 import placement
 from config import Config
+from fused.tail import TAILS
 from modes import place
-from scheduling.fusion import TAILS
 from scheduling.measured import Split
 
 FUSED = [f"fused {tail:g}" for tail in dict.fromkeys((0.2, *TAILS))]

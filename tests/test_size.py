@@ -11,7 +11,7 @@ from config import GROUPS, Config, settings_of
 from tests import ROOT
 
 ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
-ROOMS += ("images", "inputs")
+ROOMS += ("images", "inputs", "apart", "fused", "scoring")
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 FINETUNE = ROOT / "examples" / "finetune.py"
@@ -42,7 +42,7 @@ LAYERS = (  # each may import what stands below it, and its own line
     {"commands", "simulation"},
     {"controller"},
     {"fused", "apart"},
-    {"modes", "rollout", "rewards", "checkpoint", "demo", "user_rules", "scalar_judge"},
+    {"modes", "rollout", "rewards", "checkpoint", "demo", "scoring"},
     {"genrm", "actor", "critic", "reporting"},
     {"training", "placement", "algorithms", "data"},
     {"engines", "scheduling"},

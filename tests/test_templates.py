@@ -10,13 +10,13 @@ import pytest
 
 import genrm
 import rewards
-import scalar_judge
 from config import Config
 from examples.finetune import parse_rm, parse_sft
 from inputs import tokenization
 from inputs.prompt_file import PromptFile
 from inputs.templates import TODAY
 from runtime.errors import UserError
+from scoring import scalar
 from tests.support.models import TEMPLATE, save_tokenizer
 from tests.support.rows import jsonl
 from tests.support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
@@ -149,7 +149,7 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     assert parse_sft(row, tokenizer, "f:1")[0].prompt == expected
     row |= {"chosen": "7", "rejected": "6"}
     [learned, _] = parse_rm(row, tokenizer, "f:1")
-    assert scalar_judge.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
+    assert scalar.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
     called = {"prompt": [ASKED], "chosen": [CALLED], "rejected": [turn("assistant", "6")]}
     for each in (row, called):
         with pytest.raises(UserError, match=r"f:1: .* has no chat template"):

@@ -15,10 +15,10 @@ import numpy
 import pytest
 
 import rewards
-import user_rules
 from config import Config
 from inputs import tokenization
 from sample import Sample
+from scoring import rules as user_rules
 from tests import ROOT
 from tests.support.fakes import FakeSource, simulate, to_text, trained
 from tests.support.models import save_tokenizer

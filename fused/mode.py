@@ -1,6 +1,6 @@
 """`--mode fused`: rollout holds all ranks until few answers are left, then genrm most of them.
 
-RLHFuse (arXiv 2409.13221), section 4. What is decided, and why: scheduling/fusion.py.
+RLHFuse (arXiv 2409.13221), section 4. What is decided, and why: fused/tail.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from config import Config
+from fused.tail import TAILS, kept_engines, ranks_of_tail, token_latency
 from modes import MODES, Mode
 from rollout import RolloutStep, gather_finished_groups, generate_and_judge
-from scheduling.fusion import TAILS, kept_engines, ranks_of_tail, token_latency
 from scheduling.layout import Placement
 from scheduling.measured import Left, Split
 
