@@ -1,8 +1,7 @@
 """The policy: its log-probabilities, its loss, its update; the reference model of a KL penalty.
 
-From `learn` to the policy's loss: controller.learn calls Trainer.update. For each mini-batch that has the
-passes run (executor.py), in which Megatron calls PolicyLoss on the last stage, divides the gradient by the
-divisors of all micro-batches and ranks, and takes AdamW's step (Trainer.step).
+controller.learn calls Trainer.update. For each mini-batch that has the passes run (executor.py), in which
+Megatron calls PolicyLoss on the last stage, and takes AdamW's step (Trainer.step).
 """
 
 from __future__ import annotations

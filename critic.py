@@ -127,8 +127,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tup
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
     than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2).
     """
-    # bit for bit `values` inside
-    clipped_values = values.clamp(old - clip, old + clip)
+    clipped_values = values.clamp(old - clip, old + clip)  # bit for bit `values` inside
     plain = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
@@ -144,13 +143,11 @@ class ValueLoss:
     clip: float
 
     def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
-        """The loss of a micro-batch, from the model's output."""
         slots = batch.slots[batch.slots != NO_TARGET]
         returns = self.returns[slots]
         old = self.old[slots]
         loss, clipped = value_loss(self.read(batch, output), old, returns, self.clip)
-        # in float64: a variance is a small difference of these sums
-        returns = returns.double()
+        returns = returns.double()  # a variance is a small difference of the sums
         errors = returns - old.double()
         stats = {
             "clipped": clipped.sum(),

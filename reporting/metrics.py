@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
-# spans that have a time/*_s
-PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")
+PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")  # time/*_s
 # no costs, judges, keys
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
