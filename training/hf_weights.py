@@ -66,7 +66,7 @@ def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
 
 
 def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]:
-    """Undo `fuse`, of the whole tensor or of what `join` makes."""
+    """Undo `fuse`."""
     if "linear_qkv" in name:
         queries = config.num_attention_heads // config.num_query_groups  # of a group
         rest = tensor.shape[1:]
@@ -98,7 +98,7 @@ def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor, tp: ProcessGrou
 
 
 def join(name: str, shards: list[Tensor], dim: int) -> Tensor:
-    """Undo `tp_shard`, of some neighbours or of all: return what lies together in the full tensor."""
+    """Undo `tp_shard`."""
     if "linear_fc1" in name:
         halves = zip(*(shard.chunk(2) for shard in shards), strict=True)
         shards = [half for both in halves for half in both]

@@ -106,7 +106,7 @@ class Trainer:
         self.activations = model_config.num_layers * model_config.hidden_size
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_stage(hf, model_config)
-        self.gathering = Gathering(self.gpt, self.groups.tp)  # whole tensors: t_g = 1
+        self.gathering = Gathering(self.gpt)
         self.module = self.gpt  # what passes run
         if config.dtype == "bfloat16":
             self.module = Float16Module(model_config, self.gpt)
