@@ -62,7 +62,6 @@ class Critic(Trainer):
         """Load a directory, as a Trainer. From a policy's the head begins at zero."""
         self.name = name
         self.title = f"{name} critic"
-        self.prefix = "critic" if name == "reward" else f"{name}_critic"  # of the metrics
         self.algorithm = algorithm_of(config)
         super().__init__(config, model_dir, groups, reverse=schedule_of(config).fuses)
 
@@ -99,7 +98,8 @@ class Critic(Trainer):
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
         metrics = value_metrics(steps, self._learning_rate())
-        return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+        prefix = "critic" if self.name == "reward" else f"{self.name}_critic"
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _learning_rate(self) -> float:
         """Grow to `critic_lr` over `lr_warmup_steps`, and stay."""

@@ -12,10 +12,8 @@ from torch.distributed import ProcessGroup
 
 from inputs.hf_directory import Family, tensor_files
 
-TOP_NAMES = {
-    "embedding.word_embeddings.weight": "embed_tokens.weight",
-    "decoder.final_layernorm.weight": "norm.weight",
-}
+EMBEDDING = "embedding.word_embeddings.weight"
+TOP_NAMES = {EMBEDDING: "embed_tokens.weight", "decoder.final_layernorm.weight": "norm.weight"}
 TOWER = "visual."  # of images; whole on every tensor-parallel rank
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -113,7 +111,7 @@ def is_tied_copy(model: GPTModel, name: str) -> bool:
 @torch.no_grad()
 def load_weights(model: GPTModel, weights: HFWeights) -> None:
     for name, param in global_parameters(model):
-        own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
+        own = EMBEDDING if is_tied_copy(model, name) else name
         names = hf_names(own, model.family)
         full = fuse(name, [weights[hf_name] for hf_name in names], model.config)
         shard = tp_shard(name, param, full, model.pg_collection.tp)

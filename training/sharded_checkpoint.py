@@ -180,10 +180,9 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
         *elsewhere, copy = shard.replica_id  # among tp and pp ranks; in the group
         stretch, _, held = adam.get(shard.data, NO_ADAM)
         weights = shard.data.view(-1)
-        own = stretch
         # all of what it loads, and of a frozen one that it saves
-        if not saves or (copy == 0 and not shard.data.requires_grad):
-            own = range(weights.numel())
+        is_whole = not saves or (copy == 0 and not shard.data.requires_grad)
+        own = range(weights.numel()) if is_whole else stretch
         if not saves or not any(elsewhere):
             found |= boxes_of(shard, {"": weights[own.start : own.stop]}, own)
             found |= boxes_of(shard, held, stretch)
