@@ -1,8 +1,7 @@
 """The policy: its log-probabilities, its loss, its update; the reference model of a KL penalty.
 
-From `learn` to the policy's loss: controller.learn calls Trainer.update. For each mini-batch that has the
-passes run (executor.py), in which Megatron calls PolicyLoss on the last stage, divides the gradient by the
-divisors of all micro-batches and ranks, and takes AdamW's step (Trainer.step).
+controller.learn calls Trainer.update. For each mini-batch that has the passes run (executor.py), in which
+Megatron calls policy_loss on the last stage, and takes AdamW's step (Trainer.step).
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Actor(Trainer):
         for number, micro_batches in enumerate(mini_batches):
             samples = flat([micro_batches])
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
-            loss = PolicyLoss(read, targets, self.algorithm)
+            loss = partial(policy_loss, read, targets, self.algorithm)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
                 from training import ptx
@@ -197,51 +196,47 @@ def pack_targets(
     return PackedTargets(**tensors)
 
 
-@dataclass
-class PolicyLoss:
-    """The loss of a mini-batch: the algorithm's, importance weights, KL and entropy."""
+def policy_loss(
+    read: Callable, targets: PackedTargets, algorithm: Algorithm, batch: MicroBatch, hidden: Tensor
+) -> LossSums:
+    """The loss of a micro-batch: the algorithm's, importance weights, KL and entropy (collective: tp).
 
-    read: Callable  # log-probabilities and entropies of a micro-batch's targets
-    targets: PackedTargets
-    algorithm: Algorithm
-
-    def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
-        """The loss of a micro-batch, from hidden states, [1, T, hidden] (collective: tp)."""
-        algorithm = self.algorithm
-        targets = self.targets.at(batch.slots[batch.slots != NO_TARGET])
-        logprobs, entropy = self.read(batch, hidden)
-        log_ratio = logprobs.detach() - targets.engine_logprobs
-        old_logprobs, importance = importance_weights(targets, algorithm, logprobs.detach())
-        inputs = LossInputs(
-            logprobs=logprobs,
-            old_logprobs=old_logprobs,
-            advantages=targets.advantages,
-            sequence=targets.sequence,
-            lengths=targets.lengths,
-        )
-        loss, clipped = algorithm.loss(inputs, algorithm)
-        if loss.shape != logprobs.shape or not loss.requires_grad:
-            has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
-            needed = f"a number for each of {len(logprobs)} tokens, with a gradient, is needed"
-            raise UserError(f"--algorithm {algorithm.name}: its loss has {has}; {needed}")
-        loss = importance * loss
-        stats = engine_stats(log_ratio[~targets.stale].abs())
-        if targets.reference_logprobs is not None:
-            reference_kl = algorithm.kl(logprobs - targets.reference_logprobs)
-            stats["reference_kl"] = reference_kl.detach().sum()
-            if algorithm.kl_in == "loss":
-                loss = loss + algorithm.kl_coef * reference_kl
-        if algorithm.entropy_coef:
-            loss = loss - algorithm.entropy_coef * entropy
-        loss = targets.mean_weights * loss
-        stats["tokens"] = torch.tensor(len(logprobs))
-        stats["policy_loss"] = loss.detach().sum()
-        stats["entropy"] = entropy.detach().sum()
-        stats["kl"] = -log_ratio.sum()  # k1, of KL(the weights that wrote || those that train)
-        stats["clip_frac"] = clipped.sum()
-        stats["stale_token_frac"] = targets.stale.sum()
-        stats["stale_weight"] = importance[targets.stale].sum()
-        return loss_sums(loss.sum(), targets.divisors.sum(), stats)
+    read: log-probabilities and entropies of its targets. targets: of its mini-batch. hidden: [1, T, hidden].
+    """
+    targets = targets.at(batch.slots[batch.slots != NO_TARGET])
+    logprobs, entropy = read(batch, hidden)
+    log_ratio = logprobs.detach() - targets.engine_logprobs
+    old_logprobs, importance = importance_weights(targets, algorithm, logprobs.detach())
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=targets.advantages,
+        sequence=targets.sequence,
+        lengths=targets.lengths,
+    )
+    loss, clipped = algorithm.loss(inputs, algorithm)
+    if loss.shape != logprobs.shape or not loss.requires_grad:
+        has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
+        needed = f"a number for each of {len(logprobs)} tokens, with a gradient, is needed"
+        raise UserError(f"--algorithm {algorithm.name}: its loss has {has}; {needed}")
+    loss = importance * loss
+    stats = engine_stats(log_ratio[~targets.stale].abs())
+    if targets.reference_logprobs is not None:
+        reference_kl = algorithm.kl(logprobs - targets.reference_logprobs)
+        stats["reference_kl"] = reference_kl.detach().sum()
+        if algorithm.kl_in == "loss":
+            loss = loss + algorithm.kl_coef * reference_kl
+    if algorithm.entropy_coef:
+        loss = loss - algorithm.entropy_coef * entropy
+    loss = targets.mean_weights * loss
+    stats["tokens"] = torch.tensor(len(logprobs))
+    stats["policy_loss"] = loss.detach().sum()
+    stats["entropy"] = entropy.detach().sum()
+    stats["kl"] = -log_ratio.sum()  # k1, of KL(the weights that wrote || those that train)
+    stats["clip_frac"] = clipped.sum()
+    stats["stale_token_frac"] = targets.stale.sum()
+    stats["stale_weight"] = importance[targets.stale].sum()
+    return loss_sums(loss.sum(), targets.divisors.sum(), stats)
 
 
 def importance_weights(

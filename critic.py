@@ -5,7 +5,7 @@ predicts the token: the value of the state before it is written.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -24,7 +24,6 @@ from training.packing import NO_TARGET, MicroBatch
 from training.trainer import (
     LossSums,
     OptimizerStep,
-    Read,
     Trainer,
     as_sequences,
     loss_sums,
@@ -62,7 +61,6 @@ class Critic(Trainer):
         """Load a directory, as a Trainer. From a policy's the head begins at zero."""
         self.name = name
         self.title = f"{name} critic"
-        self.prefix = "critic" if name == "reward" else f"{name}_critic"  # of the metrics
         self.algorithm = algorithm_of(config)
         super().__init__(config, model_dir, groups, reverse=schedule_of(config).fuses)
 
@@ -92,19 +90,37 @@ class Critic(Trainer):
             returns = list(chain(*(sample.returns[self.name] for sample in samples)))
             values = list(chain(*(sample.values[self.name] for sample in samples)))
             columns = torch.tensor([returns, values], dtype=torch.float32, device=self.device)
-            loss = ValueLoss(self.read_targets, *columns, self.algorithm.value_clip)
-            work = self.work(as_sequences(micro_batches), loss)
+            work = self.work(as_sequences(micro_batches), partial(self._loss, *columns))
             steps.append(OptimizerStep(work, STATS, self._learning_rate()))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
         metrics = value_metrics(steps, self._learning_rate())
-        return {f"{self.prefix}/{name}": value for name, value in metrics.items()}
+        prefix = "critic" if self.name == "reward" else f"{self.name}_critic"
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _learning_rate(self) -> float:
         """Grow to `critic_lr` over `lr_warmup_steps`, and stay."""
         warmed_up = min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
         return self.algorithm.critic_lr * warmed_up
+
+    def _loss(self, returns: Tensor, old: Tensor, batch: MicroBatch, output: Tensor) -> LossSums:
+        """The loss of a micro-batch. returns, old: [slots] of its mini-batch, see packing.MicroBatch."""
+        slots = batch.slots[batch.slots != NO_TARGET]
+        returns = returns[slots]
+        old = old[slots]
+        values = self.read_targets(batch, output)
+        loss, clipped = value_loss(values, old, returns, self.algorithm.value_clip)
+        returns = returns.double()  # a variance is a small difference of the sums
+        errors = returns - old.double()
+        stats = {
+            "clipped": clipped.sum(),
+            "returns": returns.sum(),
+            "returns_squared": (returns**2).sum(),
+            "errors": errors.sum(),
+            "errors_squared": (errors**2).sum(),
+        }
+        return loss_sums(loss.sum(), len(slots), stats)
 
     def read_targets(self, batch: MicroBatch, values: Tensor) -> Tensor:
         """The value of the state before each target, in float32. values: [1, T, 1] -> [targets]."""
@@ -127,39 +143,10 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tup
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
     than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2).
     """
-    # bit for bit `values` inside
-    clipped_values = values.clamp(old - clip, old + clip)
+    clipped_values = values.clamp(old - clip, old + clip)  # bit for bit `values` inside
     plain = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
-
-
-@dataclass
-class ValueLoss:
-    """The loss of a mini-batch: `value_loss` of its targets."""
-
-    read: Read  # the values
-    returns: Tensor  # [slots], see packing.MicroBatch
-    old: Tensor  # [slots]
-    clip: float
-
-    def __call__(self, batch: MicroBatch, output: Tensor) -> LossSums:
-        """The loss of a micro-batch, from the model's output."""
-        slots = batch.slots[batch.slots != NO_TARGET]
-        returns = self.returns[slots]
-        old = self.old[slots]
-        loss, clipped = value_loss(self.read(batch, output), old, returns, self.clip)
-        # in float64: a variance is a small difference of these sums
-        returns = returns.double()
-        errors = returns - old.double()
-        stats = {
-            "clipped": clipped.sum(),
-            "returns": returns.sum(),
-            "returns_squared": (returns**2).sum(),
-            "errors": errors.sum(),
-            "errors_squared": (errors**2).sum(),
-        }
-        return loss_sums(loss.sum(), len(slots), stats)
 
 
 def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:

@@ -1,8 +1,7 @@
 """A push to engines on ranks without the actor: one rank of each copy of the actor sends all tensors to some.
 
 The tensors go over the process group of a sender and its receivers, gloo or NCCL. Each receiver then loads
-its own engine, as a rank with the actor does: nothing listens on a port, and an engine that was started again
-needs no group.
+its own engine, as a rank with the actor does.
 """
 
 from __future__ import annotations

@@ -39,10 +39,9 @@ STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 TEXTS = ("question", "answer_key", "response", "critique")
-# spans that have a time/*_s
-PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")
+PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")  # time/*_s
 # no costs, judges, keys
-MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/wrong_frac")
+MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
 Metrics = dict[str, float | str]  # by name; texts such as a split's
 
@@ -253,7 +252,7 @@ def local_facts(
         "rollout/response_len_mean": [len(s.response) for s in finished],
         "rollout/trained_len_mean": [len(s.response) for s in batch.kept],
         "rollout/truncated_frac": [s.finish == "length" for s in finished],
-        "rollout/wrong_frac": [1] * len(wrong) + [0] * (len(keyed) - len(wrong)),
+        "rollout/correct_frac": [0] * len(wrong) + [1] * (len(keyed) - len(wrong)),
         "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
         "genrm/false_positive_frac": [s.verdict is True for s in wrong],
         "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
@@ -287,11 +286,9 @@ def summarize(facts: list[Facts]) -> dict[str, float]:
         values = [value for each in facts for value in each.means[name]]
         if values or name not in MAY_LACK:
             metrics[name] = fmean(values) if values else 0.0
-    if not {"genrm/accept_frac", "rollout/wrong_frac"} <= metrics.keys():
+    if not {"genrm/accept_frac", "rollout/correct_frac"} <= metrics.keys():
         # nobody accepts, or no answer key tells what is false
         del metrics["genrm/false_positive_frac"]
-    if "rollout/wrong_frac" in metrics:
-        metrics["rollout/correct_frac"] = 1 - metrics.pop("rollout/wrong_frac")
     for name in facts[0].sums:
         metrics[name] = float(sum(each.sums[name] for each in facts))
     for name in facts[0].maxima:

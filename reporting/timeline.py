@@ -217,7 +217,6 @@ def _trace_rows(events: list[Event]) -> Iterator[dict]:
         if sample.name not in INSTANTS:
             yield row | {"ph": "e", "ts": sample.end * MICRO}
     for mark in of_kind(events, *MARKS):
-        # wave 2; weights v3
         name = mark.name if mark.kind in mark.name else f"{mark.kind} {mark.name}"
         yield dict(name=name, ph="i", s="p", pid=mark.rank, tid=0, ts=mark.start * MICRO)
     for each in of_kind(events, "pass"):

@@ -58,7 +58,7 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     for most in range(1, 5):  # over budget / (most + 1), at most `most` fit into a micro-batch
         long = sum((most + 1) * length > budget for length in lengths)
         fewest = max(fewest, -(-long // most))
-    count = round_up(fewest, multiple)
+    count = -(-fewest // multiple) * multiple  # rounded up
     while not (found := fitting(count)):  # it ends: in twice the fewest `spread` finds room for all
         count += multiple
     best = min(found, key=lambda packing: max(sums(costs, packing)))
@@ -113,7 +113,3 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> Pac
 def packed_length(tokens: int) -> int:
     """Return the room in a micro-batch: the last token is only a target."""
     return tokens - 1
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -19,8 +19,7 @@ Part = tuple[float, float, int, int, int, int, bool]
 class Split(NamedTuple):
     """The ranks that serve each role. As text `full`, `fused 0.2`, or their ranks, `3|1`."""
 
-    # full: the roles take turns; partial: side by side; fused: first the one, then the other
-    mode: str
+    mode: str  # full: the roles take turns; partial: side by side; fused: one, then the other
     rollout: int
     genrm: int
     tail: float = 0.0  # fused: part of the answers that are written beside the judging

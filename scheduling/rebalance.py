@@ -1,8 +1,7 @@
 """--rebalance in partial mode: an engine moves to the busier role. Pure.
 
-A role that uses its devices little gives some of them to the other role, step by step: a reader's notes on
-WeChat-YATT's withdrawn text. When it does so is ours. A split serves for COOL_DOWN steps. Then the first rule
-that fits:
+From a reader's notes on WeChat-YATT's withdrawn text; when an engine moves is ours. A split serves for
+COOL_DOWN steps. Then the first rule that fits:
 
 1. Another split of the history was faster: the run goes there. So a move that made steps slower is undone.
 2. A role's engines have UNEVEN times as many requests in flight as the other's: it gets one of its engines,

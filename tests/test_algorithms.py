@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import actor
 import algorithms
-from actor import STATS, PackedTargets, PolicyLoss, pack_targets, update_metrics
+from actor import STATS, PackedTargets, pack_targets, policy_loss, update_metrics
 from algorithms import ALGORITHMS, Algorithm, LossInputs, algorithm_of, moments, set_advantages
 from config import Config
 from rollout import outcomes_of
@@ -236,7 +237,7 @@ def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
 
 def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy) -> tuple:
     """A policy's loss whose model says so of the targets; its sum and its statistics."""
-    loss = PolicyLoss(lambda batch, output: output, targets, config)
+    loss = partial(policy_loss, lambda batch, output: output, targets, config)
     total, divisor, stats = loss(SimpleNamespace(slots=slots), (logprobs, entropy))
     assert stats["loss"] == total and stats["divisor"] == divisor
     return total, stats

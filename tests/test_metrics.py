@@ -36,7 +36,7 @@ from tests.support.fakes import FakeWorld, VirtualClock
 from tests.test_atomic_files import full_disk
 
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean
-    rollout/trained_len_mean rollout/truncated_frac rollout/wrong_frac genrm/accept_frac
+    rollout/trained_len_mean rollout/truncated_frac rollout/correct_frac genrm/accept_frac
     genrm/false_positive_frac cost/unfiltered_mean"""
 SUMS = """rollout/tokens rollout/prompt_tokens rollout/tokens_trained rollout/tokens_filtered
     rollout/tokens_carried rollout/moved rollout/aborted rollout/carried_groups genrm/failed"""
@@ -60,7 +60,7 @@ def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
 FIRST_MEANS = columns("""
     reward/mean=1,0,1,0 reward/unfiltered_mean=1,0,1,0,0,0 reward/zero_std_frac=0,0,1
     rollout/response_len_mean=10,20,30,40,50,60 rollout/trained_len_mean=10,20,30,40
-    rollout/truncated_frac=1,0,0,0,0,0 rollout/wrong_frac=1,1,1,1,0,0
+    rollout/truncated_frac=1,0,0,0,0,0 rollout/correct_frac=0,0,0,0,1,1
     genrm/accept_frac=1,0,1,0,0,0 genrm/false_positive_frac=1,0,0,0
     cost/unfiltered_mean=0.5,1""")
 FIRST_SUMS = {"rollout/tokens": 200, "rollout/tokens_trained": 100, "rollout/tokens_filtered": 110}
@@ -69,7 +69,7 @@ FIRST = facts(FIRST_MEANS, FIRST_SUMS, FIRST_MAXIMA, [0.1, 0.4], dp_rank=0, work
 SECOND_MEANS = columns("""
     reward/mean=1,1,0,1 reward/unfiltered_mean=1,1,0,1,1 reward/zero_std_frac=0,0,0,1,1
     rollout/response_len_mean=10,10,10,10,10,90 rollout/trained_len_mean=10,10,10,10
-    rollout/truncated_frac=0,0,0,0,0,0 rollout/wrong_frac=1,0,0,0
+    rollout/truncated_frac=0,0,0,0,0,0 rollout/correct_frac=0,1,1,1
     genrm/accept_frac=1,1,0,1,1 genrm/false_positive_frac=0
     cost/unfiltered_mean=0""")
 SECOND_SUMS = dict(zip(SUMS.split(), (160, 12, 40, 20, 90, 3, 2, 1, 1), strict=True))
@@ -102,7 +102,7 @@ def test_metrics_of_a_step_in_which_nothing_happened():
     optional = {"rollout/correct_frac", "cost/unfiltered_mean"}
     optional |= {"genrm/accept_frac", "genrm/false_positive_frac"}
     assert not optional & metrics.keys()
-    keyed, judged = {"rollout/wrong_frac": [0, 0, 0]}, {"genrm/accept_frac": [True]}
+    keyed, judged = {"rollout/correct_frac": [1, 1, 1]}, {"genrm/accept_frac": [True]}
     assert optional & summarize([facts(keyed)]).keys() == {"rollout/correct_frac"}
     assert optional & summarize([facts(judged)]).keys() == {"genrm/accept_frac"}
     no_wrong_answer = summarize([facts(keyed | judged)])
@@ -174,7 +174,7 @@ def test_local_facts_on_a_hand_worked_step():
         | columns("""
         reward/mean=1,0 reward/unfiltered_mean=1,0,0,0 reward/zero_std_frac=0,1
         rollout/response_len_mean=1,2,1,2 rollout/trained_len_mean=1,2
-        rollout/truncated_frac=0,0,0,0 rollout/wrong_frac=1,1,0,0 genrm/accept_frac=1,0,0,0
+        rollout/truncated_frac=0,0,0,0 rollout/correct_frac=0,0,1,1 genrm/accept_frac=1,0,0,0
         genrm/false_positive_frac=0,0 cost/unfiltered_mean=""")
         == found.means
     )

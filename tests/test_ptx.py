@@ -1,6 +1,7 @@
 """The pretraining term: which texts, whose tokens, their weight by hand. The update: test_actor.py."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import run
 from config import Config
 from training import model, ptx
-from training.ptx import TextLoss, choose, read_texts
+from training.ptx import choose, read_texts, text_loss
 
 TEXTS = [([1], [number]) for number in range(7)]
 
@@ -33,7 +34,7 @@ def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
 def test_the_loss_of_texts_by_hand():
     """No part of the divisor, which is the policy's: what is divided by it has the weight already."""
     logprobs = torch.tensor([-5.0, -3.0], requires_grad=True)
-    loss = TextLoss(lambda batch, output: output, weight=2 / 3)
+    loss = partial(text_loss, lambda batch, output: output, 2 / 3)
     total, divisor, stats = loss(None, logprobs)
     total.backward()
     assert logprobs.grad.tolist() == pytest.approx([-2 / 3, -2 / 3]) and divisor == 0

@@ -192,9 +192,9 @@ class Messages:
     """This rank's messages to other stages: activations going forward, gradients going back.
 
     The table says in which order another rank sends, and that is the order of receiving: so neither tags,
-    which NCCL lacks, nor shapes travel. Messages to higher and to lower ranks have groups of their own: NCCL
-    carries a group's messages between two ranks one after the other, and one that waits for its receiver
-    would hold up what comes the other way. Two GPUs have not yet run it.
+    which NCCL lacks, nor shapes travel. Messages to higher and to lower ranks have groups of their own: in
+    one, NCCL would let a message that waits for its receiver hold up what comes the other way. Two GPUs have
+    not yet run it.
     """
 
     def __init__(self, table: Table, pipes: list[Pipe], works: list[Work]):

@@ -85,7 +85,7 @@ def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
     by_name["embd"] = make([list(dict.fromkeys([row[0], row[-1]])) for row in pipelines])
     if up is None:
         return None
-    # of experts, which there are none of; but without `expt_dp` DDP makes a group on these ranks alone
+    # of experts there are none; but without `expt_dp` DDP makes a group on these ranks only
     by_name |= {"expt_dp": by_name["dp"], "ep": None, "tp_ep_pp": None, "pos_embd": None}
     by_name |= {"intra_dp_cp": by_name["dp"], "intra_dist_opt": everyone}
     if mpu._GLOBAL_MEMORY_BUFFER is None:

@@ -12,10 +12,8 @@ from torch.distributed import ProcessGroup
 
 from inputs.hf_directory import Family, tensor_files
 
-TOP_NAMES = {
-    "embedding.word_embeddings.weight": "embed_tokens.weight",
-    "decoder.final_layernorm.weight": "norm.weight",
-}
+EMBEDDING = "embedding.word_embeddings.weight"
+TOP_NAMES = {EMBEDDING: "embed_tokens.weight", "decoder.final_layernorm.weight": "norm.weight"}
 TOWER = "visual."  # of images; whole on every tensor-parallel rank
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -66,7 +64,7 @@ def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
 
 
 def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]:
-    """Undo `fuse`, of the whole tensor or of what `join` makes."""
+    """Undo `fuse`."""
     if "linear_qkv" in name:
         queries = config.num_attention_heads // config.num_query_groups  # of a group
         rest = tensor.shape[1:]
@@ -98,7 +96,7 @@ def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor, tp: ProcessGrou
 
 
 def join(name: str, shards: list[Tensor], dim: int) -> Tensor:
-    """Undo `tp_shard`, of some neighbours or of all: return what lies together in the full tensor."""
+    """Undo `tp_shard`."""
     if "linear_fc1" in name:
         halves = zip(*(shard.chunk(2) for shard in shards), strict=True)
         shards = [half for both in halves for half in both]
@@ -113,7 +111,7 @@ def is_tied_copy(model: GPTModel, name: str) -> bool:
 @torch.no_grad()
 def load_weights(model: GPTModel, weights: HFWeights) -> None:
     for name, param in global_parameters(model):
-        own = "embedding.word_embeddings.weight" if is_tied_copy(model, name) else name
+        own = EMBEDDING if is_tied_copy(model, name) else name
         names = hf_names(own, model.family)
         full = fuse(name, [weights[hf_name] for hf_name in names], model.config)
         shard = tp_shard(name, param, full, model.pg_collection.tp)

@@ -2,9 +2,8 @@
 
 Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
 Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
-made again for the gradient (torch.utils.checkpoint); not the last one's, which the gradient needs first, nor
-those that memory has room for. While one is made again two copies of it live, six where the entropy learns.
-Chunks are of all tokens, prompts' too: with one chunk the sums have the same bits as without.
+made again for the gradient; not the last one's, which the gradient needs first, nor those that memory has
+room for. Chunks are of all tokens, prompts' too: with one chunk the sums have the same bits as without.
 """
 
 from functools import partial
@@ -57,8 +56,7 @@ def read_targets(
         weight = gpt.shared_embedding_or_output_weight()
     rows = max(1, CHUNK_BYTES // (4 * len(weight)))
     read = partial(_read_chunk, weight, temperature, entropy_learns, gpt.pg_collection.tp)
-    columns = (hidden[0], batch.targets)
-    chunks = list(zip(*(column.split(rows) for column in columns), strict=True))
+    chunks = list(zip(hidden[0].split(rows), batch.targets.split(rows), strict=True))
     parts = []
     for number, chunk in enumerate(chunks):
         if number + kept < len(chunks) - 1:

@@ -25,10 +25,12 @@ ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
 
 # of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
 RESIDENT = 2_500_000_000
-# the part of a GPU that training may fill: an allocator leaves gaps, and a forecast may miss
-FULL = 0.9
-# of an engine's further rank on its lead's device, where it reads what is pushed
-CONTEXT = 500_000_000
+CONTEXT = (
+    500_000_000  # of an engine's further rank on its lead's device, where it reads what is pushed
+)
+FULL = (
+    0.9  # part of a GPU that training may fill: an allocator leaves gaps, and a forecast may miss
+)
 
 Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
 Parts = dict[str, float]  # bytes
@@ -142,8 +144,7 @@ def with_recompute(
 ) -> Config:
     """Settle --recompute -1 on a GPU of so many bytes: as few layers as fit, then as many chunks of logits.
 
-    For the time that it saves a chunk takes more memory than a layer. A model that sees computes all again:
-    the memory of its tower isn't counted.
+    A model that sees computes all again: the memory of its tower isn't counted.
     """
     from training.lm_head import CHUNK_BYTES
 

@@ -9,7 +9,7 @@ PPO-ptx of InstructGPT (arXiv 2203.02155), equation 2; Safe RLHF (arXiv 2310.127
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,19 +80,16 @@ def add_texts(actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
     most = actor.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
     packed += [[]] * (int(most["count"]) - len(packed))
     weight = actor.algorithm.ptx_coef * total["divisor"] / total["tokens"]
-    texts = actor.work(packed, TextLoss(actor.own_logprobs, weight))
+    texts = actor.work(packed, partial(text_loss, actor.own_logprobs, weight))
     work.micro_batches += texts.micro_batches
     work.losses += texts.losses
 
 
-@dataclass
-class TextLoss:
-    """The loss of a micro-batch of texts: -weight * log p(token). It adds nothing to the policy's divisor."""
+def text_loss(read: Read, weight: float, batch: MicroBatch, hidden: Tensor) -> LossSums:
+    """The loss of a micro-batch of texts: -weight * log p(token). It adds nothing to the policy's divisor.
 
-    read: Read  # the log-probabilities
-    weight: float  # ptx_coef * the policy's divisor / the texts' tokens, both over all ranks
-
-    def __call__(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
-        logprobs = self.read(batch, hidden)
-        stats = {"ptx": -logprobs.detach().sum(), "ptx_tokens": torch.tensor(len(logprobs))}
-        return loss_sums((-self.weight * logprobs).sum(), 0, stats)
+    weight: ptx_coef * the policy's divisor / the texts' tokens, both over all ranks.
+    """
+    logprobs = read(batch, hidden)
+    stats = {"ptx": -logprobs.detach().sum(), "ptx_tokens": torch.tensor(len(logprobs))}
+    return loss_sums((-weight * logprobs).sum(), 0, stats)

@@ -1,9 +1,7 @@
 """Resharding: from the parts of the weights that ranks train to those that they generate with.
 
-HybridFlow (arXiv 2409.19256), section 5. Training cuts the weights into p pipeline stages of t shards each,
-an engine of t_g ranks into t_g parts (here p_g = 1). The ranks that train a part's p * t / t_g shards are a
-micro-data-parallel group and gather among themselves. Whole tensors are pushed so far (t_g = 1): an engine of
-several ranks cuts them itself.
+HybridFlow (arXiv 2409.19256), section 5, with t_g = p_g = 1: the ranks of a copy of the model are its
+micro-data-parallel group and gather whole tensors. An engine of several ranks cuts them itself.
 """
 
 from collections.abc import Iterator
@@ -12,39 +10,32 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from training.hf_weights import global_parameters, hf_names, is_tied_copy, join, unfuse
 
 
 class Gathering:
-    """Puts an engine's part of each tensor together. `received`: bytes that reached this rank the last time.
+    """Puts each tensor together. `received`: bytes that reached this rank the last time."""
 
-    near: the neighbours in a stage whose t / t_g shards make up a part, so all of them for whole tensors.
-    With those of the other stages they are a micro-data-parallel group.
-    """
-
-    def __init__(self, gpt: GPTModel, near: ProcessGroup):
+    def __init__(self, gpt: GPTModel):
         self.gpt = gpt
-        self.near = near
         self.received = 0
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the part of every tensor by its Hugging Face name (collective: micro-data-parallel group).
+        """Yield every tensor by its Hugging Face name (collective: model-parallel group).
 
-        A part is a slice of its rows, or of columns for Megatron's row-parallel matrices; norms are whole.
         Stages take turns to broadcast theirs, so that every rank yields every tensor, in the same order. The
         tensors may be views of the live weights: use or copy them before the next update.
         """
         self.received = 0
         for source in range(self.gpt.pg_collection.pp.size()):
-            for name, part in self._parts_of_stage(source):
-                tensors = unfuse(name, part, self.gpt.config)
+            for name, whole in self._tensors_of_stage(source):
+                tensors = unfuse(name, whole, self.gpt.config)
                 yield from zip(hf_names(name, self.gpt.family), tensors, strict=True)
 
-    def _parts_of_stage(self, source: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parts that the pipeline's rank `source` has, under Megatron's names."""
+    def _tensors_of_stage(self, source: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the pipeline's rank `source` has, under Megatron's names."""
         gpt = self.gpt
         stages = gpt.pg_collection.pp
         own = {name: p for name, p in global_parameters(gpt) if not is_tied_copy(gpt, name)}
@@ -54,25 +45,26 @@ class Gathering:
             dist.broadcast_object_list(listing, group=stages, group_src=source)
         like = {"dtype": gpt.config.params_dtype, "device": next(gpt.parameters()).device}
         for name, shape in listing[0]:
-            part = self._part(name, own[name]) if is_source else torch.empty(shape, **like)
+            whole = self._whole(name, own[name]) if is_source else torch.empty(shape, **like)
             if stages.size() > 1:
-                dist.broadcast(part, group=stages, group_src=source)
+                dist.broadcast(whole, group=stages, group_src=source)
             if not is_source:
-                self.received += part.nbytes
-            yield name, part
+                self.received += whole.nbytes
+            yield name, whole
 
-    def _part(self, name: str, param: torch.nn.Parameter) -> Tensor:
-        """A parameter's part (collective: `near`)."""
-        if self.near.size() == 1 or not param.tensor_model_parallel:
+    def _whole(self, name: str, param: torch.nn.Parameter) -> Tensor:
+        """Join a parameter's shards (collective: tp)."""
+        tp = self.gpt.pg_collection.tp
+        if tp.size() == 1 or not param.tensor_model_parallel:
             return param.detach()
-        shards = [torch.empty_like(param) for _ in range(self.near.size())]
-        dist.all_gather(shards, param.detach().contiguous(), group=self.near)
+        shards = [torch.empty_like(param) for _ in range(tp.size())]
+        dist.all_gather(shards, param.detach().contiguous(), group=tp)
         self.received += sum(shard.nbytes for shard in shards) - param.nbytes
         return join(name, shards, param.partition_dim)
 
     def _shape(self, param: torch.nn.Parameter) -> list[int]:
-        """Return the shape of what `_part` returns."""
+        """Return the shape of what `_whole` returns."""
         shape = list(param.shape)
         if param.tensor_model_parallel:
-            shape[param.partition_dim] *= self.near.size()
+            shape[param.partition_dim] *= self.gpt.pg_collection.tp.size()
         return shape

@@ -117,8 +117,7 @@ def take_snapshot(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
     for each in adam.values():
         scalars["step"] = each.step.item()  # they are all equal
     planner = SavePlanner(boxes_of_rank(trainer, adam, saves=True), scalars)
-    # 0: no CUDA streams in the fork
-    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # no CUDA streams in the fork
     # ranks don't meet: each names its file
     writer.set_up_storage_writer(False, rank=dist.get_rank(), use_collectives=False)
     plan = writer.prepare_local_plan(planner.plan)
@@ -181,10 +180,9 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
         *elsewhere, copy = shard.replica_id  # among tp and pp ranks; in the group
         stretch, _, held = adam.get(shard.data, NO_ADAM)
         weights = shard.data.view(-1)
-        own = stretch
         # all of what it loads, and of a frozen one that it saves
-        if not saves or (copy == 0 and not shard.data.requires_grad):
-            own = range(weights.numel())
+        is_whole = not saves or (copy == 0 and not shard.data.requires_grad)
+        own = range(weights.numel()) if is_whole else stretch
         if not saves or not any(elsewhere):
             found |= boxes_of(shard, {"": weights[own.start : own.stop]}, own)
             found |= boxes_of(shard, held, stretch)
@@ -208,9 +206,9 @@ def boxes_of(shard: Shard, held: dict[str, Tensor], stretch: range) -> Boxes:
 def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk, slice]]:
     """Yield the boxes of `part` in a stretch of its flattened parameter, in which it begins at `first`.
 
-    A box is (where it is in the full tensor, where it is in the stretch). A matrix has up to 3.
+    A box is (where it is in the full tensor, where it is in the stretch). A matrix has up to 3: of
+    [3, 10) of a 4 x 4 one they are (0, 3) of 1 x 1, (1, 0) of 1 x 4, (2, 0) of 1 x 2.
     """
-    # [3, 10) of a 4 x 4 matrix: (0, 3) of 1 x 1, (1, 0) of 1 x 4, (2, 0) of 1 x 2
     shape = part.local_shape
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     above = part.global_offset[: part.prepend_axis_num]

@@ -106,7 +106,7 @@ class Trainer:
         self.activations = model_config.num_layers * model_config.hidden_size
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_stage(hf, model_config)
-        self.gathering = Gathering(self.gpt, self.groups.tp)  # whole tensors: t_g = 1
+        self.gathering = Gathering(self.gpt)
         self.module = self.gpt  # what passes run
         if config.dtype == "bfloat16":
             self.module = Float16Module(model_config, self.gpt)
@@ -126,7 +126,6 @@ class Trainer:
         self.dp_rank, self.is_lead = self.shape.place(dist.get_rank())
         self.dp_size = self.shape.dp
         self.pipeline = groups.pipeline
-        self.everyone = groups.everyone
         self.groups = groups.collection(self.reverse)
         tp = self.groups.tp.rank()
         model_parallel_cuda_manual_seed(self.config.seed, tp_rank=tp, ep_rank=0, etp_rank=tp)
@@ -312,7 +311,7 @@ class Trainer:
         """Reduce values, name by name, over all ranks of the model (collective)."""
         tensor = torch.tensor(list(values.values()), dtype=torch.float64)
         if values:
-            dist.all_reduce(tensor, op, group=self.everyone)
+            dist.all_reduce(tensor, op, group=self.own_groups.everyone)
         return dict(zip(values, tensor.tolist(), strict=True))
 
     def _apply_gradients(self, lr: float) -> float:
@@ -343,7 +342,7 @@ class Trainer:
         """Write a Hugging Face directory: weights, config.json, `stop_tokens`, other files (collective)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
-        dist.barrier(self.everyone)
+        dist.barrier(self.own_groups.everyone)
 
     def whole_weights(self) -> dict[str, Tensor]:
         """Copy the tensors to the one rank that writes them, nothing to the others (collective)."""

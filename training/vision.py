@@ -44,8 +44,7 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
         if parameter.ndim > 1 and "pos_embed" not in name:
             each += parameter.numel() * (1 if "merger" in name else patches)
     facts = vision.to_dict()
-    # blocks that see all of an image
-    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))
+    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))  # blocks that see all
     in_window = (facts.get("window_size", 0) // vision.patch_size) ** 2
     each += (vision.depth - whole) * patches * in_window * 2 * vision.hidden_size
     pairs = whole * 2 * vision.hidden_size * patches**2
@@ -79,8 +78,9 @@ class VisionModel(GPTModel):
         batch = packed_seq_params.batch
         pixels, grids = self._pixels(batch.images)
         seen = self.visual(pixels, grid_thw=grids)
-        # [T, 1, hidden], with sequence parallelism a part of T
-        hidden = self.embedding(tokens, None)
+        hidden = self.embedding(
+            tokens, None
+        )  # [T, 1, hidden], with sequence parallelism a part of T
         hidden = self._put(hidden, seen.pooler_output, batch, adds=False)
         deep = seen.get("deepstack_features")
         context = torch.stack(deep) if deep else None  # [layers, features, hidden]
