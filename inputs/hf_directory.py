@@ -54,10 +54,8 @@ def readable(where: str) -> Iterator[None]:
 
 def read_object(path: Path, where: str) -> dict:
     """Return what a JSON file holds. UserError, which begins with `where`, if that is no object."""
-    try:
+    with readable(f"{where}: {path.name} is not valid JSON"):
         found = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
     if not isinstance(found, dict):
         raise UserError(f"{where}: {path.name} holds no JSON object")
     return found
