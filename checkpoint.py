@@ -280,10 +280,9 @@ class Checkpoints:
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
         for unnamed in self.out.glob(f"*/{folder.name}") if self.world.rank == 0 else ():
             shutil.rmtree(unnamed, ignore_errors=True)
-        stays = f"that of step {self.newest} stays the newest"
-        left = "there is none yet" if self.newest is None else stays
+        newest = "none" if self.newest is None else f"that of step {self.newest}"
         self.problem = f"step {step} could not be saved: {error}"
-        c.report.note(f"CHECKPOINT FAILED: {self.problem}; {left}")
+        c.report.note(f"CHECKPOINT FAILED: {self.problem}; the newest is {newest}")
 
 
 class ResumePoint(NamedTuple):

@@ -166,7 +166,8 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
     own = {sample.key: sample for sample in batch.kept}
     for key, owner in owners.items():
         if owner == c.world.rank:
-            for receiver in {rank for each in deals.values() for rank in each.copies[key]}:
+            receivers = {rank for each in deals.values() for rank in each.copies[key]}
+            for receiver in receivers:
                 parcels.setdefault(receiver, []).append(own[key])
     incoming = await c.world.exchange(parcels)
     received = flat([incoming.values()])

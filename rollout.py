@@ -104,10 +104,8 @@ class RolloutStep:
     @property
     def is_over(self) -> bool:
         """True once the batch is complete, or no more groups can come."""
-        sampler = self.sampler
-        if sampler.is_complete:
-            return True
-        return not sampler.num_in_flight and sampler.next_draw() is None
+        can_come = self.sampler.num_in_flight or self.sampler.next_draw()
+        return self.sampler.is_complete or not can_come
 
     async def draw_prompts(self) -> list[int]:
         """Draw and deal the prompts that the sampler asks for now. Returns this controller's, maybe none."""
@@ -282,10 +280,9 @@ class Meeting(NamedTuple):
 
 
 async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Meeting:
-    """Return the total of what all controllers tell: facts, what engines owe and wrote (collective).
+    """Return the total of all controllers' facts, by `add`, and of their engines' status (collective).
 
-    add: makes one of all controllers' facts. Raises Stopped if a rank was asked to stop and none trains
-    meanwhile, and what Devices.apply raises.
+    Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Devices.apply raises.
     """
     statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
@@ -308,12 +305,10 @@ class GroupsState(NamedTuple):
     @staticmethod
     def of(step: RolloutStep) -> GroupsState:
         finished = {}
-        for prompt_id in sorted(step.unwritten):
-            is_written = not step.unwritten[prompt_id]
-            is_running = prompt_id in step.tasks.running  # it may still be judged
-            was_told = prompt_id in step.sampler.finished
-            if is_written and not is_running and not was_told:
-                finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
+        written = {prompt_id for prompt_id, count in step.unwritten.items() if not count}
+        may_be_judged = step.tasks.running.keys()
+        for prompt_id in sorted(written - may_be_judged - step.sampler.finished.keys()):
+            finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())
         left = Left(sum(unwritten), step.judging, begun)

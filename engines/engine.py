@@ -122,9 +122,7 @@ class Engine:
         engine = cls(role, rank, f"http://{config.host}:{port}", key)
         with socket.socket() as probe:
             if probe.connect_ex((config.host, port)) == 0:
-                raise UserError(
-                    f"port {port} of the {engine.name} is in use: choose another --port"
-                )
+                raise UserError(f"port {port} is in use: choose another --port")
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = hf_directory.checkpoint_shapes(model_dir)
         engine._lost_s = config.engine_lost_s
@@ -171,10 +169,8 @@ class Engine:
 
     async def _warm_up(self) -> None:
         """Generate an answer of each kind: CUDA kernels are compiled, and later this would seem a hang."""
-        requests = []
-        for temperature in (0.0, 1.0):
-            sampling = Sampling(temperature, WARM_UP_TOKENS, ignore_eos=True)
-            requests.append(Request([0] * 4, sampling, WARM_UP_TOKENS, seed=0))
+        kinds = [Sampling(heat, WARM_UP_TOKENS, ignore_eos=True) for heat in (0.0, 1.0)]
+        requests = [Request([0] * 4, kind, WARM_UP_TOKENS, seed=0) for kind in kinds]
         async for _ in self.generate(requests):
             pass
 

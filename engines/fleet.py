@@ -53,13 +53,11 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         """
         # rank 0's: what all servers want to see
         key = await self._world.broadcast(secrets.token_hex(32))
-        if self._config.device != "cuda":
-            await raise_on_all(self._world, self._start(specs, key))
-            return
         for role in ROLES:
             of_role = [spec for spec in specs if spec.role == role]
             await raise_on_all(self._world, self._start(of_role, key))
-            await self.ready()
+            if self._config.device == "cuda":
+                await self.ready()
 
     async def _start(self, specs: list[ServerSpec], key: str) -> None:
         rank = self._world.rank

@@ -174,8 +174,7 @@ class Pool:
         await self.use(tuple(engine.rank for engine in self.engines))
 
     async def sleep(self) -> None:
-        """Free the device of this rank's engine, between two meetings: one after all answers, one before
-        anything takes the devices."""
+        """Free the device of this rank's engine: every rank does, between two meetings."""
         assert not +self._load.outstanding, "an engine is to sleep that still has to write"
         is_awake = self.world.rank in self.awake
         self._set_awake(())

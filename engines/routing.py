@@ -89,9 +89,8 @@ class Load:
     async def deal(self, engines: list[Engine], coming: Counter[int], world: World) -> None:
         """Deal the waiting requests to `engines` in turns, the least loaded first (collective).
 
-        coming: by model, requests that wait soon, because they are about to be aborted.
-        By themselves all would choose alike until they meet. Example: ranks 0 and 1 have 3 and 2
-        requests waiting for engines A and B. Rank 0 asks A, B, A; rank 1 continues with B, A.
+        coming: by model, requests that wait soon, because they are about to be aborted. Example: ranks 0 and
+        1 have 3 and 2 requests waiting for engines A and B. Rank 0 asks A, B, A; rank 1 continues with B, A.
         """
         own = self.waiting + coming  # a copy: in one process it would change for the others
         queues = (own, +self.outstanding)

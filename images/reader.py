@@ -37,10 +37,7 @@ Media = dict[str, Callable[[], list[File]]]  # by place, what gives a row's file
 
 
 class ImageReader:
-    """A model's reader of images: their tokens, sizes and pixels. UserError if the directory has none.
-
-    fps, frames: as --video-fps and --video-frames. Clips become images, of two frames each.
-    """
+    """A model's reader of images, and of clips, which become images of two frames. UserError: it has none."""
 
     def __init__(self, model_dir: str, fps: float = 2.0, frames: int = 16):
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen2_vl
@@ -83,10 +80,7 @@ class ImageReader:
     def fill(
         self, prompt: Text, media: Media, where: str, decodes: bool = True
     ) -> tuple[Text, tuple[Image, ...]]:
-        """Write IMAGE for each image and each pair of a clip. Returns prompt and images. UserErrors.
-
-        decodes: else a clip is as its header bounds it.
-        """
+        """Write IMAGE for each image and pair of a clip, which its header bounds unless it `decodes`."""
         numbers = {place: count() for place in media}
         for place, files in media.items():
             check_places(str(prompt).count(place), files(), place, where)

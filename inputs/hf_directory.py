@@ -54,10 +54,8 @@ def readable(where: str) -> Iterator[None]:
 
 def read_object(path: Path, where: str) -> dict:
     """Return what a JSON file holds. UserError, which begins with `where`, if that is no object."""
-    try:
+    with readable(f"{where}: {path.name} is not valid JSON"):
         found = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
-        raise UserError(f"{where}: {path.name} is not valid JSON ({error})") from None
     if not isinstance(found, dict):
         raise UserError(f"{where}: {path.name} holds no JSON object")
     return found
@@ -109,8 +107,6 @@ def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[s
             file = safe_open(Path(model_dir, name), framework=framework)
         except (SafetensorError, OSError) as error:  # as of a download that broke off
             raise UserError(f"{where}: {name} is damaged or incomplete: {error}") from None
-        if twice := files.keys() & file.keys():
-            raise UserError(f"{where}: {min(twice)} is in {name} and in another file")
         files |= dict.fromkeys(file.keys(), file)
     return files
 

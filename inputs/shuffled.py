@@ -50,10 +50,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def identities(prompts: Iterable[Text], files: Callable = lambda number: ()) -> list[bytes]:
-    """Return a digest of each prompt, which others share that have the same turns and files.
-
-    files: paths or bytes, of a prompt by its number; they are read only where turns are the same.
-    """
+    """Digest each prompt and its `files`, by its number: they are read only where turns are the same."""
     turns = [json.dumps(as_turns(prompt, "user"), sort_keys=True) for prompt in prompts]
     counts = Counter(turns)
     found = []

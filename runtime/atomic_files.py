@@ -71,10 +71,7 @@ def remove_atomically(folder: Path) -> None:
 
 
 def append(path: Path, rows: Iterable[Any]) -> None:
-    """Add rows to a JSONL file that several ranks may add to: all or none. RunLost if the disk is full.
-
-    A number that isn't finite becomes null: JSON has none.
-    """
+    """Add rows to a JSONL file that several ranks may add to: all or none. RunLost if the disk is full."""
     left = memoryview("".join(json.dumps(finite(row)) + "\n" for row in rows).encode())
     with writing(path), path.open("ab", buffering=0) as file:
         with contextlib.suppress(OSError):  # of a disk that has no locks
@@ -99,7 +96,7 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def finite(value: Any) -> Any:
-    """Return what a row holds with None for each float that isn't finite."""
+    """Return what a row holds with None for each float that isn't finite: JSON has none."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

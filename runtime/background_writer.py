@@ -29,10 +29,7 @@ class BackgroundWriter:
         self._result = (None, f"of {FORKS} forked processes none began")
 
     def _begins(self) -> bool:
-        """Wait until the process has begun or ended, and return whether it did.
-
-        Before 3.11.10 it may wait for a lock of gloo's threads without end (python/cpython#112275).
-        """
+        """Tell if the process begins: before 3.11.10 it may wait without end (python/cpython#112275)."""
         begins = self._receiver.poll(BEGIN_S)
         with contextlib.suppress(EOFError, OSError):
             if begins:
@@ -93,11 +90,8 @@ def run_writer(work: Callable[[], Any], sender: Connection, parent: int) -> None
 
 
 def drop_files(keep: int) -> None:
-    """Let go of the rank's files and sockets: a lock or a connection lasts while any process holds it.
-
-    Their numbers stay taken, because objects of the rank may still close them.
-    """
+    """Let go of the rank's files and sockets: a lock or a connection lasts while any process holds it."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in (0, 1, 2, keep, null):
-            os.dup2(null, descriptor, inheritable=False)
+            os.dup2(null, descriptor, inheritable=False)  # objects of the rank may still close it

@@ -77,10 +77,7 @@ class Stop:
 
 
 def prepare() -> None:
-    """Begin a rank: it ends with its launcher, opens many files, shows no warnings.
-
-    If torchrun has started it again after a user's error, it leaves as the ranks before did.
-    """
+    """Begin a rank. If torchrun has started it again after a user's error, it leaves as the one before."""
     die_with_parent(signal.SIGTERM)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and (error := Path(path).parents[2] / USER_ERROR).exists():
@@ -103,10 +100,8 @@ def prepare() -> None:
 
 @functools.cache
 def group_holder() -> subprocess.Popen:
-    """Start a process that leads the group of all forked ones and ends with them.
-
-    Signals to the rank's group don't reach them there. A leader of its own group could not call setsid.
-    """
+    """Start a process that leads the group of all forked ones: signals to the rank's don't reach them."""
+    # none leads a group of its own: it could not call setsid
     return subprocess.Popen("cat", stdin=subprocess.PIPE, process_group=0)
 
 
@@ -218,10 +213,7 @@ def leave_with_traceback(*error: Any) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process, and what the user's code left running, without Python's own end.
-
-    There NCCL would look for minutes for the ranks' store, a file that the last rank has removed.
-    """
+    """End this process, and what the user's code left running. Python's own end would wait for NCCL."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

@@ -22,10 +22,7 @@ BROKEN = ("imed out", "closed by peer", "reset by peer")
 
 
 class World:
-    """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order.
-
-    rank: this one's in the run. place: among the `size` ranks of this World: all, or those of a `part`.
-    """
+    """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order."""
 
     def __init__(self, device: str, timeout_s: float):
         import torch
@@ -50,9 +47,9 @@ class World:
             group = self._dist.new_group(ranks, backend="gloo", timeout=timeout)
             if self.rank in ranks:
                 self._group = group
-                self.ranks = ranks
+                self.ranks = ranks  # all of the run, or those of a `part`
                 self.size = len(ranks)
-                self.place = ranks.index(self.rank)
+                self.place = ranks.index(self.rank)  # among them
 
     def part(self, ranks: Sequence[int]) -> World:
         """Return the World of these ranks; the ranks that aren't named form a second one (collective)."""

@@ -164,10 +164,8 @@ def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(
     with contextlib.nullcontext() if 3 in left else pytest.raises(RunLost, match=re.escape(why)):
         simulate("full", 2, **how)
     (note,) = controllers[0].report.notes
-    newest = "there is none yet"
-    if fails_at > 1:
-        newest = f"that of step {fails_at - 1} stays the newest"
-    assert note == f"CHECKPOINT FAILED: {why}; {newest}"
+    newest = f"that of step {fails_at - 1}" if fails_at > 1 else "none"
+    assert note == f"CHECKPOINT FAILED: {why}; the newest is {newest}"
     assert len(controllers[0].report.steps) == max(fails_at, *left, 0)
     assert saved_steps(tmp_path) == left
     exported = [step for step in (1, 2, 3) if every == 1 and step != fails_at]
