@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from config import GROUPS, Config, settings_of
+from extras import EXTRAS
 from tests import ROOT
 
 ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
@@ -20,23 +21,20 @@ BENCH = sorted(ROOT.glob("bench/*.py"))
 EXERCISES = sorted(ROOT.glob("exercises/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + EXERCISES + sorted(ROOT.glob("examples/**/*.py"))
-# Fences against drift, 2 % above what was reached: a fork of some 200 lines passes. To move one, measure anew
-# and say here what for; first look for what the new lines replace. 12,600 lines of product, 3,900 of the root
-# and 12,000 words were meant
-# of the product, examples/finetune.py counted; clips took 429, what GPUs need to start and to be fast 205,
-# pictures that explain themselves and answers to look at 63
-# any machine took 86 lines (60 were meant), pictures, rules, rows and settings as people bring them 382 (150)
-MOST_LINES = 15_700
-MOST_ROOT_LINES = 4_700
-# 2,750 were meant; --simulate and the drawn pages took 1,580
-MOST_OUTSIDE = 3_940  # simulation/, papers/
-MOST_BENCH = 2_510
-MOST_EXERCISES = 350  # a row of their table takes ten
-MOST_TEST_LINES = 19_000
+# Fences against drift, in statements, 2 % above what was reached: a fork of some 150 passes. To move one,
+# measure again and say here what for; first look for what the new statements replace.
+MOST = {
+    "product": 11_200,  # examples/finetune.py counted
+    "core": 7_700,  # without the files that extras.py lists
+    "root": 2_900,
+    "outside": 2_840,  # simulation/, papers/
+    "bench": 1_740,
+    "exercises": 185,  # a row of their table takes ten
+    "tests": 13_500,
+}
 MOST_WORDS = 12_950  # of docs/, without the pages that a command writes
-# of run.py rl; 63, and --log-samples: how many answers of a step people want to read differs
-MOST_FLAGS = 64
-MOST_ROOT_FILES, MOST_COLUMNS = 20, 110
+MOST_FLAGS = 61
+MOST_ROOT_FILES, MOST_COLUMNS = 18, 110
 LAYERS = (  # each may import what stands below it, and its own line
     {"run", "papers"},
     {"commands", "simulation"},
@@ -65,9 +63,18 @@ def room_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def lines_of(paths: list[Path]) -> int:
-    """As `ruff format` lays them out, which `make lint` sees to."""
-    return sum(path.read_text().count("\n") for path in paths)
+def statements_of(paths: Iterable[Path]) -> int:
+    """The lines on which a statement begins."""
+    count = 0
+    for path in paths:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        count += len({node.lineno for node in nodes if isinstance(node, ast.stmt)})
+    return count
+
+
+def is_extra(path: Path) -> bool:
+    files = [ROOT / file for extra in EXTRAS.values() for file in extra.files.split()]
+    return any(path.is_relative_to(file) for file in files)
 
 
 def functions_of(path: Path):
@@ -123,14 +130,12 @@ def test_nothing_is_dynamic_and_no_error_is_swallowed(path):
 
 def test_budget_of_the_whole():
     """A total that no test bounds grows."""
-    product = lines_of([*PRODUCT, FINETUNE])
+    rooms = {"product": [*PRODUCT, FINETUNE], "root": ROOT_FILES, "outside": OUTSIDE}
+    rooms |= {"bench": BENCH, "exercises": EXERCISES, "tests": TESTS}
+    rooms["core"] = [path for path in PRODUCT if not is_extra(path)]
+    found = {name: statements_of(paths) for name, paths in rooms.items()}
     assert len(ROOT_FILES) <= MOST_ROOT_FILES
-    assert product <= MOST_LINES
-    assert lines_of(ROOT_FILES) <= MOST_ROOT_LINES
-    assert lines_of(OUTSIDE) <= MOST_OUTSIDE
-    assert lines_of(BENCH) <= MOST_BENCH
-    assert lines_of(EXERCISES) <= MOST_EXERCISES
-    assert lines_of(TESTS) <= MOST_TEST_LINES
+    assert {name: count for name, count in found.items() if count > MOST[name]} == {}
 
 
 def test_budget_of_docs_and_settings():
