@@ -15,6 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from commands import dry_run
+from config import parse_config
 from cpu.fast import compiler
 from cpu.fast.decoder import STOPS, Decoder, product_rates
 from cpu.sglang import murmur_hash32
@@ -293,6 +295,12 @@ def test_products_are_about_as_fast_as_torchs(width, columns):
     for rows in (24, 64):
         ours, theirs = product_rates(built_for(NATIVE), rows, width, columns)
         assert ours > theirs / 2
+
+
+def test_check_names_its_speed(capsys):
+    dry_run.check(parse_config(["--device", "cpu"]))
+    said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch makes \d+\n"
+    assert re.search(said, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("target", NARROW)

@@ -190,9 +190,6 @@ def test_check_names_a_taken_port(capsys):
     printed = capsys.readouterr().out
     taken = printed.split(f"{port - 2}-{port + 1} on 127.0.0.1: ")[1].split(" taken")[0]
     assert str(port) in taken
-    assert re.search(
-        r"cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch makes \d+\n! ports", printed
-    )
     assert "ports" in printed.splitlines()[-1]
 
 
