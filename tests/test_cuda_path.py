@@ -19,6 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from commands import memory
 from config import AS_FITS, PRESETS, Config, parse_config
+from demo import task  # noqa: F401  task adds the format
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
 from inputs.hf_directory import checkpoint_shapes

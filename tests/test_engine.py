@@ -566,7 +566,7 @@ def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_pat
         for one, plain in zip(answers, plain_answers, strict=True):
             assert one.tokens == plain.tokens
             assert one.logprobs == pytest.approx(plain.logprobs, rel=0, abs=NEAR)
-            assert one.logprobs != plain.logprobs
+            assert (one.logprobs != plain.logprobs) == extras.has("fast CPU")
         for some in (slice(3, 4), slice(0, 16, 3)):  # alone, and beside fewer
             again = run(ask(other, asked[some], Sampling(1.0, 60), seeds=range(16)[some]))
             expected = [(each.tokens, each.logprobs) for each in plain_answers[some]]
@@ -696,14 +696,16 @@ def living_children():
 
 
 def check_ignored(processes):
-    """No thread of theirs takes a signal that ends a rank: it stays where it is."""
+    """No thread of theirs takes a signal that ends a rank: it is ignored, or stays where it is."""
     for process in processes:
         for number in shutdown.SIGNALS:
             process.send_signal(number)
         status = Path(f"/proc/{process.pid}/status").read_text()
-        pending = int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16)
-        taken = [number for number in shutdown.SIGNALS if not pending >> number - 1 & 1]
-        assert not taken, f"{process}: {taken}"
+        pending, ignored = (
+            int(mask, 16) for mask in re.findall(r"(?:ShdPnd|SigIgn):\s*(\w+)", status)
+        )
+        taken = [number for number in shutdown.SIGNALS if not (pending | ignored) >> number - 1 & 1]
+        assert not taken, f"{process} {process.cmdline()}: {taken}"
 
 
 # as with CUDA; what multiprocessing starts with its first child unblocks signals
