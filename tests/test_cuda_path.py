@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -20,14 +19,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from apart.elsewhere import Elsewhere
 from commands import memory
-from commands.dry_run import graphics
 from config import AS_FITS, PRESETS, Config, parse_config
+from demo import task  # noqa: F401  task adds the format
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
 from inputs.hf_directory import checkpoint_shapes
 from modes import place
 from placement import colocate
-from runtime import devices, gpu_tools, supported
+from runtime import devices, supported
 from runtime.errors import UserError
 from scheduling.layout import Shape
 from tests.support.fakes import LEFTOVERS, simulate
@@ -185,6 +184,7 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     assert re.search(r"a device: .*; (85|141)\.0 is enough", table)
 
 
+PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")
 NVCC = "echo 'Cuda compilation tools, release {0}, V{0}.88'"
 
 
@@ -225,7 +225,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setenv(name, "0")
     for name in ("bin", "include", "dev"):
         (tmp_path / name).mkdir()
-    for name in ("include/Python.h", "dev/nvidia0", *(f"{each}.py" for each in gpu_tools.PACKAGES)):
+    for name in ("include/Python.h", "dev/nvidia0", *(f"{each}.py" for each in PACKAGES)):
         (tmp_path / name).touch()
     (tmp_path / "driver").write_text("570.86.10\n")
     tools = {"nvcc": NVCC.format("13.0"), "c++": "", "nvidia-smi": "echo Default"}
@@ -243,38 +243,11 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "CUDA_FOLDER", tmp_path / "nothing")
     monkeypatch.setattr(devices, "DEVICE_FILES", tmp_path / "dev")
     monkeypatch.setattr(devices, "DRIVER", tmp_path / "driver")
-    monkeypatch.setattr(gpu_tools.sysconfig, "get_paths", lambda: {"include": tmp_path / "include"})
-    monkeypatch.setattr(gpu_tools.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": tmp_path / "include"})
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     return tmp_path
-
-
-OLD = "#!/bin/sh\nexit 1\n"  # a compiler without C++20
-NO_NVCC = "nvcc (12.8 or newer, by pip install -r requirements.txt or in CUDA_HOME; found:"
-
-
-@pytest.mark.parametrize(
-    "missing,instead,words",
-    [
-        ("bin/nvcc", "", f"{NO_NVCC} none"),
-        ("bin/nvcc", f"#!/bin/sh\n{NVCC.format('12.0')}\n", f"{NO_NVCC} 12.0 in /"),
-        ("bin/c++", "", "C++20 (apt install g++)"),
-        ("bin/c++", OLD, "C++20 (apt install g++)"),
-        ("include/Python.h", "", "Python.h (apt install python3."),
-        ("nvidia/cu13/lib/libcudart.so.13", "", "libcudart.so.13 (pip install"),
-        ("torch_memory_saver.py", "", "torch_memory_saver (pip install"),
-    ],
-)
-def test_what_kernels_are_compiled_with_is_named(machine, missing, instead, words):
-    """In one line before anything starts; of examples, what torch itself needs."""
-    (machine / missing).write_text(instead) if instead else (machine / missing).unlink()
-    needed = "^--device cuda: kernels are compiled in a run, which needs "
-    with pytest.raises(UserError, match=f"{needed}{re.escape(words)}((?!install).)*$"):
-        devices.choose_device(settings("m"))
-    torch_needs_it = missing in ("bin/c++", "include/Python.h")
-    with pytest.raises(UserError) if torch_needs_it else nullcontext():
-        devices.choose_device(replace(settings("m"), command="sft"))
 
 
 @pytest.mark.parametrize(
@@ -301,29 +274,7 @@ def test_engines_get_a_toolkit_that_is_new_enough(machine, monkeypatch, on_path,
         shutil.rmtree(links)
         links.touch()
         with pytest.raises(UserError, match="cu13-links: Not a directory: set CUDA_HOME to a"):
-            devices.choose_device(settings("m"))
-    else:
-        devices.choose_device(settings("m"))
-
-
-def test_check_says_what_a_gpu_is_missing(machine, monkeypatch):
-    """Each with ! where a run would end. Of one process: a trainer and engines share it."""
-    config = settings("m")
-    rows = {name: (text, is_good) for name, text, is_good in graphics(config)}
-    assert rows["compute mode"] == ("Default", True) and rows["nvcc"][0].startswith("13.0 in /")
-    assert all(is_good for _, is_good in rows.values())
-    (machine / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
-    with pytest.raises(UserError, match="which is exclusive now; as root: nvidia-smi"):
-        devices.choose_device(config)
-    devices.choose_device(replace(config, command="sft"))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert graphics(config)[0][1].startswith("torch can't use ")
-    (machine / "dev" / "nvidia0").unlink()
-    (machine / "bin" / "nvcc").unlink()
-    first, *others = graphics(config)
-    rows = {name: is_good for name, _, is_good in others}
-    assert first == ("GPU", "there is none", False)
-    assert not rows["compute mode"] and not rows["nvcc"] and rows["Python.h"]
+            devices.cuda_home()
 
 
 @pytest.mark.parametrize("name", devices.ALLOCATOR)

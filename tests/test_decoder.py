@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from commands import dry_run
+from config import parse_config
 from cpu.fast import compiler
-from cpu.fast.decoder import STOPS, Decoder
+from cpu.fast.decoder import STOPS, Decoder, product_rates
 from cpu.sglang import murmur_hash32
 from tests.support.rounding import apart
 
@@ -277,6 +279,23 @@ def test_numbers_that_are_none_give_a_token(llama):
 
 
 # ---- how fast it is, in CPU time
+
+
+def test_check_names_its_speed(capsys):
+    dry_run.check(parse_config(["--device", "cpu"]))
+    said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch makes \d+\n"
+    assert re.search(said, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("target", NARROW)
+def test_no_vector_is_wider_than_a_register(target, tmp_path, monkeypatch):
+    """With vectors of 16 floats the same code was 12 and 45 times slower on an EPYC 9005."""
+    ours, _ = product_rates(built_for(target), 24, 96, 576)
+    wide = re.sub(r"WIDTH = \d+", "WIDTH = 16", compiler.SOURCE.read_text())
+    (tmp_path / "decoder.cpp").write_text(wide)
+    monkeypatch.setattr(compiler, "SOURCE", tmp_path / "decoder.cpp")
+    theirs, _ = product_rates(built_for(target), 24, 96, 576)
+    assert ours > 5 * theirs
 
 
 # ---- how it is compiled

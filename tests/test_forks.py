@@ -2,12 +2,10 @@
 
 import asyncio
 import os
-import re
 import socket
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import Mock
 
 import psutil
@@ -15,7 +13,6 @@ import pytest
 
 from cpu.fast import forks
 from engines.forked import ForkedServer
-from runtime import shutdown
 from tests import ROOT
 from tests.support.patience import LIMIT_S
 
@@ -87,44 +84,6 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
         last, _ = start(first, logs[0])
         first.kill()
         assert not psutil.wait_procs([last, other], LIMIT_S)[1]
-
-
-def check_ignored(processes):
-    """No thread of theirs takes a signal that ends a rank: it stays where it is."""
-    for process in processes:
-        for number in shutdown.SIGNALS:
-            process.send_signal(number)
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        pending = int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16)
-        taken = [number for number in shutdown.SIGNALS if not pending >> number - 1 & 1]
-        assert not taken, f"{process}: {taken}"
-
-
-# as with CUDA; what multiprocessing starts with its first child unblocks signals
-SPAWNER = """
-import multiprocessing, runpy, time
-runpy.run_module("engines.server_main", run_name="__mp_main__")
-work = "import time; print('up', flush=True); time.sleep(9999)"
-multiprocessing.get_context("spawn").Process(target=exec, args=(work,)).start()
-time.sleep(9999)
-"""
-
-
-def test_a_signal_to_all_processes_reaches_no_spawned_engine():
-    """Nor the process that has it spawned."""
-    command = [sys.executable, "-c", SPAWNER]
-    how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    with shutdown.starting_deaf():
-        spawning = subprocess.Popen(command, **how)
-    with spawning as process:
-        assert process.stdout.readline() == "up\n"
-        spawner = psutil.Process(process.pid)
-        [spawned] = [c for c in spawner.children() if "spawn_main" in " ".join(c.cmdline())]
-        try:
-            check_ignored([spawner, spawned])
-        finally:
-            spawned.kill()
-            process.kill()
 
 
 def test_a_forked_process_is_as_one_that_was_started(tmp_path):
