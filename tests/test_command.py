@@ -388,17 +388,17 @@ class FakeEngine(Engine):
         pass
 
 
-def test_every_rank_has_a_handle_on_every_engine(monkeypatch, tmp_path):
+def test_every_rank_has_a_handle_on_every_engine(tmp_path):
     """By role, in the order of ranks, with the one key of the run; its own sleep before it is asked. One that
     doesn't fall asleep is ended: the next would measure a full device; the first hand-over finds it lost."""
-    monkeypatch.setattr(fleet, "Engine", FakeEngine)
     settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
     placed, meetings = run.check_settings(settings, 3), {}
 
     async def rank(number):
         world = FakeWorld(number, 3, meetings)
         async with fleet.Fleet(settings, world) as engines:
-            await engines.launch(run.servers_of(number, settings, *placed))
+            specs = run.servers_of(number, settings, *placed)
+            await engines.launch([spec._replace(engine=FakeEngine) for spec in specs])
             await engines.ready()
             return await engines.connect(None, world)
 

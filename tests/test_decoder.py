@@ -38,6 +38,7 @@ LEVELS["x86_64"]["-march=x86-64-v4"] = {"avx512f", "avx512bw", "avx512cd", "avx5
 LEVELS["aarch64"] = {"-mcpu=generic": {"asimd"}}
 OWN = set(re.search(r"^(?:flags|Features)\s*:(.*)", compiler.CPU_INFO.read_text(), re.M)[1].split())
 LOWER = [level for level, needs in LEVELS[platform.machine()].items() if needs <= OWN]
+NARROW = [level for level in LOWER if level.endswith(("v2", "v3"))]
 SLOTS, REQUESTS = 8192, 70
 LIMIT_MS = 1_000_000
 

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import socket
 import sys
 from math import prod
 from types import SimpleNamespace
