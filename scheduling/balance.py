@@ -46,7 +46,7 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     Their number is a multiple of `multiple`, near the fewest possible where sequences are short, and always
     less than twice that plus `multiple`. The more even of `karmarkar_karp` and `spread`, which gets along
     with a few long sequences among many short ones, is taken. The longest come first: attention takes
-    neighbours of equal length together. Where a sequence alone is over the budget, all may be as long.
+    neighbours of equal length together. Where one sequence is over the budget, all may be as long as it.
     """
     budget = max(budget, *lengths, 1)
 
