@@ -10,9 +10,7 @@ import pytest
 
 import config as settings
 from config import DEMO_MODELS, EVALUATION, GROUPS, PRESETS, Config, parse_config, settings_of
-from run import check_settings, start
-from runtime.errors import UserError
-from runtime.shutdown import Stop
+from run import check_settings
 from scheduling.measured import Split
 from tests.support.patience import run_process
 
@@ -219,12 +217,6 @@ def test_an_evaluation_has_no_use_for_what_is_for_training():
     with pytest.raises(ValueError, match="one sample may have 1025 tokens"):
         parse_config([*PATHS, "--max-tokens-per-micro-batch", "512"])
     assert parse_config([*evaluates, "--max-tokens-per-micro-batch", "512"]).evaluates
-
-
-def test_what_was_a_command_is_answered():
-    for word, answer in (("eval", "python run.py --steps 0"), ("sft", "examples/finetune.py sft")):
-        with pytest.raises(UserError, match=f"^{word} is an? .* now: .*{answer}"):
-            start([word, "--model", "m"], Stop())
 
 
 def test_help():
