@@ -162,11 +162,8 @@ BAD = [
     ("--sp", "--sp needs --tp 2"),
     ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 says otherwise"),
     ("--answer-tokens 9 --algorithm grpo overlong_from=3", "needs overlong_from=0 with --answer"),
-    ("--max-model-len 72", "--max-new-tokens 72 leaves prompts no room in --max-model-len 72"),
-    ("--max-model-len 90", "--judge-max-new-tokens 100 leaves prompts no room in --max-"),
     ("--max-tokens-per-micro-batch 255", "micro-batch 255: one sample may have 256 tokens"),
     ("--model m --judge j --max-new-tokens 8192", "8192: one sample may have 8193 tokens"),
-    ("--model m --judge j --max-model-len 512", "--max-new-tokens 1024 leaves prompts no room"),
     *[(f"--{name} 0", f"--{name} 0: at least 1") for name in POSITIVE],
     *[(each, each.split()[0]) for each in REFUSED.split(";")],
 ]
