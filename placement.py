@@ -90,11 +90,8 @@ class Row(NamedTuple):
     sharing: Callable[[Placement], Shared]
 
 
-PLACEMENTS = {
-    "colocate": Row(colocate, lambda placement: Shared())
-}  # apart/placements.py adds others
-
-
+# apart/placements.py adds others
+PLACEMENTS = {"colocate": Row(colocate, lambda placement: Shared())}
 # of a run that can't be: (config, placement, splits), each may raise a UserError before anything starts
 CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []
 
