@@ -132,11 +132,6 @@ class RolloutStep:
             sample.row = {}
         return samples
 
-    def give_back(self) -> None:
-        """Give the step up: all of its prompts come again."""
-        self.without_media()
-        self.c.prompts.requeue(list(self.sampler.wave_of), list(self.groups.values()))
-
     def start(self, prompt_ids: list[int], work: Callable[..., Coroutine]) -> None:
         """Start `work(step, group)` of each of these groups."""
         for prompt_id in prompt_ids:
