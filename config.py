@@ -146,10 +146,7 @@ class Config:
 
     @property
     def engine_lost_s(self) -> float:
-        """The time after which an engine that says nothing is lost: the deadline of every call to it.
-
-        It is longer than a long prompt's prefill on a CPU, and shorter than the wait for another rank.
-        """
+        """The deadline of every call to an engine: more than a prefill takes, less than a rank waits."""
         return self.timeout_s / 2
 
     def __post_init__(self):

@@ -136,10 +136,7 @@ class Models(NamedTuple):
 
 
 class Devices:
-    """This rank's trainers and the engines of both roles, which take turns on its device.
-
-    `split` is the one by which engines serve now, `next` that of the next step.
-    """
+    """This rank's trainers and the engines of both roles, which take turns on its device."""
 
     def __init__(
         self,
@@ -154,8 +151,8 @@ class Devices:
         """splits: which the run may take, that of its start first. pools: by role."""
         self.placement = placement
         self.splits = splits
-        self.split = splits[0]
-        self.next = splits[0]
+        self.split = splits[0]  # by which engines serve now
+        self.next = splits[0]  # that of the next step
         self.sharing = row_of(config).sharing(placement)
         self.serves = world.rank in placement.servers  # else it only trains
         self.actor, *self.critics = models.trainers or [None]  # of an evaluation

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
-# ---------------------------------------------------------------- which ranks hold which model
-
-
 def split(everyone: tuple[int, ...], config: Config) -> Placement:
     """Let actor and reference hold one half, critics the other, engines all. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
@@ -87,9 +84,6 @@ def shape_from(text: str, default: Shape) -> Shape:
             raise UserError(f"{word!r} is no size: write it as tp2 or pp2")
         sizes[word[:2]] = int(word[2:])
     return default._replace(ranks=ranks_from(ranks), **sizes)
-
-
-# ---------------------------------------------------------------- what the ranks do
 
 
 class Split(Shared):
