@@ -112,7 +112,6 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
             where = "ranks of a machine, which no engine leaves" if on_machine else "ranks"
             raise UserError(f"--{role}-tp {tp} doesn't divide {on_machine or world_size} {where}")
     everyone = tuple(range(world_size))
-    text = config.placement
     try:
         row = row_of(config)
         placement = row.place(everyone, config)
@@ -120,7 +119,7 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
         for problem in (*placement.problems(world_size), *unmet):
             raise UserError(problem)
     except UserError as error:
-        raise UserError(f"--placement {text}: {error}") from None
+        raise UserError(f"--placement {config.placement}: {error}") from None
     return placement._replace(rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp)
 
 
