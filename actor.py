@@ -65,7 +65,7 @@ class Actor(Trainer):
         names = STATS
         steps = []
         for number, micro_batches in enumerate(mini_batches):
-            samples = flat([micro_batches])
+            samples = list(chain(*micro_batches))
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
             loss = partial(policy_loss, read, targets, self.algorithm)
             work = self.work(as_sequences(micro_batches), loss)
@@ -121,7 +121,7 @@ class Actor(Trainer):
         micro_batches = []
         for samples in chain(*mini_batches):
             micro_batches.append([s for s in samples if min(s.versions, default=limit) < limit])
-        wanted = flat([micro_batches])
+        wanted = list(chain(*micro_batches))
         if len(mini_batches) == 1 or not wanted:
             return {}  # of a single mini-batch the pass that trains gives them
         if any(sample.policy_logprobs is None for sample in wanted):

@@ -304,12 +304,7 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
 def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:
     """Fill `advantages` and, for critics, `returns` of samples with the outcomes of their groups.
 
-    For each signal (reward, cost):
-    1. outcomes of the group -> the answer's score
-    2. score, and the KL of each token with kl_in=reward -> rewards of its tokens
-    3. rewards of tokens, the critic's values -> advantages and returns
-    Then `combine` makes one advantage of them for each token; multiplier: the weight of the cost. Whitening
-    is over the whole step, on all ranks, and comes next: see `whiten`.
+    multiplier: the weight of the cost. Whitening is over the whole step, on all ranks: see `whiten`.
     """
     for sample in samples:
         advantages = {}

@@ -146,10 +146,7 @@ class Config:
 
     @property
     def engine_lost_s(self) -> float:
-        """The time after which an engine that says nothing is lost: the deadline of every call to it.
-
-        It is longer than a long prompt's prefill on a CPU, and shorter than the wait for another rank.
-        """
+        """The deadline of every call to an engine: more than a prefill takes, less than a rank waits."""
         return self.timeout_s / 2
 
     def __post_init__(self):
@@ -158,14 +155,7 @@ class Config:
             value = vars(self)[field.name]
             check_limits(field, value, f"--{dashed(field.name)} {value}")
         self._check_together()
-        context = self.max_model_len
-        no_room = f"leaves prompts no room in --max-model-len {context}"
-        if 0 < context <= self.max_new_tokens:
-            raise UserError(f"--max-new-tokens {self.max_new_tokens} {no_room}")
-        writes = self.judge_models and self.judge_format != ("score",)
-        if writes and 0 < context <= self.judge_max_new_tokens:
-            raise UserError(f"--judge-max-new-tokens {self.judge_max_new_tokens} {no_room}")
-        longest = max(context, self.max_new_tokens + 1)
+        longest = max(self.max_model_len, self.max_new_tokens + 1)
         budget = self.max_tokens_per_micro_batch
         if self.command == "rl" and not self.evaluates and longest > budget:
             flag = f"--max-tokens-per-micro-batch {budget}"

@@ -9,6 +9,7 @@ and the event loop's clock.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import algorithms
@@ -29,14 +30,14 @@ from runtime.out_folder import NoSaves
 from runtime.shutdown import Stop, Stopped
 from runtime.world import World
 from sample import Sample, flat
-from scheduling.dealing import MiniBatches, Shares, Sizes, deal
+from scheduling.dealing import Shares, Sizes, deal
 from scheduling.measured import MOVES, StepStats
 from scheduling.pipeline import schedule_of
 
-HISTORY = 50  # steps that are remembered: lengths change as a model learns
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
 
+HISTORY = 50  # steps that are remembered: lengths change as a model learns
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
 MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
 
@@ -68,14 +69,11 @@ class Controller:
     report: Report
     checkpoints: Checkpoints | NoSaves
     # the ranks with the same work as this one: those that serve, or that train, if these are apart; else all
-    peers: World = None
+    peers: World
     ahead: RolloutBatch | None = None  # served, and not yet trained on
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
     stopping: bool = False  # the controllers have agreed to stop
-
-    def __post_init__(self) -> None:
-        self.peers = self.peers or self.world
 
 
 async def train(c: Controller) -> bool:
@@ -170,11 +168,11 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
             for receiver in receivers:
                 parcels.setdefault(receiver, []).append(own[key])
     incoming = await c.world.exchange(parcels)
-    received = flat([incoming.values()])
+    received = list(chain.from_iterable(incoming.values()))
     with c.timeline.span("read"):
         await c.prompts.attach_images(received)
     samples = {sample.key: sample for sample in received}
-    return Shares(deals, samples, flat([[each.costs for each in sizes]]))
+    return Shares(deals, samples, list(chain.from_iterable(each.costs for each in sizes)))
 
 
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:
@@ -222,10 +220,19 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
 async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> dict[str, float]:
     """Return the metrics of all models; note whether a rank was asked to stop (collective).
 
-    UserError after MAX_SKIPS skipped updates in a row.
+    UserError after MAX_SKIPS skipped updates in a row, of any trainer, with the last one's samples saved.
     """
     stats = await c.devices.sharing.agree(c, stats)
-    stop_on_nan(c, stats, shares.of(c.devices.actor))
+    skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
+    c.state.skips = c.state.skips + 1 if skipped else 0
+    if skipped:
+        problem = "loss or gradient aren't finite: the update is skipped"
+        c.report.note(f"step {c.state.step + 1}: {problem}")
+    if c.state.skips == MAX_SKIPS:
+        actor = c.devices.actor
+        path = c.report.dump(flat(shares.of(actor)) if actor.is_lead else [])
+        problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
+        raise UserError(f"{problem}; the samples of the last one are in {path}")
     return stats
 
 
@@ -246,19 +253,6 @@ def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
         c.timeline.mark("split", str(decision.split))
         devices.next = decision.split
     return {"split/reason": decision.reason}
-
-
-def stop_on_nan(c: Controller, stats: dict[str, float], mini_batches: MiniBatches) -> None:
-    """Count skipped updates of any trainer; UserError after MAX_SKIPS in a row, samples saved."""
-    skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
-    c.state.skips = c.state.skips + 1 if skipped else 0
-    if skipped:
-        problem = "loss or gradient aren't finite: the update is skipped"
-        c.report.note(f"step {c.state.step + 1}: {problem}")
-    if c.state.skips == MAX_SKIPS:
-        path = c.report.dump(flat(mini_batches) if c.devices.actor.is_lead else [])
-        problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
-        raise UserError(f"{problem}; the samples of the last one are in {path}")
 
 
 def advance(c: Controller, batch: RolloutBatch) -> None:
@@ -309,4 +303,5 @@ async def evaluate(c: Controller, step: int) -> None:
             await rollout.wait_for_all(c, tasks)
     c.devices.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    c.report.evaluation(step, flat([await c.peers.gather(right)]), c.timeline.now())
+    of_all = list(chain.from_iterable(await c.peers.gather(right)))
+    c.report.evaluation(step, of_all, c.timeline.now())

@@ -86,7 +86,7 @@ class Critic(Trainer):
         """Prepare the steps that learn `returns[name]`, one a mini-batch. Not collective."""
         steps = []
         for micro_batches in mini_batches:
-            samples = flat([micro_batches])
+            samples = list(chain(*micro_batches))
             returns = list(chain(*(sample.returns[self.name] for sample in samples)))
             values = list(chain(*(sample.values[self.name] for sample in samples)))
             columns = torch.tensor([returns, values], dtype=torch.float32, device=self.device)

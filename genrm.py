@@ -29,6 +29,7 @@ from sample import Image
 
 if TYPE_CHECKING:
     from images.reader import ImageReader
+    from inputs.tokenization import Tokenizer
 
 MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict
 
@@ -70,7 +71,7 @@ class JudgeFormat:
         text = tokenization.decode(judge.tokenizer, reply.tokens)
         return Judgement(text, self.grade(judge.thought + text, reply))
 
-    def check(self, tokenizer: tokenization.Tokenizer, prompt: Text, where: str) -> None:
+    def check(self, tokenizer: Tokenizer, prompt: Text, where: str) -> None:
         """Raise UserError for a prompt that the judge can't be shown: none, it is text."""
 
     def encode(
@@ -205,11 +206,7 @@ class Judge:
     """A judge model with its tokenizer. The genrm engines of `model` m serve judge number m."""
 
     def __init__(
-        self,
-        config: Config,
-        number: int,
-        tokenizer: tokenization.Tokenizer,
-        reader: ImageReader | None,
+        self, config: Config, number: int, tokenizer: Tokenizer, reader: ImageReader | None
     ):
         self.number = number
         self.tokenizer = tokenizer

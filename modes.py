@@ -57,7 +57,8 @@ async def collect(c: Controller) -> RolloutBatch:
                 if sampler.num_in_flight:
                     await cut_off(c, step.tasks)
     except Stopped:
-        step.give_back()
+        step.without_media()
+        c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
         # verdicts stay with answers that go on; the rest is judged again
         stays = c.rewards.counts()[1] if config.over_dispatch > 1 else parsed
         c.rewards.load_counts([(failed, stays)])
@@ -134,13 +135,8 @@ MODES = {  # fused/mode.py adds one
 
 
 def place(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
-    """The placement of a run and its splits, see make_placement and make_splits (pure). UserErrors."""
+    """The placement of a run, and the splits that it may take, that of its start first (pure). UserErrors."""
     placement = make_placement(config, world_size, on_machine)
-    return placement, make_splits(config, placement)
-
-
-def make_splits(config: Config, placement: Placement) -> list[Split]:
-    """The splits that a run may take, that of its start first (pure). UserError: there is none."""
     if config.mode not in MODES:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(MODES)}")
     if config.rebalance and config.mode not in MOVES:
@@ -158,9 +154,8 @@ def make_splits(config: Config, placement: Placement) -> list[Split]:
         engines += neighbours if placement.unit > 1 else ""
         raise UserError(f"--mode {config.mode} needs more ranks than {ranks} for {engines}")
     first = first_split(splits, config, ranks)
-    if not config.rebalance:
-        return [first]
-    return [first] + [split for split in splits if split != first]
+    others = [split for split in splits if split != first] if config.rebalance else []
+    return placement, [first, *others]
 
 
 def first_split(splits: list[Split], config: Config, ranks: int) -> Split:

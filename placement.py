@@ -90,11 +90,8 @@ class Row(NamedTuple):
     sharing: Callable[[Placement], Shared]
 
 
-PLACEMENTS = {
-    "colocate": Row(colocate, lambda placement: Shared())
-}  # apart/placements.py adds others
-
-
+# apart/placements.py adds others
+PLACEMENTS = {"colocate": Row(colocate, lambda placement: Shared())}
 # of a run that can't be: (config, placement, splits), each may raise a UserError before anything starts
 CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []
 
@@ -115,7 +112,6 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
             where = "ranks of a machine, which no engine leaves" if on_machine else "ranks"
             raise UserError(f"--{role}-tp {tp} doesn't divide {on_machine or world_size} {where}")
     everyone = tuple(range(world_size))
-    text = config.placement
     try:
         row = row_of(config)
         placement = row.place(everyone, config)
@@ -123,7 +119,7 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
         for problem in (*placement.problems(world_size), *unmet):
             raise UserError(problem)
     except UserError as error:
-        raise UserError(f"--placement {text}: {error}") from None
+        raise UserError(f"--placement {config.placement}: {error}") from None
     return placement._replace(rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp)
 
 
@@ -139,10 +135,7 @@ class Models(NamedTuple):
 
 
 class Devices:
-    """This rank's trainers and the engines of both roles, which take turns on its device.
-
-    `split` is the one by which engines serve now, `next` that of the next step.
-    """
+    """This rank's trainers and the engines of both roles, which take turns on its device."""
 
     def __init__(
         self,
@@ -157,8 +150,8 @@ class Devices:
         """splits: which the run may take, that of its start first. pools: by role."""
         self.placement = placement
         self.splits = splits
-        self.split = splits[0]
-        self.next = splits[0]
+        self.split = splits[0]  # by which engines serve now
+        self.next = splits[0]  # that of the next step
         self.sharing = row_of(config).sharing(placement)
         self.serves = world.rank in placement.servers  # else it only trains
         self.actor, *self.critics = models.trainers or [None]  # of an evaluation

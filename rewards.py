@@ -15,7 +15,6 @@ import extras
 from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
-from inputs import tokenization
 from runtime.errors import UserError
 from sample import Sample
 
@@ -63,7 +62,6 @@ class Rule(NamedTuple):
 
     signal: str  # what its number is a part of: "reward" or "cost"
     ask: Callable[[TextSample], Awaitable[Judgement | None]]
-    says_verdict: bool = False  # as Judge.says_verdict
 
 
 async def ask_row(
@@ -131,7 +129,7 @@ class Rewards:
             return  # no rule that counts has a say about it
         rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
         costs = [value for source, value in values.items() if source.signal == "cost"]
-        verdicts = [value for source, value in values.items() if source.says_verdict]
+        verdicts = [values[judge] for judge in self.judges if judge.says_verdict]
         sample.reward = weighted_mean(*zip(*rewards, strict=True))
         sample.cost = math.fsum(costs) if costs else None
         sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
@@ -192,11 +190,7 @@ def load_rules(config: Config) -> list[Rule]:
 
 
 def build(
-    config: Config,
-    rules: list[Rule],
-    tokenizers: list[tokenization.Tokenizer],
-    decode: Decode,
-    readers: Sequence = (),
+    config: Config, rules: list[Rule], tokenizers: list, decode: Decode, readers: Sequence = ()
 ) -> Rewards:
     """Make the judges that are named. tokenizers, readers (ImageReader or None): theirs. UserError."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)

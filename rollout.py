@@ -5,15 +5,9 @@ A mode, one short loop of modes.py, calls what stands here. Groups whose rewards
 what. Every decision, to draw more, to stop, to cut off the rest, is a pure function of the totals: all take
 the same one.
 
-An answer that its engine doesn't finish is continued from its tokens:
-
-    what cut it off                            who continues it                      what cuts
-    its engine's ranks go to genrm             `ask` requests the rest               Pool.use(move=True)
-    it waits, and more engines wake            `ask`; of a critique Judge._replies   Pool.use(move=True)
-    over-dispatch, full mode: enough written   the next round of generate_then_judge wait_for_enough
-    the step has its groups                    the next step: Prompts.group          cut_off, partition
-
-Without --over-dispatch answers of the last row are thrown away, and their prompts begin anew.
+An answer that its engine doesn't finish is continued from its tokens: by `ask` where engines change roles
+(Pool.use), by the next round of full mode (wait_for_enough). With --over-dispatch the next step continues
+what the end of a step cuts off (cut_off); without, its prompt begins again.
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import genrm
@@ -31,7 +26,7 @@ from algorithms import teaches
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
-from sample import Outcome, Sample, flat
+from sample import Outcome, Sample
 from scheduling.dynamic_sampling import DynamicSampler
 from scheduling.measured import Left, StepStats
 
@@ -131,16 +126,11 @@ class RolloutStep:
 
     def without_media(self) -> list[Sample]:
         """Return all samples. Who trains on one, or continues it in a later step, reads its images anew."""
-        samples = flat([self.groups.values()])
+        samples = list(chain.from_iterable(self.groups.values()))
         for sample in samples:
             sample.media = ()
             sample.row = {}
         return samples
-
-    def give_back(self) -> None:
-        """Give the step up: all of its prompts come again."""
-        self.without_media()
-        self.c.prompts.requeue(list(self.sampler.wave_of), list(self.groups.values()))
 
     def start(self, prompt_ids: list[int], work: Callable[..., Coroutine]) -> None:
         """Start `work(step, group)` of each of these groups."""
@@ -190,12 +180,9 @@ def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
     if sample.is_finished:
         step.unwritten[sample.prompt_id] -= 1
         return
-    if step.tasks.closed:
-        step.batch.aborted += 1
-        fate = "aborted"
-    else:
-        step.batch.moved += 1
-        fate = "moved"
+    step.batch.aborted += step.tasks.closed
+    step.batch.moved += not step.tasks.closed
+    fate = "aborted" if step.tasks.closed else "moved"
     timeline.sample(fate, *key, answer.rank, answer.end, answer.end)
 
 

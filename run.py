@@ -39,8 +39,10 @@ from engines import server
 from engines.engine import Sampling
 from engines.fleet import Fleet, ServerSpec
 from genrm import formats_of
-from inputs import prompt_file, tokenization
+from inputs import tokenization
 from inputs.numbers import number_key
+from inputs.prompt_file import PromptFile
+from inputs.shuffled import Shuffled
 from placement import CHECKS, Devices, Models
 from reporting.describe import describe, run_metadata
 from reporting.metrics import Report
@@ -69,24 +71,18 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
-    word = arguments[0] if arguments else ""
-    if word in ("sft", "rm"):
-        command = f"torchrun --nproc-per-node 2 examples/finetune.py {word} ..."
-        raise UserError(f"{word} is an example now: {command}")
-    if word == "eval":
-        command = "python run.py --steps 0 --model DIR --eval-data FILE --eval-samples 8"
-        raise UserError(f"eval is a run without a step now: {command}")
-    if word == "check":
-        extras.need("dry run", word)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if arguments[:1] == ["check"]:
+        extras.need("dry run", "check")
         from commands.dry_run import check
 
         sys.exit(check(parse_config(arguments[1:], __doc__)))
-    if "--simulate" in arguments and os.environ.get("RANK", "0") == "0":
-        extras.need("dry run", "--simulate")
-        from commands.dry_run import simulate
-
-        simulate(arguments)
     if "--simulate" in arguments:
+        extras.need("dry run", "--simulate")
+        if is_first:
+            from commands.dry_run import simulate
+
+            simulate(arguments)
         return ""
     config = parse_config(arguments, __doc__)
     if config.evaluates and not {*ALONE} & os.environ.keys():
@@ -95,7 +91,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     on_machine = launched("LOCAL_WORLD_SIZE")
     placement, splits = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first:
             from commands.dry_run import dry_run
 
             config = resolved(config, placement)
@@ -153,9 +149,7 @@ def check_settings(
     if algorithm.critics:
         extras.need("critics", f"--algorithm {algorithm.name}")
     if algorithm.ptx_data:
-        extras.need(
-            "pretraining texts", f"--algorithm {algorithm.name} ptx_data={algorithm.ptx_data}"
-        )
+        extras.need("pretraining texts", f"--algorithm {algorithm.name} ptx_data=...")
     if config.evaluates:
         extras.need("answers", "--steps 0")
     return modes.place(config, ranks, on_machine)
@@ -325,8 +319,17 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     if room < 1:
         of = f"leaves prompts no room in the {longest} tokens of {config.model}"
         raise UserError(f"--max-new-tokens {config.max_new_tokens} {of}")
-    how = (tokenizer, room, say, reader, formats_of(config)[0].read_key)
-    source = source_of(config, how, judges)
+    how = dict(tokenizer=tokenizer, max_tokens=room, say=say, reader=reader)
+    read = partial(PromptFile, **how, read_key=formats_of(config)[0].read_key)
+    if config.data:
+        source = training_rows(config, read, judges)
+    else:
+        show = task.filmed if config.preset == "video" else task.drawn
+        encode = partial(tokenization.encode_prompt, tokenizer, reader)
+        source = task.Addition(config.seed, encode, reader, show)
+    if config.eval_data:
+        path = Path(config.eval_data)
+        source.held_out = read(path, needs={"--eval-data": str}, setting="--eval-data")
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.over_dispatch > 1, "has_greedy": algorithm.greedy}
@@ -345,24 +348,17 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     return Inputs(algorithm, decode, prompts, scores, sampling, texts)
 
 
-def source_of(config: Config, how: tuple, judges: list[tokenization.Tokenizer]) -> data.Source:
-    """The prompts to train on, and those held out. how: as PromptFile reads a file."""
-    tokenizer, _, _, reader, _ = how
-    show = task.filmed if config.preset == "video" else task.drawn
-    encode = partial(tokenization.encode_prompt, tokenizer, reader)
-    source = task.Addition(config.seed, encode, reader, show)
-    if config.data:
-        read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
-        rules = read_key.keys() & {*config.rule, *config.cost_rule}
-        needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
-        formats = zip(judges, formats_of(config), strict=False)
-        checks = [partial(row.check, tokenizer) for tokenizer, row in formats]
-        rows = prompt_file.PromptFile(Path(config.data), *how, needs, checks=checks)
-        source = rows.shuffled(config.seed, 0 if config.eval_data else HELD_OUT)
-    if config.eval_data:
-        needs = {"--eval-data": str}
-        source.held_out = prompt_file.PromptFile(Path(config.eval_data), *how, needs, "--eval-data")
-    return source
+def training_rows(
+    config: Config, read: Callable[..., PromptFile], judges: list[tokenization.Tokenizer]
+) -> Shuffled:
+    """The rows of --data, and those of them that are held out. UserError for what can't be used."""
+    read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
+    rules = read_key.keys() & {*config.rule, *config.cost_rule}
+    needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
+    formats = zip(judges, formats_of(config), strict=False)
+    checks = [partial(row.check, tokenizer) for tokenizer, row in formats]
+    rows = read(Path(config.data), needs=needs, checks=checks)
+    return rows.shuffled(config.seed, 0 if config.eval_data else HELD_OUT)
 
 
 def servers_of(

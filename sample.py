@@ -104,5 +104,5 @@ def sample_from_json(row: dict) -> Sample:
 
 
 def flat(mini_batches: list[list[list]]) -> list:
-    """Return all samples (or keys) of mini-batches of micro-batches."""
+    """Return all samples (or keys) of mini-batches, which are lists of micro-batches."""
     return [sample for mini_batch in mini_batches for samples in mini_batch for sample in samples]

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
-# ---------------------------------------------------------------- which ranks hold which model
-
-
 def split(everyone: tuple[int, ...], config: Config) -> Placement:
     """Let actor and reference hold one half, critics the other, engines all. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
@@ -49,11 +46,6 @@ def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
     actor = shape._replace(ranks=everyone[first : first + each])
     critic = shape._replace(ranks=everyone[-each:])
     return Placement(everyone[:first], actor, critic, actor)
-
-
-def in_words(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Place everything as the words of --placement say. UserError."""
-    return placement_from(config.placement, Shape.of(config, everyone))
 
 
 def placement_from(text: str, default: Shape) -> Placement:
@@ -89,14 +81,9 @@ def shape_from(text: str, default: Shape) -> Shape:
     sizes = dict.fromkeys(SIZES, 1) if words else {}
     for word in words:
         if not re.fullmatch(f"({'|'.join(SIZES)})[1-9]\\d*", word):
-            raise UserError(
-                f"{word!r} is no size: write it as {' or '.join(f'{s}2' for s in SIZES)}"
-            )
+            raise UserError(f"{word!r} is no size: write it as tp2 or pp2")
         sizes[word[:2]] = int(word[2:])
     return default._replace(ranks=ranks_from(ranks), **sizes)
-
-
-# ---------------------------------------------------------------- what the ranks do
 
 
 class Split(Shared):
@@ -180,4 +167,8 @@ def sharing_of(placement: Placement) -> Shared:
 
 PLACEMENTS["split"] = Row(split, sharing_of)
 PLACEMENTS["standalone"] = Row(standalone, sharing_of)
-PLACEMENTS["ranks"] = Row(in_words, sharing_of)  # engines=0-3 actor=0-1
+# engines=0-3 actor=0-1
+PLACEMENTS["ranks"] = Row(
+    lambda everyone, config: placement_from(config.placement, Shape.of(config, everyone)),
+    sharing_of,
+)

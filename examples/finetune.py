@@ -43,7 +43,7 @@ from runtime.devices import choose_device
 from runtime.errors import UserError
 from runtime.out_folder import archive
 from runtime.world import raise_on_all
-from sample import Sample, flat
+from sample import Sample
 from scheduling.balance import packed_length, plan_batch
 from scheduling.layout import Placement
 from scheduling.pipeline import schedule_of
@@ -264,7 +264,7 @@ def shown(metrics: dict[str, float]) -> str:
 
 def set_padding(folder: Path, tokenizer: tokenization.Tokenizer, examples: list[Example]) -> str:
     """Pad with a special token that ends no example: transformers scores the last that isn't padding."""
-    ends = {None, *(sample.prompt[-1] for sample in flat([examples]))}
+    ends = {None, *(sample.prompt[-1] for samples in examples for sample in samples)}
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
     pads = [tokenizer.pad_token_id, *reversed(special)]
     tokenizer.pad_token_id = next((pad for pad in pads if pad not in ends), None)

@@ -96,9 +96,8 @@ class Alarm:
 
     def set(self, seconds: float) -> None:
         """Start the time again, from now. At its end this process gets LATE."""
-        times = struct.pack(
-            "4q", 0, 0, *divmod(round(seconds * 1e9), 10**9)
-        )  # the first two: once only
+        left = divmod(round(seconds * 1e9), 10**9)
+        times = struct.pack("4q", 0, 0, *left)  # the first two: once only
         self._call("timer_settime", self._timer, 0, times, None)
 
     def _call(self, name: str, *arguments) -> None:

@@ -1,5 +1,7 @@
 """Who trains on what: the plan against brute force and its promises."""
 
+from itertools import chain
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ def test_karmarkar_karp(costs, shares):
     """Every sample once, ascending in a share; equal in number to within one, in cost to within a sample."""
     dealt = karmarkar_karp(costs, shares)
     assert dealt == list(map(sorted, dealt))
-    assert len(dealt) == shares and sorted(flat([dealt])) == list(range(len(costs)))
+    assert len(dealt) == shares and sorted(chain(*dealt)) == list(range(len(costs)))
     numbers, loads = [len(share) for share in dealt], sums(costs, dealt)
     assert max(numbers) - min(numbers) <= 1
     assert max(loads) - min(loads) <= max(costs, default=0)
@@ -48,7 +50,7 @@ def test_even_micro_batches_are_few(lengths, budget, multiple):
     """More than half full but for one, then as many more as the multiple asks for."""
     packed = pack_evenly(lengths, [cost(length) for length in lengths], budget, multiple)
     assert len(packed) % multiple == 0 and len(packed) < 2 * sum(lengths) / budget + 1 + multiple
-    assert sorted(flat([packed])) == list(range(len(lengths)))
+    assert sorted(chain(*packed)) == list(range(len(lengths)))
     for chosen in packed:
         mine = [lengths[sample] for sample in chosen]
         assert sum(mine) <= budget and mine == sorted(mine, reverse=True)

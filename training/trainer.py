@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import Config
-from sample import Sample, flat
+from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
 from training import hf_weights
@@ -261,7 +261,7 @@ class Trainer:
 
     def read_tokens(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
         """Read every response token, a row a sample (collective over the model-parallel group)."""
-        lengths = [len(sample.response) for sample in flat([micro_batches])]
+        lengths = [len(sample.response) for samples in micro_batches for sample in samples]
         result = torch.zeros(sum(lengths), device=self.device)
 
         def collect(batch: MicroBatch, output: Tensor) -> LossSums:

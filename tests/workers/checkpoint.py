@@ -6,6 +6,7 @@ by rank, what was saved or restored, the metrics of the update that follows and 
 
 import asyncio
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
@@ -61,7 +62,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
     owners = prompts.assign_owners(drawn, actor.dp_size)
     mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_lead]
     groups = [prompts.group(number, prompts.source.training(number)) for number in mine]
-    for sample in flat([groups]):
+    for sample in chain(*groups):
         sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]
         sample.versions = [1]
         sample.media = ()  # as modes.collect leaves it
