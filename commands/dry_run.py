@@ -20,7 +20,7 @@ from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
 from runtime.errors import UserError, printable
-from scheduling.layout import Placement, Shape
+from scheduling.layout import Placement
 from scheduling.measured import ROLES, Split
 
 DISK = 1e9  # bytes of what a run leaves, about
@@ -49,20 +49,15 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
         parts = []
         for name, shape in shapes.items():
             if rank in shape.ranks:
-                place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
-                parts.append(f"{name} {', '.join(place)}")
+                # Megatron's order: tensor-parallel ranks are neighbours
+                rest, tp = divmod(shape.ranks.index(rank), shape.tp)
+                pp, dp = divmod(rest, shape.dp)
+                parts.append(f"{name} dp {dp}, tp {tp}, pp {pp}")
         for role in ROLES:
             if any(rank in placement.leads(role, split) for split in splits):
                 parts.append(f"{role} on port {server.port_of(config, rank, role)}")
         lines.append(f"  rank {rank}: {'; '.join(parts)}")
     return lines
-
-
-def grid(rank: int, shape: Shape) -> dict[str, int]:
-    """The place of a rank in a model, in Megatron's order: tensor-parallel ranks are neighbours."""
-    rest, tp = divmod(shape.ranks.index(rank), shape.tp)
-    pp, dp = divmod(rest, shape.dp)
-    return {"dp": dp, "tp": tp, "pp": pp}
 
 
 def simulate(arguments: list[str]) -> NoReturn:
@@ -104,9 +99,9 @@ def check(config: Config) -> int:
             needs = memory.needs_of(with_micro_batch(config), placement, splits)
     rows += graphics(config)
     if config.device == "cpu" and extras.has("fast CPU"):
-        from cpu.fast.decoder import rates_of
+        from cpu.fast.compiler import program_for
 
-        rows.append(Row("rollout runs", rates_of(config.model, config.dtype)))
+        rows.append(Row("rollout runs", program_for(config.model, config.dtype)))
     ports = range(config.port, server.port_of(config, ranks, "rollout"))
     connections = psutil.net_connections("tcp")
     listening = {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}

@@ -276,9 +276,6 @@ def test_numbers_that_are_none_give_a_token(llama):
     assert 0 <= token.item() < 40 and output.next_token_logprobs.isnan()
 
 
-# ---- how fast it is, in CPU time
-
-
 # ---- how it is compiled
 
 

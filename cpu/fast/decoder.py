@@ -1,18 +1,12 @@
 """decoder.cpp in place of the layers, the head and the sampler of a model that SGLang has loaded."""
 
 import ctypes
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
-
-from cpu.fast import compiler
-from inputs.hf_directory import read_model_config
+from torch.nn.functional import pad
 
 PANEL = 32  # as in decoder.cpp
 STOPS = 8  # likewise: tokens that end an answer, at most
@@ -40,47 +34,6 @@ def rules_of(info) -> tuple[Tensor, Tensor, Tensor]:
     if seeds is None:
         seeds = torch.randint(2**63 - 1, (len(info.top_ks),))
     return info.temperatures.flatten(), (info.top_ks <= 1).long(), seeds
-
-
-def product_rates(library: Path, rows: int, width: int, columns: int) -> tuple[float, float]:
-    """Return the GFLOP/s of decoder.cpp and of torch for [rows, width] @ [width, columns].
-
-    Medians of five rounds in turns, in CPU time. From then on torch has one thread here.
-    """
-    torch.set_num_threads(1)
-    x = torch.randn(rows, width)
-    weight = torch.randn(columns, width)
-    head = pack(weight)
-    # decoder.cpp's Model: `logits` reads only these
-    model = torch.tensor([0, width, 0, 0, 0, 0, columns, 0, 0, 0, 0, 0, head.data_ptr(), 0, 0])
-    scores = torch.empty(rows, columns)
-    numbers = map(ctypes.c_int64, as_numbers((model, rows, x, scores)))
-    sides = (partial(ctypes.CDLL(str(library)).logits, *numbers), partial(linear, x, weight))
-    operations = 2 * rows * width * columns
-    calls = 1 + 10**8 // operations
-
-    def rate(product: Callable) -> float:
-        begin = time.thread_time()
-        for _ in range(calls):
-            product()
-        return calls * operations / (time.thread_time() - begin) / 1e9
-
-    rounds = [tuple(map(rate, sides)) for _ in range(5)]
-    ours, theirs = map(median, zip(*rounds, strict=True))
-    return ours, theirs
-
-
-def rates_of(model_dir: str, dtype: str) -> str:
-    """Name what serves a model; decoder.cpp with its speed beside torch's on this processor."""
-    name = compiler.program_for(model_dir, dtype)
-    library = compiler.library_for(model_dir, dtype)
-    if library is None:
-        return name
-    hf = read_model_config(model_dir)
-    shape = (64, hf["hidden_size"], 2 * hf["intermediate_size"])
-    ours, theirs = product_rates(library, *shape)
-    warning = " (slower than torch!)" if ours < theirs else ""
-    return f"{name}, {ours:.0f} GFLOP/s on a core{warning}; torch makes {theirs:.0f}"
 
 
 class Decoder:
