@@ -1,7 +1,4 @@
-"""The memory that a run takes, about, as one table: what each model holds, and what each place needs.
-
-`--dry-run` prints it, and a run that needs more than there is ends before it starts anything.
-"""
+"""The memory that a run takes, about; one that needs more than there is ends before it starts anything."""
 
 import math
 import os
