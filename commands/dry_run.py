@@ -1,5 +1,4 @@
-"""Checks before a run. `--dry-run`: who would run where, in how much memory, with `--simulate` how fast under
-each plan; `check`: what is free here."""
+"""Checks before a run: --dry-run, who would run where and, by --simulate, how fast; `check`, what is free."""
 
 import os
 import platform
@@ -64,9 +63,8 @@ def simulate(arguments: list[str]) -> NoReturn:
     """Become the process that prints what the run would take under each plan."""
     if "--dry-run" not in arguments:
         raise UserError("--simulate starts nothing: it goes with --dry-run")
-    root = Path(__file__).parents[1]
-    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    os.environ["PYTHONPATH"] = paths
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.execv(sys.executable, [sys.executable, "-m", "simulation.plans", *arguments])
 
 
