@@ -84,7 +84,6 @@ def check(config: Config) -> int:
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    needs = []
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
 
@@ -94,7 +93,9 @@ def check(config: Config) -> int:
             from commands import memory
             from training.memory import with_micro_batch
 
-            needs = memory.needs_of(with_micro_batch(config), placement, splits)
+            for need in memory.needs_of(with_micro_batch(config), placement, splits):
+                takes = str(need).partition(": ")[2]
+                rows.append(Row(need.place, takes, need.needed <= need.free))
     rows += graphics(config)
     if config.device == "cpu" and extras.has("fast CPU"):
         from cpu.fast.compiler import program_for
@@ -106,8 +107,6 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    for need in needs:
-        rows.append(Row(need.place, str(need).partition(": ")[2], need.needed <= need.free))
     out = Path(config.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
     free = shutil.disk_usage(folder).free
