@@ -11,7 +11,7 @@ import importlib.machinery
 import re
 import sys
 import warnings
-from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 
@@ -36,8 +36,7 @@ class CpuDevice:
     current_device = staticmethod(lambda: torch.device("cpu"))
     synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
     stream = device = staticmethod(lambda *args: contextlib.nullcontext())
-    # by current_device
-    default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})
+    default_generators: ClassVar = {torch.device("cpu"): torch.default_generator}  # by device
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
