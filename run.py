@@ -66,11 +66,18 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 extras.load()
+COMMANDS = {  # that were words behind run.py
+    "eval": "python run.py --steps 0 --model DIR --eval-data FILE --eval-samples 8",
+    "rm": "torchrun --nproc-per-node 2 examples/finetune.py rm ...",
+    "sft": "torchrun --nproc-per-node 2 examples/finetune.py sft ...",
+}
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # no torchrun
 
 
 def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns what a run that was stopped says at its end."""
+    for word in COMMANDS.keys() & {*arguments[:1]}:
+        raise UserError(f"{word} is now: {COMMANDS[word]}")
     is_first = os.environ.get("RANK", "0") == "0"
     if arguments[:1] == ["check"]:
         extras.need("dry run", "check")

@@ -1,5 +1,4 @@
-"""Checks before a run. `--dry-run`: who would run where, in how much memory, with `--simulate` how fast under
-each plan; `check`: what is free here."""
+"""Checks before a run: --dry-run, who would run where and, by --simulate, how fast; `check`, what is free."""
 
 import os
 import platform
@@ -20,7 +19,7 @@ from modes import place
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
 from runtime.errors import UserError, printable
-from scheduling.layout import Placement, Shape
+from scheduling.layout import Placement
 from scheduling.measured import ROLES, Split
 
 DISK = 1e9  # bytes of what a run leaves, about
@@ -49,8 +48,10 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
         parts = []
         for name, shape in shapes.items():
             if rank in shape.ranks:
-                place = [f"{kind} {number}" for kind, number in grid(rank, shape).items()]
-                parts.append(f"{name} {', '.join(place)}")
+                # Megatron's order: tensor-parallel ranks are neighbours
+                rest, tp = divmod(shape.ranks.index(rank), shape.tp)
+                pp, dp = divmod(rest, shape.dp)
+                parts.append(f"{name} dp {dp}, tp {tp}, pp {pp}")
         for role in ROLES:
             if any(rank in placement.leads(role, split) for split in splits):
                 parts.append(f"{role} on port {server.port_of(config, rank, role)}")
@@ -58,20 +59,12 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
     return lines
 
 
-def grid(rank: int, shape: Shape) -> dict[str, int]:
-    """The place of a rank in a model, in Megatron's order: tensor-parallel ranks are neighbours."""
-    rest, tp = divmod(shape.ranks.index(rank), shape.tp)
-    pp, dp = divmod(rest, shape.dp)
-    return {"dp": dp, "tp": tp, "pp": pp}
-
-
 def simulate(arguments: list[str]) -> NoReturn:
     """Become the process that prints what the run would take under each plan."""
     if "--dry-run" not in arguments:
         raise UserError("--simulate starts nothing: it goes with --dry-run")
-    root = Path(__file__).parents[1]
-    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    os.environ["PYTHONPATH"] = paths
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.execv(sys.executable, [sys.executable, "-m", "simulation.plans", *arguments])
 
 
@@ -91,7 +84,6 @@ def check(config: Config) -> int:
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    needs = []
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
 
@@ -101,7 +93,9 @@ def check(config: Config) -> int:
             from commands import memory
             from training.memory import with_micro_batch
 
-            needs = memory.needs_of(with_micro_batch(config), placement, splits)
+            for need in memory.needs_of(with_micro_batch(config), placement, splits):
+                takes = str(need).partition(": ")[2]
+                rows.append(Row(need.place, takes, need.needed <= need.free))
     rows += graphics(config)
     if config.device == "cpu" and extras.has("fast CPU"):
         from cpu.fast.decoder import rates_of
@@ -113,8 +107,6 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    for need in needs:
-        rows.append(Row(need.place, str(need).partition(": ")[2], need.needed <= need.free))
     out = Path(config.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
     free = shutil.disk_usage(folder).free

@@ -1,7 +1,4 @@
-"""The memory that a run takes, about, as one table: what each model holds, and what each place needs.
-
-`--dry-run` prints it, and a run that needs more than there is ends before it starts anything.
-"""
+"""The memory that a run takes, about; one that needs more than there is ends before it starts anything."""
 
 import math
 import os
@@ -101,12 +98,12 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     needs = [Need(place, sum(parts.values()), memory, parts)]
     needs.append(Need("/dev/shm", SHARED + sum(shared.values()), shm, shared))
     if config.device == "cuda":
-        sizes = SIZES if is_elsewhere else [device_bytes()]
-        tried = []
-        for size in sizes:
+        for size in SIZES if is_elsewhere else [device_bytes()]:
             peaks = peaks_of(config, placement, splits, size)
-            tried.append(Need("a device", max(peaks.values()), size, peaks))
-        needs.append(next((need for need in tried if need.needed <= need.free), tried[-1]))
+            need = Need("a device", max(peaks.values()), size, peaks)
+            if need.needed <= size:
+                break
+        needs.append(need)
     return needs
 
 
@@ -120,10 +117,7 @@ def device_bytes() -> int:
 async def settled(
     config: Config, placement: Placement, splits: list[Split], world: World
 ) -> Config:
-    """Return the settings that follow from the smallest GPU of the run (collective).
-
-    They are the same on all ranks, because ranks meet in layers that they compute again.
-    """
+    """Return the settings that the run's smallest GPU can do, the same on all ranks (collective)."""
     from training.memory import with_recompute
 
     if config.device == "cpu":

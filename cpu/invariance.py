@@ -31,9 +31,8 @@ def at_least_four(linear):
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
     """Group requests of equal padded lengths: of seq_lens [n] tokens, the last new_lens [n] queries.
 
-    A request is padded by its own length alone, never to its longest neighbour: the order of the sums, and so
-    the last bits of a logit, would otherwise depend on which other requests share the batch. Returns of each
-    group the query tokens [b, q], padding included, KV slots [b, k], and an additive mask [b, 1, q, k].
+    A request is padded by its own length only: bits don't depend on a longer neighbor. Returns of each group
+    the query tokens [b, q], padding included, KV slots [b, k], and an additive mask [b, 1, q, k].
     """
     members_of = {}
     for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):

@@ -11,14 +11,14 @@ import importlib.machinery
 import re
 import sys
 import warnings
-from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 
 REWRITES = {  # of a module's source, in this order
-    r"torch\.cuda\.(\w+Tensor['\"])": r"torch.\1",
+    r"torch\.cuda\.(\w+Tensor)": r"torch.\1",
     r"from torch\.cuda import": "from _CpuDevice import",
-    r"(?<!from )(?<!import )\btorch\.cuda\b": "_CpuDevice",
+    r"(?<!from )(?<!import )\btorch\.cuda(\.random)?\b": "_CpuDevice",
     r"\.cuda\(([^()]|\(\))*\)": ".cpu()",  # the tensor itself
     r"\.pin_memory\(\)": ".clone()",  # a copy: callers free the source's storage on the next line
     r"pin_memory=True": "pin_memory=False",
@@ -29,9 +29,6 @@ REWRITES = {  # of a module's source, in this order
 class CpuDevice:
     """The names of `torch.cuda` that training touches, as megatron.core sees them."""
 
-    FloatTensor = torch.FloatTensor
-    HalfTensor = torch.HalfTensor
-    BFloat16Tensor = torch.BFloat16Tensor
     # named in annotations and default arguments, never made here
     Stream = torch.Stream
     Event = torch.Event
@@ -39,15 +36,11 @@ class CpuDevice:
     current_device = staticmethod(lambda: torch.device("cpu"))
     synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
     stream = device = staticmethod(lambda *args: contextlib.nullcontext())
-    # by current_device
-    default_generators = MappingProxyType({torch.device("cpu"): torch.default_generator})
+    default_generators: ClassVar = {torch.device("cpu"): torch.default_generator}  # by device
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
     _lazy_call = staticmethod(lambda function, **kwargs: function())
-
-    class random:
-        get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -77,11 +70,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Make megatron.core importable here, before its first import. A second call does nothing."""
-    # of packages that are missing on purpose
+    """Make megatron.core importable here, once, before its first import."""
+    # about packages that are missing on purpose
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    is_there = any(isinstance(finder, _Finder) for finder in sys.meta_path)
-    if not torch.cuda.is_available() and not is_there:
+    if not torch.cuda.is_available():
         assert "megatron.core" not in sys.modules, "install() must come before megatron.core"
         sys.modules["_CpuDevice"] = CpuDevice
         sys.meta_path.insert(0, _Finder())

@@ -1,8 +1,4 @@
-"""Have the real SGLang 0.5.23 run without CUDA: what its wheel lacks there is filled in before its import.
-
-Without a GPU SGLang falls back to plain torch for every layer of a dense model. cpu/invariance.py has
-attention over the whole batch.
-"""
+"""Have the real SGLang 0.5.23 run without CUDA: what its wheel lacks there is filled in before its import."""
 
 import importlib.machinery
 import importlib.util
@@ -17,10 +13,7 @@ import torch
 
 
 class StandInFinder:
-    """The import hook by which `import name` and `import name.anything` give modules that are never used.
-
-    They are SGLang's own, which it has for Macs: every attribute exists, and any call is an idle decorator.
-    """
+    """An import hook: `name` and `name.x` are SGLang's idle modules for Macs, in which any call decorates."""
 
     def __init__(self, name):
         self.name = name

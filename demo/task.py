@@ -16,7 +16,7 @@ from inputs.templates import IMAGE, VIDEO
 from sample import Image, Prompt
 
 if TYPE_CHECKING:
-    from images.reader import ImageReader
+    from images.reader import ImageReader, Media
 
 # digits of the longer summand: relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
@@ -58,34 +58,32 @@ class Shown(NamedTuple):
     """A problem as a model is shown it: a text, and the files that stand in its places."""
 
     text: str
-    images: tuple[bytes, ...] = ()
-    videos: tuple[bytes, ...] = ()
+    media: Media
 
     def read(self, reader: ImageReader | None) -> tuple[str, tuple[Image, ...]]:
         """Return the text with an IMAGE for each image, and these: a clip is several."""
         if reader is None:
             return self.text, ()
-        media = {IMAGE: partial(list, self.images), VIDEO: partial(list, self.videos)}
-        return reader.fill(self.text, media, "a problem of the demo")
+        return reader.fill(self.text, self.media, "a problem of the demo")
 
 
 Show = Callable[[int, int, str], Shown]  # of two summands, and what decides how they look
 
 
 def written(a: int, b: int, key: str) -> Shown:
-    return Shown(f"{a}+{b}=")
+    return Shown(f"{a}+{b}=", {})
 
 
 def drawn(a: int, b: int, key: str) -> Shown:
     from demo.drawing import picture
 
-    return Shown(f"{IMAGE}=", images=(picture(a, b, key),))
+    return Shown(f"{IMAGE}=", {IMAGE: partial(list, [picture(a, b, key)])})
 
 
 def filmed(a: int, b: int, key: str) -> Shown:
     from demo.drawing import clip
 
-    return Shown(f"{VIDEO}=", videos=(clip(a, b, key),))
+    return Shown(f"{VIDEO}=", {VIDEO: partial(list, [clip(a, b, key)])})
 
 
 @dataclass

@@ -172,10 +172,9 @@ def frame_times(container: Any, stream: Any, where: str) -> list[int]:
 
 
 def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tuple[int, Fraction]]:
-    """Choose what is seen at times that are even, from the first frame to the last: (frame, its time).
+    """Choose what is seen at even times, from the first frame to the last: (frame, its time).
 
-    unit: seconds of one of the times. At a constant rate these are those of the models' own processors. A
-    frame that lasts longer than others is shown again, at a later time.
+    unit: seconds of one of the times. A frame that lasts longer than others is shown again, at a later time.
     """
     span = times[-1] - times[0]
     each = Fraction(span, max(1, len(times) - 1))  # on average; the last one lasts as long

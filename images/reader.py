@@ -62,15 +62,14 @@ class ImageReader:
 
     def media_of(self, row: dict, prompt: Text, folder: Path, where: str) -> Media:
         """Return what gives a row's images and videos, checked unless bytes. UserError."""
+        file_of = partial(media_file, folder=folder, where=where)
         media = {}
         for name, place in PLACES.items():
             items = row.get(name) or []
             if callable(items):  # bytes, which aren't held: they are asked for again
-                media[place] = lambda read=items: [
-                    media_file(item, folder, where) for item in read()
-                ]
+                media[place] = lambda read=items: list(map(file_of, read()))
             elif isinstance(items, list):
-                files = [media_file(item, folder, where) for item in items]
+                files = list(map(file_of, items))
                 check_places(str(prompt).count(place), files, place, where)
                 media[place] = partial(list, files)
             else:
@@ -153,13 +152,11 @@ class ImageReader:
         """Return patches [patches, numbers of a patch] and grids [images, 3]: frames, rows, columns."""
         import torch
 
-        pixels = []
-        grids = []
-        for image in images:  # one by one: decoded, and as floats, an image is many times its file
-            found = self._processor([decoded(image.read(), "an image", 2)], return_tensors="pt")
-            pixels.append(found["pixel_values"])
-            grids.append(found["image_grid_thw"])
-        return torch.cat(pixels), torch.cat(grids)
+        # one by one: decoded, and as floats, an image is many times its file
+        pictures = (decoded(image.read(), "an image", 2) for image in images)
+        found = [self._processor([each], return_tensors="pt") for each in pictures]
+        names = ("pixel_values", "image_grid_thw")
+        return tuple(torch.cat([each[name] for each in found]) for name in names)
 
 
 @cache  # once in a process

@@ -107,6 +107,8 @@ def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[s
             file = safe_open(Path(model_dir, name), framework=framework)
         except (SafetensorError, OSError) as error:  # as of a download that broke off
             raise UserError(f"{where}: {name} is damaged or incomplete: {error}") from None
+        if twice := files.keys() & file.keys():
+            raise UserError(f"{where}: {min(twice)} is in {name} and in another file")
         files |= dict.fromkeys(file.keys(), file)
     return files
 

@@ -118,16 +118,15 @@ def rows_of(samples: list[Event]) -> list[tuple[int, Event]]:
     """Return the row of every stretch. In each step an answer has a row, from the top as first ones end."""
     steps = defaultdict(dict)  # step -> answer -> its row
     rows = []
-    for sample in sorted(samples, key=lambda s: (s.step, s.end)):
+    for sample in sorted(samples, key=lambda s: s.end):
         row_of = steps[sample.step]
-        row = row_of.setdefault(sample.args["answer"], len(row_of))
-        rows.append((row, sample))
+        rows.append((row_of.setdefault(sample.args["answer"], len(row_of)), sample))
     return rows
 
 
 def make_figure(picture: Picture) -> Figure:
     """Draw a panel of the lanes and, where there are any, one of the answers."""
-    ranks = sorted({span.rank for span in picture.spans})
+    ranks = {span.rank for span in picture.spans}
     rows = rows_of(of_kind(picture.events, "sample"))
     answers_height = min(MOST, ROW * (1 + max((row for row, _ in rows), default=0)))
     heights = [1.0 + 0.52 * max(1, len(ranks))]  # inches

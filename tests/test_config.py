@@ -10,7 +10,8 @@ import pytest
 
 import config as settings
 from config import DEMO_MODELS, EVALUATION, GROUPS, PRESETS, Config, parse_config, settings_of
-from run import check_settings
+from run import check_settings, start
+from runtime.shutdown import Stop
 from scheduling.measured import Split
 from tests.support.patience import run_process
 
@@ -225,3 +226,11 @@ def test_help():
     assert "python run.py --steps 0" in ran.stdout
     for group in {field.metadata["group"] for field in settings_of(Config)}:
         assert f"\n{group}:\n" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "word, answer", [("eval", "python run.py --steps 0"), ("sft", "torchrun .*/finetune.py sft")]
+)
+def test_what_was_a_command_is_answered(word, answer):
+    with pytest.raises(ValueError, match=f"^{word} is now: {answer}"):
+        start([word, "--model", "m"], Stop())

@@ -42,7 +42,6 @@ ALLOWED = {
     "pathlib": "PosixPath",
 }
 
-
 # by a full tensor's name and a box's place in it: the place, the tensor's shape and type; the numbers
 Boxes = dict[MetadataIndex, tuple[TensorWriteData, Tensor]]
 
@@ -65,9 +64,8 @@ class SavePlanner(dcp.DefaultSavePlanner):
         super().__init__()
         # a fork can't read a GPU; on a CPU no copy
         self.numbers = {index: numbers.to("cpu") for index, (_, numbers) in boxes.items()}
-        items = []
-        for index, (facts, _) in boxes.items():
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=facts))
+        shard = WriteItemType.SHARD
+        items = [WriteItem(index, shard, tensor_data=facts) for index, (facts, _) in boxes.items()]
         self.plan = dcp.SavePlan(items, planner_data=scalars)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
