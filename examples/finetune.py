@@ -34,6 +34,7 @@ from inputs import tokenization
 from inputs.hf_directory import sees
 from inputs.rows import PLACES, as_turns, read_conversation, read_rows, with_tools
 from inputs.shuffled import Shuffled, identities
+from inputs.tokenization import Tokenizer
 from placement import make_placement
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -66,7 +67,7 @@ class FinetuneConfig(Config):
     weight_decay: float = setting(0.0, "AdamW", "examples")
 
 
-def read_answer(row: dict, answer: Any, tokenizer: tokenization.Tokenizer, where: str) -> tuple:
+def read_answer(row: dict, answer: Any, tokenizer: Tokenizer, where: str) -> tuple:
     """Return a row's prompt and an answer, both text or both chat turns. UserError says what is wrong."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
@@ -82,7 +83,7 @@ def read_answer(row: dict, answer: Any, tokenizer: tokenization.Tokenizer, where
     return with_tools(prompt, row, where), answer
 
 
-def parse_sft(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
+def parse_sft(row: dict, tokenizer: Tokenizer, where: str) -> Example:
     """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
     answers = [row[n] for n in ("messages", "response", "completion") if row.get(n) is not None]
     if len(answers) != 1:
@@ -92,7 +93,7 @@ def parse_sft(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Examp
     return [Sample(0, 0, prompt, response=response, turns=as_turns(pair[0], "user"))]
 
 
-def parse_rm(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Example:
+def parse_rm(row: dict, tokenizer: Tokenizer, where: str) -> Example:
     """Read {"prompt", "chosen", "rejected"}, of which the first answer is liked better.
 
     The scalar head is read at the last token, so each text has one target, of any value, behind it.
@@ -111,9 +112,7 @@ def parse_rm(row: dict, tokenizer: tokenization.Tokenizer, where: str) -> Exampl
     return [Sample(0, n, text, response=text[-1:], turns=turns) for n, text in enumerate(texts)]
 
 
-def read_examples(
-    path: Path, tokenizer: tokenization.Tokenizer, config: FinetuneConfig
-) -> list[Example]:
+def read_examples(path: Path, tokenizer: Tokenizer, config: FinetuneConfig) -> list[Example]:
     """Read all rows. UserError with file and line for one that can't be used, or is too long."""
     examples = []
     for line, row in read_rows(path):
@@ -148,7 +147,7 @@ def pair_loss(critic: Critic, batch: MicroBatch, output: Tensor) -> LossSums:
 class Task(NamedTuple):
     """A command: how a row is parsed, which model learns, and from which loss."""
 
-    parse: Callable[[dict, tokenization.Tokenizer, str], Example]
+    parse: Callable[[dict, Tokenizer, str], Example]
     model: type[Trainer]
     loss: Callable[[Trainer, MicroBatch, Tensor], LossSums]
     stats: tuple[str, ...] = ()  # of the loss
@@ -195,11 +194,12 @@ class Learner:
 
 async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None]) -> None:
     """Clear the folder that `train` writes to, on rank 0; without --data put the demo's examples in it."""
-    if config.command == "rm":
+    is_scalar = config.command == "rm"
+    if is_scalar:
         extras.need("scalar judges", "finetune.py rm")
-    check_models(config, becomes_scalar=config.command == "rm")
-    if config.command == "rm" and sees(config.model):
-        raise UserError("rm: a scalar reward model reads text alone, and --model sees images")
+    check_models(config, becomes_scalar=is_scalar)
+    if is_scalar and sees(config.model):
+        raise UserError("rm: a scalar reward model reads text only, and --model sees images")
     if rank:
         return
     out = Path(config.out)
@@ -212,10 +212,11 @@ async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None])
 
 def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank: int) -> None:
     """Train as `config.command` says; leave metrics and a Hugging Face directory in --out (collective)."""
+    say = progress.line
     name = config.command
     out = Path(config.out)
     path = Path(config.data or out / "data.jsonl")
-    [tokenizer] = tokenization.load_tokenizers(config, progress.line)
+    [tokenizer] = tokenization.load_tokenizers(config, say)
     examples = read_examples(path, tokenizer, config)
     prompts = identities(example[0].turns for example in examples)
     order = Shuffled(examples, config.seed, HELD_OUT, prompts=prompts)
@@ -223,11 +224,9 @@ def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank
     config = with_micro_batch(config)
     memory.check_fits(config, placement, [])
     counts = f"{len(held_out)} more are held out, {order.repeats} repeat a prompt"
-    progress.line(f"{name}: {config.model} learns from {order.count} examples of {path}, {counts}")
+    say(f"{name}: {config.model} learns from {order.count} examples of {path}, {counts}")
     learner = Learner(config)
-    learner.trainer.stop_tokens = tokenization.stop_tokens(
-        config.model, tokenizer, say=progress.line
-    )
+    learner.trainer.stop_tokens = tokenization.stop_tokens(config.model, tokenizer, say=say)
     writer = MetricsWriter(out) if rank == 0 else None
     skips = 0
     for step in range(config.steps + 1):
@@ -237,14 +236,14 @@ def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank
             progress.doing(f"{name}: held-out examples")
             metrics = learner.measure(held_out)
             row |= {f"{name}/held_out_{metric}": value for metric, value in metrics.items()}
-            progress.line(f"after {step:3d} steps: {shown(metrics)} on held-out examples")
+            say(f"after {step:3d} steps: {shown(metrics)} on held-out examples")
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
             numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
             metrics = learner.step(list(map(order.training, numbers)))
             row |= {f"{name}/{metric}": value for metric, value in metrics.items()}
             row["time/step_s"] = time.perf_counter() - began
-            progress.line(f"step {step + 1:3d}/{config.steps}  {shown(metrics)}")
+            say(f"step {step + 1:3d}/{config.steps}  {shown(metrics)}")
             progress.done()
             skips = skips + 1 if metrics["skipped"] else 0
         if writer:
@@ -253,8 +252,8 @@ def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank
             raise UserError(f"the loss or the gradient of {skips} updates in a row was not finite")
     learner.trainer.export(str(out / "hf"))
     if writer and name == "rm":
-        progress.line(set_padding(out / "hf", tokenizer, examples))
-    progress.line(f"wrote {out}/: hf/ (a Hugging Face directory), metrics.jsonl, tensorboard/")
+        say(set_padding(out / "hf", tokenizer, examples))
+    say(f"wrote {out}/: hf/ (a Hugging Face directory), metrics.jsonl, tensorboard/")
 
 
 def shown(metrics: dict[str, float]) -> str:
@@ -262,7 +261,7 @@ def shown(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {metrics[name]:.4f}" for name in names)
 
 
-def set_padding(folder: Path, tokenizer: tokenization.Tokenizer, examples: list[Example]) -> str:
+def set_padding(folder: Path, tokenizer: Tokenizer, examples: list[Example]) -> str:
     """Pad with a special token that ends no example: transformers scores the last that isn't padding."""
     ends = {None, *(sample.prompt[-1] for samples in examples for sample in samples)}
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]

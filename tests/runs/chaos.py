@@ -23,9 +23,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.support.patience import LIMIT_S
 from tests import ROOT
 from tests.support.launched import Run
+from tests.support.patience import LIMIT_S
 
 PLACE = ROOT / "runs" / "chaos"
 STEPS = 6  # of a trial

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.patience import LIMIT_S
 from tests import ROOT
 from tests.support.launched import Run
+from tests.support.patience import LIMIT_S
 
 PORT = 26000  # --port of the run; each machine has its own
 MEETING_PORT = 26400  # where torchruns meet

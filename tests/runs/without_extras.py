@@ -1,0 +1,229 @@
+"""The project without an extra: a copy, in which the row of extras.py and its files are gone.
+
+    python tests/runs/without_extras.py [NAME ...]      does the copy work? by default for each extra; then
+    python tests/runs/without_extras.py --all           without any: the core
+
+Of a copy every module can be imported, pytest collects each test file that doesn't import what is gone,
+--dry-run and one step of the demo run. The core also passes the tests of the default tier that ask for no
+extra, and makes the same samples as the whole project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from extras import EXTRAS
+from tests.runs.planted_bugs import DEFAULT_TIER, copy_project
+from tests.support.launched import free_ports
+from tests.support.patience import run_process
+
+AROUND = ("tests", "bench", "papers", "simulation", "examples", "exercises")  # beside the product
+REPORT = "not_asked.json"
+IN_A_SERVER = re.compile(r"^(from|import) sglang", re.MULTILINE)
+IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
+
+
+class Copy:
+    """A copy of the project without some extras. modules: what is gone, by name."""
+
+    def __init__(self, folder: Path, names: Iterable[str]):
+        self.folder = folder
+        self.names = tuple(names)
+        copy_project(folder)
+        self.modules = set()
+        for name in self.names:
+            for gone in map(folder.joinpath, EXTRAS[name].files.split()):
+                for path in gone.rglob("*.py") if gone.is_dir() else [gone]:
+                    self.modules.add(module_of(path.relative_to(folder)))
+                shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        index = folder / "extras.py"
+        index.write_text(without_rows(index.read_text(), self.names))
+
+    def python(self, *command: object, **how) -> CompletedProcess[str]:
+        settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+        return run_process(
+            sys.executable, *command, cwd=self.folder, env=os.environ | settings, **how
+        )
+
+    def check_imports(self) -> None:
+        """Every module of the product can be imported; what imports SGLang needs a server's process."""
+        names = []
+        for path in self.folder.rglob("*.py"):
+            own = path.relative_to(self.folder)
+            if own.parts[0] not in AROUND and not IN_A_SERVER.search(path.read_text()):
+                names.append(module_of(own))
+        done(self.python("-c", IMPORT, *sorted(names)))
+
+    def test_files(self) -> list[str]:
+        """The test files that import nothing of what is gone, themselves or by what they import."""
+        return [str(path.relative_to(self.folder)) for path in self._whole("tests/test_*.py")]
+
+    def _whole(self, pattern: str) -> Iterator[Path]:
+        known = dict.fromkeys(self.modules, False)
+
+        def is_whole(module: str) -> bool:
+            if module not in known:
+                known[module] = True  # while it is looked at: files may import each other
+                path = self.folder / (module.replace(".", "/") + ".py")
+                if module.partition(".")[0] in AROUND and path.is_file():
+                    known[module] = all(map(is_whole, imports_of(path)))
+            return known[module]
+
+        for path in sorted(self.folder.glob(pattern)):
+            if is_whole(module_of(path.relative_to(self.folder))):
+                yield path
+
+    def check_collects(self) -> int:
+        """Pytest collects those files. Returns how many."""
+        files = self.test_files()
+        done(self.python("-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *files))
+        return len(files)
+
+    def dry_run(self) -> None:
+        if "dry run" not in self.names:
+            done(self.python("run.py", "--dry-run"))
+
+    def samples(self, *arguments: object) -> bytes:
+        """Run the demo; returns its samples.jsonl."""
+        out = self.folder / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone", "run.py")
+        done(self.python(*torchrun, "--port", free_ports(), "--out", out, *arguments))
+        return (out / "samples.jsonl").read_bytes()
+
+    def check_tests(self) -> dict[str, int]:
+        """Tests of the default tier pass, or end with the refusal of an extra. Returns counts."""
+        words = [*self.names, *(m.rpartition(".")[2] for m in self.modules)]
+        plugin = self.folder / "asked_for_extras.py"
+        plugin.write_text(PLUGIN.format(modules=sorted(self.modules), words=words))
+        pytest = ("-m", "pytest", "-q", "-n", 2, "-p", "asked_for_extras", "-p", "no:cacheprovider")
+        ran = self.python(*pytest, "-m", DEFAULT_TIER, *self.test_files())
+        counts = {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", last_line(ran))}
+        assert not counts.get("failed") and not counts.get("errors"), ran.stdout[-8000:]
+        return counts
+
+
+# a test that asks for an extra is skipped: what it imports is gone, or what it says is refused
+PLUGIN = """
+import re
+import pytest
+
+MODULES = {modules!r}
+ASKED = re.compile(
+    r"extras\\.py has no row|unrecognized arguments: --|"
+    r"--(mode|placement|schedule|judge-format) [^:]*: .*(choose|unknown)|"
+    r"(mode|placement|schedule|format) \\w+ is unknown"
+)
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    if call.excinfo is None or report.outcome != "failed":
+        return
+    error = call.excinfo.value
+    is_gone = isinstance(error, ModuleNotFoundError) and error.name in MODULES
+    if is_gone or ASKED.search(str(call.excinfo.value)):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), 0, f"asks for an extra: {{error}}")
+"""
+
+
+def module_of(path: Path) -> str:
+    return str(path.with_suffix("")).replace("/", ".").removesuffix(".__init__")
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules that a file imports when it is imported itself, but for types."""
+    names = set()
+    waiting = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def without_rows(text: str, names: Iterable[str]) -> str:
+    """extras.py without some rows, and without the comment above each."""
+    [table] = [
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXTRAS"
+    ]
+    lines = text.splitlines(keepends=True)
+    for key, value in reversed([*zip(table.keys, table.values, strict=True)]):
+        if key.value in names:
+            first = key.lineno - 1
+            while lines[first - 1].lstrip().startswith("#"):
+                first -= 1
+            del lines[first : value.end_lineno]
+    return "".join(lines)
+
+
+def done(ran: CompletedProcess[str]) -> None:
+    assert ran.returncode == 0, f"{ran.args[1:4]}\n{ran.stdout[-2000:]}\n{ran.stderr[-2000:]}"
+
+
+def last_line(ran: CompletedProcess[str]) -> str:
+    return (ran.stdout.strip().splitlines() or [""])[-1]
+
+
+def check_without(name: str, folder: Path) -> str:
+    """Raise AssertionError if the project doesn't work without an extra. Returns what was seen."""
+    copy = Copy(folder, [name])
+    copy.check_imports()
+    files = copy.check_collects()
+    copy.dry_run()
+    copy.samples("--steps", 1)
+    return f"{len(copy.modules)} modules gone, {files} test files left, the demo runs"
+
+
+def check_core(folder: Path) -> str:
+    """Raise AssertionError if the core doesn't work. Returns what was seen."""
+    copy = Copy(folder / "core", EXTRAS)
+    whole = Copy(folder / "whole", [])
+    copy.check_imports()
+    copy.check_collects()
+    for mode in ("full", "partial"):
+        expected = whole.samples("--mode", mode, "--steps", 6)
+        assert copy.samples("--mode", mode, "--steps", 6) == expected, mode
+    counts = copy.check_tests()
+    return f"the same samples in full and partial mode; tests: {json.dumps(counts)}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(EXTRAS))
+    parser.add_argument("--all", action="store_true")
+    given = parser.parse_args()
+    status = 0
+    for name in ["the core"] if given.all else given.names:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                check = check_core(Path(folder)) if given.all else check_without(name, Path(folder))
+                print(f"{name}: {check}", flush=True)
+            except AssertionError as error:
+                print(f"{name}: FAILED: {error}", flush=True)
+                status = 1
+    sys.exit(status)
