@@ -56,9 +56,6 @@ def results(tmp_path_factory):
     return train_layouts("tests.test_apart", path, layouts, {"qwen3": reference})
 
 
-# ---------------------------------------------------------------- on the ranks
-
-
 def make_batch(step: int) -> list[Sample]:
     """Five groups of four ragged answers, by the weights of the step."""
     rng = random.Random(step)
@@ -172,9 +169,6 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
 
 def train(reference: dict, layout: dict, path: str) -> dict:
     return asyncio.run(live(reference, layout, path))
-
-
-# ---------------------------------------------------------------- what they made
 
 
 def exact(metrics: dict) -> dict:

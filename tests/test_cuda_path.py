@@ -80,8 +80,6 @@ def settings(model, *more):
     return parse_config([*CUDA, "--model", model, "--judge", model, *more])
 
 
-# ---------------------------------------------------------------- flags
-
 PARSE = """
 import json, sys
 from cpu import sglang
@@ -142,9 +140,6 @@ def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():
     says_all = re.compile(r'logger\.info\(\s*f?"server_args=')
     found = [path.stem for path in folder.glob("*.py") if says_all.search(path.read_text())]
     assert found == ["engine"] and "sglang.srt.entrypoints.engine".startswith(CHATTY)
-
-
-# ---------------------------------------------------------------- who holds how much when
 
 
 @pytest.mark.parametrize("mode", ["partial", "full"])
@@ -211,9 +206,6 @@ def test_an_engine_with_cuda_finds_what_pip_installed(monkeypatch, tmp_path, bef
     assert found["LD_LIBRARY_PATH"].split(":") == [str(folder), *filter(None, [before])]
     assert shutil.which("ninja", path=found["PATH"]) == str(tmp_path / "ninja")
     assert server_environment("key", "/tmp/x", "cpu")["LD_LIBRARY_PATH"] == before
-
-
-# ---------------------------------------------------------------- what a machine lacks
 
 
 @pytest.fixture
@@ -329,9 +321,6 @@ def test_what_the_wheels_need():
     assert not supported.lacks((3, 13), ("glibc", "2.41"))
     assert "this is glibc 2.31" in supported.lacks((3, 12), ("glibc", "2.31"))
     assert "this is another libc" in supported.lacks((3, 12), ("", ""))
-
-
-# ---------------------------------------------------------------- a run that doesn't fit
 
 
 @pytest.fixture

@@ -149,9 +149,6 @@ def some_tokens(length, seed=0):
     return torch.randint(77, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-# ---- what it computes
-
-
 def test_logprobs_are_transformers(loaded):
     tokens = some_tokens(90)
     with torch.no_grad():
@@ -227,9 +224,6 @@ def test_other_weights_are_packed_anew(llama):
     assert torch.equal(after, expected) and not torch.equal(before, llama.logits((0, 0, tokens)))
 
 
-# ---- sampling
-
-
 def rules_for(temperatures, is_greedy, seeds):
     """What SGLang's SamplingBatchInfo has of them, no row with top-p and the like."""
     rules = SimpleNamespace(temperatures=temperatures[:, None], sampling_seed=seeds)
@@ -279,9 +273,6 @@ def test_numbers_that_are_none_give_a_token(llama):
     assert 0 <= token.item() < 40 and output.next_token_logprobs.isnan()
 
 
-# ---- how fast it is, in CPU time
-
-
 def test_check_names_its_speed(capsys):
     dry_run.check(parse_config(["--device", "cpu"]))
     said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch makes \d+\n"
@@ -297,9 +288,6 @@ def test_no_vector_is_wider_than_a_register(target, tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "SOURCE", tmp_path / "decoder.cpp")
     theirs, _ = product_rates(built_for(target), 24, 96, 576)
     assert ours > 5 * theirs
-
-
-# ---- how it is compiled
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-import socket
 import sys
 from math import prod
 from types import SimpleNamespace
@@ -159,18 +158,6 @@ def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
         run.start(given.split(), Stop())
     jsonl(path, [good])
     assert run.start(given.split(), Stop()) == ""
-
-
-def test_check_names_a_taken_port(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert dry_run.check(settings(port=port - 2)) == 1
-    printed = capsys.readouterr().out
-    taken = printed.split(f"{port - 2}-{port + 1} on 127.0.0.1: ")[1].split(" taken")[0]
-    assert str(port) in taken
-    assert "ports" in printed.splitlines()[-1]
 
 
 PUSHED = [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]

@@ -1,6 +1,5 @@
 """The fork server: its engines end with it, and with their owners; else they are as any program."""
 
-import asyncio
 import os
 import socket
 import subprocess
@@ -100,21 +99,6 @@ def test_a_forked_process_is_as_one_that_was_started(tmp_path):
     status, lines = run(log, "py_compile", "second")
     assert status == "exit status 1" and len(lines) == 1 and "'second'" in lines[0]
     assert run(log, "timeit", "import os; os.kill(os.getpid(), 9)")[0] == "signal 9"
-
-
-def test_a_fork_server_that_can_not_import_says_why(tmp_path, monkeypatch):
-    """In the end of the engine's log. Who is ended meanwhile has nothing to wait for."""
-    (tmp_path / "fastapi.py").write_text("raise ImportError('a broken installation')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    # another server than the other tests', and no room for the paths of sockets
-    monkeypatch.setattr("runtime.rendezvous.launcher_folder", lambda: tmp_path / "own")
-    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + 20 * "long")
-    ended = ForkedServer(["timeit"], "a key", tmp_path / "ended", "cpu", {})
-    ended.start()
-    asyncio.run(ended.kill())
-    status, lines = run(tmp_path / "log", "timeit")
-    assert status == "exit status 1"
-    assert lines[-2:] == ["ImportError: a broken installation", ENDED]
 
 
 def test_a_fork_that_fails_fails_its_asker_alone(tmp_path, monkeypatch):
