@@ -40,7 +40,9 @@ def test_a_folder_has_one_holder(out):
 
 def test_a_lock_goes_with_its_process(out):
     """Killed hard, too. What a run left is moved, not the lock: nobody else gets in meanwhile."""
-    code = "from tests.test_out_folder import *; stay = asyncio.sleep(9999)"
+    code = (
+        "from pathlib import Path; from tests.test_out_folder import *; stay = asyncio.sleep(9999)"
+    )
     code += f"; asyncio.run(hold(Path('{out}'), print, stay))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as holder:
         wait_for(lambda: (out / "lock").exists() and (out / "lock").read_text())
