@@ -161,8 +161,8 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    # folder -> writes all ranks' descriptions there
-    describe: dict[str, Callable[[list[list]], None]]
+    # folder -> writes all ranks' descriptions there, as take_snapshot says
+    complete: dict[str, Callable[[list[list]], None]]
     ahead: rollout.RolloutBatch | None
 
 
@@ -240,12 +240,12 @@ class Checkpoints:
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
         writes = {}
-        describe = {}
+        complete = {}
         hf = {}
         # the actor last, whose weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.devices.give_device_to(trainer)
-            writes[name], describe[name] = await self.world.run(trainer.snapshot, folder / name)
+            writes[name], complete[name] = await self.world.run(trainer.snapshot, folder / name)
             if self.is_due(step, self.config.save_hf_every):
                 kind = "hf" if name == "megatron" else f"hf_{name}"
                 if weights := await self.world.run(trainer.whole_weights):
@@ -256,7 +256,7 @@ class Checkpoints:
         work = partial(write_part, folder, self.world.rank, state, writes, hf)
         # the writer ends with the thread that forks it: the world's lives as long as the run
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, describe, c.ahead)
+        self.saving = Saving(step, folder, writer, complete, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
@@ -266,7 +266,7 @@ class Checkpoints:
         saving.writer.close()
         await self.world.barrier()  # every rank's writer has ended
         if not error:
-            name = partial(name_folders, saving.folder, saving.step, saving.describe)
+            name = partial(name_folders, saving.folder, saving.step, saving.complete)
             try:
                 await on_rank_0(self.world, name, parts, self.config.keep)
             except OSError as caught:

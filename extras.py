@@ -50,7 +50,7 @@ EXTRAS = {
     "rules of users": Extra("scoring/rules.py"),
     # FORMATS: scalar reward models as judges
     "scalar judges": Extra("scoring/scalar.py", adds="scoring.scalar"),
-    # without CUDA: engines are forked, and a compiled decoder answers
+    # without CUDA: engines are forked, and SGLang's scheduler decodes with compiled code
     "fast CPU": Extra("cpu/fast engines/forked.py"),
     # what a GPU run needs beside the GPU is looked for at its start
     "GPU tools": Extra("runtime/gpu_tools.py", adds="runtime.gpu_tools"),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from images.reader import ImageReader
     from inputs.tokenization import Tokenizer
 
-MAX_JUDGE_FAILURES = 64  # so many answers end the run of a judge that never gave a verdict
+MAX_JUDGE_FAILURES = 64  # askings that end the run of a judge which never gave a verdict
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,7 +34,6 @@ from inputs import tokenization
 from inputs.hf_directory import sees
 from inputs.rows import PLACES, as_turns, read_conversation, read_rows, with_tools
 from inputs.shuffled import Shuffled, identities
-from inputs.tokenization import Tokenizer
 from placement import make_placement
 from reporting.describe import run_metadata
 from reporting.metrics import MetricsWriter
@@ -52,6 +51,9 @@ from training.memory import with_micro_batch
 from training.model import check_models
 from training.packing import MicroBatch, Packed
 from training.trainer import LossSums, Trainer, as_sequences, loss_sums, means
+
+if TYPE_CHECKING:
+    from inputs.tokenization import Tokenizer
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")

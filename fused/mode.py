@@ -28,7 +28,11 @@ def inter_stage_fusion(placement: Placement, config: Config) -> list[Split]:
 
 
 async def judge_beside_the_tail(step: RolloutStep) -> None:
-    """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left."""
+    """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left.
+
+    Critiques are asked for at once, and wait in the pool until judges wake. An answer that moves is aborted;
+    an engine that stays gets its prompt with the tokens so far, and prefills them: no KV cache moves.
+    """
     c = step.c
     rollout = c.devices.rollout
     latency = token_latency(c.state.history, rollout.role, c.config.rollout_tp)

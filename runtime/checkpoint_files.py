@@ -40,15 +40,15 @@ def make_folders(folder: Path, *names: str) -> None:
 
 
 def name_folders(
-    folder: Path, step: int, describe: dict[str, Callable], parts: list[Part], keep: int
+    folder: Path, step: int, complete: dict[str, Callable], parts: list[Part], keep: int
 ) -> None:
     """Give the folders their names: their files are on the disk. Rank 0 may die between any two lines."""
     checkpoints = folder.parent
     checksums = {}
     for _, of_rank in parts:
         checksums |= of_rank
-    for name, write in describe.items():
-        write([described[name] for described, _ in parts])
+    for name, complete_shards in complete.items():
+        complete_shards([described[name] for described, _ in parts])
         checksums |= sync_and_hash(folder, [f"{name}/.metadata"])
     lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
     (folder / atomic_files.CHECKSUMS).write_text("".join(lines))

@@ -23,7 +23,7 @@ class Draw(NamedTuple):
 
 
 class DynamicSampler:
-    """The prompts of one step. Its batch is the first `target` informative groups that finish.
+    """The prompts of one step, as --over-dispatch takes them: the first `target` informative groups that finish.
 
     A wave after the first replaces groups that were filtered: a replacement belongs to the wave after that of
     the group it replaces. Each rank has a sampler, and all are told the same, so all draw the same prompts.
@@ -119,7 +119,7 @@ class DynamicSampler:
 
 
 class OrderedSampler(DynamicSampler):
-    """Draws early, but chooses the batch as if each wave had finished before the next was drawn.
+    """The default: draws early, but chooses as if each wave had finished before the next was drawn.
 
     So the batch doesn't depend on ranks, mode or timing. Example, with target 4 and max_refills 1:
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
