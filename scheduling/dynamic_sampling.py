@@ -23,7 +23,7 @@ class Draw(NamedTuple):
 
 
 class DynamicSampler:
-    """The prompts of one step, as --over-dispatch takes them: the first `target` informative groups that finish.
+    """The prompts of one step; with --over-dispatch the first `target` informative groups that finish.
 
     A wave after the first replaces groups that were filtered: a replacement belongs to the wave after that of
     the group it replaces. Each rank has a sampler, and all are told the same, so all draw the same prompts.
