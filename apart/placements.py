@@ -86,7 +86,7 @@ def shape_from(text: str, default: Shape) -> Shape:
     return default._replace(ranks=ranks_from(ranks), **sizes)
 
 
-class Split(Shared):
+class PartlyShared(Shared):
     """Engines share ranks with trainers, and some models are on ranks of their own."""
 
     def problems(self, placement: Placement, config: Config) -> Iterator[str]:
@@ -133,7 +133,7 @@ class Split(Shared):
         return stats
 
 
-class Apart(Split):
+class Apart(PartlyShared):
     """No rank both serves and trains: engines sleep only while weights are pushed."""
 
     stops_serving = False  # the other ranks may train meanwhile
@@ -162,7 +162,7 @@ class Apart(Split):
 
 
 def sharing_of(placement: Placement) -> Shared:
-    return Apart() if placement.is_apart else Split()
+    return Apart() if placement.is_apart else PartlyShared()
 
 
 PLACEMENTS["split"] = Row(split, sharing_of)
