@@ -237,7 +237,7 @@ def test_a_line_says_what_an_answer_looks_like_if_none_is_right(step, right, key
     local_facts(c, batch_of([group]), group, [])
     by = "none of 4 answers is right by --judge-format chat; one ends in "
     end = "x" * 49 + r"\n3 + 4 = 5\x1b"
-    line = f"{by}'{end}', and its key is '5'; formats: chat, number, harm, score"
+    line = f"{by}'{end}', and its key is '5'; formats: chat, number, harm"
     assert [each[: len(line)] for each in c.said] == [line] * ((step, right, key) == (1, 0, "5"))
     local_facts(c, batch_of([]), [], [])
     assert len(c.said) <= 1
