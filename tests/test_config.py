@@ -224,7 +224,7 @@ def test_help():
     ran = run_process(sys.executable, "-c", code)
     assert ran.returncode == 0 and not ran.stderr
     assert "python run.py --steps 0" in ran.stdout
-    for group in {field.metadata["group"] for field in settings_of(Config)}:
+    for group in {field.metadata["group"] for field in FLAGS}:
         assert f"\n{group}:\n" in ran.stdout
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import rollout
 from engines.engine import seed_of
 from reporting import metrics
+from scheduling.measured import MOVES
 from tests.support.columns import timing_free
 from tests.support.fakes import FakeReport, all_batches, at_random_paces, samples_of, simulate
 
@@ -93,7 +94,7 @@ def test_all_modes_train_on_the_same(layouts, seed, refills, interval_s, rebalan
     runs = []
     with mock.patch.object(rollout, "MEETING_INTERVAL_S", interval_s):
         for number, (mode, size) in enumerate(layouts):
-            how = dict(rebalance=rebalance and mode != "full", tail=tail, **judges)
+            how = dict(rebalance=rebalance and mode in MOVES, tail=tail, **judges)
             runs.append(measured(mode, size, seed + number, max_refill_waves=refills, **how))
     first, second = runs
     for step in range(STEPS):

@@ -201,7 +201,7 @@ def test_the_tables_of_algorithms_are_whole():
 
 def test_every_metric_that_a_page_names_is_made():
     """A part of its name stands in the code that makes it: `loss` of `train/loss`."""
-    code = "".join(path.read_text() for path in PRODUCT)
+    code = "".join(path.read_text() for path in (*PRODUCT, ROOT / FINETUNE))
     for page in PAGES:
         for name in re.findall(rf"`(?:{KINDS})/([a-z0-9_]+)`", page.read_text()):
             assert name.removeprefix("held_out_").removesuffix("_s") in code, f"{page.name}: {name}"

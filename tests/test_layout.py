@@ -78,7 +78,7 @@ REFUSED = [
     ("engine=0", {}, 2, "engine is none of engines, actor, critic, reference"),
     ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2 or pp2"),
     ("actor=tp2", {}, 2, "'tp2' names no ranks"),
-    ("rows", {}, 2, "choose one of colocate, split, standalone, ranks"),
+    ("rows", {}, 2, "choose one of colocate, split, standalone"),
     ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
     ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),
     ("engines=0-1 actor=2:tp2", {}, 3, "tp 2 x pp 1 = 2 doesn't divide the 1 ranks of"),

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+import modes
 from scheduling.measured import MOVES, Decision
 from tests.support.fakes import at_random_paces, simulate, trained
 
@@ -22,7 +23,6 @@ PLACEMENTS = {  # name -> ranks, words; the actor's samples may be dealt to any 
     "a reference beside engines": (3, "engines=0,2 actor=0-1 critic=1 reference=2"),
     "overlapping": (4, "engines=0-1 actor=1-2 critic=2-3:tp2"),
 }
-MODES = ("full", "partial", "fused")
 IS_APART = ("standalone", "interleaved")
 
 
@@ -72,7 +72,7 @@ def check_same(controllers, algorithm, digits=20):
 
 
 @pytest.mark.parametrize("algorithm", [PPO, SAFE], ids=["one critic", "two"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", modes.MODES)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_all_train_on_the_same_samples(name, mode, algorithm):
     """Values, returns and advantages are equal on every rank that trains on a sample, whatever it trains."""
@@ -82,7 +82,7 @@ def test_all_train_on_the_same_samples(name, mode, algorithm):
     check_same(controllers, algorithm, 20 if controllers[0].devices.actor.shape.dp == 2 else 9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", modes.MODES)
 @pytest.mark.parametrize("name", IS_APART)
 def test_ahead_the_same_samples_are_by_older_weights(name, mode):
     """A batch is served wholly by the weights that the step before began with."""

@@ -129,7 +129,6 @@ def test_nothing_is_dynamic_and_no_error_is_swallowed(path):
 
 
 def test_budget_of_the_whole():
-    """A total that no test bounds grows."""
     rooms = {"product": [*PRODUCT, FINETUNE], "root": ROOT_FILES, "outside": OUTSIDE}
     rooms |= {"bench": BENCH, "exercises": EXERCISES, "tests": TESTS}
     rooms["core"] = [path for path in PRODUCT if not is_extra(path)]
