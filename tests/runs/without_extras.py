@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import os
 import re
 import shutil
@@ -197,7 +196,7 @@ def check_core(folder: Path) -> str:
     for mode in ("full", "partial"):
         expected = whole.samples("--mode", mode, "--steps", 6)
         assert copy.samples("--mode", mode, "--steps", 6) == expected, mode
-    return f"the same samples in full and partial mode; tests: {json.dumps(copy.check_tests())}"
+    return f"the same samples in full and partial mode; tests: {copy.check_tests()}"
 
 
 if __name__ == "__main__":
