@@ -99,24 +99,26 @@ class Copy:
 
     def check_tests(self) -> dict[str, int]:
         """Tests of the default tier pass, or end with the refusal of an extra. Returns counts."""
-        plugin = self.folder / "asked_for_extras.py"
+        plugin = self.folder / "tests/asked_for_extras.py"
         plugin.write_text(PLUGIN.format(modules=sorted(self.modules)))
-        pytest = ("-m", "pytest", "-q", "-n", 2, "-p", "asked_for_extras", "-p", "no:cacheprovider")
-        ran = self.python(*pytest, "-m", DEFAULT_TIER, *self.test_files())
+        settings = ("-q", "-n", 2, "-p", "tests.asked_for_extras", "-p", "no:cacheprovider")
+        ran = self.python("-m", "pytest", *settings, "-m", DEFAULT_TIER, *self.test_files())
         done(ran)
         return {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", ran.stdout[-200:])}
 
 
-# a test that asks for an extra is skipped: what it imports is gone, or what it says is refused
+# a test that asks for an extra is skipped: what it imports or reads is gone, or what it says is refused
 PLUGIN = """
 import re
 import pytest
 
-GONE = re.compile("No module named '(" + "|".join(map(re.escape, {modules!r})) + ")'")
+NAMES = "|".join(map(re.escape, {modules!r}))
+FILES = NAMES.replace(".", "/")
+GONE = re.compile(rf"No module named '({{NAMES}})'|No such file or directory: .*/({{FILES}})\\.py")
 ASKED = re.compile(
     r"extras\\.py has no row|unrecognized arguments: --|timeline\\.png|"
     r"--(mode|placement|schedule|judge-format) [^\\n]*: [^\\n]*(choose|unknown)|"
-    r"(mode|placement|schedule|format) [\\w-]+ is unknown"
+    r"(mode|placement|schedule|format) [\\w-]+ is unknown|no rule moves the split"
 )
 
 @pytest.hookimpl(hookwrapper=True)

@@ -27,7 +27,7 @@ from engines.fleet import Fleet
 from engines.pool import Pool
 from reporting.timeline import MARKS, Timeline, of_kind
 from sample import Image, Prompt, flat
-from scheduling.pipeline import SCHEDULES
+from scheduling.pipeline import schedule_of
 from simulation.clock import VirtualClock, end_all
 from simulation.meetings import Network, SimulatedWorld
 
@@ -656,7 +656,7 @@ def simulate(
     """
     config = fake_config(mode, out=str(out), tp=tp, **settings)
     (placed, splits), log, meetings = modes.place(config, size), [], {}
-    devices = [Device(rank, log, SCHEDULES[config.schedule].fuses) for rank in range(size)]
+    devices = [Device(rank, log, schedule_of(config).fuses) for rank in range(size)]
     engines = fake_engines(config, placed, splits, devices, write, verdict)
     prepare(engines)
     controllers = [] if controllers is None else controllers
