@@ -355,10 +355,17 @@ def overlong_penalty(length: int, algorithm: Algorithm) -> float:
 
 
 def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorithm) -> list[float]:
-    """The rewards of an answer's tokens: its score at the last, with kl_in=reward less the KL of each."""
+    """The rewards of an answer's tokens: its score at the last, with kl_in=reward less the KL of each.
+
+    What a turn of an episode earned is at that turn's last token, if the score isn't one of a comparison.
+    """
     rewards = [0.0] * len(sample.response)
     if rewards:
         rewards[-1] = score
+    if algorithm.score is raw and signal == "reward":
+        for reply, reward in zip(sample.replies, sample.turn_rewards, strict=False):
+            rewards[reply.place - 1] += reward
+            rewards[-1] -= reward
     if not algorithm.kl_coef or algorithm.kl_in != "reward":
         return rewards
     from torch import float64, tensor

@@ -48,11 +48,12 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 6  # of what a checkpoint holds: it grows when that changes
+LAYOUT = 7  # of what a checkpoint holds: it grows when that changes
 POLL_S = 0.05
 # settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
+NAMED += ("environment",)
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
 # ... and while answers wait that were made with them
 ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")

@@ -90,8 +90,11 @@ class Config:
     log_samples: int = setting(2, "answers a step for samples.jsonl and TensorBoard", "loop")
     dry_run: bool = setting(False, "print who would run where, in how much memory", "dry run")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
+    environment: str = setting("", "FILE.py[:Class]: it answers turns", "environment")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
-    reward_weights: Numbers = setting((), "of judges, then rules; default: equal", "rewards")
+    reward_weights: Numbers = setting(
+        (), "of judges, rules, environment; default: equal", "rewards"
+    )
     cost_judge: Texts = setting((), "like --judge, for the cost (a constraint)", "rewards")
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
     judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
@@ -171,14 +174,20 @@ class Config:
             raise UserError(f"--answer-tokens {exactly}: {most} says otherwise, so leave it out")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
-        sources = len(self.judge) + len(self.rule)
+        if self.environment and exactly:
+            raise UserError(
+                f"--answer-tokens {exactly}: with --environment turns end by themselves"
+            )
+        sources = len(self.judge) + len(self.rule) + bool(self.environment)
         needs_reward = self.command == "rl" and not self.evaluates
         if needs_reward and self.model and not sources:
-            raise UserError("--model needs a --judge or a --rule: what an answer is worth")
+            needed = "a --judge, a --rule or an --environment"
+            raise UserError(f"--model needs {needed}: what an answer is worth")
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
         if len(weights) not in (0, sources):
-            raise UserError(f"{shown}: one for each --judge, then each --rule, so {sources}")
+            each = "one for each --judge, then each --rule, then --environment"
+            raise UserError(f"{shown}: {each}, so {sources}")
         # NaN is refused, too
         if weights and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
             raise UserError(f"{shown}: finite numbers are needed, none below 0 and one above")
@@ -197,7 +206,8 @@ PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 2
 
 # groups of settings that are flags of run.py: of the core, and of each extra that is there
 GROUPS = ("run", "data", "evaluation", "engines", "training", "loop", "rewards", *EXTRAS)
-EVALUATION = ("run", "data", "evaluation", "engines", "images", "memory", "dry run")  # of --steps 0
+EVALUATION = ("run", "data", "evaluation", "engines", "images", "memory", "dry run")
+EVALUATION += ("environment",)  # of --steps 0
 
 
 def dashed(name: str) -> str:

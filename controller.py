@@ -8,6 +8,7 @@ and the event loop's clock.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
+    from environment import Episodes
 
 HISTORY = 50  # steps that are remembered: lengths change as a model learns
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
@@ -70,6 +72,7 @@ class Controller:
     checkpoints: Checkpoints | NoSaves
     # the ranks with the same work as this one: those that serve, or that train, if these are apart; else all
     peers: World
+    environment: Episodes | None = None  # that answers the policy's turns
     ahead: RolloutBatch | None = None  # served, and not yet trained on
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
@@ -280,6 +283,7 @@ async def evaluate(c: Controller, step: int) -> None:
         return
     mine = list(range(c.peers.place, len(held_out), c.peers.size))
     right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
+    earned = []  # of each greedy answer, by an environment
 
     async def answer(tasks: rollout.Tasks) -> None:
         while mine and not tasks.closed:
@@ -288,11 +292,15 @@ async def evaluate(c: Controller, step: int) -> None:
             fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images)
             count = 1 + c.config.eval_samples
             samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]
-            async for sample, part in rollout.ask(c, samples, tasks):
-                sample.response = sample.response + part.tokens
-                sample.finish = part.finish
+            for sample in samples:
+                sample.turns = prompt.turns
+                sample.row = prompt.row
+            await rollout.play(c, samples, tasks, lambda *_: None, lambda _: None)
             flags = [c.rewards.final_answer(s) == s.answer_key for s in samples]
-            right.append((flags[0], sum(flags[1:])))
+            if prompt.answer_key is not None and all(s.finish != "lost" for s in samples):
+                right.append((flags[0], sum(flags[1:])))
+            if samples[0].finish != "lost":
+                earned.append(math.fsum(samples[0].earned))
             c.report.answers(number, samples, flags)
 
     with c.timeline.span("evaluate"):
@@ -303,5 +311,11 @@ async def evaluate(c: Controller, step: int) -> None:
             await rollout.wait_for_all(c, tasks)
     c.devices.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    of_all = list(chain.from_iterable(await c.peers.gather(right)))
-    c.report.evaluation(step, of_all, c.timeline.now())
+    counts = c.rewards.counts()
+    right, earned, *counts = zip(*await c.peers.gather((right, earned, *counts)), strict=True)
+    rewards = []
+    if c.environment:
+        c.environment.seconds.clear()
+        c.environment.check(*map(rollout.sums, counts))
+        rewards = list(chain.from_iterable(earned))
+    c.report.evaluation(step, list(chain.from_iterable(right)), c.timeline.now(), rewards)

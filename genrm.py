@@ -270,7 +270,7 @@ class Judge:
 
 def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:
     """Raise UserError for a judge that failed MAX_JUDGE_FAILURES times and never spoke. counts: of all."""
-    for model, failures, verdicts in zip(config.judge_models, *counts, strict=True):
+    for model, failures, verdicts in zip(config.judge_models, *counts, strict=False):
         if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
             none = f"the judge {model}: none of the first {failures} answers got a verdict"
             unread = f"its text can't be read by --judge-format {as_text(config.judge_format)}"

@@ -1,4 +1,4 @@
-"""Every reward and cost of an answer: by judges, and by rules, which are Python functions of one answer."""
+"""Every reward and cost of an answer: by judges, by rules (functions of an answer), by an environment."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import extras
 from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
+from inputs.rows import as_turns
 from runtime.errors import UserError
 from sample import Sample
+
+if TYPE_CHECKING:
+    from environment import Episodes
 
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
 
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it."""
+    """A Sample as a rule sees it. Of an episode its texts are the last turn's; `turns` has all before it."""
 
     text: str = ""  # of the response, with its special tokens
     plain_text: str = ""  # without them, as judges and final answers take it
-    prompt_text: str = ""  # of the prompt as it was rendered, with special tokens
+    prompt_text: str = ""  # of all that was before it, as it was rendered, with special tokens
     answer: str | None = None  # the final answer in plain_text, as `Rewards.final_answer` says
 
 
@@ -84,16 +88,36 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
     return Rule(signal, load_file(title, spec, signal, timeout_s).ask)
 
 
+async def ask_environment(sample: TextSample) -> Judgement:
+    """Say what the steps of an episode were worth together."""
+    earned = math.fsum(sample.earned)
+    return Judgement(f"--environment: {earned}", earned)
+
+
+ENVIRONMENT = Rule("reward", ask_environment)
+
+
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     """Average, rounded: 0.1 + 0.2 is not 0.3 in floats, and equal rewards must not seem to have variance."""
     return round(sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights), 9)
 
 
 class Rewards:
-    """Judges and rules, and what they say of answers. A judge is asked once a step about identical pairs."""
+    """Judges and rules, and what they say of answers. A judge is asked once a step about identical pairs.
 
-    def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
+    environment: whose failures count as a judge's do.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        judges: list[Judge],
+        rules: list[Rule],
+        decode: Decode,
+        environment: Episodes | None = None,
+    ):
         self.judges = judges
+        self._counted = [*judges, environment] if environment else judges
         self.rules = rules
         self._sources: list[Judge | Rule] = [*judges, *rules]
         of_reward = [source for source in self._sources if source.signal == "reward"]
@@ -113,6 +137,8 @@ class Rewards:
 
     async def score(self, sample: Sample, pool: Pool) -> None:
         """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once."""
+        if sample.finish == "lost":
+            return
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         found = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
         said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}
@@ -131,6 +157,8 @@ class Rewards:
         costs = [value for source, value in values.items() if source.signal == "cost"]
         verdicts = [values[judge] for judge in self.judges if judge.says_verdict]
         sample.reward = weighted_mean(*zip(*rewards, strict=True))
+        part = self._weights.get(ENVIRONMENT, 0.0) / sum(weight for _, weight in rewards)
+        sample.turn_rewards = [part * earned for earned in sample.earned]
         sample.cost = math.fsum(costs) if costs else None
         sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
 
@@ -144,12 +172,14 @@ class Rewards:
 
     def final_answer(self, sample: Sample) -> str | None:
         """The final answer as the first judge reads it; None when there is none or it was cut off."""
-        return self._format.answer_of(self._decode(sample.response), sample.finish)
+        return self._format.answer_of(self._decode(sample.last_turn), sample.finish)
 
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
         """Return the task of each judge and rule: the one that runs or has run already, else a new one."""
-        text = self._decode(sample.response)
-        prompt = sample.turns or sample.question
+        seen = seen_by_rules(sample, self._decode)
+        text = seen.plain_text
+        seen.answer = self._format.answer_of(text, sample.finish)
+        prompt = seen.turns or sample.question
         asks = {}
         for judge in self.judges:
             kind = judge.format
@@ -157,11 +187,7 @@ class Rewards:
             is_cut = kind.scores and sample.finish != "stop"  # others don't show it
             ask = partial(judge.ask, prompt, shown, pool, sample.media, is_cut)
             asks[judge, str(prompt), shown, sample.media, is_cut] = ask
-        show = partial(self._decode, special=True)
         for number, rule in enumerate(self.rules):
-            texts = {"text": show(sample.response), "prompt_text": show(sample.prompt)}
-            texts |= {"plain_text": text, "answer": self._format.answer_of(text, sample.finish)}
-            seen = TextSample(**vars(sample), **texts)
             asks[number, *sample.key] = partial(rule.ask, seen)
         for key, ask in asks.items():
             if key not in self._tasks:
@@ -173,26 +199,58 @@ class Rewards:
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """Count each judge's answers without a verdict, and its verdicts, since the run's start."""
-        return [judge.failed for judge in self.judges], [judge.parsed for judge in self.judges]
+        """Count each judge's answers without a verdict, and its verdicts, since the run's start.
+
+        Last comes an environment, if there is one: the episodes that it lost, and those that it played.
+        """
+        return [each.failed for each in self._counted], [each.parsed for each in self._counted]
 
     def load_counts(self, counts: list[tuple[list[int], list[int]]]) -> None:
         """Take over the `counts` of several controllers: only their sum counts."""
-        for number, judge in enumerate(self.judges):
-            judge.failed = sum(failed[number] for failed, _ in counts)
-            judge.parsed = sum(parsed[number] for _, parsed in counts)
+        for number, each in enumerate(self._counted):
+            each.failed = sum(failed[number] for failed, _ in counts)
+            each.parsed = sum(parsed[number] for _, parsed in counts)
+
+
+def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:
+    """The sample with its texts, but without a final answer."""
+    last = sample.last_turn
+    before = sample.tokens[: len(sample.prompt) + sample.begun - len(last)]
+    texts = {"text": decode(last, special=True), "plain_text": decode(last)}
+    texts["prompt_text"] = decode(before, special=True)
+    fields = dict(vars(sample))
+    if sample.replies:
+        turns = sample.turns or as_turns(sample.question, "user")
+        fields["turns"] = turns + turns_between(sample, decode)
+    return TextSample(**fields, **texts)
+
+
+def turns_between(sample: Sample, decode: Decode) -> list[dict]:
+    """The turns of an episode behind its prompt and before the last, as chat turns."""
+    turns = []
+    start = 0
+    for place, _, reply in sample.replies:
+        turns += [*as_turns(decode(sample.response[start:place]), "assistant"), *reply]
+        start = place
+    return turns
 
 
 def load_rules(config: Config) -> list[Rule]:
     """Find what --rule and --cost-rule name. UserError. In the main thread: a file may set an alarm."""
     rules = [load("reward", spec, config.timeout_s) for spec in config.rule]
+    rules += [ENVIRONMENT] if config.environment else []
     return rules + [load("cost", spec, config.timeout_s) for spec in config.cost_rule]
 
 
 def build(
-    config: Config, rules: list[Rule], tokenizers: list, decode: Decode, readers: Sequence = ()
+    config: Config,
+    rules: list[Rule],
+    tokenizers: list,
+    decode: Decode,
+    readers: Sequence = (),
+    environment: Episodes | None = None,
 ) -> Rewards:
     """Make the judges that are named. tokenizers, readers (ImageReader or None): theirs. UserError."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *model) for number, model in enumerate(models)]
-    return Rewards(config, judges, rules, decode)
+    return Rewards(config, judges, rules, decode, environment)

@@ -7,7 +7,8 @@ the same one.
 
 An answer that its engine doesn't finish is continued from its tokens: by `ask` where engines change roles
 (Pool.use), by the next round of full mode (wait_for_enough). With --over-dispatch the next step continues
-what the end of a step cuts off (cut_off); without, its prompt begins again.
+what the end of a step cuts off (cut_off); without, its prompt begins again. With an environment an answer is
+an episode: `play` has each turn generated, and answered.
 """
 
 from __future__ import annotations
@@ -143,42 +144,90 @@ async def ask(
 ) -> AsyncIterator[tuple[Sample, Answer]]:
     """Yield what engines generate, and continue what was aborted (see Pool.generate)."""
     greedy = replace(c.sampling, temperature=0.0)
-    while (unfinished := [s for s in group if not s.is_finished]) and not tasks.closed:
+    asked = [sample for sample in group if not sample.is_written]
+    while asked and not tasks.closed:
         requests = []
-        for sample in unfinished:
-            prompt = sample.prompt + sample.response
+        for sample in asked:
             sampling = greedy if sample.greedy else c.sampling
-            limit = sampling.max_new_tokens - len(sample.response)
+            limit = sampling.max_new_tokens - sample.begun
             seed = seed_of(c.config.seed, *sample.key)
-            requests.append(Request(prompt, sampling, limit, seed, sample.media))
+            requests.append(Request(sample.tokens, sampling, limit, seed, sample.media))
+        left = dict(enumerate(asked))
         async for answer in c.devices.rollout.generate(requests):
-            yield unfinished[answer.index], answer
+            sample = asked[answer.index]
+            if answer.finish != "abort":
+                del left[answer.index]
+            yield sample, answer
+        asked = list(left.values())
+
+
+async def play(
+    c: Controller, group: list[Sample], tasks: Tasks, note: Callable, on_finished: Callable
+) -> None:
+    """Have the answers of a group written. With an environment each is an episode, and goes on by itself.
+
+    note(sample, answer): called with each part, before it is appended. on_finished(sample): after the last.
+    """
+    clock = asyncio.get_running_loop().time
+
+    def take(sample: Sample, answer: Answer) -> None:
+        note(sample, answer)
+        append(c, sample, answer)
+
+    async def go_on(sample: Sample) -> None:
+        while sample.finish == "turn" and not tasks.closed:
+            start = clock()
+            await c.environment.answer(sample)
+            c.timeline.sample("environment", *sample.key, c.world.rank, start, clock())
+            async for _, answer in ask(c, [sample], tasks):
+                take(sample, answer)
+        if sample.is_finished:
+            on_finished(sample)
+
+    async with Tasks() as episodes:
+        for sample in group:
+            if sample.finish == "turn":  # it was cut off there, in a step before
+                episodes.start(sample.index, go_on(sample))
+        async for sample, answer in ask(c, group, tasks):
+            take(sample, answer)
+            if sample.finish == "turn":
+                episodes.start(sample.index, go_on(sample))
+            elif sample.is_finished:
+                on_finished(sample)
+        await asyncio.gather(*episodes.running.values())
+
+
+def append(c: Controller, sample: Sample, answer: Answer) -> None:
+    """Append what an engine wrote. A turn that has ended, or was cut off, is the environment's."""
+    sample.response = sample.response + answer.tokens
+    sample.logprobs = sample.logprobs + answer.logprobs
+    sample.versions = sample.versions + answer.versions
+    is_turn = c.environment and answer.finish != "abort"
+    sample.finish = "turn" if is_turn else answer.finish
 
 
 async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
     """Have the answers of a group generated; `on_finished(sample)` is called after each."""
-    async for sample, answer in ask(step.c, group, step.tasks):
-        append_tokens(step, sample, answer)
-        if sample.is_finished and not step.tasks.closed:
+
+    def finish(sample: Sample) -> None:
+        step.unwritten[sample.prompt_id] -= 1
+        if not step.tasks.closed:
             on_finished(sample)
 
+    await play(step.c, group, step.tasks, partial(account, step), finish)
 
-def append_tokens(step: RolloutStep, sample: Sample, answer: Answer) -> None:
-    """Append what an engine wrote, by the present weights. Tokens of earlier steps may be older."""
+
+def account(step: RolloutStep, sample: Sample, answer: Answer) -> None:
+    """Count what an engine wrote, by the present weights. Tokens of earlier steps may be older."""
     version = step.c.devices.actor.version
     assert set(answer.versions) <= {version}, f"weights {set(answer.versions)} wrote, not {version}"
     timeline = step.c.timeline
     key = sample.key
-    generating = "resumed" if sample.response else "decoding"
+    generating = "resumed" if sample.response and sample.finish == "abort" else "decoding"
     timeline.sample("queued", *key, answer.rank, answer.sent, answer.first_token)
     timeline.sample(generating, *key, answer.rank, answer.first_token, answer.end)
-    sample.response = sample.response + answer.tokens
-    sample.logprobs = sample.logprobs + answer.logprobs
-    sample.versions = sample.versions + answer.versions
-    sample.finish = answer.finish
     step.batch.tokens += len(answer.tokens)
-    if sample.is_finished:
-        step.unwritten[sample.prompt_id] -= 1
+    if answer.finish != "abort":
         return
     step.batch.aborted += step.tasks.closed
     step.batch.moved += not step.tasks.closed
@@ -285,8 +334,10 @@ class GroupsState(NamedTuple):
 
     finished: dict[int, bool]  # prompt_id of a group, reported once -> whether it is informative
     generated: int  # groups of which every answer is finished
-    failed: list[int]  # answers without a verdict, by judge
-    parsed: list[int]  # verdicts, by judge
+    failed: list[
+        int
+    ]  # answers without a verdict, by judge; with an environment last the lost episodes
+    parsed: list[int]  # verdicts, by judge; last the episodes that were played
     left: Left
 
     @staticmethod
@@ -320,6 +371,8 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]
     step.sampler.num_generated = progress.generated  # before `record`: a subclass may use it there
     step.sampler.record(progress.finished)
     genrm.check_judges(step.c.config, (progress.failed, progress.parsed))
+    if step.c.environment:
+        step.c.environment.check(progress.failed, progress.parsed)
     return progress.left, meeting.rollout.outstanding
 
 
@@ -348,6 +401,8 @@ async def cut_off(c: Controller, tasks: Tasks) -> None:
     """Abort what is generated and judged, and wait until it has come back (collective)."""
     tasks.closed = True
     await c.rewards.cancel()
+    if c.environment:
+        c.environment.let_go()
     while (await sync_controllers(c, len(tasks.running))).facts:
         await asyncio.gather(c.devices.rollout.abort(), c.devices.genrm.abort())
         await tasks.poll()  # a request that was on its way then is aborted in the next round

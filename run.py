@@ -61,6 +61,7 @@ from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
+    from environment import Episodes
 
     # Megatron takes seconds to import, which the engines use to start
     from training.trainer import Trainer
@@ -176,6 +177,8 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
             config = await memory.settled(config, placement, splits, world)
         fleet = await opened.enter_async_context(Fleet(config, world))
         c = await build(config, placement, splits, world, progress, fleet, stop)
+        if c.environment:
+            opened.push_async_callback(c.environment.close)
         stopped = await fleet.while_up(work(c))
         await world.barrier()
         stop.neighbours = {}  # a rank that is through may leave
@@ -264,6 +267,7 @@ async def build(
         report=report_of(config, world, out, progress, inputs.decode, point),
         checkpoints=saves,
         peers=peers,
+        environment=inputs.environment,
         stop=stop,
     )
     await saves.restore(c)
@@ -308,6 +312,7 @@ class Inputs(NamedTuple):
     rewards: rewards.Rewards
     sampling: Sampling  # of answers
     texts: list[list[int]]  # of the pretraining term
+    environment: Episodes | None
 
 
 def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], None]) -> Inputs:
@@ -327,43 +332,55 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
         of = f"leaves prompts no room in the {longest} tokens of {config.model}"
         raise UserError(f"--max-new-tokens {config.max_new_tokens} {of}")
     how = dict(tokenizer=tokenizer, max_tokens=room, say=say, reader=reader)
+    stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
+    episodes = None
+    checks = []
+    if config.environment:
+        import environment
+
+        episodes = environment.build(config, tokenizer, stop)
+        checks.append(environment.ChatCheck(episodes.code.title, tokenizer, say))
+        how["keeps_turns"] = True
     read = partial(PromptFile, **how, read_key=formats_of(config)[0].read_key)
     if config.data:
-        source = training_rows(config, read, judges)
+        source = training_rows(config, read, judges, checks)
     else:
         show = task.filmed if config.preset == "video" else task.drawn
         encode = partial(tokenization.encode_prompt, tokenizer, reader)
         source = task.Addition(config.seed, encode, reader, show)
     if config.eval_data:
         path = Path(config.eval_data)
-        source.held_out = read(path, needs={"--eval-data": str}, setting="--eval-data")
+        needs = {} if episodes else {"--eval-data": str}
+        source.held_out = read(path, needs=needs, setting="--eval-data", checks=checks)
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     keeps = {"keeps_groups": config.over_dispatch > 1, "has_greedy": algorithm.greedy}
     if reader:
         keeps |= {"has_images": True, "threads": ThreadPoolExecutor(data.READERS)}
     prompts = data.Prompts(source, config.answers_per_prompt, **keeps)
-    stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
     is_exact = config.answer_tokens > 0
     sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
-    scores = rewards.build(config, rules, judges, decode, readers)
+    scores = rewards.build(config, rules, judges, decode, readers, episodes)
     texts = []
     if algorithm.ptx_data:
         from training import ptx
 
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
-    return Inputs(algorithm, decode, prompts, scores, sampling, texts)
+    return Inputs(algorithm, decode, prompts, scores, sampling, texts, episodes)
 
 
 def training_rows(
-    config: Config, read: Callable[..., PromptFile], judges: list[tokenization.Tokenizer]
+    config: Config,
+    read: Callable[..., PromptFile],
+    judges: list[tokenization.Tokenizer],
+    checks: list[Callable],
 ) -> Shuffled:
     """The rows of --data, and those of them that are held out. UserError for what can't be used."""
     read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
     rules = read_key.keys() & {*config.rule, *config.cost_rule}
     needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
     formats = zip(judges, formats_of(config), strict=False)
-    checks = [partial(row.check, tokenizer) for tokenizer, row in formats]
+    checks = [*checks, *(partial(row.check, tokenizer) for tokenizer, row in formats)]
     rows = read(Path(config.data), needs=needs, checks=checks)
     return rows.shuffled(config.seed, 0 if config.eval_data else HELD_OUT)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,6 +19,14 @@ class Outcome(NamedTuple):
     reward: float
     cost: float | None
     greedy: bool
+
+
+class Reply(NamedTuple):
+    """A reply of an environment. It stands beside the response, so nothing learns its tokens."""
+
+    place: int  # tokens of the response before it
+    tokens: list[int]  # all between the end of the policy's turn and the start of its next
+    turns: list[dict]  # what they say, as chat turns
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,19 @@ class Sample:
     # rollout.py; the tokens as they were sampled: their text, encoded again, may give others
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # by the weights that wrote the token
-    finish: str = ""  # stop | length: finished; abort: it may be continued
+    # stop | length | lost: finished; abort: it may be continued; turn: the environment is next
+    finish: str = ""
     versions: list[int] = field(default_factory=list)  # of those weights; one per token, too
+    # environment.py; `response` has the policy's own tokens only, of all turns
+    replies: list[Reply] = field(default_factory=list)
+    earned: list[float] = field(default_factory=list)  # the reward of each turn
+    noted: dict[str, list[float]] = field(default_factory=dict)  # its metrics, in their order
     # rewards.py, which asks the judges of genrm.py
     critique: str = ""
     verdict: bool | None = None  # for reports; `reward` has more than that in it
     reward: float | None = None
     cost: float | None = None
+    turn_rewards: list[float] = field(default_factory=list)  # what `earned` is of `reward`
     # of its group, itself among them; by rollout.py, before the answers go to different ranks
     outcomes: list[Outcome] = field(default_factory=list)
     # actor.py, critic.py (by name) and algorithms.py, on the ranks that train; one per response token
@@ -94,13 +109,45 @@ class Sample:
 
     @property
     def is_finished(self) -> bool:
-        return self.finish in ("stop", "length")
+        return self.finish in ("stop", "length", "lost")
+
+    @property
+    def is_written(self) -> bool:
+        """True if no engine is to be asked for more of it now."""
+        return self.is_finished or self.finish == "turn"
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens in the order in which models read them: prompt, turns, replies."""
+        parts = [part for part, _ in parts_of(self.response, self.replies)]
+        return list(chain(self.prompt, *parts))
+
+    @property
+    def begun(self) -> int:
+        """The tokens behind the prompt, those of replies counted."""
+        return len(self.response) + sum(len(reply.tokens) for reply in self.replies)
+
+    @property
+    def last_turn(self) -> list[int]:
+        """The response from the last reply on."""
+        return self.response[self.replies[-1].place :] if self.replies else self.response
+
+
+def parts_of(response: list[int], replies: Iterable[Reply]) -> list[tuple[list[int], bool]]:
+    """Cut what follows a prompt into its parts, in their order: tokens, and whether the policy wrote them."""
+    parts = []
+    start = 0
+    for place, tokens, _ in replies:
+        parts += [(response[start:place], True), (tokens, False)]
+        start = place
+    return [*parts, (response[start:], True)]
 
 
 def sample_from_json(row: dict) -> Sample:
     """Read a sample, but no images."""
     outcomes = [Outcome(*outcome) for outcome in row["outcomes"]]
-    return Sample(**row | {"outcomes": outcomes, "media": ()})
+    replies = [Reply(*reply) for reply in row["replies"]]
+    return Sample(**row | {"outcomes": outcomes, "replies": replies, "media": ()})
 
 
 def flat(mini_batches: list[list[list]]) -> list:

@@ -48,6 +48,7 @@ class PromptFile(Sequence[Prompt]):
     needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
     setting: str = "--data"  # or --eval-data
     checks: Sequence[Callable[[Text, str], None]] = ()  # by judges; UserError, which says where
+    keeps_turns: bool = False  # of chats of one turn, too; and any row may be held out
 
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
@@ -117,7 +118,8 @@ class PromptFile(Sequence[Prompt]):
         """Return the rows to train on, with up to `held_out` prompts aside that have a key."""
         prompts = identities([row.prompt for row in self._rows], self._files)
         keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
-        order = Shuffled(self, seed, held_out, prompts=prompts, keyless=keyless)
+        kept = () if self.keeps_turns else keyless
+        order = Shuffled(self, seed, held_out, prompts=prompts, keyless=kept)
         aside = copy(self)
         aside._rows = [self._rows[number] for number in order.held_out]
         order.held_out = aside
@@ -134,5 +136,6 @@ class PromptFile(Sequence[Prompt]):
             raise UserError(f"{row.where}: the prompt has {len(tokens)} tokens, but {room}")
         turns = as_turns(text, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
-        several = turns if len(turns) > 1 or "tools" in turns[0] else []
+        is_kept = self.keeps_turns and not isinstance(text, str)
+        several = turns if is_kept or len(turns) > 1 or "tools" in turns[0] else []
         return Prompt(tokens, question, row.answer_key, images, several, row.row)

@@ -12,7 +12,7 @@ from config import Config
 from extras import need
 from inputs.hf_directory import readable, sees
 from inputs.rows import Text, as_turns
-from inputs.templates import IMAGE, apply_settings, render
+from inputs.templates import IMAGE, apply_settings, break_special_tokens, render
 from runtime.errors import UserError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -123,6 +123,28 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a pro
     if both[: len(start)] != start or both == start:
         raise UserError(f"{where}: the chat template doesn't put the answer behind its prompt")
     return start, both[len(start) :]
+
+
+def encode_reply(
+    tokenizer: Tokenizer, prompt: list[dict], reply: list[dict], where: str
+) -> list[int]:
+    """Encode what stands between the end of a turn of the policy and the start of its next. UserError.
+
+    prompt: the chat turns before the episode; none: it was a text. A short answer stands in for what the
+    policy has written, which is neither rendered nor encoded again.
+    """
+    if not prompt:
+        text = break_special_tokens(tokenizer, reply[-1]["content"])
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    before = render(tokenizer, prompt, where, is_complete=True)
+    text = render(tokenizer, [*prompt, *as_turns("yes", "assistant"), *reply], where)
+    answer = text.find("yes", len(before))
+    end = text.find(mark := tokenizer.decode(end_of_turn(tokenizer)), answer) + len(mark)
+    start, both = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (text[:end], text))
+    if not text.startswith(before) or both[: len(start)] != start:
+        rewrites = "rewrites earlier turns when others follow, so that no episode can go on"
+        raise UserError(f"{where}: the chat template in {tokenizer.name_or_path} {rewrites}")
+    return both[len(start) :]
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> str:

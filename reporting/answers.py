@@ -1,7 +1,7 @@
 """The report of an evaluation: a row a prompt in OUT/answers.jsonl, the figures in metrics.jsonl."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,22 +35,27 @@ class AnswersReport(Report):
 
     def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
         """Write the row of a prompt. RunLost if the disk is full."""
-        greedy, *sampled = [self.decode(sample.response) for sample in samples]
+        texts = [self.decode(sample.tokens[len(sample.prompt) :]) for sample in samples]
+        greedy, *sampled = texts
         row = {"prompt": number, "question": samples[0].question, "answer": samples[0].answer_key}
         row |= {"greedy": greedy, "sampled": sampled, "right": right}
         row["finish"] = [sample.finish for sample in samples]
         row["tokens"] = sum(len(sample.response) for sample in samples)
+        if self.config.environment:
+            row["reward"] = [math.fsum(sample.earned) for sample in samples]
         append(self.out / ROWS, [row])
         self.progress.done()
 
-    def evaluation(self, step: int, right: list[tuple[bool, int]], now: float) -> None:
+    def evaluation(
+        self, step: int, right: list[tuple[bool, int]], now: float, earned: Sequence[float] = ()
+    ) -> None:
         """Take the figures of all rows, once every rank has written its own."""
         if self.world.rank:
             return
-        super().evaluation(step, right, now)
+        super().evaluation(step, right, now, earned)
         rows = list(complete_rows(self.out / ROWS))
         answers = len(rows) * (1 + self.config.eval_samples)
-        if not any(first or count for first, count in right):
+        if right and not any(first or count for first, count in right):
             self.note(none_right(self.config, answers, rows[0]["greedy"], rows[0]["answer"]))
         cut_off = sum(row["finish"].count("length") for row in rows)
         self._evaluated["eval/truncated_frac"] = cut_off / answers

@@ -41,6 +41,7 @@ LOOKS = {  # name of a span, a pass or a state of an answer -> its colour, what 
     "sync": ("#8a4fb0", "weights go to the engine"),
     "switch": ("#9a9a9a", "engine or trainer wakes or sleeps"),
     "queued": ("#dcdfe3", "answer waits"),
+    "environment": ("#d8c48a", "environment answers"),
     "moved": ("#5f3a8c", "answer moves to another engine"),
     "aborted": ("#d62f2f", "answer is cut off"),
     "resumed": ("#123f69", "answer goes on"),

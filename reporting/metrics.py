@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from math import comb
 from pathlib import Path
 from statistics import fmean
@@ -118,10 +119,19 @@ class Report:
     def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
         """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
 
-    def evaluation(self, step: int, right: list[tuple[bool, int]], now: float) -> None:
-        """Take which answers, greedy and sampled, are right after `step` steps. The step begins now."""
-        self._evaluated = {"eval/accuracy": fmean(greedy for greedy, _ in right)}
-        self._evaluated |= pass_at_k(self.config.eval_samples, [count for _, count in right])
+    def evaluation(
+        self, step: int, right: list[tuple[bool, int]], now: float, earned: Sequence[float] = ()
+    ) -> None:
+        """Take which answers, greedy and sampled, are right after `step` steps. The step begins now.
+
+        earned: the rewards of greedy answers by an environment.
+        """
+        self._evaluated = {}
+        if right:
+            self._evaluated["eval/accuracy"] = fmean(greedy for greedy, _ in right)
+            self._evaluated |= pass_at_k(self.config.eval_samples, [count for _, count in right])
+        if earned:
+            self._evaluated["eval/reward_mean"] = fmean(earned)
         self._ended = now
         shown = "  ".join(f"{name} {value:.3f}" for name, value in self._evaluated.items())
         self.note(f"after {step:3d} steps: {shown} on held-out prompts")
@@ -171,7 +181,7 @@ class Report:
         rows = []
         for sample in shown:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-            rows.append(row | {"response": self.decode(sample.response)})
+            rows.append(row | {"response": self.decode(sample.tokens[len(sample.prompt) :])})
         atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
         self._writer.write(step, metrics, "\n\n".join(map(as_markdown, rows)))
@@ -266,8 +276,13 @@ def local_facts(
         "rollout/moved": batch.moved,
         "rollout/aborted": batch.aborted,
         "rollout/carried_groups": len(batch.carried),
-        "genrm/failed": sum(s.reward is None for s in batch.dropped + filtered),
+        "genrm/failed": sum(
+            s.reward is None and s.finish != "lost" for s in batch.dropped + filtered
+        ),
     }
+    if c.environment:
+        means |= c.environment.means(finished)
+        sums |= {"environment/tokens": sum(s.begun - len(s.response) for s in finished)}
     maxima = {f"time/{name}_s": tl.seconds(events, name) for name in PHASES}
     maxima |= {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
@@ -275,15 +290,15 @@ def local_facts(
         "sync/received_mb": c.devices.received_bytes / 1e6,
     }
     actor = c.devices.actor
-    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + len(s.response)) for s in samples)}
+    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + s.begun) for s in samples)}
     return Facts(means, sums, maxima, batch.latencies, work if actor.holds else {})
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
     """Return the metrics of a step from every controller's facts. Times are the slowest controller's."""
     metrics = {}
-    for name in facts[0].means:
-        values = [value for each in facts for value in each.means[name]]
+    for name in dict.fromkeys(chain.from_iterable(each.means for each in facts)):
+        values = [value for each in facts for value in each.means.get(name, ())]
         if values or name not in MAY_LACK:
             metrics[name] = fmean(values) if values else 0.0
     if not {"genrm/accept_frac", "rollout/correct_frac"} <= metrics.keys():

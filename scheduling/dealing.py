@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
         for sample in sorted(samples, key=lambda sample: sample.key):
             row = lengths.setdefault(sample.prompt_id, [])
             row += [0] * (sample.index - len(row))
-            row.append(len(sample.prompt) + len(sample.response))
+            row.append(len(sample.prompt) + sample.begun)
         work = {sample.prompt_id: image_cost(sample.prompt) for sample in samples}
         image_costs = {prompt_id: cost for prompt_id, cost in work.items() if cost}
         costs = [sample.cost for sample in samples] if has_costs else []

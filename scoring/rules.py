@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib.util
 import inspect
 import math
 import os
 import signal as signals
 import struct
-import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import numpy
@@ -31,6 +26,7 @@ import numpy
 from genrm import Judgement
 from runtime import shutdown
 from runtime.errors import UserError
+from runtime.user_code import UserCode, load
 
 if TYPE_CHECKING:
     from rewards import TextSample
@@ -51,31 +47,11 @@ class AlarmInRules:
             self.handler(number, frame)
 
 
-@dataclass(frozen=True)
-class UserCode(AbstractContextManager):
-    """A block that runs the user's code: an error in it becomes one line with the rule, file and line.
-
-    An alarm that the code has set may come later, when the rank runs: then it does nothing.
-    """
-
-    title: str  # of the rule, as it was named: --rule my.py:score
-    file: str = ""
-    pid: int = field(default_factory=os.getpid)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
-        if os.getpid() != self.pid:
-            # a child that the rule forked came back here, and must not go on as a rank
-            status = error.code if isinstance(error, SystemExit) else error
-            os._exit(status if isinstance(status, int) else int(status is not None))
-        handler = signals.getsignal(signals.SIGALRM)
-        if not isinstance(handler, AlarmInRules):
-            signals.signal(signals.SIGALRM, AlarmInRules(handler))
-        if isinstance(error, Exception | SystemExit):
-            frames = traceback.extract_tb(trace)
-            lines = [frame.lineno for frame in frames if frame.filename == self.file]
-            where = f" ({self.file}:{lines[-1]})" if lines else ""
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise UserError(f"{self.title}{where}: {what}") from None
+def keep_alarm_in_rules() -> None:
+    """Leave an alarm that a rule has set to rules: it may come later, when the rank runs."""
+    handler = signals.getsignal(signals.SIGALRM)
+    if not isinstance(handler, AlarmInRules):
+        signals.signal(signals.SIGALRM, AlarmInRules(handler))
 
 
 def leave_overdue(*_: object) -> None:
@@ -134,6 +110,8 @@ class UserRule:
                     number = float(value) if isinstance(value, Real | numpy.bool_) else math.nan
         except TimeoutError:
             raise UserError(late) from None
+        finally:
+            keep_alarm_in_rules()
         if value is None:
             return None
         if not math.isfinite(number):
@@ -151,27 +129,9 @@ def copied(sample: TextSample) -> TextSample:
 
 def load_file(title: str, spec: str, name: str, timeout_s: float) -> UserRule:
     """Run a file, and find its function: `my.py:other`, or that of this name in `my.py`. UserError."""
-    named = f"{spec}:{name}" if spec.endswith(".py") else spec
-    path, _, name = named.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
-        specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
-        raise UserError(f"{title}: no such file; say {specs}")
-    code = UserCode(title, str(Path(path).resolve()))
-    with code:
-        module = module_of(Path(code.file))
-    if not callable(function := vars(module).get(name)):
-        raise UserError(f"{title}: {path} has no function {name}(sample)")
+    specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
+    try:
+        function, code = load(title, spec, name, "function {}(sample)", callable, specs)
+    finally:
+        keep_alarm_in_rules()
     return UserRule(function, code, 0.9 * timeout_s)  # other ranks wait for all of it
-
-
-def module_of(path: Path) -> ModuleType:
-    """Import a file, as processes that its code starts will: by its name, if no other module has that."""
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
-    if found and found.origin == str(path):
-        return importlib.import_module(path.stem)
-    found = importlib.util.spec_from_file_location(f"rule_{path.stem}", path)
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module

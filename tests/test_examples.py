@@ -16,7 +16,7 @@ import placement
 import rewards
 import run
 from inputs import prompt_file, tokenization
-from scoring import rules as user_rules
+from runtime import user_code
 from tests import ROOT
 from tests.support import fakes
 from tests.support.fakes import simulate, text_answer, to_text
@@ -135,7 +135,7 @@ def test_a_reward_of_one_s_own_runs():
 
 def test_a_rule_that_reads_its_rows():
     """Of each row of its file: the right answer, one too short, one that was cut off; none of other rows."""
-    rule = user_rules.module_of(EXAMPLES / "my_rule_rows.py").tidy
+    rule = user_code.module_of(EXAMPLES / "my_rule_rows.py").tidy
     tokenizer = tokenization.load_tokenizer(str(EXAMPLES.parent / "demo/models/written/actor"))
     prompts = prompt_file.PromptFile(EXAMPLES / "my_rows.jsonl", tokenizer, 184)
     assert {prompt.row["kind"] for prompt in prompts} == {"sum", "free"}

@@ -17,6 +17,7 @@ import pytest
 import rewards
 from config import Config
 from inputs import tokenization
+from runtime.user_code import UserCode
 from sample import Sample
 from scoring import rules as user_rules
 from tests import ROOT
@@ -32,7 +33,7 @@ def load(spec, signal="reward"):
 
 def rule_of(function, signal="reward", limit_s=LIMIT_S):
     """A rule of a file that has this function."""
-    rule = user_rules.UserRule(function, user_rules.UserCode("--rule"), limit_s)
+    rule = user_rules.UserRule(function, UserCode("--rule"), limit_s)
     return rewards.Rule(signal, rule.ask)
 
 

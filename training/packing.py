@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import NamedTuple, Self
@@ -9,18 +10,27 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from sample import Image
+from sample import Image, Reply, parts_of
 from scheduling.balance import packed_length
 
 NO_TARGET = NO_FEATURE = -1
 
 
 class Sequence(NamedTuple):
-    """A prompt's tokens, those of the response to it, and the prompt's images."""
+    """A prompt's tokens, those of the response to it, the prompt's images, and replies in the response."""
 
     prompt: list[int]
     response: list[int]
     images: tuple[Image, ...] = ()
+    replies: Iterable[Reply] = ()
+
+    def parts(self) -> list[tuple[list[int], bool]]:
+        """The tokens in their order, in parts, and whether these are targets."""
+        return [(self.prompt, False), *parts_of(self.response, self.replies)]
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(chain(*(part for part, _ in self.parts())))
 
 
 Packed = list[list[Sequence]]  # micro-batches of a pass
@@ -64,23 +74,24 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
     slot = 0
     for chosen in packed:
         sequences = [Sequence(*each) for each in chosen]
-        lengths = [packed_length(len(s.prompt) + len(s.response)) for s in sequences] or [1]
+        lengths = [packed_length(len(s.tokens)) for s in sequences] or [1]
         lengths[-1] += -sum(lengths) % tp_with_sp
         tokens = []
         targets = []
         slots = []
         places = []
         pairs = zip(sequences or [Sequence([0], [])], lengths, strict=True)
-        for (prompt, response, _), length in pairs:
-            assert prompt, "a response's first token is predicted from a prompt token"
-            sequence = prompt + response
-            padding = length - len(sequence) + 1
-            tokens += sequence[:-1] + [0] * padding
-            targets += sequence[1:] + [0] * padding
-            slots += [NO_TARGET] * (len(prompt) - 1)
-            slots += range(slot, slot + len(response))
-            slots += [NO_TARGET] * padding
-            slot += len(response)
+        for sequence, length in pairs:
+            assert sequence.prompt, "a response's first token is predicted from a prompt token"
+            own = sequence.tokens
+            padding = length - len(own) + 1
+            tokens += own[:-1] + [0] * padding
+            targets += own[1:] + [0] * padding
+            own_slots = []
+            for part, is_target in sequence.parts():
+                own_slots += range(slot, slot + len(part)) if is_target else [NO_TARGET] * len(part)
+                slot += len(part) * is_target
+            slots += own_slots[1:] + [NO_TARGET] * padding
             places += range(length)
         pieces = [(length, length) for length in lengths]
         columns = torch.tensor([tokens, targets, slots, places])
@@ -106,7 +117,7 @@ def _with_images(batch: MicroBatch, sequences: list[Sequence], lengths: list[int
     features = dict(zip(images, ranges, strict=True))
     axes = []
     places = []
-    for (prompt, _, shown), length in zip(sequences, lengths, strict=True):
+    for (prompt, _, shown, _), length in zip(sequences, lengths, strict=True):
         tokens = (prompt + [NO_TARGET] * length)[:length]  # whatever a response has in it is text
         axes += positions(tokens, shown)
         left = chain(*(features[image] for image in shown))

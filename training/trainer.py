@@ -391,7 +391,10 @@ def loss_sums(loss: Tensor, divisor: int | Tensor, stats: Stats) -> LossSums:
 
 
 def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
-    return [[Sequence(s.prompt, s.response, s.media) for s in batch] for batch in micro_batches]
+    return [
+        [Sequence(s.prompt, s.response, s.media, s.replies) for s in batch]
+        for batch in micro_batches
+    ]
 
 
 def totals(steps: list[dict[str, float]]) -> dict[str, float]:
