@@ -212,14 +212,15 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
 
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
-LAYOUT_6 = """\
+LAYOUT_7 = """\
 ahead: aborted carried dropped filtered groups_per_kept kept latencies missing_groups moved others stats \
 tokens waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
 split step
 genrm: cached_tokens in_flight longest prompt_tokens request_s requests tokens wakes
-groups: advantages answer_key cost critique finish greedy index logprobs media outcomes policy_logprobs \
-prompt prompt_id question reference_logprobs response returns reward row turns values verdict versions
+groups: advantages answer_key cost critique earned finish greedy index logprobs media noted outcomes \
+policy_logprobs prompt prompt_id question reference_logprobs replies response returns reward row \
+turn_rewards turns values verdict versions
 history: genrm lengths rollout serve_s split swap_s waves
 own: ahead groups random rewards
 prompts: cursor owners requeued
@@ -249,7 +250,7 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
     for path in folder.glob("controllers/*"):
         found = names_in(json.loads(path.read_text()), "own") | found
     lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
-    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_6, 6)
+    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_7, 7)
 
 
 def test_a_batch_that_waits_shows_the_same_however_often_it_was_stopped(tmp_path):

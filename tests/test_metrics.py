@@ -141,7 +141,7 @@ def controller_of(timeline=None):
     rewards = SimpleNamespace(final_answer=final_answer)
     actor = SimpleNamespace(dp_rank=1, holds=True, cost=lambda tokens: 10 * tokens)
     devices = SimpleNamespace(actor=actor, received_bytes=2_500_000)
-    c = SimpleNamespace(rewards=rewards, devices=devices, timeline=timeline)
+    c = SimpleNamespace(rewards=rewards, devices=devices, timeline=timeline, environment=None)
     c.state, c.config = State(step=1), Config(judge_format=("chat",))
     c.said = []
     decode = lambda tokens: "x" * 90 + "\n3 + 4 = 5\x1b"  # noqa: E731

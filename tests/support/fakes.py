@@ -463,7 +463,7 @@ class FakeReport:
 
     def __init__(self):
         self.steps, self.notes, self.marks = [], [], []
-        self.accuracies, self.sampled = {}, {}
+        self.accuracies, self.sampled, self.earned = {}, {}, {}
         self.carried, self.requeued, self.cursors = [], [], []
         self.note, self.decode = self.notes.append, str
 
@@ -477,7 +477,8 @@ class FakeReport:
     def answers(self, number, samples, right):
         pass
 
-    def evaluation(self, step, right, now):
+    def evaluation(self, step, right, now, earned=()):
+        self.earned[step] = sorted(earned)
         self.accuracies[step] = fmean(greedy for greedy, _ in right)
         self.sampled[step] = sorted(right)
 
