@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -89,20 +90,24 @@ def read_step(value: Any) -> Step:
         raise ValueError("a reward is a finite number")
     if not isinstance(step.done, bool):
         raise ValueError("done is True or False")
-    for name, number in dict(step.metrics).items():
+    metrics = step.metrics if isinstance(step.metrics, Mapping) else {0: 0}
+    for name, number in metrics.items():
         if not (isinstance(name, str) and name not in OWN_METRICS and is_number(number)):
-            raise ValueError(
-                f"metrics are finite numbers by name, none of {', '.join(OWN_METRICS)}"
-            )
-    if step.done:
-        return step._replace(reply=None)
-    turns = as_turns(step.reply, "user") if isinstance(step.reply, str) else step.reply
-    turns = [turns] if isinstance(turns, dict) else turns
-    if not (turns and is_chat(turns) and turns[-1]["role"] in ("user", "tool")):
+            raise ValueError(f"metrics map names to numbers, none of {', '.join(OWN_METRICS)}")
+    return step._replace(reply=None if step.done else read_reply(step.reply))
+
+
+def read_reply(reply: Any) -> list[dict]:
+    """Return a copy of a reply's turns. ValueError for what no chat template can write."""
+    turns = [reply] if isinstance(reply, dict) else as_turns(reply, "user")
+    if not (is_chat(turns) and turns and turns[-1]["role"] in ("user", "tool")):
         raise ValueError("a Step, a text, chat turns, a finite number or None is needed")
     if any(turn["role"] == "assistant" for turn in turns):
         raise ValueError("the assistant's turns are the policy's")
-    return step._replace(reply=turns)
+    try:
+        return json.loads(json.dumps(turns, ensure_ascii=False).encode())
+    except TypeError:
+        raise ValueError("turns hold what JSON has words for") from None
 
 
 @dataclass

@@ -176,10 +176,8 @@ class Rewards:
 
     def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
         """Return the task of each judge and rule: the one that runs or has run already, else a new one."""
-        seen = seen_by_rules(sample, self._decode)
-        text = seen.plain_text
-        seen.answer = self._format.answer_of(text, sample.finish)
-        prompt = seen.turns or sample.question
+        text = self._decode(sample.last_turn)
+        prompt = turns_before(sample, self._decode) or sample.question
         asks = {}
         for judge in self.judges:
             kind = judge.format
@@ -188,6 +186,8 @@ class Rewards:
             ask = partial(judge.ask, prompt, shown, pool, sample.media, is_cut)
             asks[judge, str(prompt), shown, sample.media, is_cut] = ask
         for number, rule in enumerate(self.rules):
+            seen = seen_by_rules(sample, self._decode)
+            seen.answer = self._format.answer_of(text, sample.finish)
             asks[number, *sample.key] = partial(rule.ask, seen)
         for key, ask in asks.items():
             if key not in self._tasks:
@@ -218,16 +218,15 @@ def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:
     before = sample.tokens[: len(sample.prompt) + sample.begun - len(last)]
     texts = {"text": decode(last, special=True), "plain_text": decode(last)}
     texts["prompt_text"] = decode(before, special=True)
-    fields = dict(vars(sample))
-    if sample.replies:
-        turns = sample.turns or as_turns(sample.question, "user")
-        fields["turns"] = turns + turns_between(sample, decode)
+    fields = vars(sample) | {"turns": turns_before(sample, decode)}
     return TextSample(**fields, **texts)
 
 
-def turns_between(sample: Sample, decode: Decode) -> list[dict]:
-    """The turns of an episode behind its prompt and before the last, as chat turns."""
-    turns = []
+def turns_before(sample: Sample, decode: Decode) -> list[dict]:
+    """All chat turns before the last of an episode; of another answer Sample.turns."""
+    if not sample.replies:
+        return sample.turns
+    turns = [*(sample.turns or as_turns(sample.question, "user"))]
     start = 0
     for place, _, reply in sample.replies:
         turns += [*as_turns(decode(sample.response[start:place]), "assistant"), *reply]
