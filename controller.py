@@ -37,7 +37,7 @@ from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
-    from environment import Episodes
+    from environment.episodes import Episodes
 
 HISTORY = 50  # steps that are remembered: lengths change as a model learns
 MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite

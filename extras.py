@@ -47,7 +47,7 @@ EXTRAS = {
     # --dry-run, --simulate, run.py check
     "dry run": Extra("commands/dry_run.py"),
     # --environment FILE.py: episodes of several turns
-    "environment": Extra("environment.py"),
+    "environment": Extra("environment"),
     # --rule FILE.py
     "rules of users": Extra("scoring/rules.py"),
     # FORMATS: scalar reward models as judges

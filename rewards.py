@@ -20,7 +20,7 @@ from runtime.errors import UserError
 from sample import Sample
 
 if TYPE_CHECKING:
-    from environment import Episodes
+    from environment.episodes import Episodes
 
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
 

@@ -334,10 +334,9 @@ class GroupsState(NamedTuple):
 
     finished: dict[int, bool]  # prompt_id of a group, reported once -> whether it is informative
     generated: int  # groups of which every answer is finished
-    failed: list[
-        int
-    ]  # answers without a verdict, by judge; with an environment last the lost episodes
-    parsed: list[int]  # verdicts, by judge; last the episodes that were played
+    # Rewards.counts
+    failed: list[int]
+    parsed: list[int]
     left: Left
 
     @staticmethod

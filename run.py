@@ -61,7 +61,7 @@ from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
-    from environment import Episodes
+    from environment.episodes import Episodes
 
     # Megatron takes seconds to import, which the engines use to start
     from training.trainer import Trainer
@@ -336,10 +336,10 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     episodes = None
     checks = []
     if config.environment:
-        import environment
+        from environment.episodes import build, chat_check
 
-        episodes = environment.build(config, tokenizer, stop)
-        checks.append(environment.ChatCheck(episodes.code.title, tokenizer, say))
+        episodes = build(config, tokenizer, stop)
+        checks.append(chat_check(episodes.code.title, tokenizer, say))
         how["keeps_turns"] = True
     read = partial(PromptFile, **how, read_key=formats_of(config)[0].read_key)
     if config.data:

@@ -73,7 +73,7 @@ class Sample:
     # stop | length | lost: finished; abort: it may be continued; turn: the environment is next
     finish: str = ""
     versions: list[int] = field(default_factory=list)  # of those weights; one per token, too
-    # environment.py; `response` has the policy's own tokens only, of all turns
+    # environment/; `response` has the policy's own tokens only, of all turns
     replies: list[Reply] = field(default_factory=list)
     earned: list[float] = field(default_factory=list)  # the reward of each turn
     noted: dict[str, list[float]] = field(default_factory=dict)  # its metrics, in their order

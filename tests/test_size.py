@@ -12,7 +12,7 @@ from extras import EXTRAS
 from tests import ROOT
 
 ROOMS = ("engines", "training", "scheduling", "runtime", "reporting", "commands", "demo", "cpu")
-ROOMS += ("images", "inputs", "apart", "fused", "scoring")
+ROOMS += ("images", "inputs", "apart", "fused", "scoring", "environment")
 ROOT_FILES = sorted(ROOT.glob("*.py"))
 PRODUCT = ROOT_FILES + sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
 FINETUNE = ROOT / "examples" / "finetune.py"
@@ -39,7 +39,7 @@ LAYERS = (  # each may import what stands below it, and its own line
     {"run", "papers"},
     {"commands", "simulation"},
     {"controller"},
-    {"fused", "apart"},
+    {"fused", "apart", "environment"},
     {"modes", "rollout", "rewards", "checkpoint", "demo", "scoring"},
     {"genrm", "actor", "critic", "reporting"},
     {"training", "placement", "algorithms", "data"},

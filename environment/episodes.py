@@ -1,26 +1,9 @@
-"""Episodes of several turns: an environment, the user's, answers the policy until it ends the episode.
-
-    class Environment:                              # FILE.py, or FILE.py:Name; one object is one episode
-        def __init__(self, sample, *, seed): ...    # sample: a copy, as a rule sees it
-        def step(self, text): ...                   # a turn of the policy has ended
-        def score(self): ...                        # optional: a reward at the end, after a limit, too
-        def close(self): ...                        # optional; always called once
-
-`step` returns a Step, or in short:
-
-    a text, or chat turns    a reply (a text is the user's turn): the policy goes on
-    a number                 the last reward: the episode is over
-    None                     it is over
-
-An episode follows from its seed, which all answers to a prompt share, and from the policy's turns. After a
-restart one that was cut off is played again up to where it was.
-"""
+"""The episodes of a controller: their objects, the threads in which these run, and what becomes of them."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -29,13 +12,13 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config
 from engines.engine import seed_of
+from environment import Step, is_number, read_step
 from inputs import tokenization
-from inputs.rows import Text, as_turns, is_chat
+from inputs.rows import Text, as_turns
 from inputs.templates import render
 from rewards import seen_by_rules
 from runtime import user_code
@@ -53,16 +36,6 @@ RESERVED = {  # names that a class may not have -> what to do instead
     "start": "an object is one episode, which begins in __init__",
     "tools": "a row's `tools` go to the chat template, and step reads what the policy writes",
 }
-OWN_METRICS = ("turns_mean", "tokens", "step_s", "reward_mean", "lost_frac")
-
-
-class Step(NamedTuple):
-    """What a turn of the policy leads to: a reply, or the end. metrics: numbers for environment/NAME."""
-
-    reply: str | dict | list[dict] | None = None
-    reward: float = 0.0
-    done: bool = False
-    metrics: Mapping[str, float] = {}
 
 
 class Taken(NamedTuple):
@@ -72,42 +45,6 @@ class Taken(NamedTuple):
     reply: Reply | None = None
     reward: float = 0.0
     metrics: Mapping[str, float] = {}
-
-
-def is_number(value: Any) -> bool:
-    """True for a finite number. A bool is none: people mean `done`."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def read_step(value: Any) -> Step:
-    """Read what `step` returned; a reply as chat turns. ValueError, which says what is wrong."""
-    if isinstance(value, bool):
-        raise ValueError("a bool is no reward; Step(done=True) ends an episode")
-    if value is None or isinstance(value, Real):
-        value = Step(reward=0.0 if value is None else value, done=True)
-    step = value if isinstance(value, Step) else Step(value)
-    if not is_number(step.reward):
-        raise ValueError("a reward is a finite number")
-    if not isinstance(step.done, bool):
-        raise ValueError("done is True or False")
-    metrics = step.metrics if isinstance(step.metrics, Mapping) else {0: 0}
-    for name, number in metrics.items():
-        if not (isinstance(name, str) and name not in OWN_METRICS and is_number(number)):
-            raise ValueError(f"metrics map names to numbers, none of {', '.join(OWN_METRICS)}")
-    return step._replace(reply=None if step.done else read_reply(step.reply))
-
-
-def read_reply(reply: Any) -> list[dict]:
-    """Return a copy of a reply's turns. ValueError for what no chat template can write."""
-    turns = [reply] if isinstance(reply, dict) else as_turns(reply, "user")
-    if not (is_chat(turns) and turns and turns[-1]["role"] in ("user", "tool")):
-        raise ValueError("a Step, a text, chat turns, a finite number or None is needed")
-    if any(turn["role"] == "assistant" for turn in turns):
-        raise ValueError("the assistant's turns are the policy's")
-    try:
-        return json.loads(json.dumps(turns, ensure_ascii=False).encode())
-    except TypeError:
-        raise ValueError("turns hold what JSON has words for") from None
 
 
 @dataclass
@@ -340,26 +277,27 @@ def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) ->
     return Episodes(kind, code, tokenizer, config, stop_tokens)
 
 
-@dataclass
-class ChatCheck:
-    """Checks that chats can go on by the model's template: one chat of each sequence of roles."""
+def chat_check(
+    title: str, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> Callable[[Text, str], None]:
+    """Return a check of prompts, which looks at a chat of each sequence of roles.
 
-    title: str
-    tokenizer: Tokenizer
-    say: Callable[[str], None]
-    seen: set[tuple] = field(default_factory=set)
+    UserError for a template that rewrites earlier turns. One that leaves out reasoning is named by a line.
+    """
+    seen = set()
 
-    def __call__(self, prompt: Text, where: str) -> None:
-        """Raise UserError for a template that rewrites earlier turns; say if it leaves out reasoning."""
+    def check(prompt: Text, where: str) -> None:
         if isinstance(prompt, str):
             return
-        shape = ("tools" in prompt[0], *(turn["role"] for turn in prompt))
-        if shape in self.seen:
+        roles = ("tools" in prompt[0], *(turn["role"] for turn in prompt))
+        if roles in seen:
             return
-        tokenization.encode_reply(self.tokenizer, prompt, as_turns("So?", "user"), where)
+        asked = as_turns("So?", "user")
+        tokenization.encode_reply(tokenizer, prompt, asked, where)
         thought = as_turns("<think>\nHm.\n</think>\n\nyes", "assistant")
-        chat = [*prompt, *thought, *as_turns("So?", "user")]
-        if not self.seen and "Hm." not in render(self.tokenizer, chat, where):
+        if not seen and "Hm." not in render(tokenizer, [*prompt, *thought, *asked], where):
             kept = "earlier turns keep it as it was sampled"
-            self.say(f"{self.title}: the chat template leaves out earlier reasoning; {kept}")
-        self.seen.add(shape)
+            say(f"{title}: the chat template leaves out earlier reasoning; {kept}")
+        seen.add(roles)
+
+    return check
