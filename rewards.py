@@ -103,21 +103,11 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class Rewards:
-    """Judges and rules, and what they say of answers. A judge is asked once a step about identical pairs.
+    """Judges and rules, and what they say of answers. A judge is asked once a step about identical pairs."""
 
-    environment: whose failures count as a judge's do.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        judges: list[Judge],
-        rules: list[Rule],
-        decode: Decode,
-        environment: Episodes | None = None,
-    ):
+    def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
         self.judges = judges
-        self._counted = [*judges, environment] if environment else judges
+        self.counted: list[Judge | Episodes] = [*judges]  # whose failures end the run
         self.rules = rules
         self._sources: list[Judge | Rule] = [*judges, *rules]
         of_reward = [source for source in self._sources if source.signal == "reward"]
@@ -203,11 +193,11 @@ class Rewards:
 
         Last comes an environment, if there is one: the episodes that it lost, and those that it played.
         """
-        return [each.failed for each in self._counted], [each.parsed for each in self._counted]
+        return [each.failed for each in self.counted], [each.parsed for each in self.counted]
 
     def load_counts(self, counts: list[tuple[list[int], list[int]]]) -> None:
         """Take over the `counts` of several controllers: only their sum counts."""
-        for number, each in enumerate(self._counted):
+        for number, each in enumerate(self.counted):
             each.failed = sum(failed[number] for failed, _ in counts)
             each.parsed = sum(parsed[number] for _, parsed in counts)
 
@@ -242,14 +232,9 @@ def load_rules(config: Config) -> list[Rule]:
 
 
 def build(
-    config: Config,
-    rules: list[Rule],
-    tokenizers: list,
-    decode: Decode,
-    readers: Sequence = (),
-    environment: Episodes | None = None,
+    config: Config, rules: list[Rule], tokenizers: list, decode: Decode, readers: Sequence = ()
 ) -> Rewards:
     """Make the judges that are named. tokenizers, readers (ImageReader or None): theirs. UserError."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *model) for number, model in enumerate(models)]
-    return Rewards(config, judges, rules, decode, environment)
+    return Rewards(config, judges, rules, decode)

@@ -360,7 +360,9 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     prompts = data.Prompts(source, config.answers_per_prompt, **keeps)
     is_exact = config.answer_tokens > 0
     sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
-    scores = rewards.build(config, rules, judges, decode, readers, episodes)
+    scores = rewards.build(config, rules, judges, decode, readers)
+    if episodes:
+        scores.counted.append(episodes)
     texts = []
     if algorithm.ptx_data:
         from training import ptx
