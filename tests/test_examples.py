@@ -1,6 +1,7 @@
 """What examples/ shows: each short enough to be read at a glance, and run on fakes and a virtual clock."""
 
 import importlib
+import json
 import re
 import runpy
 import sys
@@ -15,10 +16,12 @@ import modes
 import placement
 import rewards
 import run
+from environment import read_step
 from inputs import prompt_file, tokenization
 from runtime import user_code
+from sample import Sample
 from tests import ROOT
-from tests.support import fakes
+from tests.support import fakes, slow_server
 from tests.support.fakes import simulate, text_answer, to_text
 from tests.test_genrm import Characters
 
@@ -145,6 +148,124 @@ def test_a_rule_that_reads_its_rows():
             texts = dict(text=f">{answer}{end}", answer=answer, row=prompt.row)
             said.append(rule(rewards.TextSample(0, 0, prompt.tokens, **texts)))
         assert said == ([1.0, 0.0, 0.0] if prompt.row["kind"] == "sum" else [None] * 3)
+
+
+ASKED = {"2+3*4": 14, "10-4-3": 3, "7": 7, "2*3*4-30": -6, "73920415+80012377": 153932792}
+REFUSED = (
+    "",
+    "2+",
+    "2++3",
+    "-2",
+    "2**9",
+    "1/2",
+    "(2)",
+    " 2",
+    "2\n",
+    "\u0663+1",
+    "a",
+    "9" * 16,
+    "1+" * 10 + "1",
+)
+
+
+def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
+    """It refuses what isn't numbers with + - * between them."""
+    from examples.my_environment import Environment
+
+    def new():
+        return Environment(Sample(0, 0, [], "2+3=", "5"), seed=0)
+
+    replies = {text: read_step(new().step(f"{text}?")) for text in (*ASKED, *REFUSED)}
+    said = {text: step.reply[0]["content"] for text, step in replies.items()}
+    assert said == {text: str(value) for text, value in ASKED.items()} | dict.fromkeys(
+        REFUSED, "no"
+    )
+    assert [replies[text].metrics["refused_frac"] for text in ("7", "a")] == [0.0, 1.0]
+    assert [new().step(text) for text in (">5", ">6", "5", ">5>5", "")] == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_guessing_game_is_won_by_its_hints():
+    """Its seed chooses the number. Each hint costs; at the end it counts how near the last guess was."""
+    from examples.my_guessing_game import Environment
+
+    numbers = set()
+    for seed in range(20):
+        game, twin = (Environment(Sample(0, 0, []), seed=seed) for _ in range(2))
+        numbers.add(game.number)
+        low, high, hints = 0, 99, 0
+        step = read_step(game.step("4+5=9;>50"))
+        assert (
+            step == read_step(twin.step("50")) and game.score() == 1 - abs(game.number - 50) / 100
+        )
+        while not step.done:
+            hints += 1
+            guess = (low + high) // 2
+            step = read_step(game.step(f"{guess}"))
+            low, high = (guess + 1, high) if step.reply and "higher" in str(step) else (low, guess)
+        assert hints <= 8 and game.score() == 1.0
+        assert read_step(twin.step("no number")).done
+    assert len(numbers) > 10
+
+
+def test_a_sandbox_is_asked_over_http(monkeypatch):
+    """A server that drops a request, is too slow, or is gone: errors by which an episode is dropped."""
+    from examples import my_sandbox
+
+    episode = my_sandbox.Environment(Sample(0, 0, [], "2+3=", "5"), seed=0)
+    habits = slow_server.Habits(slow_s=0.0, drops=3, stalls=2, stall_s=5.0)
+    with slow_server.running(habits) as address:
+        monkeypatch.setattr(my_sandbox, "SERVER", address)
+        assert episode.step("2+3?") == "5"
+        monkeypatch.setattr(my_sandbox, "TIMEOUT_S", 0.05)
+        with pytest.raises(TimeoutError):
+            episode.step("2+3?")
+        monkeypatch.setattr(my_sandbox, "TIMEOUT_S", 5.0)
+        with pytest.raises(ConnectionError):
+            episode.step("2+3?")
+        assert [episode.step(text) for text in ("2+3+4?", "x?", ">5", ">6")] == [
+            "9",
+            "no",
+            1.0,
+            0.0,
+        ]
+    with pytest.raises(ConnectionError):
+        episode.step("2+3?")
+
+
+def test_a_sandbox_that_hangs_is_left(monkeypatch):
+    from examples import my_sandbox
+
+    with slow_server.running(slow_server.Habits(hangs=True)) as address:
+        monkeypatch.setattr(my_sandbox, "SERVER", address)
+        monkeypatch.setattr(my_sandbox, "TIMEOUT_S", 0.05)
+        with pytest.raises(TimeoutError):
+            my_sandbox.ask("2+3")
+
+
+def test_a_warm_start_learns_episodes_as_they_are_played():
+    """Its prompts are a turn's start: the question, a turn and what ended it, the reply. The sums ship."""
+    from examples.make_demo import calculator
+
+    model = EXAMPLES.parent / "demo/models/calculator/actor"
+    tokenizer = tokenization.load_tokenizer(str(model))
+    batch = calculator.lessons(0, 0)
+    assert len(batch) == sum(calculator.BATCH.values())
+    for example in batch:
+        first, *replied = example.prompt.text.split("<eos>")
+        a, b, begun = re.fullmatch(r"(\d+)\+(\d+)=(.*)", first).groups()
+        question = f"{a}+{b}?"
+        if replied:
+            assert begun == question and example.response == f">{replied[0]}"
+        else:
+            assert begun + example.response in (question, f">{int(a) + int(b)}")
+        text = [tokenizer.convert_tokens_to_ids([*part]) for part in (first, *replied)]
+        woven = [tokenizer.eos_token_id, *text[1]] if replied else []
+        assert tokenization.encode(tokenizer, example.prompt.text) == [1, *text[0], *woven]
+    lines = (EXAMPLES / "my_sums.jsonl").read_text().splitlines()
+    sums = calculator.problems("rows", calculator.ROWS)
+    assert [json.loads(line) for line in lines] == [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums
+    ]
 
 
 @pytest.mark.parametrize("bench", sorted(path.stem for path in BENCH.glob("*.py")))
