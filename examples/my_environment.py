@@ -1,7 +1,7 @@
 """A calculator: an environment that answers the policy, for sums that are too long for the model alone.
 
 torchrun --nproc-per-node 2 run.py --preset tiny --model demo/models/calculator/actor \
-    --data examples/my_sums.jsonl --environment examples/my_environment.py --judge-format addition --steps 15
+    --data examples/my_sums.jsonl --environment examples/my_environment.py --judge-format addition --steps 10
 
 A turn that ends with ? is a question, `73920415+80012377?`. The reply is the number, and the policy goes on.
 Any other turn is the answer, `>153932792`. examples/make_demo/calculator.py made the model and the sums.
