@@ -16,13 +16,13 @@ import modes
 import placement
 import rewards
 import run
-from environment import read_step
 from inputs import prompt_file, tokenization
 from runtime import user_code
 from sample import Sample
 from tests import ROOT
 from tests.support import fakes, slow_server
 from tests.support.fakes import simulate, text_answer, to_text
+from tests.support.launched import Run
 from tests.test_genrm import Characters
 
 EXAMPLES = ROOT / "examples"
@@ -170,6 +170,7 @@ REFUSED = (
 
 def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
     """It refuses what isn't numbers with + - * between them."""
+    from environment import read_step
     from examples.my_environment import Environment
 
     def new():
@@ -186,6 +187,7 @@ def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
 
 def test_a_guessing_game_is_won_by_its_hints():
     """Its seed chooses the number. Each hint costs; at the end it counts how near the last guess was."""
+    from environment import read_step
     from examples.my_guessing_game import Environment
 
     numbers = set()
@@ -240,6 +242,40 @@ def test_a_sandbox_that_hangs_is_left(monkeypatch):
         monkeypatch.setattr(my_sandbox, "TIMEOUT_S", 0.05)
         with pytest.raises(TimeoutError):
             my_sandbox.ask("2+3")
+
+
+def calculator(name, *more):
+    """The arguments of a run in which the model may ask, as my_environment.py has them."""
+    text = (EXAMPLES / "my_environment.py").read_text()
+    arguments = re.search(r"run\.py ((?:.*\\\n)*.*)", text)[1].replace("\\\n", " ").split()
+    place = arguments.index("--environment") + 1
+    return *arguments[:place], f"examples/{name}.py", *arguments[place + 1 :], *more
+
+
+@pytest.mark.slow
+def test_the_calculator_s_command_learns_to_ask(tmp_path):
+    """From nothing right to nearly all, by two turns of an episode instead of one."""
+    first, *_, trained, last = Run(tmp_path, *calculator("my_environment")).ended().rows()
+    assert first["eval/accuracy"] < 0.3 and last["eval/accuracy"] > 0.85
+    assert first["environment/turns_mean"] < 1.4 and trained["environment/turns_mean"] > 1.8
+
+
+@pytest.mark.slow
+def test_a_bad_server_costs_episodes_and_a_silent_one_the_run(tmp_path, monkeypatch):
+    """What it drops is counted. If it never answers the run ends in one line, and nothing is left."""
+    monkeypatch.setenv("SANDBOX_TIMEOUT_S", "1")
+    with slow_server.running(slow_server.Habits()) as address:
+        monkeypatch.setenv("SANDBOX", address)
+        run = Run(tmp_path / "bad", *calculator("my_sandbox")).ended()
+    first, *_, last = run.rows()
+    assert 0 < first["environment/lost_frac"] < 0.1 and last["eval/accuracy"] > 0.85
+    monkeypatch.setenv("SANDBOX_TIMEOUT_S", "1000")
+    with slow_server.running(slow_server.Habits(hangs=True)) as address:
+        monkeypatch.setenv("SANDBOX", address)
+        run = Run(tmp_path / "silent", *calculator("my_sandbox", "--timeout-s", "20")).start()
+        run.finish()
+    run.check_one_line("my_sandbox.py gave no answer for 18 s", "class Environment")
+    run.check_nothing_is_left()
 
 
 def test_a_warm_start_learns_episodes_as_they_are_played():
