@@ -73,7 +73,7 @@ def balanced(batch: list, actor) -> list:
     """What `actor` trains on of all ranks' samples, dealt and packed by the project's own plan."""
     kept = [sample for sample in batch if sample.advantages is not None]
     samples = {(sample.prompt_id, sample.index): sample for sample in kept}
-    tokens = {key: len(sample.prompt) + len(sample.response) for key, sample in samples.items()}
+    tokens = {key: len(sample.tokens) for key, sample in samples.items()}
     plan = plan_batch(tokens, actor.cost, actor.config, actor.dp_size)[actor.dp_rank]
     return [[[samples[key] for key in micro] for micro in mini_batch] for mini_batch in plan]
 
