@@ -5,7 +5,7 @@ from fractions import Fraction
 PREFIXES = ("time/", "perf/", "occupancy/", "split/")
 NAMES = "rollout/tokens rollout/tokens_carried rollout/carried_groups rollout/moved rollout/aborted"
 NAMES += " rollout/cache_hit_frac genrm/tokens genrm/response_len_max genrm/cache_hit_frac"
-NAMES += " genrm/p50_s genrm/p99_s train/seconds_spread"
+NAMES += " genrm/p50_s genrm/p99_s train/seconds_spread environment/step_s"
 
 
 def timing_free(row: dict) -> dict:
