@@ -2,6 +2,7 @@
 nothing that was sampled is rendered or encoded again. Templates are stand-ins of published ones."""
 
 import copy
+import re
 from itertools import chain, count
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from inputs import tokenization
 from inputs.rows import as_turns
 from runtime.errors import UserError
 from sample import Sample
+from tests import ROOT
 from tests.support.models import save_tokenizer
 from tests.support.templates import CODER, LLAMA3, MISTRAL, QWEN3, QWEN25
 from tests.test_templates import oracle, tool, turn
@@ -33,6 +35,7 @@ WITH_TOOLS = ("Qwen3", "Qwen2.5")
 ASKED = turn("user", "What is 3+4?")
 SYSTEM = turn("system", "You are a strict grader.")
 TOOLS = [tool("weather", parameters={"type": "object"})]
+PAGE = ROOT / "docs" / "environments.md"
 END = "<|im_end|>"
 NUMBERS = count()  # of episodes
 
@@ -284,3 +287,20 @@ def test_a_text_is_answered_by_text(chats):
             UserError, match=f"a reply to a prompt of text is text, not the {role}'s"
         ):
             say(reply)
+
+
+def test_the_example_of_the_page_plays(tmp_path):
+    [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "guess.py").write_text(example)
+    config = Config(environment=str(tmp_path / "guess.py"))
+    kind = environment.build(config, None, ()).kind
+    played, low, high, found = kind(None, seed=3), 1, 99, []
+    while not found or not isinstance(found[-1], float):
+        middle = (low + high) // 2
+        found.append(played.step(f"Is it {middle}?"))
+        low, high = (middle + 1, high) if found[-1] == "Higher." else (low, middle - 1)
+    assert found[-1] == 1.0 and {*found[:-1]} <= {"Higher.", "Lower."}
+    lost = kind(None, seed=3)
+    steps = [environment.read_step(lost.step("I don't know.")) for _ in range(6)]
+    assert [step.done for step in steps] == [False] * 5 + [True]
+    assert steps[0].metrics == {"unread": 1} and steps[0].reward == -0.1

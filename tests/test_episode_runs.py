@@ -16,6 +16,7 @@ STEPS = 3
 SHORT = ("--log-samples", "1000", "--prompts-per-step", "4", "--eval-every", "3")
 SHORT += ("--save-every", "1", "--steps", str(STEPS), "--save-hf-every", str(STEPS))
 SHORT += ("--max-new-tokens", "96")
+TRAINED = STEPS * 4 * 8  # episodes
 FINAL = f"hf/step_{STEPS}/model.safetensors"
 HINT = '''
 """After a wrong answer the question comes again; of every third prompt twice."""
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from environment import Step
 
-LOG = Path(__file__).with_name("log.jsonl")
+LOG = Path(__file__).with_name("heard.jsonl")
 
 
 class Environment:
@@ -50,6 +51,21 @@ class Environment:
         with LOG.open("a") as file:
             file.write(json.dumps(self.heard) + chr(10))
 '''
+# cut-offs find episodes in the middle
+SLOW = HINT.replace(
+    "        if text.ends", "        time.sleep(0.05)\n        if text.ends"
+).replace("import json\n", "import json\nimport time\n")
+RECORD = """
+import json
+from pathlib import Path
+
+FIELDS = ("prompt_id", "index", "versions", "response", "logprobs", "replies", "earned", "finish")
+
+
+def reward(sample):
+    with Path(__file__).with_name("judged.jsonl").open("a") as file:
+        file.write(json.dumps([vars(sample)[name] for name in FIELDS]) + chr(10))
+"""
 HANGS = """
 import threading
 
@@ -65,48 +81,65 @@ class Environment:
 """
 
 
-def given(folder: Path, text: str = HINT) -> tuple[str, ...]:
-    path = folder / "hint.py"
-    path.write_text(text)
-    return (*SHORT, "--environment", str(path))
+def episodic(folder: Path, *arguments, text: str = HINT, ranks: int = 4) -> Run:
+    """A run with an environment, and with a rule that has no opinion and writes down all that is judged."""
+    folder.mkdir(exist_ok=True)
+    (folder / "hint.py").write_text(text)
+    (folder / "record.py").write_text(RECORD)
+    given = ("--environment", str(folder / "hint.py"), "--rule", str(folder / "record.py"))
+    return Run(folder, *SHORT, *given, *arguments, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
-def hint(tmp_path_factory) -> tuple[str, ...]:
-    return given(tmp_path_factory.mktemp("environment"))
-
-
-@pytest.fixture(scope="module")
-def unbroken(hint, tmp_path_factory):
+def unbroken(tmp_path_factory):
     """Three steps in partial mode on four ranks: what the others come to."""
-    return Run(tmp_path_factory.mktemp("unbroken"), *hint, ranks=4).ended()
+    return episodic(tmp_path_factory.mktemp("unbroken")).ended()
+
+
+def lines_of(run: Run, name: str) -> list[list]:
+    return [json.loads(line) for line in (run.out.parent / name).read_text().splitlines()]
+
+
+def judged(run: Run) -> dict[tuple, list]:
+    """By weights that began it, prompt and index: all of an episode, each time the same."""
+    found = {}
+    for prompt_id, index, versions, *more in lines_of(run, "judged.jsonl"):
+        episode = [versions, *more]
+        assert found.setdefault((versions[0], prompt_id, index), episode) == episode
+    return found
 
 
 def check_as(run: Run, other: Run) -> None:
     """The same numbers, episodes and weights, to the last bit."""
     run.check_as(other)
     assert (run.out / FINAL).read_bytes() == (other.out / FINAL).read_bytes()
+    one, two = judged(run), judged(other)
+    both = one.keys() & two.keys()  # a mode may have judged a group more, which no step needed
+    assert len(both) >= TRAINED
+    assert [one[key] for key in both] == [two[key] for key in both]
+    print(f"{len(both)} episodes are the same, {sum(len(one[key][3]) for key in both)} replies")
 
 
-def check_episodes(run: Run) -> int:
-    """Each that was trained on is, turn for turn, what an environment has heard. Returns their number."""
-    path = Path(json.loads((run.out / "config.json").read_text())["environment"])
+def check_episodes(run: Run) -> None:
+    """Each is, turn for turn, what an environment has heard, and what it earned by that."""
     heard = {}
-    for line in path.with_name("log.jsonl").read_text().splitlines():
-        seed, prompt_id, _, *turns = json.loads(line)
-        heard.setdefault(prompt_id, []).append(turns)
+    for seed, prompt_id, index, *turns in lines_of(run, "heard.jsonl"):
+        heard.setdefault((prompt_id, index), []).append(turns)
         assert len(turns) <= 2 + (seed % 3 == 0)
-    samples = run.rows("samples.jsonl")
-    for sample in samples:
-        texts = [sample["question"].join(turns) for turns in heard[sample["prompt_id"]]]
-        assert sample["response"] in texts or sample["finish"] == "length"
-    return len(samples)
+    counts = set()
+    for *key, _, response, logprobs, replies, earned, finish in lines_of(run, "judged.jsonl"):
+        assert len(response) == len(logprobs) and len(earned) == len(replies) + 1
+        lengths = [len(turns) for turns in heard[tuple(key)]]
+        assert len(replies) + (finish == "stop") in lengths or finish == "length"
+        assert earned[:-1] == [0.25 * (reward > 0) for reward in earned[:-1]]
+        counts.add(len(replies))
+    assert counts == {0, 1, 2}
 
 
 def test_a_run_plays_episodes(unbroken):
     """Engine and trainer agree; each policy's token has been trained on, no reply's."""
     unbroken.check_nothing_is_left()
-    assert check_episodes(unbroken) == STEPS * 32
+    check_episodes(unbroken)
     *rows, last = unbroken.rows()
     for row in rows:
         assert row["train/engine_logprob_diff_max"] <= 1e-4 and row["train/grad_norm"] > 0
@@ -119,36 +152,37 @@ def test_a_run_plays_episodes(unbroken):
 
 
 @pytest.mark.parametrize("mode", ["full", "fused"])
-def test_all_modes_play_the_same_episodes(tmp_path, hint, unbroken, mode):
+def test_all_modes_play_the_same_episodes(tmp_path, unbroken, mode):
     """Also if answers move in fused mode to another engine in the middle of an episode."""
-    run = Run(tmp_path, *hint, "--mode", mode, "--tail", "0.5", ranks=4).ended()
+    run = episodic(tmp_path, "--mode", mode, "--tail", "0.5").ended()
     check_as(run, unbroken)
     moved = sum(row.get("rollout/moved", 0) for row in run.rows())
+    print(f"{moved} answers moved")
     assert (moved > 0) == (mode == "fused")
 
 
-def test_a_killed_run_plays_on(tmp_path, hint, unbroken):
-    run = Run(tmp_path, *hint, ranks=4).struck((saved(1), Run.kill_all))
+def test_a_killed_run_plays_on(tmp_path, unbroken):
+    run = episodic(tmp_path).struck((saved(1), Run.kill_all))
     assert len(run.rows()) < STEPS + 1
     check_as(run.again(), unbroken)
 
 
-def test_served_ahead_a_stopped_run_plays_on(tmp_path, hint):
+def test_served_ahead_a_stopped_run_plays_on(tmp_path):
     """By its own rule, and twice the same."""
-    ahead = (*hint, "--placement", "standalone", "--ahead", "1")
-    unbroken = Run(tmp_path / "unbroken", *ahead, ranks=4).ended()
-    assert check_episodes(unbroken) == STEPS * 32
+    ahead = ("--placement", "standalone", "--ahead", "1")
+    unbroken = episodic(tmp_path / "unbroken", *ahead).ended()
+    check_episodes(unbroken)
     stop = (rows_done(1), lambda run: run.launcher().send_signal(signal.SIGTERM))
-    run = Run(tmp_path / "run", *ahead, ranks=4).struck(stop)
+    run = episodic(tmp_path / "run", *ahead).struck(stop)
     run.check_no_traceback_of_ours()
     assert run.status == 1 and len(run.rows()) <= STEPS
     check_as(run.again(), unbroken)
 
 
-def test_episodes_that_were_cut_off_are_played_again(tmp_path, hint):
+def test_episodes_that_were_cut_off_are_played_again(tmp_path):
     """With over-dispatch, where time decides who is cut off: after kill -9 those are carried on."""
-    cut = (*hint, "--over-dispatch", "1.5")
-    run = Run(tmp_path, *cut, ranks=2).struck((saved(1), Run.kill_all))
+    run = episodic(tmp_path, "--over-dispatch", "1.5", text=SLOW, ranks=2)
+    run.struck((saved(1), Run.kill_all))
     carried = run.rows()[0]["rollout/carried_groups"]
     again = run.again()
     assert again.status == 0, again.stderr + again.stdout
@@ -156,13 +190,18 @@ def test_episodes_that_were_cut_off_are_played_again(tmp_path, hint):
     rows = again.rows()
     assert carried and [row["step"] for row in rows] == list(range(STEPS + 1))
     assert all(row["environment/lost_frac"] == 0 for row in rows[:-1])
-    assert sum(row["train/stale_token_frac"] for row in rows[1:-1]) > 0
-    assert check_episodes(again) == STEPS * 32
+    check_episodes(again)
+    continued = answered = 0  # by later weights; behind a reply, which was given to earlier ones
+    for _, _, versions, _, _, replies, _, _ in lines_of(again, "judged.jsonl"):
+        continued += len({*versions}) > 1
+        answered += any(versions[place - 1] < versions[-1] for place, _, _ in replies)
+    print(f"{continued} episodes continued, {answered} behind a reply")
+    assert answered
 
 
 def test_a_step_that_hangs_ends_the_run(tmp_path):
     limit = 60 * PATIENCE
-    run = Run(tmp_path, *given(tmp_path, HANGS), "--timeout-s", f"{limit:g}").start().finish()
+    run = episodic(tmp_path, "--timeout-s", f"{limit:g}", text=HANGS, ranks=2).start().finish()
     said = f"gave no answer for {0.9 * limit:g} s (0.9 --timeout-s) of {tmp_path}/hint.py, class"
     run.check_one_line(said, "Environment")
     run.check_nothing_is_left()

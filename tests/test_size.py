@@ -32,7 +32,7 @@ MOST = {
     "exercises": 185,  # a row of their table takes ten
     "tests": 13_500,
 }
-MOST_WORDS = 12_950  # of docs/, without the pages that a command writes
+MOST_WORDS = 13_650  # of docs/, without the pages that a command writes
 MOST_FLAGS = 61
 MOST_ROOT_FILES, MOST_COLUMNS = 18, 110
 LAYERS = (  # each may import what stands below it, and its own line
