@@ -139,12 +139,13 @@ def encode_reply(
     before = render(tokenizer, prompt, where, is_complete=True)
     text = render(tokenizer, [*prompt, *as_turns("yes", "assistant"), *reply], where)
     answer = text.find("yes", len(before))
-    end = text.find(mark := tokenizer.decode(end_of_turn(tokenizer)), answer) + len(mark)
-    start, both = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in (text[:end], text))
-    if not text.startswith(before) or both[: len(start)] != start:
+    end = end_of_turn(tokenizer)
+    # from there on only: prompts may be long
+    tokens = tokenizer(text[answer:], add_special_tokens=False)["input_ids"]
+    if not text.startswith(before) or answer < 0 or end not in tokens:
         rewrites = "rewrites earlier turns when others follow, so that no episode can go on"
         raise UserError(f"{where}: the chat template in {tokenizer.name_or_path} {rewrites}")
-    return both[len(start) :]
+    return tokens[tokens.index(end) + 1 :]
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> str:
