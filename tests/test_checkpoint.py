@@ -226,7 +226,8 @@ own: ahead groups random rewards
 prompts: cursor owners requeued
 """
 ALIKE = {"kept", "carried", "filtered", "dropped", "stats", "rollout"}  # as groups, history, genrm
-NOT_OURS = {"config", "contents", "returns", "row", "values"}  # names of settings and of models
+# names of settings, models, metrics
+NOT_OURS = {"config", "contents", "noted", "returns", "row", "values"}
 
 
 def names_in(value, place: str) -> dict[str, set[str]]:

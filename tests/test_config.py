@@ -136,7 +136,7 @@ def test_nothing_is_waited_for_longer_than_the_other_controllers_wait(timeout_s)
     assert config.engine_lost_s == timeout_s / 2 < config.engine_start_s < timeout_s
 
 
-ONE_EACH = "--reward-weights 1.0: one for each --judge, then each --rule, so 2"
+ONE_EACH = "--reward-weights 1.0: one for each --judge, then each --rule, then --environment, so 2"
 INTEGERS = [each for each in FLAGS if each.type == "int"]
 POSITIVE = [settings.dashed(each.name) for each in INTEGERS if each.metadata["low"] == 1]
 ONLY_ADDITION = "needs --model: the demo's models only know addition"
@@ -147,7 +147,7 @@ BAD = [
     # a new setting would change what an abbreviation means
     ("--step 3", "unrecognized arguments: --step 3"),
     ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
-    ("--model m", "--model needs a --judge or a --rule: what an answer is worth"),
+    ("--model m", "--model needs a --judge, a --rule or an --environment: what an"),
     ("--judge j", f"--judge {ONLY_ADDITION}"),
     ("--data d --rule right", f"--data {ONLY_ADDITION}"),
     ("--eval-data d", f"--eval-data {ONLY_ADDITION}"),
