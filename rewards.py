@@ -90,7 +90,7 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
 
 async def ask_environment(sample: TextSample) -> Judgement:
     """Say what the steps of an episode were worth together."""
-    earned = math.fsum(sample.earned)
+    earned = round(math.fsum(sample.earned), 9)
     return Judgement(f"--environment: {earned}", earned)
 
 

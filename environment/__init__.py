@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -40,7 +41,9 @@ class Step(NamedTuple):
 
 def is_number(value: Any) -> bool:
     """True for a finite number. A bool is none: people mean `done`."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    with suppress(OverflowError):  # no float holds every int
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return False
 
 
 def read_step(value: Any) -> Step:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import environment
 from config import Config
+from environment import episodes as user_episodes
+from environment import read_step
 from inputs import tokenization
 from inputs.rows import as_turns
 from runtime.errors import UserError
@@ -59,7 +60,7 @@ def chats(directory, tmp_path_factory, run):
             tokenizer.chat_template = template
             tokenization.apply_settings([tokenizer], given, lambda line: None)
             stop = tokenizer.convert_tokens_to_ids(["<|endoftext|>", END])
-            episodes = environment.build(config, tokenizer, stop)
+            episodes = user_episodes.build(config, tokenizer, stop)
             made[template, *given] = SimpleNamespace(tokenizer=tokenizer, episodes=episodes)
         return made[template, *given]
 
@@ -240,7 +241,7 @@ def test_a_template_that_asks_for_no_reasoning_asks_each_time(chats):
 def checked(own: Chats, *prompts: list[dict]) -> list[str]:
     """What the start says of them."""
     said = []
-    check = environment.ChatCheck("--environment e.py", own.tokenizer, said.append)
+    check = user_episodes.chat_check("--environment e.py", own.tokenizer, said.append)
     for number, prompt in enumerate(prompts, 1):
         check(prompt, f"rows.jsonl:{number}")
     return said
@@ -293,7 +294,7 @@ def test_the_example_of_the_page_plays(tmp_path):
     [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "guess.py").write_text(example)
     config = Config(environment=str(tmp_path / "guess.py"))
-    kind = environment.build(config, None, ()).kind
+    kind = user_episodes.build(config, None, ()).kind
     played, low, high, found = kind(None, seed=3), 1, 99, []
     while not found or not isinstance(found[-1], float):
         middle = (low + high) // 2
@@ -301,6 +302,6 @@ def test_the_example_of_the_page_plays(tmp_path):
         low, high = (middle + 1, high) if found[-1] == "Higher." else (low, middle - 1)
     assert found[-1] == 1.0 and {*found[:-1]} <= {"Higher.", "Lower."}
     lost = kind(None, seed=3)
-    steps = [environment.read_step(lost.step("I don't know.")) for _ in range(6)]
+    steps = [read_step(lost.step("I don't know.")) for _ in range(6)]
     assert [step.done for step in steps] == [False] * 5 + [True]
     assert steps[0].metrics == {"unread": 1} and steps[0].reward == -0.1
