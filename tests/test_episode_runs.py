@@ -51,10 +51,10 @@ class Environment:
         with LOG.open("a") as file:
             file.write(json.dumps(self.heard) + chr(10))
 '''
-# cut-offs find episodes in the middle
-SLOW = HINT.replace(
-    "        if text.ends", "        time.sleep(0.05)\n        if text.ends"
-).replace("import json\n", "import json\nimport time\n")
+# so that a cut-off finds episodes in the middle
+SLOW = HINT.replace("import json\n", "import json\nimport time\n")
+SLOW = SLOW.replace("self.hints = ", "self.wait_s = 0.1 * (seed % 5)\n        self.hints = ")
+SLOW = SLOW.replace("        if text.ends", "        time.sleep(self.wait_s)\n        if text.ends")
 RECORD = """
 import json
 from pathlib import Path
