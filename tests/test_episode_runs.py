@@ -13,10 +13,10 @@ from tests.support.patience import PATIENCE
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-SHORT = ("--log-samples", "1000", "--prompts-per-step", "4", "--eval-every", "3")
+SHORT = ("--log-samples", "1000", "--prompts-per-step", "16", "--eval-every", "3")
 SHORT += ("--save-every", "1", "--steps", str(STEPS), "--save-hf-every", str(STEPS))
 SHORT += ("--max-new-tokens", "96")
-TRAINED = STEPS * 4 * 8  # episodes
+TRAINED = STEPS * 16 * 8  # episodes
 FINAL = f"hf/step_{STEPS}/model.safetensors"
 HINT = '''
 """After a wrong answer the question comes again; of every third prompt twice."""
