@@ -181,7 +181,7 @@ def test_served_ahead_a_stopped_run_plays_on(tmp_path):
 
 def test_episodes_that_were_cut_off_are_played_again(tmp_path):
     """With over-dispatch, where time decides who is cut off: after kill -9 those are carried on."""
-    run = episodic(tmp_path, "--over-dispatch", "1.5", text=SLOW, ranks=2)
+    run = episodic(tmp_path, "--over-dispatch", "3", text=SLOW, ranks=2)
     run.struck((saved(1), Run.kill_all))
     carried = run.rows()[0]["rollout/carried_groups"]
     again = run.again()
