@@ -23,8 +23,8 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-ENGINES = "test_command test_engine test_extras test_image_engine test_machines test_runs"
-ENGINES += " test_security test_walkthrough"
+ENGINES = "test_command test_engine test_episode_runs test_extras test_image_engine"
+ENGINES += " test_machines test_runs test_security test_walkthrough"
 
 
 def has_engines(nodeid: str) -> bool:
