@@ -28,7 +28,7 @@ from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
 from runtime.world import World
-from sample import Sample
+from sample import Sample, parts_of
 from scheduling.measured import StepStats
 
 if TYPE_CHECKING:
@@ -181,7 +181,11 @@ class Report:
         rows = []
         for sample in shown:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
-            rows.append(row | {"response": self.decode(sample.tokens[len(sample.prompt) :])})
+            row["response"] = self.decode(sample.tokens[len(sample.prompt) :])
+            if sample.replies:  # the policy's turns and the replies, by turns
+                parts = parts_of(sample.response, sample.replies)
+                row["turns"] = [self.decode(part) for part, _ in parts]
+            rows.append(row)
         atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
         self._writer.write(step, metrics, "\n\n".join(map(as_markdown, rows)))
