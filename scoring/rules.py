@@ -122,9 +122,11 @@ class UserRule:
 
 def copied(sample: TextSample) -> TextSample:
     """Copy what can be changed. Lists of numbers are long, so that they aren't copied one by one."""
-    names = ("prompt", "response", "logprobs", "versions")
-    lists = {name: list(vars(sample)[name]) for name in names}
-    return replace(sample, **lists, turns=deepcopy(sample.turns), row=deepcopy(sample.row))
+    numbers = ("prompt", "response", "logprobs", "versions", "earned")
+    copies = {name: list(vars(sample)[name]) for name in numbers}
+    for name in ("turns", "row", "replies", "noted"):
+        copies[name] = deepcopy(vars(sample)[name])
+    return replace(sample, **copies)
 
 
 def load_file(title: str, spec: str, name: str, timeout_s: float) -> UserRule:
