@@ -479,7 +479,7 @@ class FakeReport:
 
     def evaluation(self, step, right, now, earned=()):
         self.earned[step] = sorted(earned)
-        self.accuracies[step] = fmean(greedy for greedy, _ in right)
+        self.accuracies[step] = fmean(greedy for greedy, _ in right) if right else None
         self.sampled[step] = sorted(right)
 
     async def step(self, c, step, batch, samples, stats):
@@ -646,6 +646,7 @@ def simulate(
     loop=controller.train,
     events=(),
     writer=LateWriter,
+    episodes=None,
     **settings,
 ):
     """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
@@ -653,7 +654,7 @@ def simulate(
     prepare: called with all servers, prepare_controller with each controller, before they start. A list given
     as `controllers` is filled, for those who want to see what became of a run that failed. With `save_every`,
     checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
-    controllers)), called when it is time.
+    controllers)), called when it is time. episodes: called with the settings for a controller's environment.
     """
     config = fake_config(mode, out=str(out), tp=tp, **settings)
     (placed, splits), log, meetings = modes.place(config, size), [], {}
@@ -665,7 +666,7 @@ def simulate(
     for rank in range(size):
         world = FakeWorld(rank, size, meetings)
         c = fake_controller(
-            config, placed, splits, world, engines, devices[rank], clock, out, writer
+            config, placed, splits, world, engines, devices[rank], clock, out, writer, episodes
         )
         controllers.append(c)
         prepare_controller(c)
@@ -679,7 +680,11 @@ def simulate(
             await restore(c, resumed)
         fleet = Fleet(config, c.world)
         fleet._engines = engines
-        c.was_stopped = await fleet.while_up(loop(c))
+        try:
+            c.was_stopped = await fleet.while_up(loop(c))
+        finally:
+            if c.environment:
+                await c.environment.close()
 
     run_on(clock, *map(one_rank, controllers))
     return controllers, log
@@ -718,7 +723,7 @@ def fake_engines(config, placed, splits, devices, write, verdict):
     return engines
 
 
-def fake_controller(config, placed, splits, world, engines, device, clock, out, writer):
+def fake_controller(config, placed, splits, world, engines, device, clock, out, writer, episodes):
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
     pools = {}
@@ -740,6 +745,7 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
         checkpoints = Checkpoints(config, world, out, contents, start_writer=writer)
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
+    environment = episodes(config) if episodes else None
     return controller.Controller(
         devices=placement.Devices(config, placed, splits, models, pools, world, timeline),
         rewards=rewards.build(
@@ -747,7 +753,9 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
             rewards.load_rules(config),
             [FakeTokenizer()] * len(config.judge_models),
             to_text,
+            environment=environment,
         ),
+        environment=environment,
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
         peers=peers,
         **given,

@@ -1,0 +1,102 @@
+"""Episodes on fakes: the user's code runs in the event loop, where it may wait on the virtual clock."""
+
+import asyncio
+import inspect
+import random
+from dataclasses import dataclass
+
+import environment
+from environment import Step
+from runtime.user_code import UserCode
+from tests.support.fakes import FakeTokenizer, simulate, text_answer, to_text
+
+END = "."  # of a turn
+
+
+@dataclass(eq=False)
+class FakeEpisodes(environment.Episodes):
+    """waited: steps that ran when those who wait for one were told to go."""
+
+    waited: int = 0
+
+    def __post_init__(self):
+        self._limit_s = 0.9 * self.config.timeout_s
+        self._free = asyncio.Semaphore(self.config.max_running_requests)
+        self._going = asyncio.Event()
+
+    def let_go(self):
+        steps = [episode.step for episode in self._episodes.values()]
+        self.waited += sum(step is not None and not step.done() for step in steps)
+        super().let_go()
+
+    async def _call(self, function, sample):
+        async with self._free:
+            with self.code:
+                found = function()
+                return await found if inspect.isawaitable(found) else found
+
+
+def game(pauses=(0.0,), seed=0, replies=4):
+    """A class of its own lists: up to three replies `[k]`, as the seed has it; some turns earn something.
+
+    pauses: seconds that a step may take, which nothing but chance decides. made: its objects, each with the
+    texts that it was shown, and how often it was closed.
+    """
+    chance = random.Random(seed)
+
+    class Game:
+        made = ()
+
+        def __init__(self, sample, *, seed):
+            Game.made += (self,)
+            self.key, self.seed, self.turns, self.closed = sample.key, seed, [], 0
+            self.left = seed % replies
+
+        async def step(self, text):
+            self.turns.append(text)
+            await asyncio.sleep(chance.choice(pauses))
+            self.left -= 1
+            earned = len(text) % 3 / 4
+            if self.left < 0:
+                return Step(reward=earned, done=True)
+            return Step(f"[{len(self.turns)}]", earned, metrics={"text": len(text)})
+
+        def score(self):
+            return len(self.turns) / 8
+
+        async def close(self):
+            self.closed += 1
+
+    return Game
+
+
+def play_on(prompt, index, sampling):
+    """A turn that follows from the question, its number in the group, and the turns before it."""
+    question, said = to_text(prompt).split("=")
+    *turns, begun = said.split("]")
+    rng = random.Random(f"{question} {index} {turns}")
+    return text_answer(f"{' ' * rng.randint(0, 9)}>{rng.randint(0, 9)}{END}", index, begun)
+
+
+def judge_by_chance(prompt, index, sampling):
+    """A verdict that follows from all that the judge is shown."""
+    asked, begun = to_text(prompt).split("?")
+    return text_answer("0:0." * 3 + random.Random(asked).choice("YN"), begun=begun)
+
+
+def play(kind, mode="partial", size=2, **settings):
+    """A run whose answers are episodes of this class. Returns its controllers."""
+
+    def episodes(config):
+        code = UserCode("--environment g.py", "g.py", (ConnectionError, TimeoutError))
+        return FakeEpisodes(kind, code, FakeTokenizer(), config, {ord(END)})
+
+    how = dict(write=play_on, verdict=judge_by_chance, environment="g.py", episodes=episodes)
+    return simulate(mode, size, **how | settings)[0]
+
+
+def texts_of(sample):
+    """The turns of an answer, as they were sampled, each without its end."""
+    ends = [*(reply.place for reply in sample.replies), len(sample.response)]
+    starts = [0, *ends[:-1]]
+    return [to_text(sample.response[a : b - 1]) for a, b in zip(starts, ends, strict=True)]
