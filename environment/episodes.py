@@ -122,11 +122,13 @@ class Episodes:
             task.result()
 
     async def close(self) -> None:
-        """Close all objects; those that take too long are left. Not collective."""
+        """Close all objects; those that take too long are left. Not collective. UserError of one of them."""
         for key in [*self._episodes]:
             self._close(key)
         if self._closing:
-            await asyncio.wait(self._closing, timeout=CLOSE_S)
+            done, _ = await asyncio.wait(self._closing, timeout=CLOSE_S)
+            for error in filter(None, [task.exception() for task in done]):
+                raise error
 
     def check(self, failed: list[int], parsed: list[int]) -> None:
         """Raise UserError after MAX_LOST lost episodes, and none that was played. Of all controllers."""
@@ -204,11 +206,13 @@ class Episodes:
         self._closing.add(asyncio.create_task(self._close_object(self._episodes.pop(key), key)))
 
     async def _close_object(self, episode: Episode, key: Key) -> None:
-        if episode.step:
-            await asyncio.wait({episode.step})
-        if episode.played is not None and "close" in dir(self.kind):
-            with suppress(ConnectionError, TimeoutError):  # it is gone
-                await self._call(episode.played.close, Sample(*key, []))
+        try:
+            if episode.step:
+                await episode.step
+        finally:
+            if episode.played is not None and "close" in dir(self.kind):
+                with suppress(ConnectionError, TimeoutError):  # it is gone
+                    await self._call(episode.played.close, Sample(*key, []))
 
     async def _call(self, function: Callable[[], Any], sample: Sample) -> Any:
         """Call the user's code in a thread, or what is async in the loop for that. UserError."""

@@ -477,7 +477,7 @@ def test_a_group_plays_one_episode_and_a_sample_is_a_copy(tmp_path):
 
 def test_a_rule_can_t_spoil_an_episode(tmp_path):
     (tmp_path / "rule.py").write_text(
-        "def reward(s):\n    [each.clear() for each in (s.turns[-1], s.replies, s.earned, s.noted)]\n    return 1\n"
+        "def reward(s):\n    [x.clear() for x in (s.turns[-1], s.replies, s.earned, s.noted)]\n    return 1\n"
     )
     rule = rewards.load("reward", f"{tmp_path}/rule.py", 9.0)
     fields = dict(replies=two_turns().replies, earned=[1.0, 0.5], noted={"tries": [1.0]})

@@ -1,6 +1,7 @@
 """Episodes of whole runs on fakes: a seed is a run, what is cut off goes on, what is lost has no reward."""
 
 import asyncio
+import gc
 import json
 import random
 from collections import Counter
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import controller
 from environment import Step
+from inputs.prompt_file import PromptFile
 from runtime.errors import UserError
 from scheduling.measured import histogram
 from tests.support.episodes import END, game, judge_by_chance, play, texts_of
@@ -25,6 +27,7 @@ from tests.support.fakes import (
     to_text,
     trained,
 )
+from tests.test_data import Characters
 from tests.test_rollout import check_continued, check_prompts, check_tokens
 
 
@@ -306,7 +309,8 @@ def test_an_error_ends_the_run_and_closes_all():
     assert {each.closed for each in Fails.made} == {1}
 
 
-def test_an_error_in_close_ends_the_run():
+def test_an_error_in_close_ends_the_run(caplog):
+    """In one line: asyncio names no error that nobody looked at."""
     kind = game()
 
     def close(self):
@@ -317,3 +321,13 @@ def test_an_error_in_close_ends_the_run():
     with pytest.raises(UserError, match=r"^--environment g.py: ZeroDivisionError: of the user"):
         play(kind, eval_every=99)
     assert {each.closed for each in kind.made} == {1}
+    gc.collect()
+    assert not caplog.records
+
+
+def test_rows_without_a_key_are_held_out_with_an_environment(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(40)))
+    for keeps_turns in (True, False):
+        rows = PromptFile(path, Characters(), 1000, keeps_turns=keeps_turns)
+        assert bool(len(rows.shuffled(0, 10).held_out)) == keeps_turns
