@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import algorithms
-import environment
 import rewards
 import rollout
 from config import Config
-from environment import Step, read_step
+from environment import OWN_METRICS, Step, read_step
+from environment import episodes as user_episodes
 from inputs import tokenization
 from runtime.errors import UserError
 from sample import Outcome, Reply, Sample, sample_from_json
@@ -81,7 +81,7 @@ BAD = [
     [],
     {},
 ]
-BAD += [object(), turn("robot", "7"), turn("assistant", "7"), turn("system", "7"), ["7"]]
+BAD += [3j, turn("robot", "7"), turn("assistant", "7"), turn("system", "7"), ["7"]]
 BAD += [turn("user", 7), turn("user", None), turn("user", [{"type": "text", "text": "7"}])]
 BAD += [[turn("user", "7"), turn("assistant", "8"), TOLD], [turn("assistant", "8"), TOLD]]
 BAD += [
@@ -96,7 +96,7 @@ BAD += [
 BAD += [Step("7", 10**400), Step("7", done=1), Step("7", done=None), Step(Step("7"))]
 BAD += [Step("7", metrics=each) for each in (None, 3, ["tries"], {1: 2.0}, {"tries": True})]
 BAD += [Step("7", metrics={"tries": each}) for each in ("2", math.nan, None, [1.0])]
-BAD += [Step("7", metrics={name: 1.0}) for name in environment.OWN_METRICS]
+BAD += [Step("7", metrics={name: 1.0}) for name in OWN_METRICS]
 
 
 @pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:50])
@@ -266,7 +266,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(directory):
 
 def test_a_template_that_leaves_out_reasoning_is_named_once(directory):
     lines = []
-    check = environment.ChatCheck("--environment e", with_template(directory, QWEN3), lines.append)
+    check = user_episodes.chat_check(
+        "--environment e", with_template(directory, QWEN3), lines.append
+    )
     for prompt in ("text", [ASKED], [ASKED], [BRIEF, ASKED]):
         check(prompt, "here")
     assert len(lines) == 1 and "leaves out earlier reasoning" in lines[0]
@@ -296,7 +298,7 @@ def load(tmp_path, text, **given):
     path = Path(tempfile.mkdtemp(dir=tmp_path), "mine.py")
     path.write_text(text)
     how = dict(environment=str(path), model="m", judge_format=("chat",), max_new_tokens=20)
-    return environment.build(Config(**how | given), FakeTokenizer(), {ord(END)})
+    return user_episodes.build(Config(**how | given), FakeTokenizer(), {ord(END)})
 
 
 def ended(response="ab.", index=1, **fields):
@@ -419,7 +421,7 @@ def test_settings_that_don_t_go_together_are_refused():
     with pytest.raises(
         UserError, match=r"^--environment nothing.py: no such file; say FILE.py or FILE.py:Class"
     ):
-        environment.build(config, FakeTokenizer(), ())
+        user_episodes.build(config, FakeTokenizer(), ())
 
 
 HANGS = {
@@ -431,7 +433,7 @@ HANGS = {
 
 @pytest.mark.parametrize("text", HANGS.values(), ids=HANGS.keys())
 def test_one_that_hangs_ends_the_run_in_one_line_and_is_left(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(environment, "CLOSE_S", 0.1)
+    monkeypatch.setattr(user_episodes, "CLOSE_S", 0.1)
     late = r"gave no answer for 0.09 s \(0.9 --timeout-s\) of \S+mine.py, class Environment, on the .*'q'$"
     begin = time.monotonic()
     with pytest.raises(UserError, match=late):

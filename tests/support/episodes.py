@@ -5,8 +5,8 @@ import inspect
 import random
 from dataclasses import dataclass
 
-import environment
 from environment import Step
+from environment import episodes as user_episodes
 from runtime.user_code import UserCode
 from tests.support.fakes import FakeTokenizer, simulate, text_answer, to_text
 
@@ -14,7 +14,7 @@ END = "."  # of a turn
 
 
 @dataclass(eq=False)
-class FakeEpisodes(environment.Episodes):
+class FakeEpisodes(user_episodes.Episodes):
     """waited: steps that ran when those who wait for one were told to go."""
 
     waited: int = 0
