@@ -426,7 +426,7 @@ def test_settings_that_don_t_go_together_are_refused():
 
 HANGS = {
     "step": f"{STEP}time.sleep(1)",
-    "an async step": f"{HEAD}    async def step(self, text):\n        await asyncio.sleep(99)",
+    "an async step": f"{HEAD}    async def step(self, text):\n        await asyncio.sleep(1)",
     "score": f"{STEP}return 1{SCORE.replace('return 0.5', 'time.sleep(1)')}",
 }
 
