@@ -275,7 +275,7 @@ def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) ->
     kind, code = user_code.load(title, config.environment, *how)
     for name in RESERVED.keys() & {*dir(kind)}:
         raise UserError(f"{title}: {name} is reserved: {RESERVED[name]}")
-    if "step" not in dir(kind):
+    if "step" not in dir(kind) or not callable(kind.step):
         raise UserError(f"{title}: the class {kind.__name__} has no step(self, text)")
     code = replace(code, passes=(ConnectionError, TimeoutError))
     return Episodes(kind, code, tokenizer, config, stop_tokens)

@@ -272,10 +272,9 @@ def test_a_template_that_leaves_out_reasoning_is_named_once(directory):
     for prompt in ("text", [ASKED], [ASKED], [BRIEF, ASKED]):
         check(prompt, "here")
     assert len(lines) == 1 and "leaves out earlier reasoning" in lines[0]
+    check = user_episodes.chat_check("--environment e", with_template(directory, MISTRAL), print)
     with pytest.raises(UserError, match="rewrites earlier turns"):
-        replace(check, tokenizer=with_template(directory, MISTRAL), seen=set())(
-            [BRIEF, ASKED], "here"
-        )
+        check([BRIEF, ASKED], "here")
 
 
 # ---------------------------------------------------------------------------------- the user's class

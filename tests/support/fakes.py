@@ -745,16 +745,14 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
         checkpoints = Checkpoints(config, world, out, contents, start_writer=writer)
     given = dict(config=config, algorithm=algorithm, world=world, timeline=timeline)
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
+    tokenizers = [FakeTokenizer()] * len(config.judge_models)
+    scores = rewards.build(config, rewards.load_rules(config), tokenizers, to_text)
     environment = episodes(config) if episodes else None
+    if environment:
+        scores.counted.append(environment)
     return controller.Controller(
         devices=placement.Devices(config, placed, splits, models, pools, world, timeline),
-        rewards=rewards.build(
-            config,
-            rewards.load_rules(config),
-            [FakeTokenizer()] * len(config.judge_models),
-            to_text,
-            environment=environment,
-        ),
+        rewards=scores,
         environment=environment,
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
         peers=peers,
