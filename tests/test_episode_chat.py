@@ -3,6 +3,7 @@ nothing that was sampled is rendered or encoded again. Templates are stand-ins o
 
 import copy
 import re
+from contextlib import suppress
 from itertools import chain, count
 from types import SimpleNamespace
 
