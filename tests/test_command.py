@@ -421,7 +421,9 @@ def test_every_rank_has_a_handle_on_every_engine(tmp_path):
     "newest, end", [(3, "the same command, without"), (2, "nothing was saved")]
 )
 def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
-    c = SimpleNamespace(checkpoints=SimpleNamespace(newest=newest), state=SimpleNamespace(step=3))
+    c = SimpleNamespace(
+        environment=None, checkpoints=SimpleNamespace(newest=newest), state=SimpleNamespace(step=3)
+    )
     joined = nullcontext((FakeWorld(0, 1, {}), None))
     monkeypatch.setattr(run, "joined", lambda _: joined)
     fleet = SimpleNamespace(while_up=lambda work: work)
