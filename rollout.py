@@ -178,7 +178,8 @@ async def play(
         while sample.finish == "turn" and not tasks.closed:
             start = clock()
             await c.environment.answer(sample)
-            c.timeline.sample("environment", *sample.key, c.world.rank, start, clock())
+            if sample.prompt_id >= 0:  # answers of an evaluation aren't drawn
+                c.timeline.sample("environment", *sample.key, c.world.rank, start, clock())
             async for _, answer in ask(c, [sample], tasks):
                 take(sample, answer)
         if sample.is_finished:
