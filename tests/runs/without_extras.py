@@ -43,7 +43,7 @@ class Copy:
         self.modules = set()
         for name in self.names:
             for gone in map(folder.joinpath, EXTRAS[name].files.split()):
-                for path in gone.rglob("*.py") if gone.is_dir() else [gone]:
+                for path in [gone, *gone.rglob("*.py")]:
                     self.modules.add(module_of(path.relative_to(folder)))
                 shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
         index = folder / "extras.py"
