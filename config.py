@@ -90,11 +90,9 @@ class Config:
     log_samples: int = setting(2, "answers a step for samples.jsonl and TensorBoard", "loop")
     dry_run: bool = setting(False, "print who would run where, in how much memory", "dry run")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
-    environment: str = setting("", "FILE.py[:Class]: it answers turns", "environment")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
-    reward_weights: Numbers = setting(
-        (), "of judges, rules, environment; default: equal", "rewards"
-    )
+    environment: str = setting("", "FILE.py[:Class] that answers turns", "environment")
+    reward_weights: Numbers = setting((), "of judges, rules, environment; or equal", "rewards")
     cost_judge: Texts = setting((), "like --judge, for the cost (a constraint)", "rewards")
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
     judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
@@ -175,9 +173,8 @@ class Config:
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
         if self.environment and exactly:
-            raise UserError(
-                f"--answer-tokens {exactly}: with --environment turns end by themselves"
-            )
+            turns = "with --environment turns end by themselves"
+            raise UserError(f"--answer-tokens {exactly}: {turns}")
         sources = len(self.judge) + len(self.rule) + bool(self.environment)
         needs_reward = self.command == "rl" and not self.evaluates
         if needs_reward and self.model and not sources:
@@ -206,8 +203,8 @@ PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 2
 
 # groups of settings that are flags of run.py: of the core, and of each extra that is there
 GROUPS = ("run", "data", "evaluation", "engines", "training", "loop", "rewards", *EXTRAS)
-EVALUATION = ("run", "data", "evaluation", "engines", "images", "memory", "dry run")
-EVALUATION += ("environment",)  # of --steps 0
+EVALUATION = ("run", "data", "evaluation", "engines")  # those of --steps 0
+EVALUATION += ("images", "memory", "dry run", "environment")
 
 
 def dashed(name: str) -> str:

@@ -295,11 +295,11 @@ async def evaluate(c: Controller, step: int) -> None:
             for sample in samples:
                 sample.turns = prompt.turns
                 sample.row = prompt.row
-            await rollout.play(c, samples, tasks, lambda *_: None, lambda _: None)
+            await rollout.play(c, samples, tasks)
             flags = [c.rewards.final_answer(s) == s.answer_key for s in samples]
             if prompt.answer_key is not None and all(s.finish != "lost" for s in samples):
                 right.append((flags[0], sum(flags[1:])))
-            if samples[0].finish != "lost":
+            if c.environment and samples[0].finish != "lost":
                 earned.append(math.fsum(samples[0].earned))
             c.report.answers(number, samples, flags)
 
@@ -311,11 +311,10 @@ async def evaluate(c: Controller, step: int) -> None:
             await rollout.wait_for_all(c, tasks)
     c.devices.rollout.pop_stats()
     c.timeline.drain()  # evaluation is no part of the step's own figures
-    counts = c.rewards.counts()
-    right, earned, *counts = zip(*await c.peers.gather((right, earned, *counts)), strict=True)
-    rewards = []
     if c.environment:
         c.environment.seconds.clear()
-        c.environment.check(*map(rollout.sums, counts))
-        rewards = list(chain.from_iterable(earned))
-    c.report.evaluation(step, list(chain.from_iterable(right)), c.timeline.now(), rewards)
+    facts = await c.peers.gather((right, earned, *c.rewards.counts()))
+    *of_prompts, failed, succeeded = zip(*facts, strict=True)
+    c.rewards.check(rollout.sums(failed), rollout.sums(succeeded))
+    right, earned = (list(chain.from_iterable(lists)) for lists in of_prompts)
+    c.report.evaluation(step, right, earned, c.timeline.now())

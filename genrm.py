@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from images.reader import ImageReader
     from inputs.tokenization import Tokenizer
 
-MAX_JUDGE_FAILURES = 64  # askings that end the run of a judge which never gave a verdict
-
 
 @dataclass(frozen=True)
 class JudgeFormat:
@@ -208,6 +206,7 @@ class Judge:
     def __init__(
         self, config: Config, number: int, tokenizer: Tokenizer, reader: ImageReader | None
     ):
+        self.config = config
         self.number = number
         self.tokenizer = tokenizer
         self.reader = reader
@@ -225,12 +224,18 @@ class Judge:
             room = f"leaves prompts no room in the {context} tokens of {model_dir}"
             raise UserError(f"--judge-max-new-tokens {max_new_tokens} {room}")
         self.failed = 0  # answers without a verdict, since the run's start
-        self.parsed = 0  # verdicts since the run's start
+        self.succeeded = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
         # raises UserError for what its chat template can't say of the format
         tokens, _ = self.format.encode(self, "Is it?", "yes", (), False)
         begun = re.search(rf"<{THINK}\s*$", tokenization.decode(tokenizer, tokens, special=True))
         self.thought = begun[0] if begun else ""  # that the template begins
+
+    def never_succeeded(self, failures: int) -> str:
+        """Return what ends the run after so many failures and no verdict."""
+        none = f"the judge {self.name}: none of the first {failures} answers got a verdict"
+        unread = f"its text can't be read by --judge-format {as_text(self.config.judge_format)}"
+        return f"{none}: they don't fit its context, or {unread}"
 
     async def ask(
         self, prompt: Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
@@ -253,7 +258,7 @@ class Judge:
             raise UserError(f"the judge {self.name} on {about!r}: {error}") from None
         self.latencies.append(reply.end - reply.sent)
         judgement = self.format.read(self, reply)
-        self.parsed += judgement.value is not None
+        self.succeeded += judgement.value is not None
         self.failed += judgement.value is None
         return judgement
 
@@ -266,12 +271,3 @@ class Judge:
                 limit = request.limit - len(part.tokens)
                 request = request._replace(prompt=request.prompt + part.tokens, limit=limit)
         return reply
-
-
-def check_judges(config: Config, counts: tuple[list[int], list[int]]) -> None:
-    """Raise UserError for a judge that failed MAX_JUDGE_FAILURES times and never spoke. counts: of all."""
-    for model, failures, verdicts in zip(config.judge_models, *counts, strict=False):
-        if verdicts == 0 and failures >= MAX_JUDGE_FAILURES:
-            none = f"the judge {model}: none of the first {failures} answers got a verdict"
-            unread = f"its text can't be read by --judge-format {as_text(config.judge_format)}"
-            raise UserError(f"{none}: they don't fit its context, or {unread}")

@@ -22,6 +22,7 @@ from sample import Sample
 if TYPE_CHECKING:
     from environment.episodes import Episodes
 
+MAX_FAILURES = 64  # of a judge that gave no verdict yet, or of an environment: they end the run
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
 
 
@@ -31,7 +32,7 @@ class TextSample(Sample):
 
     text: str = ""  # of the response, with its special tokens
     plain_text: str = ""  # without them, as judges and final answers take it
-    prompt_text: str = ""  # of all that was before it, as it was rendered, with special tokens
+    prompt_text: str = ""  # all before the text, as it was rendered, with special tokens
     answer: str | None = None  # the final answer in plain_text, as `Rewards.final_answer` says
 
 
@@ -193,13 +194,19 @@ class Rewards:
 
         Last comes an environment, if there is one: the episodes that it lost, and those that it played.
         """
-        return [each.failed for each in self.counted], [each.parsed for each in self.counted]
+        return [each.failed for each in self.counted], [each.succeeded for each in self.counted]
 
     def load_counts(self, counts: list[tuple[list[int], list[int]]]) -> None:
         """Take over the `counts` of several controllers: only their sum counts."""
         for number, each in enumerate(self.counted):
             each.failed = sum(failed[number] for failed, _ in counts)
-            each.parsed = sum(parsed[number] for _, parsed in counts)
+            each.succeeded = sum(succeeded[number] for _, succeeded in counts)
+
+    def check(self, failed: list[int], succeeded: list[int]) -> None:
+        """Raise UserError for what failed MAX_FAILURES times and never succeeded. Of all controllers."""
+        for each, failures, successes in zip(self.counted, failed, succeeded, strict=True):
+            if successes == 0 and failures >= MAX_FAILURES:
+                raise UserError(each.never_succeeded(failures))
 
 
 def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:

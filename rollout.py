@@ -22,7 +22,6 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import genrm
 from algorithms import teaches
 from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
@@ -162,7 +161,11 @@ async def ask(
 
 
 async def play(
-    c: Controller, group: list[Sample], tasks: Tasks, note: Callable, on_finished: Callable
+    c: Controller,
+    group: list[Sample],
+    tasks: Tasks,
+    note: Callable[[Sample, Answer], None] = lambda sample, answer: None,
+    on_finished: Callable[[Sample], None] = lambda sample: None,
 ) -> None:
     """Have the answers of a group written. With an environment each is an episode, and goes on by itself.
 
@@ -172,7 +175,7 @@ async def play(
 
     def take(sample: Sample, answer: Answer) -> None:
         note(sample, answer)
-        append(c, sample, answer)
+        append_tokens(c, sample, answer)
 
     async def go_on(sample: Sample) -> None:
         while sample.finish == "turn" and not tasks.closed:
@@ -198,7 +201,7 @@ async def play(
         await asyncio.gather(*episodes.running.values())
 
 
-def append(c: Controller, sample: Sample, answer: Answer) -> None:
+def append_tokens(c: Controller, sample: Sample, answer: Answer) -> None:
     """Append what an engine wrote. A turn that has ended, or was cut off, is the environment's."""
     sample.response = sample.response + answer.tokens
     sample.logprobs = sample.logprobs + answer.logprobs
@@ -335,9 +338,8 @@ class GroupsState(NamedTuple):
 
     finished: dict[int, bool]  # prompt_id of a group, reported once -> whether it is informative
     generated: int  # groups of which every answer is finished
-    # Rewards.counts
-    failed: list[int]
-    parsed: list[int]
+    failed: list[int]  # as Rewards.counts has them
+    succeeded: list[int]
     left: Left
 
     @staticmethod
@@ -354,9 +356,9 @@ class GroupsState(NamedTuple):
 
     @staticmethod
     def total(parts: list[GroupsState]) -> GroupsState:
-        finished, generated, failed, parsed, left = zip(*parts, strict=True)
+        finished, generated, failed, succeeded, left = zip(*parts, strict=True)
         union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
-        return GroupsState(union, sum(generated), sums(failed), sums(parsed), Left(*sums(left)))
+        return GroupsState(union, sum(generated), sums(failed), sums(succeeded), Left(*sums(left)))
 
 
 def sums(rows: Iterable[Sequence[int]]) -> list[int]:
@@ -370,9 +372,7 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]
     progress = meeting.facts
     step.sampler.num_generated = progress.generated  # before `record`: a subclass may use it there
     step.sampler.record(progress.finished)
-    genrm.check_judges(step.c.config, (progress.failed, progress.parsed))
-    if step.c.environment:
-        step.c.environment.check(progress.failed, progress.parsed)
+    step.c.rewards.check(progress.failed, progress.succeeded)
     return progress.left, meeting.rollout.outstanding
 
 

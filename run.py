@@ -333,13 +333,13 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
         raise UserError(f"--max-new-tokens {config.max_new_tokens} {of}")
     how = dict(tokenizer=tokenizer, max_tokens=room, say=say, reader=reader)
     stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
-    episodes = None
+    environment = None
     checks = []
     if config.environment:
-        from environment.episodes import build, chat_check
+        from environment import episodes
 
-        episodes = build(config, tokenizer, stop)
-        checks.append(chat_check(episodes.code.title, tokenizer, say))
+        environment = episodes.build(config, tokenizer, stop)
+        checks.append(episodes.chat_check(environment.code.title, tokenizer, say))
         how["keeps_turns"] = True
     read = partial(PromptFile, **how, read_key=formats_of(config)[0].read_key)
     if config.data:
@@ -350,7 +350,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
         source = task.Addition(config.seed, encode, reader, show)
     if config.eval_data:
         path = Path(config.eval_data)
-        needs = {} if episodes else {"--eval-data": str}
+        needs = {} if environment else {"--eval-data": str}
         source.held_out = read(path, needs=needs, setting="--eval-data", checks=checks)
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
@@ -361,14 +361,14 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     is_exact = config.answer_tokens > 0
     sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
     scores = rewards.build(config, rules, judges, decode, readers)
-    if episodes:
-        scores.counted.append(episodes)
+    if environment:
+        scores.counted.append(environment)
     texts = []
     if algorithm.ptx_data:
         from training import ptx
 
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
-    return Inputs(algorithm, decode, prompts, scores, sampling, texts, episodes)
+    return Inputs(algorithm, decode, prompts, scores, sampling, texts, environment)
 
 
 def training_rows(

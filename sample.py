@@ -124,7 +124,7 @@ class Sample:
 
     @property
     def begun(self) -> int:
-        """The tokens behind the prompt, those of replies counted."""
+        """How many tokens follow the prompt, including replies."""
         return len(self.response) + sum(len(reply.tokens) for reply in self.replies)
 
     @property

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import controller
 import data
-import genrm
 import modes
 import rewards
 import run
@@ -185,7 +184,7 @@ def main() -> None:
     ours, theirs = parser.parse_known_args()
     rows = json.loads(ours.sides.read_text())
     controller.train = MeasuredSides([Side(*row) for row in rows], ours.measured)
-    genrm.MAX_JUDGE_FAILURES = 10**9
+    rewards.MAX_FAILURES = 10**9
     if "BENCH_PACE_MS" in os.environ:
         Engine.module = "bench.paced_server"
     # in full mode each rank has both engines; --tail 0 adds a split

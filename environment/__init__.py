@@ -3,7 +3,7 @@
     class Environment:                              # FILE.py, or FILE.py:Name; one object is one episode
         def __init__(self, sample, *, seed): ...    # sample: a copy, as a rule sees it
         def step(self, text): ...                   # a turn of the policy has ended
-        def score(self): ...                        # optional: a reward at the end, after a limit, too
+        def score(self): ...                        # optional: a reward at the end, even after a limit
         def close(self): ...                        # optional; always called once
 
 `step` returns a Step, or in short:

@@ -29,7 +29,6 @@ from sample import Key, Reply, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-MAX_LOST = 64  # episodes that end the run if none was played to its end
 CLOSE_S = 5.0  # that the end of a run waits for objects to close
 RESERVED = {  # names that a class may not have -> what to do instead
     "reset": "an object is one episode, which begins in __init__",
@@ -49,9 +48,9 @@ class Taken(NamedTuple):
 
 @dataclass
 class Episode:
-    """An object of the user's class, and the step that it takes now."""
+    """An instance of the user's class, and the step that it takes now."""
 
-    played: Any = None  # the object, once it is made
+    instance: Any = None  # of the class, once it is made
     step: asyncio.Task[Taken] | None = None
 
 
@@ -65,7 +64,7 @@ class Episodes:
     config: Config
     stop_tokens: Collection[int]
     failed: int = 0  # episodes that were lost, since the run's start
-    parsed: int = 0  # episodes that were played to their end
+    succeeded: int = 0  # episodes that were played to their end
     seconds: list[float] = field(default_factory=list)  # of each step since they were last taken
     _episodes: dict[Key, Episode] = field(default_factory=dict)
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
@@ -98,7 +97,7 @@ class Episodes:
         taken = episode.step.result()
         episode.step = None
         self.failed += taken.finish == "lost"
-        self.parsed += taken.finish in ("stop", "length")
+        self.succeeded += taken.finish in ("stop", "length")
         sample.finish = taken.finish
         sample.earned = [*sample.earned, taken.reward]
         for name, number in taken.metrics.items():
@@ -130,13 +129,10 @@ class Episodes:
             for error in filter(None, [task.exception() for task in done]):
                 raise error
 
-    def check(self, failed: list[int], parsed: list[int]) -> None:
-        """Raise UserError after MAX_LOST lost episodes, and none that was played. Of all controllers."""
-        lost = failed[-1]
-        played = parsed[-1]
-        if lost >= MAX_LOST and not played:
-            gave_up = f"{self.code.title} lost each of the first {lost} episodes"
-            raise UserError(f"{gave_up}: it raised ConnectionError or TimeoutError, or differed")
+    def never_succeeded(self, failures: int) -> str:
+        """Return what ends the run after so many lost episodes, if none was played to its end."""
+        lost = f"{self.code.title} lost each of the first {failures} episodes"
+        return f"{lost}: it raised ConnectionError or TimeoutError, or differed"
 
     def means(self, samples: list[Sample]) -> dict[str, list[float]]:
         """The values of environment/* that are averaged over finished samples; of step_s, since last time."""
@@ -154,11 +150,11 @@ class Episodes:
         return found
 
     async def _step(self, episode: Episode, sample: Sample) -> Taken:
-        """Take a step. An episode whose world is out of reach is lost."""
+        """Take a step. If the world can't be reached, the episode is lost."""
         try:
-            if episode.played is None:
+            if episode.instance is None:
                 await self._begin(episode, sample)
-            return await self._take(episode.played, sample)
+            return await self._take(episode.instance, sample)
         except (ConnectionError, TimeoutError):
             return Taken("lost")
 
@@ -169,13 +165,13 @@ class Episodes:
         first.turns, first.row = own
         seen = seen_by_rules(first, partial(tokenization.decode, self.tokenizer))
         seed = seed_of(self.config.seed, "environment", sample.prompt_id)
-        episode.played = await self._call(partial(self.kind, seen, seed=seed), sample)
+        episode.instance = await self._call(partial(self.kind, seen, seed=seed), sample)
         for text, reply in zip(self._turns(sample), sample.replies, strict=False):
-            again = self._read(await self._call(partial(episode.played.step, text), sample))
+            again = self._read(await self._call(partial(episode.instance.step, text), sample))
             if again.done or self._tokens(sample, again.reply, reply.place) != reply.tokens:
                 raise ConnectionError("it isn't where it was")
 
-    async def _take(self, played: Any, sample: Sample) -> Taken:
+    async def _take(self, instance: Any, sample: Sample) -> Taken:
         """Have an object answer the last turn. One that the limit of tokens cut off it doesn't see."""
         step = Step(done=True)
         finish = "length"
@@ -184,7 +180,7 @@ class Episodes:
             clock = asyncio.get_running_loop().time
             start = clock()
             text = self._turns(sample)[-1]
-            step = self._read(await self._call(partial(played.step, text), sample))
+            step = self._read(await self._call(partial(instance.step, text), sample))
             self.seconds.append(clock() - start)
             finish = "stop"
         if not step.done:
@@ -196,7 +192,7 @@ class Episodes:
             finish = "length"
         reward = float(step.reward)
         if "score" in dir(self.kind):
-            score = await self._call(played.score, sample)
+            score = await self._call(instance.score, sample)
             if not is_number(score):
                 self._refuse("score", score, "a finite number is needed")
             reward += float(score)
@@ -210,14 +206,16 @@ class Episodes:
             if episode.step:
                 await episode.step
         finally:
-            if episode.played is not None and "close" in dir(self.kind):
+            if episode.instance is not None and "close" in dir(self.kind):
                 with suppress(ConnectionError, TimeoutError):  # it is gone
-                    await self._call(episode.played.close, Sample(*key, []))
+                    await self._call(episode.instance.close, Sample(*key, []))
 
     async def _call(self, function: Callable[[], Any], sample: Sample) -> Any:
         """Call the user's code in a thread, or what is async in the loop for that. UserError."""
         async with self._free:
-            future = asyncio.wrap_future(self._threads.submit(run, self.code, function, self._loop))
+            future = asyncio.wrap_future(
+                self._threads.submit(call, self.code, function, self._loop)
+            )
             done, _ = await asyncio.wait({future}, timeout=self._limit_s)
         if not done:
             silent = f"{self.code.title} gave no answer for {self._limit_s:g} s (0.9 --timeout-s)"
@@ -253,7 +251,7 @@ class Episodes:
         return [end, *tokens] if sample.turns and sample.response[place - 1] != end else tokens
 
 
-def run(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> Any:
+def call(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> Any:
     """Run the user's code in this thread; what it awaits in the loop, which another thread runs."""
     with code:
         found = function()

@@ -1,4 +1,4 @@
-"""A calculator: an environment that answers the policy, for sums that are too long for the model alone.
+"""A calculator: an environment that answers the policy, for sums that the model can't add by itself.
 
 torchrun --nproc-per-node 2 run.py --preset tiny --model demo/models/calculator/actor \
     --data examples/my_sums.jsonl --environment examples/my_environment.py --judge-format addition --steps 10

@@ -48,7 +48,7 @@ class PromptFile(Sequence[Prompt]):
     needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
     setting: str = "--data"  # or --eval-data
     checks: Sequence[Callable[[Text, str], None]] = ()  # by judges; UserError, which says where
-    keeps_turns: bool = False  # of chats of one turn, too; and any row may be held out
+    keeps_turns: bool = False  # even of a chat of one turn; any row may be held out
 
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text

@@ -1,7 +1,7 @@
 """The report of an evaluation: a row a prompt in OUT/answers.jsonl, the figures in metrics.jsonl."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,12 +47,12 @@ class AnswersReport(Report):
         self.progress.done()
 
     def evaluation(
-        self, step: int, right: list[tuple[bool, int]], now: float, earned: Sequence[float] = ()
+        self, step: int, right: list[tuple[bool, int]], earned: list[float], now: float
     ) -> None:
         """Take the figures of all rows, once every rank has written its own."""
         if self.world.rank:
             return
-        super().evaluation(step, right, now, earned)
+        super().evaluation(step, right, earned, now)
         rows = list(complete_rows(self.out / ROWS))
         answers = len(rows) * (1 + self.config.eval_samples)
         if right and not any(first or count for first, count in right):

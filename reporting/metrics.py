@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
@@ -120,7 +120,7 @@ class Report:
         """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
 
     def evaluation(
-        self, step: int, right: list[tuple[bool, int]], now: float, earned: Sequence[float] = ()
+        self, step: int, right: list[tuple[bool, int]], earned: list[float], now: float
     ) -> None:
         """Take which answers, greedy and sampled, are right after `step` steps. The step begins now.
 

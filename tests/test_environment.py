@@ -362,7 +362,7 @@ def test_a_world_out_of_reach_is_no_answer_worth_0(tmp_path, text, error):
     text += "" if "def step" in text else "    def step(self, text):\n        return 1.0\n"
     episodes, sample = load(tmp_path, text), ended()
     shown = answered(episodes, sample)
-    assert (sample.finish, episodes.failed, episodes.parsed) == ("lost", 1, 0)
+    assert (sample.finish, episodes.failed, episodes.succeeded) == ("lost", 1, 0)
     assert shown.count("closed") == ("raise" not in text.partition("def close")[0])
     means = episodes.means([sample])
     assert means["environment/lost_frac"] == [True] and means["environment/reward_mean"] == []

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from algorithms import algorithm_of
 from sample import Reply, Sample
 from tests.support.plain import LEARNING_RATES, VOCAB, copies, make_model, plain_steps
-from tests.workers.parallel import actor_config, balanced, far, gathered, weights_of
+from tests.workers.parallel import actor_config, balanced, far, gathered, train_on, weights_of
 from tests.workers.start import train_layouts
 from training.packing import NO_TARGET, Sequence, make_micro_batches
 
@@ -147,15 +147,11 @@ def train(reference: dict, sizes: dict, path: str) -> dict:
     from actor import Actor
     from examples.make_demo.closing import close
 
-    actor, metrics, distance = Actor(actor_config(**sizes), reference["model_dir"]), [], 0.0
-    for batch in reference["batches"]:
-        mine = batch[actor.dp_rank :: actor.dp_size]
-        for sample, row in zip(mine, actor.read_tokens([mine]), strict=True):
-            pairs = zip(sample.true_logprobs, row, strict=True)
-            distance = max([distance, *(abs(true - logprob) for true, logprob in pairs)])
-        metrics.append(actor.update(balanced(batch, actor)))
+    actor = Actor(actor_config(**sizes), reference["model_dir"])
+    metrics, distance = train_on(actor, reference["batches"])
     apart = far(weights_of(actor), reference["weights"])
-    worthless = [replace(sample, versions=[STEPS] * len(sample.response)) for sample in batch]
+    last = reference["batches"][-1]
+    worthless = [replace(sample, versions=[STEPS] * len(sample.response)) for sample in last]
     for sample in worthless:
         sample.advantages = [0.0] * len(sample.response)
     nothing = actor.update(balanced(worthless, actor))["train/grad_norm"]

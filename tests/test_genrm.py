@@ -367,13 +367,15 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
 
 def test_each_judge_must_speak(monkeypatch):
     """One that never gives a verdict stops the run, though the others do; one that did once doesn't."""
-    monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 5)
-    config = Config(model="m", judge=("A",), cost_judge=("B",), judge_format=("addition", "harm"))
-    with pytest.raises(ValueError, match=r"judge A: none of the first 5 .*-format addition harm"):
-        genrm.check_judges(config, ([5, 0], [0, 8]))
-    with pytest.raises(ValueError, match="judge B: none of the first 10 "):
-        genrm.check_judges(config, ([0, 10], [18, 0]))
-    genrm.check_judges(config, ([5, 10], [1, 1]))
+    monkeypatch.setattr(rewards, "MAX_FAILURES", 5)
+    check = make_rewards("addition", "harm", costs=1).check
+    with pytest.raises(
+        ValueError, match=r"judge JUDGE0: none of the first 5 .*-format addition harm"
+    ):
+        check([5, 0], [0, 8])
+    with pytest.raises(ValueError, match="judge JUDGE1: none of the first 10 "):
+        check([0, 10], [18, 0])
+    check([5, 10], [1, 1])
 
 
 def test_a_judge_that_never_spoke_before_a_checkpoint_is_found_out_after_it():

@@ -26,7 +26,15 @@ from tests.support.plain import (
 )
 from tests.test_critic import trained_on, with_returns
 from tests.workers import parallel
-from tests.workers.parallel import actor_config, balanced, critic_config, far, gathered, weights_of
+from tests.workers.parallel import (
+    actor_config,
+    balanced,
+    critic_config,
+    far,
+    gathered,
+    train_on,
+    weights_of,
+)
 from tests.workers.start import trained_by_tier
 
 CRITIC_RATES = [1e-3, 2e-3, 2e-3]  # by hand from critic_config: 2e-3 after 2 steps of warm-up
@@ -167,14 +175,10 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
     from actor import Actor
     from examples.make_demo.closing import close
 
-    actor, metrics, distance = Actor(actor_config(**sizes), reference["model_dir"]), [], 0.0
-    for batch in reference["batches"]:
-        mine = batch[actor.dp_rank :: actor.dp_size]
-        for sample, row in zip(mine, actor.read_tokens([mine]), strict=True):
-            pairs = zip(sample.true_logprobs, row, strict=True)
-            distance = max([distance, *(abs(true - logprob) for true, logprob in pairs)])
-        metrics.append(actor.update(balanced(batch, actor)))
-        metrics[-1].pop("train/seconds_spread")
+    actor = Actor(actor_config(**sizes), reference["model_dir"])
+    metrics, distance = train_on(actor, reference["batches"])
+    for row in metrics:
+        row.pop("train/seconds_spread")
     actor.export(export_to)
     everyone = gathered((metrics, distance, far(weights_of(actor), reference["weights"])))
     leads = gathered((actor.is_lead, actor.dp_rank))

@@ -331,13 +331,13 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
     batch.missing_groups = 1
 
     async def one_step():
-        report.evaluation(0, [(True, 1), *[(False, 0)] * 3], c.timeline.now())
+        report.evaluation(0, [(True, 1), *[(False, 0)] * 3], [], c.timeline.now())
         with c.timeline.span("serve"):
             await asyncio.sleep(2.0)
         with c.timeline.span("train"):
             await asyncio.sleep(2.0)
         await report.step(c, 0, batch, batch.kept, {"train/loss": 0.5})
-        report.evaluation(1, [*[(True, 0)] * 3, (False, 0)], c.timeline.now())
+        report.evaluation(1, [*[(True, 0)] * 3, (False, 0)], [], c.timeline.now())
         await report.written()
 
     loop.run_until_complete(one_step())

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import controller
-import genrm
+import rewards
 import rollout
 from tests.support import fakes
 from tests.support.fakes import all_batches, batches_of, samples_of, simulate, text_answer, to_text
@@ -138,7 +138,7 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
 
 def test_garbage_of_a_judge_is_dropped(monkeypatch):
     """For about one pair in twenty: those samples are neither scored nor trained on, the rest is."""
-    monkeypatch.setattr(genrm, "MAX_JUDGE_FAILURES", 1000)
+    monkeypatch.setattr(rewards, "MAX_FAILURES", 1000)
 
     def varied(prompt, index, sampling):
         wrong_by = random.Random(f"{to_text(prompt)} {index}").choice([0, 0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""The program that made demo/models/calculator and examples/my_sums.jsonl: sums too long for the model alone.
+"""The program that made demo/models/calculator and examples/my_sums.jsonl: sums that need a calculator.
 
     torchrun --nproc-per-node 2 examples/make_demo/calculator.py runs/models        1.5 minutes, 2 cores
     python examples/make_demo/calculator.py > examples/my_sums.jsonl
@@ -72,7 +72,7 @@ def problems(key: str, count: int) -> list[tuple[int, int]]:
 
 
 def number(rng: random.Random, fewest: int, most: int) -> int:
-    """Draw a number of so many digits."""
+    """Draw a number with `fewest` to `most` digits."""
     digits = rng.randint(fewest, most)
     return rng.randrange(10 ** (digits - 1), 10**digits)
 

@@ -477,7 +477,7 @@ class FakeReport:
     def answers(self, number, samples, right):
         pass
 
-    def evaluation(self, step, right, now, earned=()):
+    def evaluation(self, step, right, earned, now):
         self.earned[step] = sorted(earned)
         self.accuracies[step] = fmean(greedy for greedy, _ in right) if right else None
         self.sampled[step] = sorted(right)

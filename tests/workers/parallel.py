@@ -78,6 +78,18 @@ def balanced(batch: list, actor) -> list:
     return [[[samples[key] for key in micro] for micro in mini_batch] for mini_batch in plan]
 
 
+def train_on(actor, batches: list) -> tuple[list[dict], float]:
+    """Metrics of an update on each batch; how far the actor's log-probabilities are from the true ones."""
+    metrics, distance = [], 0.0
+    for batch in batches:
+        mine = batch[actor.dp_rank :: actor.dp_size]
+        for sample, row in zip(mine, actor.read_tokens([mine]), strict=True):
+            pairs = zip(sample.true_logprobs, row, strict=True)
+            distance = max([distance, *(abs(true - logprob) for true, logprob in pairs)])
+        metrics.append(actor.update(balanced(batch, actor)))
+    return metrics, distance
+
+
 def weights_of(trainer) -> dict[str, torch.Tensor]:
     """A copy of what a trainer would push (collective)."""
     return {name: tensor.clone() for name, tensor in trainer.named_weights()}
