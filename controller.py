@@ -296,8 +296,9 @@ async def evaluate(c: Controller, step: int) -> None:
                 sample.turns = prompt.turns
                 sample.row = prompt.row
             await rollout.play(c, samples, tasks)
-            flags = [c.rewards.final_answer(s) == s.answer_key for s in samples]
-            if prompt.answer_key is not None and all(s.finish != "lost" for s in samples):
+            has_key = prompt.answer_key is not None
+            flags = [has_key and c.rewards.final_answer(s) == s.answer_key for s in samples]
+            if has_key and all(s.finish != "lost" for s in samples):
                 right.append((flags[0], sum(flags[1:])))
             if c.environment and samples[0].finish != "lost":
                 earned.append(math.fsum(samples[0].earned))

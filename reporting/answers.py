@@ -56,7 +56,8 @@ class AnswersReport(Report):
         rows = list(complete_rows(self.out / ROWS))
         answers = len(rows) * (1 + self.config.eval_samples)
         if right and not any(first or count for first, count in right):
-            self.note(none_right(self.config, answers, rows[0]["greedy"], rows[0]["answer"]))
+            keyed = next(row for row in rows if row["answer"] is not None)
+            self.note(none_right(self.config, answers, keyed["greedy"], keyed["answer"]))
         cut_off = sum(row["finish"].count("length") for row in rows)
         self._evaluated["eval/truncated_frac"] = cut_off / answers
         self._evaluated["eval/tokens_per_s"] = sum(row["tokens"] for row in rows) / now

@@ -263,6 +263,8 @@ def test_an_evaluation_plays_episodes():
     def watch(c):
         c.prompts.source = HalfWithKeys()
         c.report.answers = lambda *row: rows.append(row)
+        read = c.rewards.final_answer  # none is found where there is no key
+        c.rewards.final_answer = lambda sample: read(sample) if sample.answer_key else None
 
     kind = game((0.0, 0.3))
     controllers = play(
@@ -279,6 +281,7 @@ def test_an_evaluation_plays_episodes():
     earned = sorted(sum(samples[0].earned) for _, samples, _ in rows)
     keyed = [samples for number, samples, _ in rows if number < 5]
     right = [[texts_of(s)[-1].endswith(">3") for s in samples] for samples in keyed]
+    assert not any(any(flags) for number, _, flags in rows if number >= 5), "right without a key"
     for c in controllers[:1]:
         assert c.report.earned[0] == pytest.approx(earned)
         assert c.report.sampled[0] == sorted((first, sum(others)) for first, *others in right)

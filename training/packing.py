@@ -46,7 +46,7 @@ class MicroBatch:
 
     tokens: Tensor  # [1, T]
     targets: Tensor  # [T], the token that follows
-    slots: Tensor  # [T], the target's slot; NO_TARGET where the target is a prompt token or padding
+    slots: Tensor  # [T], the target's slot; NO_TARGET for a prompt, a reply, padding
     positions: Tensor  # [T], in its sequence; with images [3, T], see images.tokens.positions
     # of each piece, its queries and the keys up to its last query; on the host: no layer waits for them
     lengths: list[tuple[int, int]]
