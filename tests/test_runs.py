@@ -170,9 +170,16 @@ def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
     """For an engine that hangs: nothing is saved any more, and the same command goes on."""
-    hang = lambda run: run.engine("rollout", 0, "sglang::scheduler").suspend()  # noqa: E731
-    again = lambda run: time.sleep(ECHO_S + 5 * PATIENCE) or run.press_ctrl_c()  # noqa: E731
-    strikes = [(saved(2), hang), (saved(2), Run.press_ctrl_c), (saved(2), again)]
+
+    def hang(run: Run) -> None:
+        run.engine("rollout", 0, "sglang::scheduler").suspend()
+        time.sleep(5 * PATIENCE)  # step 3 has begun by then: between two steps, the stop wouldn't wait
+
+    def press_again(run: Run) -> None:
+        time.sleep(ECHO_S + 5 * PATIENCE)
+        run.press_ctrl_c()
+
+    strikes = [(saved(2), hang), (saved(2), Run.press_ctrl_c), (saved(2), press_again)]
     run = Run(tmp_path, *FIVE).struck(*strikes)
     assert run.status == 1 and run.ours == ["interrupted"]
     run.check_no_traceback_of_ours()
