@@ -51,7 +51,9 @@ class Actor(Trainer):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         self.lag = config.ahead  # updates that the weights which wrote a token may be behind
-        super().__init__(config, model_dir, groups, learns=learns)
+        super().__init__(
+            config, model_dir, groups, learns=learns, lora=config.lora if learns else 0
+        )
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
         """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
@@ -93,10 +95,16 @@ class Actor(Trainer):
                 sample.policy_logprobs = row
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs` by the present weights (collective: model-parallel group)."""
+        """Fill `reference_logprobs`, without adapters if it has any (collective: model-parallel group)."""
+        self._switch_adapters(False)
         rows = self.read_tokens(list(chain(*mini_batches)))
+        self._switch_adapters(True)
         for sample, row in zip(flat(mini_batches), rows, strict=True):
             sample.reference_logprobs = row
+
+    def _switch_adapters(self, is_on: bool) -> None:
+        for adapter in self.gpt.adapters.values():
+            adapter.is_on = is_on
 
     def _check_samples(self, samples: list[Sample]) -> None:
         """Assert that samples have advantages and are of the step's weights, or rightly stale."""

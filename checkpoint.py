@@ -52,6 +52,7 @@ LAYOUT = 7  # of what a checkpoint holds: it grows when that changes
 POLL_S = 0.05
 # settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
+SAME += ("lora",)
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
 NAMED += ("environment",)
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory

@@ -109,6 +109,7 @@ class Config:
     pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
     sp: bool = setting(False, "sequence parallelism beside tp", "training")
     schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
+    lora: int = setting(0, "rank of the adapters that are learned; 0: all weights", "lora", low=0)
     recompute: int = setting(0, "layers computed again; -1: as few as fit", "training", AS_FITS)
     temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
     max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)

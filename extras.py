@@ -31,6 +31,8 @@ EXTRAS = {
     "critics": Extra("critic.py"),
     # ptx_data of --algorithm
     "pretraining texts": Extra("training/ptx.py"),
+    # --lora
+    "lora": Extra("training/lora.py"),
     # models that see: --preset images and video
     "images": Extra("images training/vision.py demo/drawing.py"),
     # saves, --resume, exports; without them a run that ends is over

@@ -428,7 +428,9 @@ def build_models(
     actor.stop_tokens = inputs.sampling.stop_token_ids
     actor.sleep()
     references = []
-    if inputs.algorithm.kl_coef:
+    if inputs.algorithm.kl_coef and placement.actor_is_reference(config):
+        references.append(actor)
+    elif inputs.algorithm.kl_coef:
         references.append(build(Actor, placement.reference, config.model, learns=False))
         references[0].sleep()
     critics = []

@@ -61,14 +61,15 @@ def host_parts(config: Config, placement: Placement, splits: list[Split], here: 
         waits = role != "rollout" or server.backs_up(role, config)
         for part, size in model.parts.items():
             size *= holders
-            is_state = part in ("weights", "optimizer")
+            is_state = part in ("weights", "adapters", "optimizer")
             # one model learns after the other, where the last one's passes were
             takes_turns = part in ("activations", "loss") and not schedule_of(config).fuses
             # with CUDA the host has what sleeps, in pinned memory
             if config.device == "cpu" or (waits and is_state):
                 parts[part] = max(parts[part], size) if takes_turns else parts[part] + size
-            # a process writes them as they were, while the rank changes them
-            if saves and is_state and "optimizer" in model.parts:
+            # a process writes them as they were, while the rank changes them; not what adapters leave alone
+            is_saved = is_state and not (part == "weights" and "adapters" in model.parts)
+            if saves and is_saved and "optimizer" in model.parts:
                 shape = placement.critic if name.endswith("critic") else placement.actor
                 # of weights on a GPU a rank copies only those that no other rank saves
                 is_share = part == "weights" and config.device == "cuda"

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
-GROUPS = ("run", "data", "training", "memory", "examples")  # of settings that are flags
+GROUPS = ("run", "data", "training", "memory", "lora", "examples")  # of settings that are flags
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,10 @@ def parse_command(arguments: list[str]) -> FinetuneConfig:
     if name not in TASKS:
         raise UserError("the first word is sft or rm; finetune.py sft --help tells the rest")
     defaults = dict(command=name, lr=1e-5, lr_decay_to=0.1)
-    return parse_settings(FinetuneConfig, arguments[1:], __doc__, GROUPS, defaults)
+    config = parse_settings(FinetuneConfig, arguments[1:], __doc__, GROUPS, defaults)
+    if name == "rm" and config.lora:
+        raise UserError(f"--lora {config.lora}: a reward model learns all weights")
+    return config
 
 
 def start(arguments: list[str], stop: shutdown.Stop) -> str:

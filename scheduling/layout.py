@@ -152,6 +152,10 @@ class Placement(NamedTuple):
         """True if no rank both serves and trains."""
         return bool(self.engines) and not self.learners & {*self.engines}
 
+    def actor_is_reference(self, config: Config) -> bool:
+        """True if the reference of a KL is the actor without its adapters, which needs no second model."""
+        return config.lora > 0 and self.reference == self.actor
+
     @property
     def servers(self) -> tuple[int, ...]:
         """The ranks whose controllers serve: those of the engines if these are apart, else all."""

@@ -173,7 +173,7 @@ def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
 
     def hang(run: Run) -> None:
         run.engine("rollout", 0, "sglang::scheduler").suspend()
-        time.sleep(5 * PATIENCE)  # step 3 has begun by then: between two steps, the stop wouldn't wait
+        time.sleep(5 * PATIENCE)  # step 3 begins: between two steps the stop wouldn't wait
 
     def press_again(run: Run) -> None:
         time.sleep(ECHO_S + 5 * PATIENCE)

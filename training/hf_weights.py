@@ -75,9 +75,11 @@ def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield a stage's parameters, layers numbered over the whole model instead of within the stage."""
+    """Yield a stage's weights, layers numbered over the whole model instead of within the stage."""
     offset = get_transformer_layer_offset(model.config, pp_rank=model.pg_collection.pp.rank())
     for name, param in model.named_parameters():
+        if ".adapter." in name:
+            continue  # see lora.py
         if found := re.fullmatch(r"(decoder\.layers\.)(\d+)(.+)", name):
             name = f"{found[1]}{int(found[2]) + offset}{found[3]}"
         yield name, param

@@ -53,13 +53,13 @@ def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
         return {}
     algorithm = algorithm_of(config)
     policy = checkpoint_shapes(config.model)
-    parts = trainer_parts(policy, config, placement.actor)
+    parts = trainer_parts(policy, config, placement.actor, config.lora)
     models = {"actor": Model(placement.actor.ranks, parts)}
     for name in algorithm.critics:
         shapes = checkpoint_shapes(config.critic or config.model)
         parts = trainer_parts(shapes, config, placement.critic) | {"loss": 0}
         models[f"{name} critic"] = Model(placement.critic.ranks, parts)
-    if algorithm.kl_coef:
+    if algorithm.kl_coef and not placement.actor_is_reference(config):
         parts = trainer_parts(policy, config, placement.reference)
         models["reference"] = Model(placement.reference.ranks, {"weights": parts["weights"]})
     return models
@@ -87,22 +87,33 @@ def engine_parts(path: str, config: Config, tp: int) -> Parts:
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 
 
-def trainer_parts(shapes: Shapes, config: Config, shape: Shape) -> Parts:
-    """One rank's part, as if tensor and pipeline parallelism cut all tensors evenly."""
+def trainer_parts(shapes: Shapes, config: Config, shape: Shape, lora: int = 0) -> Parts:
+    """One rank's part, as if tensor and pipeline parallelism cut all tensors evenly. lora: a rank."""
     from training.lm_head import CHUNK_BYTES
 
     config = shape.sized(config)
     size = BYTES[config.dtype]
     count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
-    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
-    states = (8 if config.dtype == "float32" else 12) * count // shape.dp
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
-    loss = 2 * chunk + 2 * head  # copies of a chunk's logits; gradients of the head
-    parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
     kept = activations(shapes, config, config.max_tokens_per_micro_batch)
-    return parts | {"activations": kept, "loss": loss}
+    parts = {"weights": count * size, "activations": kept}
+    if lora:
+        from training.lora import adapter_count, largest_sum
+
+        learned = adapter_count(shapes, lora, config.tp) // config.pp
+        return parts | {
+            "adapters": 4 * learned,
+            "gradients": 4 * learned,
+            "optimizer": 8 * learned // shape.dp,
+            "sum": largest_sum(shapes, size, config.tp),
+            "loss": 2 * chunk,
+        }
+    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
+    states = (8 if config.dtype == "float32" else 12) * count // shape.dp
+    # copies of a chunk's logits; gradients of the head
+    return parts | {"gradients": 4 * count, "optimizer": states, "loss": 2 * chunk + 2 * head}
 
 
 def activations(shapes: Shapes, config: Config, tokens: int) -> int:
@@ -176,7 +187,7 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
     if trainers:
         actor = trainers["actor"].parts
-        states = actor["weights"] + actor["optimizer"]
+        states = actor["weights"] + actor["optimizer"] + actor.get("adapters", 0)
         if "reference" in trainers and {*placement.reference.ranks} & {*placement.actor.ranks}:
             held = states + actor["gradients"] + actor["loss"]
             peaks["the reference's pass"] = held + trainers["reference"].total
@@ -185,10 +196,12 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
         fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
         peaks |= {"training all models": sum(needs.values())} if fuses else needs
         if engines:
-            copies = 2 if placement.actor.unit > 1 else 1  # flat, and gathered whole before
+            # flat, and gathered whole or summed before
+            copies = 2 if placement.actor.unit > 1 or config.lora else 1
             rollout = next(iter(engines.values())).parts["weights"]
             weights = 0 if placement.is_apart else rollout
             peaks["the push"] = states + weights + copies * bucket_bytes(config)
+            peaks["the push"] += actor.get("sum", 0)
     processes = Counter()  # of engines, on each rank's device; they take turns there
     for role in ROLES:
         processes.update({rank for split in splits for rank in placement.ranks(role, split)})

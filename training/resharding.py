@@ -28,22 +28,31 @@ class Gathering:
         Stages take turns to broadcast theirs, so that every rank yields every tensor, in the same order. The
         tensors may be views of the live weights: use or copy them before the next update.
         """
+        gpt = self.gpt
+        own = {name: p for name, p in global_parameters(gpt) if not is_tied_copy(gpt, name)}
+        for name, whole in self.wholes(own, gpt.config.params_dtype):
+            tensors = unfuse(name, whole, gpt.config)
+            yield from zip(hf_names(name, gpt.family), tensors, strict=True)
+
+    def wholes(
+        self, own: dict[str, torch.nn.Parameter], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every stage's tensors under Megatron's names (collective: as above). own: this stage's."""
         self.received = 0
         for source in range(self.gpt.pg_collection.pp.size()):
-            for name, whole in self._tensors_of_stage(source):
-                tensors = unfuse(name, whole, self.gpt.config)
-                yield from zip(hf_names(name, self.gpt.family), tensors, strict=True)
+            yield from self._wholes_of_stage(source, own, dtype)
 
-    def _tensors_of_stage(self, source: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the pipeline's rank `source` has, under Megatron's names."""
+    def _wholes_of_stage(
+        self, source: int, own: dict[str, torch.nn.Parameter], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the pipeline's rank `source` has."""
         gpt = self.gpt
         stages = gpt.pg_collection.pp
-        own = {name: p for name, p in global_parameters(gpt) if not is_tied_copy(gpt, name)}
         is_source = source == stages.rank()
         listing = [[(name, self._shape(p)) for name, p in own.items()] if is_source else None]
         if stages.size() > 1:
             dist.broadcast_object_list(listing, group=stages, group_src=source)
-        like = {"dtype": gpt.config.params_dtype, "device": next(gpt.parameters()).device}
+        like = {"dtype": dtype, "device": next(gpt.parameters()).device}
         for name, shape in listing[0]:
             whole = self._whole(name, own[name]) if is_source else torch.empty(shape, **like)
             if stages.size() > 1:
@@ -53,12 +62,15 @@ class Gathering:
             yield name, whole
 
     def _whole(self, name: str, param: torch.nn.Parameter) -> Tensor:
-        """Join a parameter's shards (collective: tp)."""
+        """Join a parameter's shards, or its sum's with an adapter (collective: tp)."""
         tp = self.gpt.pg_collection.tp
+        own = param.detach()
+        if name in self.gpt.adapters:
+            own = self.gpt.adapters[name].merged(own)
         if tp.size() == 1 or not param.tensor_model_parallel:
-            return param.detach()
-        shards = [torch.empty_like(param) for _ in range(tp.size())]
-        dist.all_gather(shards, param.detach().contiguous(), group=tp)
+            return own
+        shards = [torch.empty_like(own) for _ in range(tp.size())]
+        dist.all_gather(shards, own.contiguous(), group=tp)
         self.received += sum(shard.nbytes for shard in shards) - param.nbytes
         return join(name, shards, param.partition_dim)
 

@@ -172,7 +172,12 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
     mpu.set_data_parallel_rank(group.rank())  # a tied copy asks nobody else
     for module in trainer.gpt.modules():
         vars(module).setdefault("tp_group", trainer.groups.tp)  # nor does one without a group
-    for shard in trainer.gpt.sharded_state_dict(metadata={"dp_cp_group": group}).values():
+    shards = trainer.gpt.sharded_state_dict(metadata={"dp_cp_group": group}).values()
+    if trainer.gpt.adapters:  # all else is --model's
+        from training import lora
+
+        shards = lora.shards(trainer.gpt, group)
+    for shard in shards:
         if not isinstance(shard, Shard):
             continue
         *elsewhere, copy = shard.replica_id  # among tp and pp ranks; in the group

@@ -82,11 +82,13 @@ class Trainer:
         groups: Groups | None = None,
         reverse: bool = False,
         learns: bool = True,
+        lora: int = 0,
     ):
         """Load a directory (collective: the model's ranks), else UserError.
 
         groups: of the model's ranks, by default all of the run. reverse: stage 0 on the last rank.
-        learns: otherwise it is frozen, without gradients and optimizer.
+        learns: otherwise it is frozen, without gradients and optimizer. lora: rank of adapters that learn
+        in place of the weights.
         """
         self.config = config
         self.model_dir = model_dir
@@ -110,6 +112,10 @@ class Trainer:
         self.module = self.gpt  # what passes run
         if config.dtype == "bfloat16":
             self.module = Float16Module(model_config, self.gpt)
+        if lora:
+            from training.lora import attach
+
+            attach(self.gpt, lora, config.seed)
         self.learns = learns
         if learns:
             self._build_optimizer(model_config)
@@ -344,12 +350,21 @@ class Trainer:
             self.write_hf(weights, path)
         dist.barrier(self.own_groups.everyone)
 
-    def whole_weights(self) -> dict[str, Tensor]:
-        """Copy the tensors to the one rank that writes them, nothing to the others (collective)."""
-        weights = self.named_weights() if self.dp_rank == 0 else ()
-        return {name: tensor.to("cpu", copy=True) for name, tensor in weights if self.is_lead}
+    def whole_weights(self) -> dict[str, dict[str, Tensor]]:
+        """Copy each file's tensors to the one rank that writes them, nothing to the others (collective)."""
+        if self.dp_rank > 0:
+            return {}
+        files = {"model.safetensors": self.named_weights()}
+        if self.gpt.adapters:
+            from training import lora
 
-    def write_hf(self, weights: dict[str, Tensor], path: str | Path) -> None:
+            files[lora.FILE] = lora.export(self.gathering)
+        copies = {}
+        for file, weights in files.items():
+            copies[file] = {n: x.to("cpu", copy=True) for n, x in weights if self.is_lead}
+        return copies if self.is_lead else {}
+
+    def write_hf(self, weights: dict[str, dict[str, Tensor]], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
         Path(path).mkdir(parents=True, exist_ok=True)
         for pattern in COPIED.split():
@@ -363,7 +378,14 @@ class Trainer:
             file = Path(path, "generation_config.json")
             named = json.loads(file.read_text()) if file.is_file() else {}
             file.write_text(json.dumps(named | {"eos_token_id": list(self.stop_tokens)}, indent=2))
-        save_file(weights, Path(path, "model.safetensors"), metadata={"format": "pt"})
+        for name, tensors in weights.items():
+            file = Path(path, name)
+            file.parent.mkdir(exist_ok=True)
+            save_file(tensors, file, metadata={"format": "pt"})
+        if self.gpt.adapters:
+            from training import lora
+
+            lora.describe(self.model_dir, self.config.lora, Path(path, "adapter"))
 
     def _hf_config(self, hf: dict) -> dict:
         return hf | {"dtype": self.config.dtype}
