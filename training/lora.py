@@ -38,6 +38,7 @@ from training.resharding import Gathering
 ALPHA = 32
 FILE = "adapter/adapter_model.safetensors"  # of an export, for PEFT, whose names begin with
 PEFT = "base_model.model."
+PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 # of a block, by Hugging Face's name; the letter is of q, k, v, o, gate, up, down
 MATRIX = re.compile(r"layers\.\d+\.\w+\.([a-z])\w*_proj\.weight$")
 
@@ -191,7 +192,7 @@ def describe(model_dir: str, rank: int, folder: Path) -> None:
     facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
     facts |= {"base_model_name_or_path": model_dir, "r": rank, "lora_alpha": ALPHA}
     facts |= {"lora_dropout": 0.0, "bias": "none", "exclude_modules": r".*\bvisual\..*"}
-    facts["target_modules"] = [f"{part}_proj" for part in "q k v o gate up down".split()]
+    facts["target_modules"] = [f"{part}_proj" for part in PARTS]
     (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2))
 
 
