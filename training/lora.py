@@ -187,12 +187,15 @@ def export(gathering: Gathering) -> Iterator[tuple[str, Tensor]]:
             yield f"{PEFT}{hf_name.removesuffix('.weight')}.lora_{letter}.weight", part
 
 
-def describe(model_dir: str, rank: int, folder: Path) -> None:
+def describe(gpt: GPTModel, model_dir: str, folder: Path) -> None:
     """Write what PEFT reads beside the tensors: to put them on top of --model. Not collective."""
+    rank = len(next(iter(gpt.adapters.values())).a)
     facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
     facts |= {"base_model_name_or_path": model_dir, "r": rank, "lora_alpha": ALPHA}
-    facts |= {"lora_dropout": 0.0, "bias": "none", "exclude_modules": r".*\bvisual\..*"}
+    facts |= {"lora_dropout": 0.0, "bias": "none"}
     facts["target_modules"] = [f"{part}_proj" for part in PARTS]
+    if gpt.family.tower:
+        facts["exclude_modules"] = r".*\bvisual\..*"
     (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2))
 
 

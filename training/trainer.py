@@ -385,7 +385,7 @@ class Trainer:
         if self.gpt.adapters:
             from training import lora
 
-            lora.describe(self.model_dir, self.config.lora, Path(path, "adapter"))
+            lora.describe(self.gpt, self.model_dir, Path(path, "adapter"))
 
     def _hf_config(self, hf: dict) -> dict:
         return hf | {"dtype": self.config.dtype}
