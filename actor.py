@@ -20,6 +20,7 @@ from config import Config
 from runtime.errors import UserError
 from sample import Key, Sample, flat
 from training import lm_head
+from training import model as models
 from training.groups import Groups
 from training.packing import NO_TARGET, MicroBatch, Sequence
 from training.trainer import (
@@ -51,9 +52,14 @@ class Actor(Trainer):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
         self.lag = config.ahead  # updates that the weights which wrote a token may be behind
-        super().__init__(
-            config, model_dir, groups, learns=learns, lora=config.lora if learns else 0
-        )
+        super().__init__(config, model_dir, groups, learns=learns)
+
+    def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
+        if self.config.lora:
+            from training.lora import Adapters
+
+            self.gpt.adapters = Adapters(self.gpt, self.config.lora, self.config.seed)
+        super()._build_optimizer(model_config)
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
         """Prepare an optimizer step for each mini-batch (collective: all ranks)."""

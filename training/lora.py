@@ -18,11 +18,7 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -30,29 +26,30 @@ from torch.distributed import ProcessGroup
 
 from config import Config
 from engines.engine import seed_of
-from inputs.hf_directory import checkpoint_shapes
 from runtime.errors import UserError
-from training.hf_weights import global_parameters, hf_names, unfuse
+from training.hf_weights import hf_names, unfuse
 from training.resharding import Gathering
 
 ALPHA = 32
-FILE = "adapter/adapter_model.safetensors"  # of an export, for PEFT, whose names begin with
-PEFT = "base_model.model."
+LINEARS = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+PEFT = "base_model.model."  # how its names begin
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
-# of a block, by Hugging Face's name; the letter is of q, k, v, o, gate, up, down
+# a matrix by Hugging Face's name, with the first letter of its part
 MATRIX = re.compile(r"layers\.\d+\.\w+\.([a-z])\w*_proj\.weight$")
 
 
-def check(config: Config) -> None:
-    """Raise UserError for a rank that a matrix of --model doesn't have."""
-    sides = []
-    for name, shape in checkpoint_shapes(config.model).items():
-        found = MATRIX.search(name)
-        if found and found[1] not in "kv":  # which are a part of a fused matrix
-            sides += shape
-    if config.lora > min(sides):
-        least = f"a matrix of --model has only {min(sides)} rows or columns"
-        raise UserError(f"--lora {config.lora}: {least}")
+def check_rank(config: Config, hf: dict) -> None:
+    """UserError if a matrix of --model doesn't have --lora rows and columns."""
+    heads = hf["num_attention_heads"]
+    width = heads * (hf.get("head_dim") or hf["hidden_size"] // heads)
+    least = min(hf["hidden_size"], hf["intermediate_size"], width)
+    if config.lora > least:
+        raise UserError(f"--lora {config.lora}: a matrix of --model has a side of {least}")
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -61,7 +58,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 class MergedLinear(torch.autograd.Function):
-    """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. The gradient of W, s slope^T x, is never made.
+    """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. The gradient of W, slope^T x, is never made.
 
     spread: the ranks over which sequence parallelism spreads the tokens of x, or None (collective over them).
     """
@@ -108,15 +105,7 @@ class Adapter(torch.nn.Module):
         self.tp = tp
         self.is_on = True
 
-    def multiply(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sequence_parallel: bool,
-        allreduce_dgrad: bool,
-        **unused,
-    ) -> Tensor:
+    def multiply(self, input, weight, bias, sequence_parallel, allreduce_dgrad, **unused) -> Tensor:
         """Multiply in the place of `_forward_impl` of Megatron's linear layers (collective: tp)."""
         if allreduce_dgrad:
             input = mappings.copy_to_tensor_model_parallel_region(input, self.tp)
@@ -138,81 +127,77 @@ class Adapter(torch.nn.Module):
         return merged(weight.detach(), self.a.detach(), self.b.detach())
 
 
-def attach(gpt: GPTModel, rank: int, seed: int) -> None:
-    """Freeze a stage, and give each matrix of its blocks an adapter. Not collective."""
-    gpt.requires_grad_(False)
-    linears = {}
-    for module in gpt.decoder.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            linears[module.weight] = module
-    for name, weight in list(global_parameters(gpt)):
-        if weight in linears:
-            adapter = Adapter(weight, rank, seed_of("lora", seed, name), gpt.pg_collection.tp)
-            linears[weight].adapter = gpt.adapters[name] = adapter
-            linears[weight]._forward_impl = adapter.multiply
-    if gpt.pre_process:
-        # a block that is computed again has no gradient unless its input has one
-        gpt.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+class Adapters(dict[str, Adapter]):
+    """Those of a stage, by their matrices' names."""
+
+    def __init__(self, gpt: GPTModel, rank: int, seed: int):
+        """Freeze the stage, and give each matrix of its blocks an adapter."""
+        super().__init__()
+        self.gpt = gpt
+        self.rank = rank
+        gpt.requires_grad_(False)
+        for layer in gpt.decoder.layers:
+            for path in LINEARS:
+                linear = layer.get_submodule(path)
+                name = f"decoder.layers.{layer.layer_number - 1}.{path}.weight"
+                own_seed = seed_of("lora", seed, name)
+                linear.adapter = Adapter(linear.weight, rank, own_seed, gpt.pg_collection.tp)
+                linear._forward_impl = linear.adapter.multiply
+                self[name] = linear.adapter
+        if gpt.pre_process:
+            # a block that is computed again has no gradient unless its input has one
+            gpt.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
+
+    @property
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """A and B of each matrix: its name, then .A or .B."""
+        found = {}
+        for name, adapter in self.items():
+            found |= {f"{name}.A": adapter.a, f"{name}.B": adapter.b}
+        return found
+
+    def shards(self, dp: ProcessGroup) -> Iterator[ShardedTensor | ShardedTensorFactory]:
+        """Describe A and B to a checkpoint, as Megatron's layers do their weights."""
+        groups = {"tp_group": self.gpt.pg_collection.tp, "dp_cp_group": dp}
+        for name, tensor in self.parameters.items():
+            axes = {name: tensor.partition_dim} if tensor.tensor_model_parallel else {}
+            [shard] = make_sharded_tensors_for_checkpoint(
+                {name: tensor}, "", axes, **groups
+            ).values()
+            is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are cut each
+            yield apply_swiglu_sharded_factory(shard, ()) if is_fused else shard
+
+    @torch.no_grad()
+    def export(self, gathering: Gathering) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B of all stages under PEFT's names (collective: model-parallel group)."""
+        family = self.gpt.family
+        for name, whole in gathering.wholes(self.parameters, torch.float32):
+            base, letter = name.rsplit(".", 1)
+            names = hf_names(base, family)
+            parts = [whole] * len(names) if letter == "A" else unfuse(base, whole, self.gpt.config)
+            for hf_name, part in zip(names, parts, strict=True):
+                if family.tower:  # a file's names may be older than transformers'
+                    hf_name = hf_name.replace(family.text, "model.language_model.")
+                yield f"{PEFT}{hf_name.removesuffix('.weight')}.lora_{letter}.weight", part
+
+    def describe(self, model_dir: str, folder: Path) -> None:
+        """Write what PEFT reads beside the tensors, to put them on top of --model."""
+        facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
+        facts |= {"base_model_name_or_path": model_dir, "r": self.rank, "lora_alpha": ALPHA}
+        facts["target_modules"] = [f"{part}_proj" for part in PARTS]
+        if self.gpt.family.tower:
+            facts["exclude_modules"] = r".*\bvisual\..*"
+        (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2))
 
 
-def parameters(gpt: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """A and B of each matrix of a stage: its name, then .A or .B."""
-    found = {}
-    for name, adapter in gpt.adapters.items():
-        found |= {f"{name}.A": adapter.a, f"{name}.B": adapter.b}
-    return found
-
-
-def shards(gpt: GPTModel, dp: ProcessGroup) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-    """Describe A and B to a checkpoint, as Megatron's layers do their weights. Not collective."""
-    groups = {"tp_group": gpt.pg_collection.tp, "dp_cp_group": dp}
-    for name, tensor in parameters(gpt).items():
-        axes = {name: tensor.partition_dim} if tensor.tensor_model_parallel else {}
-        [shard] = make_sharded_tensors_for_checkpoint({name: tensor}, "", axes, **groups).values()
-        is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are cut each
-        yield apply_swiglu_sharded_factory(shard, ()) if is_fused else shard
-
-
-@torch.no_grad()
-def export(gathering: Gathering) -> Iterator[tuple[str, Tensor]]:
-    """Yield A and B of all stages under PEFT's names (collective: model-parallel group)."""
-    gpt = gathering.gpt
-    for name, whole in gathering.wholes(parameters(gpt), torch.float32):
-        base, letter = name.rsplit(".", 1)
-        names = hf_names(base, gpt.family)
-        parts = unfuse(base, whole, gpt.config) if letter == "B" else [whole] * len(names)
-        for hf_name, part in zip(names, parts, strict=True):
-            if gpt.family.tower:  # a file's names may be older than transformers'
-                hf_name = hf_name.replace(gpt.family.text, "model.language_model.")
-            yield f"{PEFT}{hf_name.removesuffix('.weight')}.lora_{letter}.weight", part
-
-
-def describe(gpt: GPTModel, model_dir: str, folder: Path) -> None:
-    """Write what PEFT reads beside the tensors: to put them on top of --model. Not collective."""
-    rank = len(next(iter(gpt.adapters.values())).a)
-    facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
-    facts |= {"base_model_name_or_path": model_dir, "r": rank, "lora_alpha": ALPHA}
-    facts |= {"lora_dropout": 0.0, "bias": "none"}
-    facts["target_modules"] = [f"{part}_proj" for part in PARTS]
-    if gpt.family.tower:
-        facts["exclude_modules"] = r".*\bvisual\..*"
-    (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2))
-
-
-def adapter_count(shapes: dict[str, list[int]], rank: int, tp: int) -> int:
-    """The numbers of A and B that one of tp ranks has of all stages. shapes: of a model's tensors."""
-    count = 0
+def memory_of(shapes: dict[str, list[int]], rank: int, config: Config, dp: int) -> dict[str, int]:
+    """Bytes on a rank of what learns, in float32; of gate and up's sum in float32, then rounded."""
+    sides = 0
+    gate = 0
     for name, shape in shapes.items():
         if found := MATRIX.search(name):
-            rows, columns = shape
-            if found[1] in "od":  # of attention's output, and down: the columns are cut
-                count += rows + columns // tp
-            else:
-                count += rows // tp + (columns if found[1] in "qg" else 0)  # the others share an A
-    return rank * count
-
-
-def largest_sum(shapes: dict[str, list[int]], size: int, tp: int) -> int:
-    """Bytes of gate and up's sum while a pass makes it: in float32, then rounded to `size` bytes."""
-    [gate, *_] = [prod(x) for name, x in shapes.items() if re.search(r"layers.*gate_proj", name)]
-    return 2 * gate // tp * (4 if size == 4 else 4 + size)
+            sides += shape[0] + (0 if found[1] in "kvu" else shape[1])  # which share an A
+            gate = prod(shape) if found[1] == "g" else gate
+    learned = rank * sides // (config.tp * config.pp)
+    parts = {"adapters": 4 * learned, "gradients": 4 * learned, "optimizer": 8 * learned // dp}
+    return parts | {"sum": 2 * gate // config.tp * (4 if config.dtype == "float32" else 6)}

@@ -94,26 +94,20 @@ def trainer_parts(shapes: Shapes, config: Config, shape: Shape, lora: int = 0) -
     config = shape.sized(config)
     size = BYTES[config.dtype]
     count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
+    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
+    states = (8 if config.dtype == "float32" else 12) * count // shape.dp
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
-    kept = activations(shapes, config, config.max_tokens_per_micro_batch)
-    parts = {"weights": count * size, "activations": kept}
+    loss = 2 * chunk + 2 * head  # copies of a chunk's logits; gradients of the head
+    parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
     if lora:
-        from training.lora import adapter_count, largest_sum
+        from training.lora import memory_of
 
-        learned = adapter_count(shapes, lora, config.tp) // config.pp
-        return parts | {
-            "adapters": 4 * learned,
-            "gradients": 4 * learned,
-            "optimizer": 8 * learned // shape.dp,
-            "sum": largest_sum(shapes, size, config.tp),
-            "loss": 2 * chunk,
-        }
-    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
-    states = (8 if config.dtype == "float32" else 12) * count // shape.dp
-    # copies of a chunk's logits; gradients of the head
-    return parts | {"gradients": 4 * count, "optimizer": states, "loss": 2 * chunk + 2 * head}
+        parts |= memory_of(shapes, lora, config, shape.dp)
+        loss = 2 * chunk
+    kept = activations(shapes, config, config.max_tokens_per_micro_batch)
+    return parts | {"activations": kept, "loss": loss}
 
 
 def activations(shapes: Shapes, config: Config, tokens: int) -> int:

@@ -321,9 +321,9 @@ def check_models(
     for shape in shapes:
         check_sizes(hf, shape.sized(config))
     if config.lora:
-        from training import lora
+        from training.lora import check_rank
 
-        lora.check(config)
+        check_rank(config, hf)
     scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
     check_directory(config.model, "--model", hf, scores)
     if config.critic:
@@ -375,7 +375,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
         position_embedding_type="none",  # PackedAttention has it
     )
     gpt.family = FAMILIES[hf["model_type"]]
-    gpt.adapters = {}  # by the name of their matrix: see lora.py
+    gpt.adapters = {}  # see lora.py
     if sees:
         gpt.add_tower(hf["vision"], hf["reader"])
     if gpt.post_process:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
+from torch.nn import Parameter
 
 from training.hf_weights import global_parameters, hf_names, is_tied_copy, join, unfuse
 
@@ -34,34 +35,25 @@ class Gathering:
             tensors = unfuse(name, whole, gpt.config)
             yield from zip(hf_names(name, gpt.family), tensors, strict=True)
 
-    def wholes(
-        self, own: dict[str, torch.nn.Parameter], dtype: torch.dtype
-    ) -> Iterator[tuple[str, Tensor]]:
+    def wholes(self, own: dict[str, Parameter], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield every stage's tensors under Megatron's names (collective: as above). own: this stage's."""
         self.received = 0
-        for source in range(self.gpt.pg_collection.pp.size()):
-            yield from self._wholes_of_stage(source, own, dtype)
-
-    def _wholes_of_stage(
-        self, source: int, own: dict[str, torch.nn.Parameter], dtype: torch.dtype
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the pipeline's rank `source` has."""
-        gpt = self.gpt
-        stages = gpt.pg_collection.pp
-        is_source = source == stages.rank()
-        listing = [[(name, self._shape(p)) for name, p in own.items()] if is_source else None]
-        if stages.size() > 1:
-            dist.broadcast_object_list(listing, group=stages, group_src=source)
-        like = {"dtype": dtype, "device": next(gpt.parameters()).device}
-        for name, shape in listing[0]:
-            whole = self._whole(name, own[name]) if is_source else torch.empty(shape, **like)
+        stages = self.gpt.pg_collection.pp
+        for source in range(stages.size()):
+            is_source = source == stages.rank()
+            listing = [[(name, self._shape(p)) for name, p in own.items()] if is_source else None]
             if stages.size() > 1:
-                dist.broadcast(whole, group=stages, group_src=source)
-            if not is_source:
-                self.received += whole.nbytes
-            yield name, whole
+                dist.broadcast_object_list(listing, group=stages, group_src=source)
+            like = {"dtype": dtype, "device": next(self.gpt.parameters()).device}
+            for name, shape in listing[0]:
+                whole = self._whole(name, own[name]) if is_source else torch.empty(shape, **like)
+                if stages.size() > 1:
+                    dist.broadcast(whole, group=stages, group_src=source)
+                if not is_source:
+                    self.received += whole.nbytes
+                yield name, whole
 
-    def _whole(self, name: str, param: torch.nn.Parameter) -> Tensor:
+    def _whole(self, name: str, param: Parameter) -> Tensor:
         """Join a parameter's shards, or its sum's with an adapter (collective: tp)."""
         tp = self.gpt.pg_collection.tp
         own = param.detach()
@@ -74,7 +66,7 @@ class Gathering:
         self.received += sum(shard.nbytes for shard in shards) - param.nbytes
         return join(name, shards, param.partition_dim)
 
-    def _shape(self, param: torch.nn.Parameter) -> list[int]:
+    def _shape(self, param: Parameter) -> list[int]:
         """Return the shape of what `_whole` returns."""
         shape = list(param.shape)
         if param.tensor_model_parallel:

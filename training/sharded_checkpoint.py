@@ -173,10 +173,8 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
     for module in trainer.gpt.modules():
         vars(module).setdefault("tp_group", trainer.groups.tp)  # nor does one without a group
     shards = trainer.gpt.sharded_state_dict(metadata={"dp_cp_group": group}).values()
-    if trainer.gpt.adapters:  # all else is --model's
-        from training import lora
-
-        shards = lora.shards(trainer.gpt, group)
+    if trainer.gpt.adapters:
+        shards = trainer.gpt.adapters.shards(group)  # all else is --model's
     for shard in shards:
         if not isinstance(shard, Shard):
             continue

@@ -43,6 +43,7 @@ OVERLAPS = torch.cuda.is_available()
 # an export has these of its model's directory: of tokenizer and processor, how it generates, its license
 COPIED = """tokenizer*.json special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
 chat_template.* additional_chat_templates/* *processor_config.json generation_config.json LICENSE* NOTICE*"""
+ADAPTER = "adapter/adapter_model.safetensors"  # of an export, for PEFT
 
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
@@ -82,13 +83,11 @@ class Trainer:
         groups: Groups | None = None,
         reverse: bool = False,
         learns: bool = True,
-        lora: int = 0,
     ):
         """Load a directory (collective: the model's ranks), else UserError.
 
         groups: of the model's ranks, by default all of the run. reverse: stage 0 on the last rank.
-        learns: otherwise it is frozen, without gradients and optimizer. lora: rank of adapters that learn
-        in place of the weights.
+        learns: otherwise it is frozen, without gradients and optimizer.
         """
         self.config = config
         self.model_dir = model_dir
@@ -112,10 +111,6 @@ class Trainer:
         self.module = self.gpt  # what passes run
         if config.dtype == "bfloat16":
             self.module = Float16Module(model_config, self.gpt)
-        if lora:
-            from training.lora import attach
-
-            attach(self.gpt, lora, config.seed)
         self.learns = learns
         if learns:
             self._build_optimizer(model_config)
@@ -356,13 +351,11 @@ class Trainer:
             return {}
         files = {"model.safetensors": self.named_weights()}
         if self.gpt.adapters:
-            from training import lora
-
-            files[lora.FILE] = lora.export(self.gathering)
-        copies = {}
+            files[ADAPTER] = self.gpt.adapters.export(self.gathering)
+        found = {}
         for file, weights in files.items():
-            copies[file] = {n: x.to("cpu", copy=True) for n, x in weights if self.is_lead}
-        return copies if self.is_lead else {}
+            found[file] = {name: x.to("cpu", copy=True) for name, x in weights if self.is_lead}
+        return found if self.is_lead else {}
 
     def write_hf(self, weights: dict[str, dict[str, Tensor]], path: str | Path) -> None:
         """Write what `export` promises. Not collective."""
@@ -378,14 +371,11 @@ class Trainer:
             file = Path(path, "generation_config.json")
             named = json.loads(file.read_text()) if file.is_file() else {}
             file.write_text(json.dumps(named | {"eos_token_id": list(self.stop_tokens)}, indent=2))
-        for name, tensors in weights.items():
-            file = Path(path, name)
-            file.parent.mkdir(exist_ok=True)
-            save_file(tensors, file, metadata={"format": "pt"})
         if self.gpt.adapters:
-            from training import lora
-
-            lora.describe(self.gpt, self.model_dir, Path(path, "adapter"))
+            Path(path, "adapter").mkdir(exist_ok=True)
+            self.gpt.adapters.describe(self.model_dir, Path(path, "adapter"))
+        for file, tensors in weights.items():
+            save_file(tensors, Path(path, file), metadata={"format": "pt"})
 
     def _hf_config(self, hf: dict) -> dict:
         return hf | {"dtype": self.config.dtype}
