@@ -387,7 +387,8 @@ def test_an_export_has_what_its_tokenizer_needs_and_no_other_weights(tmp_path, m
     for other in (*OTHERS.split(), "LICENSE.txt", "NOTICE", "onnx/tokenizer.model"):
         (path / other).write_bytes(b"old")
     trainer = SimpleNamespace(model_dir=str(path), stop_tokens=(), _hf_config=dict)
-    Trainer.write_hf(trainer, {"weight": torch.zeros(1)}, out)
+    trainer.gpt = SimpleNamespace(adapters={})
+    Trainer.write_hf(trainer, {"model.safetensors": {"weight": torch.zeros(1)}}, out)
     left = {file.name for file in out.iterdir()}
     assert {*names.split(), "config.json", "LICENSE.txt", "NOTICE"} < left
     assert not left & {*OTHERS.split(), "onnx"}

@@ -155,7 +155,7 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
     for name, trainer in checkpoint.trainers_of(c).items():
         await c.devices.give_device_to(trainer)
         for found in gathered(trainer.whole_weights()):
-            weights |= {name: found} if found else {}
+            weights |= {name: found["model.safetensors"]} if found else {}
     versions = gathered([trainer.version for trainer in models.trainers])
     state = gathered(mpu.model_parallel_is_initialized())
     await c.devices.give_device_to(c.devices.actor)

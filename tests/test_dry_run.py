@@ -58,6 +58,39 @@ def test_bytes_of_a_trainer_by_hand():
     assert parts(settings(dtype="bfloat16"), 1) == [2576, 5152, 15456]
 
 
+@pytest.mark.parametrize("dtype,size", [("float32", 4), ("bfloat16", 2)])
+def test_bytes_of_a_trainer_with_adapters_by_hand(dtype, size):
+    """Of a layer: qkv [16, 8], its output [8, 8], gate and up [32, 8], down [8, 16]: 24 + 16 + 40 + 24 sides.
+
+    Gate and up's sum is made in float32, then rounded; the head has no gradient.
+    """
+    ranks = tuple(range(4))
+    config = settings(lora=3, tp=2, dtype=dtype)
+    found = trainer_parts(TWO_LAYERS, config, Shape.of(config, ranks), lora=3)
+    numbers = 3 * 2 * (24 + 16 + 40 + 24) // 2
+    assert (found["adapters"], found["gradients"]) == (4 * numbers, 4 * numbers)
+    assert found["optimizer"] == 8 * numbers // 2
+    assert found["weights"] == 1288 // 2 * size
+    assert found["sum"] == 32 * 8 // 2 * {4: 4, 2: 6}[size]
+    without = trainer_parts(TWO_LAYERS, config, Shape.of(config, ranks))
+    assert without["loss"] - found["loss"] == 2 * 10 * 8 * size // 2
+
+
+def test_the_actor_without_adapters_is_the_reference():
+    """It needs no second model where both have the same ranks and sizes."""
+    kl = dict(algorithm=("grpo", "kl_coef=0.1"), lora=4)
+
+    def models(**more):
+        config = settings(**kl | more)
+        placement, _ = run.check_settings(config, 2)
+        return [*training.memory.trainers_of(config, placement)]
+
+    assert models() == ["actor"]
+    assert models(lora=0) == ["actor", "reference"]
+    elsewhere = "engines=0-1 actor=0-1 reference=0:tp1"
+    assert models(placement=elsewhere) == ["actor", "reference"]
+
+
 def test_memory_counts_critics_and_the_reference():
     def names(**more):
         config = settings(**more)

@@ -302,6 +302,11 @@ def test_a_command_has_its_own_rates_and_few_settings(command, tmp_path):
     for refused in ("--judge j", "--mode full", "--eval-data d", "--max-new-tokens 2"):
         with pytest.raises(UserError, match=f"unrecognized arguments: {refused}"):
             finetune.parse_command([command, *refused.split()])
+    if command == "sft":
+        assert finetune.parse_command(["sft", "--lora", "8"]).lora == 8
+    else:
+        with pytest.raises(UserError, match=r"^--lora 8: a reward model learns all weights$"):
+            finetune.parse_command(["rm", "--lora", "8"])
     with pytest.raises(UserError, match="tp 2 x pp 1 = 2 doesn't divide the 3 ranks"):
         make_placement(finetune.parse_command([command, "--tp", "2"]), 3)
     missing = finetune.parse_command([command, "--model", "nowhere", "--out", f"{tmp_path}/out"])
