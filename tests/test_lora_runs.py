@@ -1,8 +1,11 @@
 """Whole runs with adapters: the same numbers in every mode and after kill -9; beside other extras."""
 
+import json
+
 import pytest
 
 from tests.support.launched import Run, saved
+from training.lora import ALPHA
 
 pytestmark = pytest.mark.slow
 LORA = ("--lora", 4, "--lr", 5e-3, "--steps", 4, "--prompts-per-step", 4)
@@ -23,6 +26,8 @@ def adapter_of(run: Run) -> bytes:
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory) -> Run:
     run = Run(tmp_path_factory.mktemp("partial"), *SAVED).ended()
+    config = json.loads((run.out / "hf/step_4/adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, ALPHA)
     assert run.rows()[0]["train/reference_kl"] == 0 < run.rows()[3]["train/reference_kl"]
     return run
 
