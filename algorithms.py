@@ -171,7 +171,7 @@ class Settings:
     tis_cap: float = setting(2.0)  # in bfloat16, most that a fresh token weighs; 0: always 1
     gamma: float = setting(1.0, high=1)  # discount of a reward for each token before it
     gae_lambda: float = setting(1.0, high=1)  # from the critic's word to what was rewarded
-    kl_coef: float = setting(0.0)  # weight of the KL to the start weights; 0: none
+    kl_coef: float = setting(0.0)  # weight of the KL to the start weights, or --teacher; 0: none
     kl_in: str = setting("loss", choices=("loss", "reward"))  # where the KL goes
     kl_estimator: str = setting("auto", choices=("auto", *KL_ESTIMATORS))  # see Algorithm.kl
     entropy_coef: float = setting(0.0)  # weight of the entropy, which lowers the loss
@@ -206,6 +206,7 @@ class Algorithm(Settings):
     # (advantages by signal, lambda) -> those that train
     combine: Callable[[dict[str, list[float]], float], list[float]] = lambda by, _: by["reward"]
     critics: tuple[str, ...] = ()  # names of the value models, by the signal that they predict
+    needs_reward: bool = True  # else it needs a teacher, and a judge or a rule may be there
     filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
     greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
     # settings that this row alone has, with their defaults: its functions read `algorithm.own["tau"]`
@@ -229,6 +230,8 @@ class Algorithm(Settings):
 # arXiv 2402.03300, equation 3 and section 4.2; it names no clip
 AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
 WITH_GAE = dict(estimator=gae, whiten=True, filters=False)
+# on-policy distillation: A_t = log p_teacher - log p_student (Thinking Machines, 2025)
+DISTILLED = dict(needs_reward=False, filters=False, kl_in="reward", kl_coef=1.0, gamma=0.0)
 CONSTRAINED = dict(signals=("reward", "cost"), combine=lagrangian, critics=("reward", "cost"))
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
@@ -241,6 +244,7 @@ ALGORITHMS = {
     "gspo": Algorithm(group_norm, gspo_loss, mean="sequence", clip_low=3e-4, clip_high=4e-4),
     "cispo": Algorithm(group_norm, cispo_loss, clip_low=1.0),
     "ppo": Algorithm(raw, clipped_loss, critics=("reward",), **WITH_GAE),
+    "distill": Algorithm(raw, clipped_loss, **DISTILLED),
     "safe_rlhf": Algorithm(raw, clipped_loss, **CONSTRAINED, **WITH_GAE),
 }
 
@@ -285,6 +289,14 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
     alone = a.score is raw and (a.greedy or not a.filters)  # else answers are compared
     if config.answers_per_prompt < 2 and not alone:
         yield "--answers-per-prompt 2 or more"
+    is_rewarded = config.judge or config.rule or config.environment
+    learns_from_answers = config.command == "rl" and config.model and not config.evaluates
+    if a.needs_reward and learns_from_answers and not is_rewarded:
+        yield "a --judge, a --rule or an --environment: what an answer is worth"
+    if config.teacher and not a.kl_coef:
+        yield "kl_coef above 0 with --teacher"
+    if not a.needs_reward and not config.teacher:
+        yield "a --teacher"
     if (config.critic or a.critic_warmup) and not a.critics:
         yield "a critic for --critic and critic_warmup"
     if a.critic_warmup and a.critic_warmup >= config.steps:

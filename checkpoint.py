@@ -54,7 +54,7 @@ POLL_S = 0.05
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
 SAME += ("lora",)
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
-NAMED += ("environment",)
+NAMED += ("environment", "teacher")
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
 # ... and while answers wait that were made with them
 ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")

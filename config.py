@@ -92,6 +92,7 @@ class Config:
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
     environment: str = setting("", "FILE.py[:Class] that answers turns", "environment")
+    teacher: str = setting("", "directory of a model to learn from, by a KL", "teacher")
     reward_weights: Numbers = setting((), "of judges, rules, environment; or equal", "rewards")
     cost_judge: Texts = setting((), "like --judge, for the cost (a constraint)", "rewards")
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
@@ -177,10 +178,6 @@ class Config:
             turns = "with --environment turns end by themselves"
             raise UserError(f"--answer-tokens {exactly}: {turns}")
         sources = len(self.judge) + len(self.rule) + bool(self.environment)
-        needs_reward = self.command == "rl" and not self.evaluates
-        if needs_reward and self.model and not sources:
-            needed = "a --judge, a --rule or an --environment"
-            raise UserError(f"--model needs {needed}: what an answer is worth")
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
         if len(weights) not in (0, sources):

@@ -198,7 +198,8 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     for reference in c.devices.references:
         await c.devices.give_device_to(actor, reference)
         await c.peers.run(actor.compute_policy_logprobs, shares.of(actor))
-        await c.peers.run(reference.compute_ref_logprobs, shares.of(reference))
+        with c.timeline.span("reference"):
+            await c.peers.run(reference.compute_ref_logprobs, shares.of(reference))
     for critic in c.devices.critics:
         await c.devices.give_device_to(critic)
         await c.peers.run(critic.compute_values, shares.of(critic))

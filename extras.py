@@ -31,6 +31,8 @@ EXTRAS = {
     "critics": Extra("critic.py"),
     # ptx_data of --algorithm
     "pretraining texts": Extra("training/ptx.py"),
+    # --teacher, --algorithm distill
+    "teacher": Extra("training/teacher.py"),
     # --lora
     "lora": Extra("training/lora.py"),
     # models that see: --preset images and video

@@ -130,6 +130,9 @@ class Rewards:
         """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once."""
         if sample.finish == "lost":
             return
+        if not self._sources:
+            sample.reward = 0.0  # a teacher says what its tokens are worth
+            return
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         found = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
         said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}

@@ -431,7 +431,8 @@ def build_models(
     if inputs.algorithm.kl_coef and placement.actor_is_reference(config):
         references.append(actor)
     elif inputs.algorithm.kl_coef:
-        references.append(build(Actor, placement.reference, config.model, learns=False))
+        model = config.teacher or config.model
+        references.append(build(Actor, placement.reference, model, learns=False))
         references[0].sleep()
     critics = []
     for name in inputs.algorithm.critics:

@@ -60,6 +60,11 @@ class ImageReader:
         self.most_features = self._processor.size["longest_edge"] // self._side**2
         self._clips = Clips(fps, frames, self._fit)
 
+    def reads_as(self, other: ImageReader) -> bool:
+        """True if both make the same tokens and pixels of an image."""
+        mine, others = (reader._processor.to_dict() for reader in (self, other))
+        return self.placeholder == other.placeholder and mine == others
+
     def media_of(self, row: dict, prompt: Text, folder: Path, where: str) -> Media:
         """Return what gives a row's images and videos, checked unless bytes. UserError."""
         file_of = partial(media_file, folder=folder, where=where)

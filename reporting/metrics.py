@@ -28,23 +28,35 @@ from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
 from runtime.world import World
-from sample import Sample, parts_of
+from sample import Key, Sample, parts_of
 from scheduling.measured import StepStats
 
 if TYPE_CHECKING:
     from checkpoint import ResumePoint
     from controller import Controller
     from rollout import RolloutBatch
+    from training.teacher import Difference
 
 STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 TEXTS = ("question", "answer_key", "response", "critique")
-PHASES = ("serve", "read", "rollout", "genrm", "train", "switch", "sync", "save")  # time/*_s
+PHASES = (
+    "serve",
+    "read",
+    "rollout",
+    "genrm",
+    "train",
+    "reference",
+    "switch",
+    "sync",
+    "save",
+)  # time/*_s
 # no costs, judges, keys
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
 Metrics = dict[str, float | str]  # by name; texts such as a split's
+Shown = tuple[Sample, "list[Difference] | None"]  # where it differs most from a teacher
 
 
 class MetricsWriter:
@@ -162,6 +174,8 @@ class Report:
         own = batch.kept[: len(batch.kept) - batch.others]
         shown = sorted(own, key=lambda sample: sample.index)[: self.config.log_samples]
         await self.written()
+        differences = dict(chain.from_iterable(each.differences.items() for each in gathered))
+        shown = [(sample, differences.get(sample.key)) for sample in shown]
         work = partial(self._write, step, metrics | self._evaluated, served, shown)
         self._writing = asyncio.get_running_loop().run_in_executor(None, work)
         self._evaluated = {}
@@ -177,14 +191,18 @@ class Report:
             why = f"after {batch.waves} waves: too many had equal rewards"
             self.note(f"step {step + 1}: {lacking} {why}")
 
-    def _write(self, step: int, metrics: Metrics, served: StepStats, shown: list[Sample]) -> None:
+    def _write(self, step: int, metrics: Metrics, served: StepStats, shown: list[Shown]) -> None:
         rows = []
-        for sample in shown:
+        for sample, different in shown:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
             row["response"] = self.decode(sample.tokens[len(sample.prompt) :])
             if sample.replies:  # the policy's turns and the replies, by turns
                 parts = parts_of(sample.response, sample.replies)
                 row["turns"] = [self.decode(part) for part, _ in parts]
+            if different:
+                row["differences"] = [
+                    x._asdict() | {"token": self.decode([x.token])} for x in different
+                ]
             rows.append(row)
         atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
@@ -241,6 +259,7 @@ class Facts(NamedTuple):
     maxima: dict[str, float]
     latencies: list[float]  # of judgements, seconds
     work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
+    differences: dict[Key, list[Difference]]  # from a teacher
 
 
 def local_facts(
@@ -295,7 +314,13 @@ def local_facts(
     }
     actor = c.devices.actor
     work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + s.begun) for s in samples)}
-    return Facts(means, sums, maxima, batch.latencies, work if actor.holds else {})
+    differences = {}
+    if c.config.teacher:
+        from training import teacher
+
+        shown = [sample for sample in samples if sample.index < c.config.log_samples]
+        differences = {sample.key: teacher.largest_differences(sample) for sample in shown}
+    return Facts(means, sums, maxima, batch.latencies, work if actor.holds else {}, differences)
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:

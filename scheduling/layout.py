@@ -154,7 +154,7 @@ class Placement(NamedTuple):
 
     def actor_is_reference(self, config: Config) -> bool:
         """True if the reference of a KL is the actor without its adapters, which needs no second model."""
-        return config.lora > 0 and self.reference == self.actor
+        return config.lora > 0 and not config.teacher and self.reference == self.actor
 
     @property
     def servers(self) -> tuple[int, ...]:

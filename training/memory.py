@@ -60,8 +60,10 @@ def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
         parts = trainer_parts(shapes, config, placement.critic) | {"loss": 0}
         models[f"{name} critic"] = Model(placement.critic.ranks, parts)
     if algorithm.kl_coef and not placement.actor_is_reference(config):
-        parts = trainer_parts(policy, config, placement.reference)
-        models["reference"] = Model(placement.reference.ranks, {"weights": parts["weights"]})
+        name = "teacher" if config.teacher else "reference"
+        shapes = checkpoint_shapes(config.teacher or config.model)
+        parts = trainer_parts(shapes, config, placement.reference)
+        models[name] = Model(placement.reference.ranks, {"weights": parts["weights"]})
     return models
 
 
@@ -182,9 +184,10 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
     if trainers:
         actor = trainers["actor"].parts
         states = actor["weights"] + actor["optimizer"] + actor.get("adapters", 0)
-        if "reference" in trainers and {*placement.reference.ranks} & {*placement.actor.ranks}:
-            held = states + actor["gradients"] + actor["loss"]
-            peaks["the reference's pass"] = held + trainers["reference"].total
+        for name in {"reference", "teacher"} & trainers.keys():
+            if {*placement.reference.ranks} & {*placement.actor.ranks}:
+                held = states + actor["gradients"] + actor["loss"]
+                peaks[f"the {name}'s pass"] = held + trainers[name].total
         learners = {name: model for name, model in trainers.items() if "loss" in model.parts}
         needs = {f"training the {name}": model.total for name, model in learners.items()}
         fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own

@@ -252,19 +252,19 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
     return image_cost(hf)
 
 
-def check_sizes(hf: dict, config: Config) -> None:
+def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
     """UserError if the tensor-parallel ranks or the stages don't divide the model."""
     cuts = [("tp", name) for name in SPLIT_BY_TP] + [("pp", "num_hidden_layers")]
     for flag, name in cuts:
         size = vars(config)[flag]
         if hf[name] % size:
-            raise UserError(f"--{flag} {size} does not divide {name} = {hf[name]} of --model")
+            raise UserError(f"--{flag} {size} does not divide {name} = {hf[name]} of {setting}")
     layers = hf["num_hidden_layers"] // config.pp
     if "vision" in hf:
         from training.vision import deep_features
 
         if layers < (deep := deep_features(hf["vision"])):
-            needed = f"images enter the first {deep} of --model"
+            needed = f"images enter the first {deep} of {setting}"
             raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
 
 
@@ -328,6 +328,10 @@ def check_models(
     check_directory(config.model, "--model", hf, scores)
     if config.critic:
         check_critic(placement.critic.sized(config) if placement else config, hf)
+    if config.teacher:
+        from training.teacher import check_teacher
+
+        check_teacher(placement.reference.sized(config) if placement else config, hf)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)
@@ -347,7 +351,7 @@ def check_critic(config: Config, actor: dict) -> None:
         raise UserError(f"{where}: it has fewer tokens than --model, {actor['vocab_size']}")
     if "vision" in actor and "vision" not in hf:
         raise UserError(f"{where}: it sees no images, and --model does")
-    check_sizes(hf, config)
+    check_sizes(hf, config, "--critic")
 
 
 def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection) -> GPTModel:

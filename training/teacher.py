@@ -1,0 +1,52 @@
+"""A teacher: the model that a policy's KL is taken to, in place of the start weights.
+
+It is the reference, read from a directory of its own. With the row `distill` the advantage of a token is
+log p_teacher - log p_student: the student moves toward the teacher in the states that it reaches itself
+(On-Policy Distillation, Thinking Machines, 2025; GKD, arXiv 2306.13649).
+"""
+
+from typing import NamedTuple
+
+from config import Config
+from inputs import tokenization
+from runtime.errors import UserError
+from sample import Sample
+from training import model as models
+
+SHOWN = 10  # tokens of an answer in samples.jsonl
+
+
+def check_teacher(config: Config, student: dict) -> None:
+    """UserError unless --teacher can read all that --model writes. student: the config of --model."""
+    where = f"--teacher {config.teacher}"
+    hf = models.read_hf_config(config.teacher, "--teacher")
+    models.check_directory(config.teacher, "--teacher", hf, scores=False)
+    models.check_sizes(hf, config, "--teacher")
+    own, others = map(tokenization.load_tokenizer, (config.model, config.teacher))
+    if different := own.get_vocab().items() ^ others.get_vocab().items():
+        raise UserError(f"{where}: {min(different)[0]!r} isn't the token it is for --model")
+    if own.special_tokens_map != others.special_tokens_map:
+        raise UserError(f"{where}: its tokenizer has other special tokens than that of --model")
+    if hf["vocab_size"] < student["vocab_size"]:
+        raise UserError(f"{where}: it has fewer tokens than --model, {student['vocab_size']}")
+    if "vision" in student and "vision" not in hf:
+        raise UserError(f"{where}: it sees no images, and --model does")
+    if "vision" in student and not student["reader"].reads_as(hf["reader"]):
+        raise UserError(f"{where}: it has another image processor than --model")
+
+
+class Difference(NamedTuple):
+    """A token on which student and teacher differ."""
+
+    place: int  # in the response
+    token: int
+    student: float  # log-probabilities
+    teacher: float
+
+
+def largest_differences(sample: Sample) -> list[Difference]:
+    """The tokens of an answer on which log-probabilities differ most, those first."""
+    student = sample.policy_logprobs or sample.logprobs
+    rows = zip(sample.response, student, sample.reference_logprobs, strict=True)
+    found = [Difference(place, *row) for place, row in enumerate(rows)]
+    return sorted(found, key=lambda each: -abs(each.teacher - each.student))[:SHOWN]
