@@ -41,17 +41,8 @@ STEPS_TRACED = 10  # the last ones, in trace.json
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 TEXTS = ("question", "answer_key", "response", "critique")
-PHASES = (
-    "serve",
-    "read",
-    "rollout",
-    "genrm",
-    "train",
-    "reference",
-    "switch",
-    "sync",
-    "save",
-)  # time/*_s
+PHASES = ("serve", "read", "rollout", "genrm")  # time/*_s
+PHASES += ("train", "reference", "switch", "sync", "save")
 # no costs, judges, keys
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
