@@ -296,6 +296,10 @@ def resolved(config: Config, placement: Placement) -> Config:
     from training import model
 
     model.check_models(config, placement, formats_of(config))
+    if config.teacher:
+        from training.teacher import check_teacher
+
+        check_teacher(placement.reference.sized(config))
     if not extras.has("memory"):
         return config
     from training.memory import with_micro_batch

@@ -147,7 +147,6 @@ BAD = [
     # a new setting would change what an abbreviation means
     ("--step 3", "unrecognized arguments: --step 3"),
     ("--steps 1.5", "argument --steps: invalid int value: '1.5'"),
-    ("--model m", "--model needs a --judge, a --rule or an --environment: what an"),
     ("--judge j", f"--judge {ONLY_ADDITION}"),
     ("--data d --rule right", f"--data {ONLY_ADDITION}"),
     ("--eval-data d", f"--eval-data {ONLY_ADDITION}"),

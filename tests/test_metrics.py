@@ -54,7 +54,7 @@ def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
     means = {name: [] for name in MEANS.split()} | (means or {})
     sums = dict.fromkeys(SUMS.split(), 0) | (sums or {})
     maxima = dict.fromkeys(MAXIMA, 0.0) | (maxima or {})
-    return Facts(means, sums, maxima, list(latencies), {dp_rank: work})
+    return Facts(means, sums, maxima, list(latencies), {dp_rank: work}, {})
 
 
 FIRST_MEANS = columns("""

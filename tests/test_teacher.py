@@ -23,8 +23,7 @@ from tests.support.plain import make_model, make_samples, plain_logprobs
 from tests.support.vision import make_vision_model
 from tests.workers.parallel import actor_config, balanced, set_constants, weights_of
 from tests.workers.start import train_layouts
-from training.model import check_models
-from training.teacher import largest_differences
+from training.teacher import check_teacher, largest_differences
 
 TEMPERATURE = 0.8  # actor_config's
 LARGER = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4)
@@ -155,6 +154,7 @@ def test_an_answer_without_judges_is_worth_nothing():
 REFUSED = {
     ("grpo", "--teacher", "t", "--rule", "right"): "needs kl_coef above 0 with --teacher",
     ("distill", "--rule", "right"): "needs a --teacher",
+    ("grpo",): "needs a --judge, a --rule or an --environment: what an answer is worth",
     ("grpo", "kl_coef=0.1", "--teacher", "t"): "needs a --judge, a --rule or an --environment",
 }
 
@@ -175,7 +175,7 @@ def tokenized(path: str | Path, tokens: int = 0) -> str:
 
 def check(student: str, teacher: str) -> None:
     given = ["--preset", "tiny", "--model", student, "--teacher", teacher, "--algorithm", "distill"]
-    check_models(parse_config(given))
+    check_teacher(parse_config(given))
 
 
 def test_a_teacher_has_the_students_tokens(tmp_path):

@@ -328,10 +328,6 @@ def check_models(
     check_directory(config.model, "--model", hf, scores)
     if config.critic:
         check_critic(placement.critic.sized(config) if placement else config, hf)
-    if config.teacher:
-        from training.teacher import check_teacher
-
-        check_teacher(placement.reference.sized(config) if placement else config, hf)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)

@@ -16,9 +16,10 @@ from training import model as models
 SHOWN = 10  # tokens of an answer in samples.jsonl
 
 
-def check_teacher(config: Config, student: dict) -> None:
-    """UserError unless --teacher can read all that --model writes. student: the config of --model."""
+def check_teacher(config: Config) -> None:
+    """UserError unless --teacher can read all that --model writes. config: of the teacher's sizes."""
     where = f"--teacher {config.teacher}"
+    student = models.read_hf_config(config.model)
     hf = models.read_hf_config(config.teacher, "--teacher")
     models.check_directory(config.teacher, "--teacher", hf, scores=False)
     models.check_sizes(hf, config, "--teacher")
