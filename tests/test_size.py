@@ -32,7 +32,9 @@ MOST = {
     "exercises": 185,  # a row of their table takes ten
     "tests": 15_350,  # those of adapters took 330, of a teacher 240
 }
-MOST_WORDS = 14_400  # of docs/, without the pages that a command writes; LoRA took 290, a teacher 440
+MOST_WORDS = (
+    14_400  # of docs/, without the pages that a command writes; LoRA took 290, a teacher 440
+)
 MOST_FLAGS = 63
 MOST_ROOT_FILES, MOST_COLUMNS = 18, 110
 LAYERS = (  # each may import what stands below it, and its own line
