@@ -29,11 +29,21 @@ def check_scores(samples, algorithm):
             assert sample.advantages == [score] * len(sample.response)
 
 
+def check_distilled(samples, algorithm):
+    """What the teacher finds likelier, token by token; a judge's reward at the last one."""
+    for sample in samples.values():
+        pairs = zip(sample.reference_logprobs, sample.policy_logprobs, strict=True)
+        expected = [algorithm.kl_coef * (teacher - student) for teacher, student in pairs]
+        expected[-1] += sample.reward
+        assert sample.advantages == pytest.approx(expected, abs=1e-9)
+
+
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
     """With its critics and a reference, each asked once a step, before the update."""
-    controllers, _ = simulate(mode, size, tp=tp, algorithm=(row, "kl_coef=0.1"))
+    teacher = {} if ALGORITHMS[row].needs_reward else {"teacher": "T"}
+    controllers, _ = simulate(mode, size, tp=tp, algorithm=(row, "kl_coef=0.1"), **teacher)
     for c in controllers:
         assert [critic.name for critic in c.devices.critics] == list(ALGORITHMS[row].critics)
         assert [model.log for model in c.devices.references] == [["reference"] * 3]
@@ -45,6 +55,8 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
             assert not any(batch.filtered for batch in batches_of(controllers, step))
         if algorithm.whiten:
             check_whitened(samples)
+        elif not algorithm.needs_reward:
+            check_distilled(samples, algorithm)
         else:
             check_scores(samples, algorithm)
         assert len({sample.advantages[0] for sample in samples.values()}) > 1
