@@ -244,8 +244,8 @@ ALGORITHMS = {
     "gspo": Algorithm(group_norm, gspo_loss, mean="sequence", clip_low=3e-4, clip_high=4e-4),
     "cispo": Algorithm(group_norm, cispo_loss, clip_low=1.0),
     "ppo": Algorithm(raw, clipped_loss, critics=("reward",), **WITH_GAE),
-    "distill": Algorithm(raw, clipped_loss, **DISTILLED),
     "safe_rlhf": Algorithm(raw, clipped_loss, **CONSTRAINED, **WITH_GAE),
+    "distill": Algorithm(raw, clipped_loss, **DISTILLED),
 }
 
 

@@ -130,9 +130,6 @@ class Rewards:
         """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once."""
         if sample.finish == "lost":
             return
-        if not self._sources:
-            sample.reward = 0.0  # a teacher says what its tokens are worth
-            return
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
         found = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
         said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}
@@ -150,9 +147,11 @@ class Rewards:
         rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
         costs = [value for source, value in values.items() if source.signal == "cost"]
         verdicts = [values[judge] for judge in self.judges if judge.says_verdict]
-        sample.reward = weighted_mean(*zip(*rewards, strict=True))
-        part = self._weights.get(ENVIRONMENT, 0.0) / sum(weight for _, weight in rewards)
-        sample.turn_rewards = [part * earned for earned in sample.earned]
+        sample.reward = 0.0  # where a teacher alone says what tokens are worth
+        if rewards:
+            sample.reward = weighted_mean(*zip(*rewards, strict=True))
+            part = self._weights.get(ENVIRONMENT, 0.0) / sum(weight for _, weight in rewards)
+            sample.turn_rewards = [part * earned for earned in sample.earned]
         sample.cost = math.fsum(costs) if costs else None
         sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
 

@@ -349,6 +349,13 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     memory.check_fits(config, *placed)
 
 
+def test_a_teacher_that_does_not_fit_is_named(models, device_of):
+    config = settings(models["7B"], "--teacher", models["32B"], "--algorithm", "distill")
+    device_of(85e9)
+    with pytest.raises(UserError, match=r"GB, \d+\.\d for the teacher's pass, and 85\.0 are free"):
+        memory.check_fits(config, *place(config, 8))
+
+
 @pytest.mark.parametrize("recompute,measured", [(0, 25.78e9), (AS_FITS, 12.07e9)])
 def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
     """By gpu_worker.py's `pass`, of gpu_model.py's widths, on an H100 (docs/gpu.md): within 6 %."""

@@ -15,8 +15,9 @@ from algorithms import algorithm_of, set_advantages
 from config import parse_config
 from examples.make_demo.closing import close
 from examples.make_demo.models import VISION, character_tokenizer
+from genrm import Judgement
 from modes import place
-from rewards import Rewards
+from rewards import Rewards, Rule
 from runtime.errors import UserError
 from sample import Outcome, Sample
 from tests.support.plain import make_model, make_samples, plain_logprobs
@@ -140,15 +141,21 @@ def test_a_run_reads_the_teacher_and_leaves_it_as_it_is(models, single_rank):
     close(student)
 
 
-def test_an_answer_without_judges_is_worth_nothing():
-    """Only its tokens are, to the teacher."""
+@pytest.mark.parametrize("cost", [None, 5.0])
+def test_an_answer_without_judges_is_worth_nothing(cost):
+    """Only its tokens are, to the teacher. It may cost something."""
     config = parse_config(
         ["--preset", "tiny", "--model", "m", "--teacher", "t", "--algorithm", "distill"]
     )
     assert config.judge == ()
     sample = Sample(0, 0, [1], response=[2], finish="stop")
-    asyncio.run(Rewards(config, [], [], str).score(sample, None))
-    assert sample.reward == 0 and sample.verdict is None
+
+    async def ask(seen):
+        return Judgement("", cost)
+
+    rules = [] if cost is None else [Rule("cost", ask)]
+    asyncio.run(Rewards(config, [], rules, lambda tokens, special=False: "").score(sample, None))
+    assert (sample.reward, sample.cost, sample.verdict) == (0, cost, None)
 
 
 REFUSED = {
