@@ -130,7 +130,8 @@ class Models(NamedTuple):
     """The models that are trained, or read for training, and the way of the weights to the engines."""
 
     trainers: list[Trainer]  # the actor, then the critics
-    references: list[Trainer]  # one that never learns, if the KL to the start weights is asked for
+    # what a KL is to, if there is one: a frozen model, or the actor, which has adapters to switch off
+    references: list[Trainer]
     route: Route | None = None  # of a push between ranks
 
 

@@ -20,7 +20,15 @@ from inputs.hf_directory import checkpoint_shapes
 from runtime.errors import UserError
 from tests.support.plain import make_model, make_samples, plain_logprobs
 from tests.support.vision import CLASSES, make_vision_model
-from tests.workers.parallel import actor_config, balanced, far, save, set_constants, weights_of
+from tests.workers.parallel import (
+    actor_config,
+    balanced,
+    far,
+    gathered,
+    save,
+    set_constants,
+    weights_of,
+)
 from tests.workers.start import trained_by_tier
 from training import lora
 from training.hf_weights import global_parameters
@@ -161,6 +169,7 @@ def train(known: dict, sizes: dict, path: str) -> dict:
         folder = folder.with_name(f"result.{resumes}")
     actor = Actor(config, known["model_dir"])
     counted = lora.memory_of(checkpoint_shapes(known["model_dir"]), RANK, config, actor.dp_size)
+    base = {name: weight.detach().clone() for name, weight in global_parameters(actor.gpt)}
     found = {"first": weights_of(actor), "counted": counted, "differences": [], "kl": []}
     adapters = actor.gpt.adapters.parameters.values()
     found["numbers"] = sum(tensor.numel() for tensor in adapters)
@@ -179,7 +188,8 @@ def train(known: dict, sizes: dict, path: str) -> dict:
         found["differences"].append(metrics["train/engine_logprob_diff_max"])
         found["kl"].append(metrics["train/reference_kl"])
     found |= {"weights": weights_of(actor), "version": actor.version}
-    found["base"] = {name: weight.detach().clone() for name, weight in global_parameters(actor.gpt)}
+    after = dict(global_parameters(actor.gpt))
+    found["base_stays"] = gathered(all(torch.equal(base[name], after[name]) for name in base))
     found["export"] = Path(f"{path}.hf")
     actor.export(found["export"])
     close(actor)
@@ -220,6 +230,7 @@ def test_the_weights_of_model_stay(trained, models, name):
     found, known = trained(name), models[(FIRST | OTHERS)[name][0]]
     for key, tensor in found["first"].items():
         assert torch.equal(tensor, known["first"][key]), key
+    assert all(found["base_stays"])
     matrices = [key for key in found["first"] if lora.MATRIX.search(key)]
     assert len(matrices) == 7 * 2
     for key in found["first"].keys() - {*matrices}:

@@ -181,8 +181,8 @@ def tokenized(path: str | Path, tokens: int = 0) -> str:
 
 
 def check(student: str, teacher: str) -> None:
-    given = ["--preset", "tiny", "--model", student, "--teacher", teacher, "--algorithm", "distill"]
-    check_teacher(parse_config(given))
+    given = ["--model", student, "--teacher", teacher, "--algorithm", "distill"]
+    check_teacher(parse_config([*given, "--max-new-tokens", "20", "--max-model-len", "100"]))
 
 
 def test_a_teacher_has_the_students_tokens(tmp_path):
@@ -210,6 +210,9 @@ def test_a_teacher_has_the_students_tokens(tmp_path):
         UserError, match=r"^--teacher .*special: its tokenizer has other special tokens"
     ):
         check(student, special)
+    window = model("window", max_position_embeddings=80)
+    with pytest.raises(UserError, match="reads 80 tokens, and prompt and answer may have 100"):
+        check(student, window)
     with pytest.raises(
         UserError, match=r"^--teacher .*nowhere: not a Hugging Face model directory"
     ):

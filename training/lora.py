@@ -44,7 +44,7 @@ MATRIX = re.compile(r"layers\.\d+\.\w+\.([a-z])\w*_proj\.weight$")
 
 
 def check_rank(config: Config, hf: dict) -> None:
-    """UserError if a matrix of --model doesn't have --lora rows and columns."""
+    """UserError if a matrix of --model, q, k and v as one, doesn't have --lora rows and columns."""
     heads = hf["num_attention_heads"]
     width = heads * (hf.get("head_dim") or hf["hidden_size"] // heads)
     least = min(hf["hidden_size"], hf["intermediate_size"], width)
@@ -54,7 +54,8 @@ def check_rank(config: Config, hf: dict) -> None:
 
 def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """W + s B A in float32, rounded once. B of zeros leaves W as it is, bit for bit."""
-    return torch.addmm(weight.float(), b, a, alpha=ALPHA / len(a)).to(weight.dtype)
+    total = weight.to(torch.float32, copy=True)
+    return total.addmm_(b, a, alpha=ALPHA / len(a)).to(weight.dtype)
 
 
 class MergedLinear(torch.autograd.Function):
@@ -183,7 +184,8 @@ class Adapters(dict[str, Adapter]):
     def describe(self, model_dir: str, folder: Path) -> None:
         """Write what PEFT reads beside the tensors, to put them on top of --model."""
         facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
-        facts |= {"base_model_name_or_path": model_dir, "r": self.rank, "lora_alpha": ALPHA}
+        facts |= {"base_model_name_or_path": str(Path(model_dir).resolve())}
+        facts |= {"r": self.rank, "lora_alpha": ALPHA}
         facts["target_modules"] = [f"{part}_proj" for part in PARTS]
         if self.gpt.family.tower:
             facts["exclude_modules"] = r".*\bvisual\..*"

@@ -8,6 +8,7 @@ log p_teacher - log p_student: the student moves toward the teacher in the state
 from typing import NamedTuple
 
 from config import Config
+from engines.server import context_length
 from inputs import tokenization
 from runtime.errors import UserError
 from sample import Sample
@@ -23,6 +24,10 @@ def check_teacher(config: Config) -> None:
     hf = models.read_hf_config(config.teacher, "--teacher")
     models.check_directory(config.teacher, "--teacher", hf, scores=False)
     models.check_sizes(hf, config, "--teacher")
+    longest = context_length(config.model, config)
+    if hf["max_position_embeddings"] < longest:
+        most = f"it reads {hf['max_position_embeddings']} tokens"
+        raise UserError(f"{where}: {most}, and prompt and answer may have {longest}")
     own, others = map(tokenization.load_tokenizer, (config.model, config.teacher))
     if different := own.get_vocab().items() ^ others.get_vocab().items():
         raise UserError(f"{where}: {min(different)[0]!r} isn't the token it is for --model")
