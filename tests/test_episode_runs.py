@@ -53,7 +53,9 @@ class Environment:
 '''
 # so that a cut-off finds episodes in the middle
 SLOW = HINT.replace("import json\n", "import json\nimport time\n")
-SLOW = SLOW.replace("self.hints = ", "self.wait_s = 0.1 * (seed % 5)\n        self.hints = ")
+SLOW = SLOW.replace(
+    "self.hints = ", "self.wait_s = 0.5 * (sample.prompt_id % 6 == 0)\n        self.hints = "
+)
 SLOW = SLOW.replace("        if text.ends", "        time.sleep(self.wait_s)\n        if text.ends")
 RECORD = """
 import json
