@@ -55,6 +55,7 @@ class Actor(Trainer):
         super().__init__(config, model_dir, groups, learns=learns)
 
     def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
+        """With --lora the optimizer has only the parameters of adapters, which freeze all others."""
         if self.config.lora:
             from training.lora import Adapters
 

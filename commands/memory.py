@@ -67,7 +67,7 @@ def host_parts(config: Config, placement: Placement, splits: list[Split], here: 
             # with CUDA the host has what sleeps, in pinned memory
             if config.device == "cpu" or (waits and is_state):
                 parts[part] = max(parts[part], size) if takes_turns else parts[part] + size
-            # a process writes them as they were, while the rank changes them; not what adapters leave alone
+            # a process writes what the rank changes meanwhile; with adapters the weights don't change
             is_saved = is_state and not (part == "weights" and "adapters" in model.parts)
             if saves and is_saved and "optimizer" in model.parts:
                 shape = placement.critic if name.endswith("critic") else placement.actor

@@ -243,7 +243,7 @@ def test_the_weights_of_model_stay(trained, models, name):
 
 @pytest.mark.parametrize("name", [name for name in FIRST if "resumed" not in name])
 def test_the_reference_is_the_actor_without_adapters(trained, name):
-    """Its KL is 0 before the first update, and only then; the adapters are on again behind its pass."""
+    """Its KL is 0 before the first update, and only then; its pass leaves the adapters on."""
     first, *later = trained(name)["kl"]
     assert first == 0 and all(kl > 0 for kl in later)
 
@@ -313,7 +313,7 @@ def test_an_engine_without_the_push_is_found_out(make_actor, model_dir, monkeypa
 
 @pytest.mark.parametrize("recompute", [0, 2])
 def test_every_a_and_b_learns(make_actor, model_dir, recompute):
-    """Those of blocks that are computed again, too, though no weight behind their input learns."""
+    """Even in blocks that are computed again, whose input comes from frozen weights."""
     actor = make_actor(model_dir, recompute=recompute)
     before = {name: x.detach().clone() for name, x in actor.gpt.adapters.parameters.items()}
     assert len(before) == 2 * 4 * 2
@@ -323,7 +323,7 @@ def test_every_a_and_b_learns(make_actor, model_dir, recompute):
 
 
 def test_a_checkpoint_holds_a_b_and_moments_in_float32(make_actor, model_dir, tmp_path):
-    """Of a bfloat16 model, too; what is frozen isn't in it."""
+    """Even for a bfloat16 model. It doesn't hold what is frozen."""
     actor = make_actor(model_dir, dtype="bfloat16", lr=1e-2)
     learn(actor)
     save(actor, tmp_path / "saved")

@@ -82,7 +82,7 @@ def train(known: dict, sizes: tuple[dict, dict], path: str) -> dict:
 
 
 def test_advantages_are_those_of_transformers_in_float64(models, tmp_path):
-    """log p_teacher - log p_student of each token, whatever comes behind it, on any ranks."""
+    """log p_teacher - log p_student of each token, whatever follows it, on any ranks."""
     known = {"student": models[0], "teacher": models[1], "samples": on_policy(models[0])}
     found = train_layouts("tests.test_teacher", tmp_path, LAYOUTS, {"models": known})
     exact = [AutoModelForCausalLM.from_pretrained(path).double() for path in models]
@@ -173,7 +173,7 @@ def test_a_teacher_and_a_kl_go_together(given):
 
 
 def tokenized(path: str | Path, tokens: int = 0) -> str:
-    """Give a directory the demo's tokenizer, with so many tokens more."""
+    """Give a directory the demo's tokenizer. tokens: how many more it has."""
     tokenizer = character_tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(tokens)])
     tokenizer.save_pretrained(path)

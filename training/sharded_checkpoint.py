@@ -172,9 +172,10 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
     mpu.set_data_parallel_rank(group.rank())  # a tied copy asks nobody else
     for module in trainer.gpt.modules():
         vars(module).setdefault("tp_group", trainer.groups.tp)  # nor does one without a group
-    shards = trainer.gpt.sharded_state_dict(metadata={"dp_cp_group": group}).values()
     if trainer.gpt.adapters:
         shards = trainer.gpt.adapters.shards(group)  # all else is --model's
+    else:
+        shards = trainer.gpt.sharded_state_dict(metadata={"dp_cp_group": group}).values()
     for shard in shards:
         if not isinstance(shard, Shard):
             continue

@@ -43,7 +43,7 @@ OVERLAPS = torch.cuda.is_available()
 # an export has these of its model's directory: of tokenizer and processor, how it generates, its license
 COPIED = """tokenizer*.json special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
 chat_template.* additional_chat_templates/* *processor_config.json generation_config.json LICENSE* NOTICE*"""
-ADAPTER = "adapter/adapter_model.safetensors"  # of an export, for PEFT
+ADAPTER = "adapter/adapter_model.safetensors"  # PEFT reads it
 
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
