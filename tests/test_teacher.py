@@ -194,7 +194,7 @@ def test_a_teacher_has_the_students_tokens(tmp_path):
     check(student, model("same", hidden_size=64, vocab_size=96))
     other = model("other", tokens=1)
     with pytest.raises(
-        UserError, match=r"^--teacher .*other: '<0>' isn't the token it is for --model$"
+        UserError, match=r"^--teacher .*other: its token '<0>' isn't one of --model$"
     ):
         check(student, other)
     short = model("short", vocab_size=70)

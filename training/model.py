@@ -337,17 +337,22 @@ def check_models(
 def check_critic(config: Config, actor: dict) -> None:
     """UserError unless --critic is a value model of the actor's tokens, and the sizes fit."""
     hf = read_hf_config(config.critic, "--critic")
-    where = f"--critic {config.critic}"
     check_directory(config.critic, "--critic", hf, scores=True)
-    actors = tokenization.load_tokenizer(config.model).get_vocab()
-    own = tokenization.load_tokenizer(config.critic).get_vocab()
-    if strange := actors.items() - own.items():
+    check_reads_policy(config, config.critic, "--critic", hf, actor)
+
+
+def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy: dict) -> None:
+    """UserError unless a model reads all that --model writes, and sizes fit. hf, policy: their configs."""
+    where = f"{setting} {path}"
+    policys = tokenization.load_tokenizer(config.model).get_vocab()
+    own = tokenization.load_tokenizer(path).get_vocab()
+    if strange := policys.items() - own.items():
         raise UserError(f"{where}: {min(strange)[0]!r} isn't the token it is for --model")
-    if hf["vocab_size"] < actor["vocab_size"]:
-        raise UserError(f"{where}: it has fewer tokens than --model, {actor['vocab_size']}")
-    if "vision" in actor and "vision" not in hf:
+    if hf["vocab_size"] < policy["vocab_size"]:
+        raise UserError(f"{where}: it has fewer tokens than --model, {policy['vocab_size']}")
+    if "vision" in policy and "vision" not in hf:
         raise UserError(f"{where}: it sees no images, and --model does")
-    check_sizes(hf, config, "--critic")
+    check_sizes(hf, config, setting)
 
 
 def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection) -> GPTModel:
