@@ -22,7 +22,7 @@ from sample import Key, Sample, flat
 from training import lm_head
 from training import model as models
 from training.groups import Groups
-from training.packing import NO_TARGET, MicroBatch, Sequence
+from training.packing import MicroBatch, Sequence
 from training.trainer import (
     LossSums,
     OptimizerStep,
@@ -218,7 +218,7 @@ def policy_loss(
 
     read: log-probabilities and entropies of its targets. targets: of its mini-batch. hidden: [1, T, hidden].
     """
-    targets = targets.at(batch.slots[batch.slots != NO_TARGET])
+    targets = targets.at(batch.slots)
     logprobs, entropy = read(batch, hidden)
     log_ratio = logprobs.detach() - targets.engine_logprobs
     old_logprobs, importance = importance_weights(targets, algorithm, logprobs.detach())

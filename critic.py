@@ -20,7 +20,7 @@ from scheduling.pipeline import schedule_of
 from training import hf_weights, lm_head
 from training import model as models
 from training.groups import Groups
-from training.packing import NO_TARGET, MicroBatch
+from training.packing import MicroBatch
 from training.trainer import (
     LossSums,
     OptimizerStep,
@@ -106,9 +106,8 @@ class Critic(Trainer):
 
     def _loss(self, returns: Tensor, old: Tensor, batch: MicroBatch, output: Tensor) -> LossSums:
         """The loss of a micro-batch. returns, old: [slots] of its mini-batch, see packing.MicroBatch."""
-        slots = batch.slots[batch.slots != NO_TARGET]
-        returns = returns[slots]
-        old = old[slots]
+        returns = returns[batch.slots]
+        old = old[batch.slots]
         values = self.read_targets(batch, output)
         loss, clipped = value_loss(values, old, returns, self.algorithm.value_clip)
         returns = returns.double()  # a variance is a small difference of the sums
@@ -120,11 +119,11 @@ class Critic(Trainer):
             "errors": errors.sum(),
             "errors_squared": (errors**2).sum(),
         }
-        return loss_sums(loss.sum(), len(slots), stats)
+        return loss_sums(loss.sum(), len(returns), stats)
 
     def read_targets(self, batch: MicroBatch, values: Tensor) -> Tensor:
         """The value of the state before each target, in float32. values: [1, T, 1] -> [targets]."""
-        return values[0, batch.slots != NO_TARGET, 0].float()
+        return values[0, batch.reads, 0].float()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         named = super().named_weights()  # called now, not on iteration: it asserts a critic awake

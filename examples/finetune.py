@@ -44,7 +44,7 @@ from runtime.errors import UserError
 from runtime.out_folder import archive
 from runtime.world import raise_on_all
 from sample import Sample
-from scheduling.balance import packed_length, plan_batch
+from scheduling.balance import Measure, packed_length, plan_batch
 from scheduling.layout import Placement
 from scheduling.pipeline import schedule_of
 from training.memory import with_micro_batch
@@ -137,7 +137,8 @@ def pair_loss(critic: Critic, batch: MicroBatch, output: Tensor) -> LossSums:
 
     r: the scalar head at the last token. InstructGPT (arXiv 2203.02155), section 3.5, equation 1.
     """
-    rewards = critic.read_targets(batch, output)  # of a pair the chosen first
+    # in the order of the slots: of a pair the chosen first
+    rewards = critic.read_targets(batch, output)[batch.slots.argsort()]
     chosen = rewards[::2]
     rejected = rewards[1::2]
     margin = chosen - rejected
@@ -187,7 +188,8 @@ class Learner:
         """This rank's micro-batches."""
         trainer = self.trainer
         rooms = {(n, 0): room(each) + 1 for n, each in enumerate(examples)}
-        [plan] = plan_batch(rooms, trainer.cost, trainer.config, trainer.dp_size)[trainer.dp_rank]
+        measure = Measure(rooms, trainer.cost)
+        [plan] = plan_batch(measure, trainer.config, trainer.dp_size)[trainer.dp_rank]
         micro_batches = []
         for keys in plan:
             micro_batches.append([sample for n, _ in keys for sample in examples[n]])

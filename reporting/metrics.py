@@ -249,7 +249,6 @@ class Facts(NamedTuple):
     sums: dict[str, int]
     maxima: dict[str, float]
     latencies: list[float]  # of judgements, seconds
-    work: dict[int, int]  # data-parallel rank -> what it trained on, in multiply-adds
     differences: dict[Key, list[Difference]]  # from a teacher
 
 
@@ -303,15 +302,13 @@ def local_facts(
         "rollout/waves": float(batch.waves),  # as all other controllers
         "sync/received_mb": c.devices.received_bytes / 1e6,
     }
-    actor = c.devices.actor
-    work = {actor.dp_rank: sum(actor.cost(len(s.prompt) + s.begun) for s in samples)}
     differences = {}
     if c.config.teacher:
         from training import teacher
 
         shown = [sample for sample in samples if sample.index < c.config.log_samples]
         differences = {sample.key: teacher.largest_differences(sample) for sample in shown}
-    return Facts(means, sums, maxima, batch.latencies, work if actor.holds else {}, differences)
+    return Facts(means, sums, maxima, batch.latencies, differences)
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
@@ -332,8 +329,7 @@ def summarize(facts: list[Facts]) -> dict[str, float]:
     for name, part in (("genrm/p50_s", 0.5), ("genrm/p99_s", 0.99)):
         place = min(len(latencies) - 1, int(part * len(latencies)))
         metrics[name] = latencies[place] if latencies else 0.0
-    work = {rank: work for each in facts for rank, work in each.work.items()}.values()
-    return metrics | {"balance/max_over_mean": max(work) / max(1e-9, fmean(work))}
+    return metrics
 
 
 def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:

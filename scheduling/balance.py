@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,33 +12,83 @@ from sample import Key
 Packing = list[list[int]]  # micro-batches of samples: their places in the list of lengths
 
 
-def plan_batch(
-    tokens: dict[Key, int],
-    cost: Callable[[int], int],
-    config: Config,
-    dp_size: int,
-    image_costs: dict[int, int] | None = None,
-) -> list[list[list[list[Key]]]]:
+class Shared(NamedTuple):
+    """The part of a prompt that its answers share: of several in a micro-batch it is computed once."""
+
+    tokens: int = 0
+    cost: int = 0  # with that of its images
+
+
+class Measure(NamedTuple):
+    """Lengths and costs. tokens: of each sample, prompt and response together; cost(tokens): its work."""
+
+    tokens: dict[Key, int]
+    cost: Callable[[int], int]
+    shared: dict[int, Shared] | None = None  # by prompt_id
+
+    def shared_by(self, key: Key) -> Shared:
+        return self.shared[key[0]] if self.shared else Shared()
+
+    def length(self, keys: list[Key]) -> int:
+        """The tokens of samples in one micro-batch."""
+        prompts = {key[0]: self.shared_by(key).tokens for key in keys}
+        own = sum(packed_length(self.tokens[key]) - self.shared_by(key).tokens for key in keys)
+        return own + sum(prompts.values())
+
+    def work(self, keys: list[Key]) -> int:
+        """The work on samples in one micro-batch."""
+        prompts = {key[0]: self.shared_by(key).cost for key in keys}
+        own = sum(
+            self.cost(self.tokens[key]) - self.cost(self.shared_by(key).tokens) for key in keys
+        )
+        return own + sum(prompts.values())
+
+    def works(self, micro_batches: list[list[Key]]) -> int:
+        return sum(map(self.work, micro_batches))
+
+
+def plan_batch(measure: Measure, config: Config, dp_size: int) -> list[list[list[list[Key]]]]:
     """Plan what each data-parallel rank trains on: keys as [rank][mini-batch][micro-batch][sample].
 
-    tokens: of each sample, prompt and response together; cost(tokens): its work. image_costs, by prompt_id:
-    the work on a prompt's images, which every answer counts in full, though those in one micro-batch share
-    it. The answers of a group spread over all mini-batches. Of each every rank gets the same number of
+    The answers of a group spread over all mini-batches. Of each every rank gets the same number of
     micro-batches, as pipelines need it, which come close in work; some are empty if there are fewer samples.
+    A mini-batch is dealt answer by answer or in whole groups: whichever leaves the slowest rank less work.
     """
-    keys = sorted(tokens)
-    image_costs = image_costs or {}
+    keys = sorted(measure.tokens)
     updates = config.updates_per_step
+    budget = config.max_tokens_per_micro_batch
     plan = [[] for _ in range(dp_size)]
     for first in range(updates):
         mini_batch = keys[first::updates]
-        lengths = [packed_length(tokens[key]) for key in mini_batch]
-        costs = [cost(tokens[key]) + image_costs.get(key[0], 0) for key in mini_batch]
-        packing = pack_evenly(lengths, costs, config.max_tokens_per_micro_batch, dp_size)
-        by_rank = karmarkar_karp(sums(costs, packing), dp_size)
-        for rank, numbers in enumerate(by_rank):
-            plan[rank].append([list(map(mini_batch.__getitem__, packing[n])) for n in numbers])
+        ways = ([[key] for key in mini_batch], whole_groups(mini_batch, measure, budget))
+        deals = [deal_units(units, measure, budget, dp_size) for units in ways]
+        best = min(deals, key=lambda shares: max(map(measure.works, shares)))
+        for rank, micro_batches in enumerate(best):
+            plan[rank].append(micro_batches)
     return plan
+
+
+def whole_groups(keys: list[Key], measure: Measure, budget: int) -> list[list[Key]]:
+    """Put answers that share a part of a prompt together, as many as the budget has room for."""
+    units: list[list[Key]] = []
+    for key in keys:
+        is_next = units and units[-1][0][0] == key[0] and measure.shared_by(key).tokens
+        if is_next and measure.length([*units[-1], key]) <= budget:
+            units[-1].append(key)
+        else:
+            units.append([key])
+    return units
+
+
+def deal_units(
+    units: list[list[Key]], measure: Measure, budget: int, dp_size: int
+) -> list[list[list[Key]]]:
+    """Deal units, which stay whole, in equal work: [rank][micro-batch][sample]."""
+    lengths = list(map(measure.length, units))
+    packing = pack_evenly(lengths, list(map(measure.work, units)), budget, dp_size)
+    micro_batches = [[key for n in numbers for key in units[n]] for numbers in packing]
+    by_rank = karmarkar_karp(list(map(measure.work, micro_batches)), dp_size)
+    return [[micro_batches[n] for n in numbers] for numbers in by_rank]
 
 
 def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> Packing:
@@ -45,8 +96,8 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
 
     Their number is a multiple of `multiple`, near the fewest possible where sequences are short, and always
     less than twice that plus `multiple`. The more even of `karmarkar_karp` and `spread`, which gets along
-    with a few long sequences among many short ones, is taken. The longest come first: attention takes
-    neighbours of equal length together. Where one sequence is over the budget, all may be as long as it.
+    with a few long sequences among many short ones, is taken. Where one sequence is over the budget, all may
+    be as long as it.
     """
     budget = max(budget, *lengths, 1)
 
@@ -61,8 +112,7 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     count = -(-fewest // multiple) * multiple  # rounded up
     while not (found := fitting(count)):  # it ends: in twice the fewest `spread` finds room for all
         count += multiple
-    best = min(found, key=lambda packing: max(sums(costs, packing)))
-    return [sorted(samples, key=lambda sample: -lengths[sample]) for samples in best]
+    return min(found, key=lambda packing: max(sums(costs, packing)))
 
 
 def sums(values: list[int], packing: list[list[int]]) -> list[int]:

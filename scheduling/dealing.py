@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
 from sample import Key, Sample, flat
-from scheduling.balance import plan_batch
+from scheduling.balance import Measure, Shared, plan_batch
 from scheduling.layout import Shape
 
 if TYPE_CHECKING:
@@ -22,20 +23,22 @@ class Sizes(NamedTuple):
 
     # prompt_id -> tokens of each answer, 0 for one that isn't trained on
     lengths: dict[int, list[int]]
-    image_costs: dict[int, int]  # prompt_id -> work on its images
+    shared: dict[int, Shared]  # prompt_id -> what its answers share
     costs: list[float]  # of the samples, where they are a signal
 
     @staticmethod
-    def of(samples: list[Sample], image_cost: Callable[[list[int]], int], has_costs: bool) -> Sizes:
+    def of(
+        samples: list[Sample], shared_of: Callable[[list[int]], Shared], has_costs: bool
+    ) -> Sizes:
         lengths: dict[int, list[int]] = {}
         for sample in sorted(samples, key=lambda sample: sample.key):
             row = lengths.setdefault(sample.prompt_id, [])
             row += [0] * (sample.index - len(row))
             row.append(len(sample.prompt) + sample.begun)
-        work = {sample.prompt_id: image_cost(sample.prompt) for sample in samples}
-        image_costs = {prompt_id: cost for prompt_id, cost in work.items() if cost}
+        prompts = {sample.prompt_id: sample.prompt for sample in samples}
+        shared = {prompt_id: shared_of(prompt) for prompt_id, prompt in prompts.items()}
         costs = [sample.cost for sample in samples] if has_costs else []
-        return Sizes(lengths, image_costs, costs)
+        return Sizes(lengths, shared, costs)
 
     def tokens(self) -> dict[Key, int]:
         rows = self.lengths.items()
@@ -47,6 +50,7 @@ class Deal(NamedTuple):
 
     plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
     copies: dict[Key, list[int]]  # sample -> ranks of the copy that gets it, lead first
+    work: list[int]  # of each data-parallel rank, in multiply-adds of a forward pass
 
 
 def deal(
@@ -58,20 +62,22 @@ def deal(
     """
     tokens = {}
     owners = {}
-    image_costs = {}
+    shared = {}
     for rank, theirs in enumerate(sizes):
-        image_costs |= theirs.image_costs
+        shared |= theirs.shared
         for key, length in theirs.tokens().items():
             assert key not in tokens, "two controllers hold the same sample"
             tokens[key] = length
             owners[key] = rank
+    measure = Measure(tokens, cost, shared)
     deals = {}
     for shape in dict.fromkeys(shapes):
-        plan = plan_batch(tokens, cost, shape.sized(config), shape.dp, image_costs)
+        plan = plan_batch(measure, shape.sized(config), shape.dp)
         copies = {}
         for share, copy in zip(plan, shape.copies, strict=True):
             copies |= dict.fromkeys(flat(share), copy)
-        deals[shape] = Deal(plan, copies)
+        work = [sum(map(measure.works, mini_batches)) for mini_batches in plan]
+        deals[shape] = Deal(plan, copies, work)
     return owners, deals
 
 
@@ -91,3 +97,8 @@ class Shares:
         for mini_batch in self.deals[model.shape].plan[model.dp_rank]:
             mini_batches.append([list(map(self.samples.__getitem__, keys)) for keys in mini_batch])
         return mini_batches
+
+    def imbalance(self, model: Trainer) -> float:
+        """The most work of a data-parallel rank of a model, over the mean."""
+        work = self.deals[model.shape].work
+        return max(work) / max(1, fmean(work))

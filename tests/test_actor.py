@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import fields
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from runtime.errors import UserError
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from tests.support.models import save_model
+from tests.support.packed import sights_of
 from tests.support.plain import (
     CONFIGS,
     LEARNING_RATES,
@@ -42,7 +44,7 @@ from tests.workers.parallel import (
     supervised,
     weights_of,
 )
-from training.packing import NO_TARGET, make_micro_batches
+from training.packing import make_micro_batches
 from training.trainer import Trainer
 
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
@@ -463,28 +465,34 @@ def test_numbers_that_no_rank_saved_are_missed(make_actor, model_dir, tmp_path):
         actor.restore(tmp_path)
 
 
-SEQUENCES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), max_size=12)
+PROMPTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)  # lengths of prompts
+SEQUENCES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 20)), max_size=12)
 
 
-@given(sequences=SEQUENCES, tp_with_sp=st.sampled_from([1, 2]))
-def test_every_response_token_is_a_target_once(sequences, tp_with_sp):
-    """Some micro-batches are empty; each has the tokens that packing counted, and few more for sp."""
+@given(prompts=PROMPTS, sequences=SEQUENCES, tp_with_sp=st.sampled_from([1, 2]))
+def test_every_response_token_is_a_target_once(prompts, sequences, tp_with_sp):
+    """It sees its prompt, which is there once in a micro-batch, and all of its response before it.
+
+    Some micro-batches are empty; few tokens are added for sp.
+    """
     counter = iter(range(1, 10_000))  # every token is different, so that a wrong shift cannot hide
-    sequences = [[[next(counter) for _ in range(n)] for n in lengths] for lengths in sequences]
-    lengths = [packed_length(len(prompt) + len(response)) for prompt, response in sequences]
+    prompts = [[next(counter) for _ in range(length)] for length in prompts]
+    pairs = []
+    for number, length in sequences:
+        pairs.append((prompts[number % len(prompts)], [next(counter) for _ in range(length)]))
+    lengths = [packed_length(len(prompt) + len(response)) for prompt, response in pairs]
     chosen = [[], *pack_evenly(lengths, lengths, 64, multiple=1), []]
-    packed = [[sequences[index] for index in numbers] for numbers in chosen]
-    responses = [token for chosen in packed for _, response in chosen for token in response]
-    seen = []
-    batches = make_micro_batches(packed, tp_with_sp)
-    for batch, chosen_sequences in zip(batches, packed, strict=True):
-        counted = sum(packed_length(len(p) + len(r)) for p, r in chosen_sequences)
-        total = sum(queries for queries, _ in batch.lengths)
-        assert counted <= total <= max(counted, 1) + tp_with_sp - 1
-        chosen = batch.slots != NO_TARGET
-        assert batch.tokens.shape[1] % tp_with_sp == 0 and batch.tokens.shape[1] == total
-        assert torch.equal(batch.tokens[0][chosen] + 1, batch.targets[chosen])
-        slots = batch.slots[chosen].tolist()
-        assert [responses[slot] for slot in slots] == batch.targets[chosen].tolist()
-        seen += slots
-    assert seen == list(range(len(responses)))
+    packed = [[pairs[index] for index in numbers] for numbers in chosen]
+    expected = []
+    for prompt, response in chain(*packed):
+        expected += [(prompt + response[:place], token) for place, token in enumerate(response)]
+    found = {}
+    for batch, own in zip(make_micro_batches(packed, tp_with_sp), packed, strict=True):
+        shown = {prompt[0]: len(prompt) - 1 for prompt, _ in own}
+        counted = sum(shown.values()) + sum(len(response) for _, response in own)
+        assert counted <= batch.tokens.shape[1] <= max(counted, 1) + tp_with_sp - 1
+        assert (
+            batch.tokens.shape[1] % tp_with_sp == 0 and batch.lengths == sorted(batch.lengths)[::-1]
+        )
+        found |= sights_of(batch)
+    assert found == dict(enumerate(expected))

@@ -1,13 +1,23 @@
 """Who trains on what: the plan against brute force and its promises."""
 
 from itertools import chain
+from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import Config
 from sample import flat
-from scheduling.balance import karmarkar_karp, pack_evenly, packed_length, plan_batch
+from scheduling.balance import (
+    Measure,
+    Shared,
+    karmarkar_karp,
+    pack_evenly,
+    packed_length,
+    plan_batch,
+)
+from scheduling.dealing import Deal, Shares
+from scheduling.layout import Shape
 
 
 def cost(tokens: int) -> int:
@@ -52,8 +62,7 @@ def test_even_micro_batches_are_few(lengths, budget, multiple):
     assert len(packed) % multiple == 0 and len(packed) < 2 * sum(lengths) / budget + 1 + multiple
     assert sorted(chain(*packed)) == list(range(len(lengths)))
     for chosen in packed:
-        mine = [lengths[sample] for sample in chosen]
-        assert sum(mine) <= budget and mine == sorted(mine, reverse=True)
+        assert sum(lengths[sample] for sample in chosen) <= budget
 
 
 def test_room_in_a_micro_batch_by_hand():
@@ -70,32 +79,75 @@ def test_a_sequence_over_the_budget_raises_it_for_all():
 KEYS = st.tuples(st.integers(0, 9), st.integers(0, 7))
 
 
+def works(plan, measure) -> list[int]:
+    return [sum(map(measure.works, mini_batches)) for mini_batches in plan]
+
+
 @given(
-    tokens=st.dictionaries(KEYS, st.integers(2, 60), max_size=40),
+    answers=st.dictionaries(KEYS, st.integers(1, 40), max_size=40),
+    prompts=st.lists(st.integers(1, 30), min_size=10, max_size=10),
+    shares=st.booleans(),
     dp_size=st.integers(1, 4),
     updates=st.integers(1, 3),
-    budget=st.integers(64, 256),
+    budget=st.integers(70, 256),
 )
-def test_the_plan(tokens, dp_size, updates, budget):
+def test_the_plan(answers, prompts, shares, dp_size, updates, budget):
     """Every sample once; a mini-batch is every n-th key; equal numbers of micro-batches in the budget."""
-    plan = plan_batch(tokens, cost, config(budget, updates), dp_size)
-    backwards = dict(reversed(tokens.items()))
-    assert plan_batch(backwards, cost, config(budget, updates), dp_size) == plan
+    tokens = {key: prompts[key[0]] + length for key, length in answers.items()}
+    shared = {number: Shared(length - 1, cost(length - 1)) for number, length in enumerate(prompts)}
+    measure = Measure(tokens, cost, shared if shares else None)
+    plan = plan_batch(measure, config(budget, updates), dp_size)
+    backwards = measure._replace(tokens=dict(reversed(tokens.items())))
+    assert plan_batch(backwards, config(budget, updates), dp_size) == plan
     assert len(plan) == dp_size and all(len(mini_batches) == updates for mini_batches in plan)
     for update in range(updates):
         ranks = [mini_batches[update] for mini_batches in plan]
         assert sorted(flat(ranks)) == sorted(tokens)[update::updates]
         assert len({len(micro_batches) for micro_batches in ranks}) == 1 and ranks[0]
         for micro_batch in (m for micro_batches in ranks for m in micro_batches):
-            assert sum(packed_length(tokens[key]) for key in micro_batch) <= budget
+            own = {prompt: prompts[prompt] - 1 for prompt, _ in micro_batch}
+            computed = sum(own.values()) + sum(answers[key] for key in micro_batch)
+            lone = sum(packed_length(tokens[key]) for key in micro_batch)
+            assert measure.length(micro_batch) == (computed if shares else lone) <= budget
+    one_by_one = plan_batch(Measure(tokens, cost), config(budget, updates), dp_size)
+    if updates == 1:
+        assert max(works(plan, measure)) <= max(works(one_by_one, measure))
+
+
+def test_whole_groups_by_hand():
+    """Four prompts of 9 shared tokens, four answers each: a rank gets two groups, and computes 2 x 9 + 8 x 4.
+
+    Of one prompt the ranks get half each: one of them would have all of it to do.
+    """
+    tokens = {(prompt, index): 14 for prompt in range(4) for index in range(4)}
+    measure = Measure(tokens, lambda length: length, dict.fromkeys(range(4), Shared(9, 9)))
+    plan = plan_batch(measure, config(1000), 2)
+    prompts = [{prompt for prompt, _ in flat(share)} for share in plan]
+    assert list(map(len, prompts)) == [2, 2] and not prompts[0] & prompts[1]
+    # each answer's last prompt token, and 4 of its own: the last token is only a target
+    assert works(plan, measure) == [2 * 9 + 8 * 5] * 2
+    [micro_batch] = plan[0][0]
+    assert measure.length(micro_batch) == 2 * 9 + 8 * 4
+    one = measure._replace(tokens={(0, index): 14 for index in range(4)})
+    assert [len(flat(share)) for share in plan_batch(one, config(1000), 2)] == [2, 2]
+    # 9 + 2 * 4 tokens: of each group two answers, and two of another micro-batch
+    [parts, _] = plan_batch(measure, config(17), 2)
+    assert {len(micro_batch) for micro_batch in parts[0]} == {2}
 
 
 def test_the_work_on_images_is_balanced_too():
     """Of 12 answers of equal length 4 are to prompts with images: every rank gets 2 of these."""
     tokens, dear = {(prompt, 0): 10 for prompt in range(12)}, dict.fromkeys((0, 2, 4, 6), 70)
 
-    def shares(image_costs) -> list[int]:
-        plan = plan_batch(tokens, lambda length: length, config(1000), 2, image_costs)
+    def shares(shared) -> list[int]:
+        plan = plan_batch(Measure(tokens, lambda length: length, shared), config(1000), 2)
         return [sum(prompt in dear for prompt, _ in flat(share)) for share in plan]
 
-    assert shares(dear) == [2, 2] != shares(None)
+    with_images = {prompt: Shared(5, 5 + dear.get(prompt, 0)) for prompt in range(12)}
+    assert shares(with_images) == [2, 2] != shares(None)
+
+
+def test_imbalance_by_hand():
+    shape = Shape.of(Config(max_new_tokens=1), (0, 1))
+    shares = Shares({shape: Deal([], {}, [100, 300])}, {}, [])
+    assert shares.imbalance(SimpleNamespace(shape=shape)) == 1.5

@@ -31,9 +31,10 @@ from tests.support.fakes import (
     to_text,
 )
 from tests.support.models import save_tokenizer
+from tests.support.packed import sights_of
 from tests.support.templates import CODER, LLAMA3, MISTRAL, QWEN3
 from tests.test_rewards import says, score
-from training.packing import NO_TARGET, Sequence, make_micro_batches
+from training.packing import Sequence, make_micro_batches
 
 
 def turn(role, content, **more):
@@ -126,14 +127,14 @@ def test_a_mask_fits_the_tokens_and_a_reply_is_no_target(turns, tp):
     """Each of the policy's tokens is a target once, in their order, behind all that came before it."""
     sequences = [episode(number, each) for number, each in enumerate(turns)]
     [batch] = make_micro_batches([sequences], tp)
-    columns = batch.tokens[0].tolist(), batch.targets.tolist(), batch.slots.tolist()
-    found = [(slot, target) for _, target, slot in zip(*columns, strict=True) if slot != NO_TARGET]
-    assert found == [*enumerate(token for each in sequences for token in each.response)]
-    start = 0
-    for sequence, (length, _) in zip(sequences, batch.lengths, strict=True):
-        own = columns[0][start : start + length]
-        assert own[: len(sequence.tokens) - 1] == sequence.tokens[:-1]
-        start += length
+    expected = []
+    for sequence in sequences:
+        end = len(sequence.prompt)
+        for part, is_own in sequence.parts()[1:]:
+            places = range(end, end + len(part)) if is_own else ()
+            expected += [(sequence.tokens[:place], sequence.tokens[place]) for place in places]
+            end += len(part)
+    assert sights_of(batch) == dict(enumerate(expected))
 
 
 def test_an_episode_by_hand():
@@ -143,7 +144,7 @@ def test_an_episode_by_hand():
     assert sample.tokens == [1, 2, 3, 4, 8, 9, 5] and sample.last_turn == [5] and sample.begun == 5
     [batch] = make_micro_batches([[Sequence([1, 2], [3, 4, 5], (), sample.replies)]], 1)
     assert batch.tokens.tolist() == [[1, 2, 3, 4, 8, 9]]
-    assert batch.slots.tolist() == [-1, 0, 1, -1, -1, 2]
+    assert batch.reads.tolist() == [1, 2, 5] and batch.slots.tolist() == [0, 1, 2]
     assert sample_from_json(json.loads(json.dumps(vars(sample)))) == sample
 
 

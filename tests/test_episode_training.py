@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from algorithms import algorithm_of
 from sample import Reply, Sample
+from tests.support.packed import sights_of
 from tests.support.plain import LEARNING_RATES, VOCAB, copies, make_model, plain_steps
 from tests.workers.parallel import actor_config, balanced, far, gathered, train_on, weights_of
 from tests.workers.start import train_layouts
-from training.packing import NO_TARGET, Sequence, make_micro_batches
+from training.packing import Sequence, make_micro_batches
 
 LAYOUTS = {  # name -> family, ranks, sizes
     "one": ("qwen3", 1, {}),
@@ -195,15 +196,10 @@ def test_packed_targets_are_the_policys_tokens(rng, count, tp_with_sp):
     sequences = [Sequence(s.prompt, s.response, (), s.replies) for s in episodes]
     [batch] = make_micro_batches([sequences], tp_with_sp)
     assert batch.tokens.shape[1] % tp_with_sp == 0
-    found, start = [], 0
-    for sample, (length, _) in zip(episodes, batch.lengths, strict=True):
+    expected = []
+    for sample in episodes:
         tokens, own = woven(sample)
-        read = batch.tokens[0, start : start + len(tokens) - 1].tolist()
-        assert [*read, tokens[-1]] == tokens == sample.tokens
-        places = [start + place - 1 for place in range(1, len(tokens)) if own[place]]
-        assert batch.targets[places].tolist() == sample.response
-        found += places
-        start += length
-    slots = batch.slots.tolist()
-    assert [slots[place] for place in found] == list(range(len(found)))
-    assert slots.count(NO_TARGET) == len(slots) - len(found)
+        assert tokens == sample.tokens
+        places = [place for place in range(len(sample.prompt), len(tokens)) if own[place]]
+        expected += [(tokens[:place], tokens[place]) for place in places]
+    assert sights_of(batch) == dict(enumerate(expected))

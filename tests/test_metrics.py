@@ -50,11 +50,11 @@ def columns(text: str) -> dict[str, list[float]]:
     return {name: [float(number) for number in row.split(",") if number] for name, row in words}
 
 
-def facts(means=None, sums=None, maxima=None, latencies=(), dp_rank=0, work=0):
+def facts(means=None, sums=None, maxima=None, latencies=()):
     means = {name: [] for name in MEANS.split()} | (means or {})
     sums = dict.fromkeys(SUMS.split(), 0) | (sums or {})
     maxima = dict.fromkeys(MAXIMA, 0.0) | (maxima or {})
-    return Facts(means, sums, maxima, list(latencies), {dp_rank: work}, {})
+    return Facts(means, sums, maxima, list(latencies), {})
 
 
 FIRST_MEANS = columns("""
@@ -65,7 +65,7 @@ FIRST_MEANS = columns("""
     cost/unfiltered_mean=0.5,1""")
 FIRST_SUMS = {"rollout/tokens": 200, "rollout/tokens_trained": 100, "rollout/tokens_filtered": 110}
 FIRST_MAXIMA = dict(zip(MAXIMA, (60.0, 4.0, 3.0, 1.0), strict=True))
-FIRST = facts(FIRST_MEANS, FIRST_SUMS, FIRST_MAXIMA, [0.1, 0.4], dp_rank=0, work=300)
+FIRST = facts(FIRST_MEANS, FIRST_SUMS, FIRST_MAXIMA, [0.1, 0.4])
 SECOND_MEANS = columns("""
     reward/mean=1,1,0,1 reward/unfiltered_mean=1,1,0,1,1 reward/zero_std_frac=0,0,0,1,1
     rollout/response_len_mean=10,10,10,10,10,90 rollout/trained_len_mean=10,10,10,10
@@ -74,7 +74,7 @@ SECOND_MEANS = columns("""
     cost/unfiltered_mean=0""")
 SECOND_SUMS = dict(zip(SUMS.split(), (160, 12, 40, 20, 90, 3, 2, 1, 1), strict=True))
 SECOND_MAXIMA = dict(zip(MAXIMA, (90.0, 3.9, 3.5, 1.5), strict=True))
-SECOND = facts(SECOND_MEANS, SECOND_SUMS, SECOND_MAXIMA, [0.2, 0.3], dp_rank=1, work=100)
+SECOND = facts(SECOND_MEANS, SECOND_SUMS, SECOND_MAXIMA, [0.2, 0.3])
 
 
 def test_metrics_of_hand_worked_facts():
@@ -86,17 +86,14 @@ def test_metrics_of_hand_worked_facts():
         rollout/tokens_filtered=130 rollout/tokens_carried=90 rollout/truncated_frac=1/12
         rollout/moved=3 rollout/aborted=2 rollout/carried_groups=1 rollout/correct_frac=1/2
         genrm/accept_frac=6/11 genrm/failed=1 genrm/false_positive_frac=1/5 genrm/p50_s=0.3
-        genrm/p99_s=0.4 balance/max_over_mean=1.5 time/serve_s=4 time/rollout_s=3.5
+        genrm/p99_s=0.4 time/serve_s=4 time/rollout_s=3.5
         time/train_s=1.5""")
     assert summarize([FIRST, SECOND]) == pytest.approx(expected)
-    # of tensor parallelism 2 each data-parallel rank's work is reported by two ranks
-    four = [facts(dp_rank=rank // 2, work=(100, 300)[rank // 2]) for rank in range(4)]
-    assert summarize(four)["balance/max_over_mean"] == 1.5
 
 
 def test_metrics_of_a_step_in_which_nothing_happened():
     """No division by zero; what only judges, answer keys and costs can tell is left out."""
-    metrics = summarize([facts(), facts(dp_rank=1)])
+    metrics = summarize([facts(), facts()])
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["reward/mean"] == metrics["genrm/p99_s"] == 0
     optional = {"rollout/correct_frac", "cost/unfiltered_mean"}
@@ -183,7 +180,7 @@ def test_local_facts_on_a_hand_worked_step():
     assert {name: value for name, value in found.maxima.items() if value} == numbers("""
         time/serve_s=4 time/rollout_s=3 time/genrm_s=1 rollout/response_len_max=2
         rollout/waves=2 sync/received_mb=2.5""")
-    assert (found.latencies, found.work) == ([0.5], {1: 10 * (2 * 2 + 3)})
+    assert found.latencies == [0.5]
 
 
 EQUAL = {  # name -> the part, rewards of the groups that were kept, of those that were filtered

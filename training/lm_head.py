@@ -3,7 +3,7 @@
 Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
 Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
 made again for the gradient; not the last one's, which the gradient needs first, nor those that memory has
-room for. Chunks are of all tokens, prompts' too: with one chunk the sums have the same bits as without.
+room for. Tokens without a target, such as prompts', have no logits.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from training.packing import NO_TARGET, MicroBatch
+from training.packing import MicroBatch
 
 CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32
 
@@ -56,7 +56,8 @@ def read_targets(
         weight = gpt.shared_embedding_or_output_weight()
     rows = max(1, CHUNK_BYTES // (4 * len(weight)))
     read = partial(_read_chunk, weight, temperature, entropy_learns, gpt.pg_collection.tp)
-    chunks = list(zip(hidden[0].split(rows), batch.targets.split(rows), strict=True))
+    columns = (hidden[0].index_select(0, batch.reads), batch.targets)
+    chunks = list(zip(*(column.split(rows) for column in columns), strict=True))
     parts = []
     for number, chunk in enumerate(chunks):
         if number + kept < len(chunks) - 1:
@@ -64,8 +65,7 @@ def read_targets(
         else:
             parts.append(read(*chunk))
     logprobs, entropies = zip(*parts, strict=True)
-    chosen = batch.slots != NO_TARGET
-    return torch.cat(logprobs)[chosen], torch.cat(entropies)[chosen]
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _read_chunk(
@@ -76,7 +76,7 @@ def _read_chunk(
     hidden: Tensor,
     targets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Read all tokens, also those without a target: to select rows of logits would copy them."""
+    """Read a chunk of targets. hidden: [rows, hidden], of the tokens before them."""
     logits = F.linear(hidden.to(weight.dtype), weight).float()
     if temperature != 1:
         # by a tensor as engines do: by a number CUDA would multiply by its reciprocal

@@ -34,6 +34,7 @@ from inputs.hf_directory import (
     tensor_files,
 )
 from runtime.errors import UserError
+from scheduling.balance import Shared
 from scheduling.layout import Placement, Shape
 from training import lm_head
 from training.hf_weights import HFWeights
@@ -111,7 +112,7 @@ def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) ->
 
 
 def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """Attend with one call for each run of equal lengths: balance.py puts equal ones side by side."""
+    """Attend with one call for each run of equal lengths: packing.py puts equal ones side by side."""
     runs = [(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
     sizes = [count * seen for _, seen, count in runs]
     queries = query.split([count * length for length, _, count in runs])
@@ -243,13 +244,20 @@ def forward_cost(hf: dict, tokens: int) -> int:
     return tokens * matrices + tokens**2 * attention
 
 
-def image_cost(hf: dict) -> Callable[[list[int]], int]:
-    """Return a function of a prompt: a forward pass's multiply-adds on its images."""
-    if "vision" not in hf:
-        return lambda prompt: 0
-    from training.vision import image_cost
+def shared_of(hf: dict) -> Callable[[list[int]], Shared]:
+    """Return a function of a prompt: what its answers share, all but its last token, and its images."""
+    image_cost = None
+    if "vision" in hf:
+        from training.vision import image_cost
 
-    return image_cost(hf)
+        image_cost = image_cost(hf)
+
+    def shared(prompt: list[int]) -> Shared:
+        tokens = len(prompt) - 1
+        images = image_cost(prompt) if image_cost else 0
+        return Shared(tokens, forward_cost(hf, tokens) + images)
+
+    return shared
 
 
 def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:

@@ -38,16 +38,17 @@ Packed = list[list[Sequence]]  # micro-batches of a pass
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end: T = the sum of padded lengths.
+    """Sequences end to end; a prompt of several only once, but for its last token: T tokens in all.
 
-    `slots` ties the packed tokens to what is known about each response token (old log-probabilities,
-    advantages): slot i is the i-th of all the response tokens of all micro-batches.
+    `slots` ties the targets to what is known about each response token (old log-probabilities, advantages):
+    slot i is the i-th of all the response tokens of all micro-batches.
     """
 
     tokens: Tensor  # [1, T]
-    targets: Tensor  # [T], the token that follows
-    slots: Tensor  # [T], the target's slot; NO_TARGET for a prompt, a reply, padding
     positions: Tensor  # [T], in its sequence; with images [3, T], see images.tokens.positions
+    reads: Tensor  # [targets], the places of the tokens that a response token follows
+    targets: Tensor  # [targets], that response token
+    slots: Tensor  # [targets], its slot
     # of each piece, its queries and the keys up to its last query; on the host: no layer waits for them
     lengths: list[tuple[int, int]]
     starts: Tensor  # [2, pieces + 1], int32: see `starts_of`
@@ -62,42 +63,101 @@ class MicroBatch:
         return replace(self, **moved)
 
 
+class Piece(NamedTuple):
+    """The tokens of a sequence that it doesn't share, by their places among all sequences' tokens."""
+
+    start: int
+    end: int
+    source: int = 0  # the place of the first token of the sequence that has what it shares
+    shared: int = 0  # tokens
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Queries and keys."""
+        own = self.end - self.start
+        return own, self.shared + own
+
+
 def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
     """Make micro-batches of sequences, whose response tokens are the targets.
 
-    A sequence is a piece. `tp_with_sp`, the tensor-parallel size under sequence parallelism, else 1, must
-    divide the tokens of a micro-batch: its last sequence is padded for that, over the budget if need be. An
-    empty micro-batch is a token without a target: a rank that has nothing to train on takes part in the
-    passes, too.
+    `tp_with_sp`, the tensor-parallel size under sequence parallelism, else 1, must divide the tokens of a
+    micro-batch: a sequence without a target fills it up, over the budget if need be. It is all that an empty
+    micro-batch has: a rank that has nothing to train on takes part in the passes, too.
     """
     micro_batches = []
     slot = 0
     for chosen in packed:
         sequences = [Sequence(*each) for each in chosen]
-        lengths = [packed_length(len(s.tokens)) for s in sequences] or [1]
-        lengths[-1] += -sum(lengths) % tp_with_sp
+        pieces = pieces_of(sequences)
+        count = sum(piece.end - piece.start for piece in pieces)
+        if padding := -count % tp_with_sp if count else tp_with_sp:
+            end = sum(packed_length(len(sequence.tokens)) for sequence in sequences)
+            pieces.append(Piece(end, end + padding))
+            sequences.append(Sequence([0] * (padding + 1), []))
         tokens = []
         targets = []
         slots = []
-        places = []
-        pairs = zip(sequences or [Sequence([0], [])], lengths, strict=True)
-        for sequence, length in pairs:
+        positions = []
+        for sequence in sequences:
             assert sequence.prompt, "a response's first token is predicted from a prompt token"
             own = sequence.tokens
-            padding = length - len(own) + 1
-            tokens += own[:-1] + [0] * padding
-            targets += own[1:] + [0] * padding
+            tokens += own[:-1]
+            targets += own[1:]
             own_slots = []
             for part, is_target in sequence.parts():
                 own_slots += range(slot, slot + len(part)) if is_target else [NO_TARGET] * len(part)
                 slot += len(part) * is_target
-            slots += own_slots[1:] + [NO_TARGET] * padding
-            places += range(length)
-        pieces = [(length, length) for length in lengths]
-        columns = torch.tensor([tokens, targets, slots, places])
-        batch = MicroBatch(columns[:1], *columns[1:], pieces, starts_of(pieces))
-        micro_batches.append(_with_images(batch, sequences, lengths))
+            slots += own_slots[1:]
+            positions += range(packed_length(len(own)))
+        taken = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
+        tokens, targets, slots, positions = torch.tensor([tokens, targets, slots, positions])[
+            :, taken
+        ]
+        reads = (slots != NO_TARGET).nonzero()[:, 0]
+        lengths = [piece.lengths for piece in pieces]
+        batch = MicroBatch(
+            tokens[None],
+            positions,
+            reads,
+            targets[reads],
+            slots[reads],
+            lengths,
+            starts_of(lengths),
+            keys_of(pieces, taken),
+        )
+        micro_batches.append(_with_images(batch, sequences, taken))
     return micro_batches
+
+
+def pieces_of(sequences: list[Sequence]) -> list[Piece]:
+    """Cut sequences into pieces, equal ones side by side, as attention takes them.
+
+    The first sequence of a prompt is whole. Others see its prompt and begin with the last token of theirs,
+    which a response token of their own follows.
+    """
+    first: dict[tuple, int] = {}
+    pieces = []
+    start = 0
+    for sequence in sequences:
+        end = start + packed_length(len(sequence.tokens))
+        source = first.setdefault((sequence.images, *sequence.prompt), start)
+        shared = 0 if source == start else len(sequence.prompt) - 1
+        pieces.append(Piece(start + shared, end, source, shared))
+        start = end
+    return sorted(pieces, key=lambda piece: piece.lengths, reverse=True)
+
+
+def keys_of(pieces: list[Piece], taken: Tensor) -> Tensor | None:
+    """MicroBatch.keys. taken: [T], which of all sequences' tokens the pieces have."""
+    if not any(piece.shared for piece in pieces):
+        return None
+    place = torch.zeros(max(piece.end for piece in pieces), dtype=torch.int64)
+    place[taken] = torch.arange(len(taken))
+    keys = []
+    for start, end, source, shared in pieces:
+        keys += [place[source : source + shared], place[start:end]]
+    return torch.cat(keys)
 
 
 def starts_of(lengths: list[tuple[int, int]]) -> Tensor:
@@ -105,8 +165,8 @@ def starts_of(lengths: list[tuple[int, int]]) -> Tensor:
     return torch.tensor([(0, 0), *lengths]).T.cumsum(1).to(torch.int32)
 
 
-def _with_images(batch: MicroBatch, sequences: list[Sequence], lengths: list[int]) -> MicroBatch:
-    """Add what a pass has to know of images."""
+def _with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) -> MicroBatch:
+    """Add what a pass has to know of images. taken: as of `keys_of`."""
     images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
     if not images:
         return batch
@@ -117,11 +177,13 @@ def _with_images(batch: MicroBatch, sequences: list[Sequence], lengths: list[int
     features = dict(zip(images, ranges, strict=True))
     axes = []
     places = []
-    for (prompt, _, shown, _), length in zip(sequences, lengths, strict=True):
-        tokens = (prompt + [NO_TARGET] * length)[:length]  # whatever a response has in it is text
-        axes += positions(tokens, shown)
-        left = chain(*(features[image] for image in shown))
-        markers = {image.token for image in shown}
+    for sequence in sequences:
+        length = packed_length(len(sequence.tokens))
+        # whatever a response has in it is text
+        tokens = (sequence.prompt + [NO_TARGET] * length)[:length]
+        axes += positions(tokens, sequence.images)
+        left = chain(*(features[image] for image in sequence.images))
+        markers = {image.token for image in sequence.images}
         places += [next(left) if token in markers else NO_FEATURE for token in tokens]
-    columns = torch.tensor([*zip(*axes, strict=True), places])
+    columns = torch.tensor([*zip(*axes, strict=True), places])[:, taken]
     return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))

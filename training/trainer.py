@@ -33,7 +33,7 @@ from training import model as models
 from training.executor import Pass, Work, run
 from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
-from training.packing import NO_TARGET, MicroBatch, Packed, Sequence, make_micro_batches
+from training.packing import MicroBatch, Packed, Sequence, make_micro_batches
 from training.resharding import Gathering
 
 ADAM_BETAS = (0.9, 0.95)
@@ -67,8 +67,8 @@ class Trainer:
 
     The part is a stage of the pipeline: some of the layers. `version` counts updates; `dp_rank` of `dp_size`
     is this rank's share of the samples; `is_lead` marks the rank of its model-parallel group that sends
-    requests to engines; `cost(tokens)` is the work of a sequence, `image_cost(prompt)` that on its images;
-    `title` names the model in messages.
+    requests to engines; `cost(tokens)` is the work of a sequence, `shared(prompt)` the part that a prompt's
+    answers share; `title` names the model in messages.
 
     A subclass adds `optimizer_steps(mini_batches)`, which don't depend on the weights; `metrics_of(steps)`,
     the update's metrics from what `step` returned of each; and `read_targets`, which is a `Read`.
@@ -100,7 +100,7 @@ class Trainer:
         self.device = own_device()
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
-        self.image_cost = models.image_cost(hf)
+        self.shared = models.shared_of(hf)
         self._join(groups)
         model_config = models.transformer_config(hf, config)
         # of a token, about: schedules compare models by it
@@ -266,7 +266,7 @@ class Trainer:
         result = torch.zeros(sum(lengths), device=self.device)
 
         def collect(batch: MicroBatch, output: Tensor) -> LossSums:
-            result[batch.slots[batch.slots != NO_TARGET]] = self.read_targets(batch, output)
+            result[batch.slots] = self.read_targets(batch, output)
             return loss_sums(result.new_zeros(()), 1, {})
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 import extras
 from algorithms import Settings
 from config import Config
-from scheduling.balance import plan_batch
+from scheduling.balance import Measure, plan_batch
 from tests.support.patience import LIMIT_S
 
 extras.load()
@@ -74,7 +74,9 @@ def balanced(batch: list, actor) -> list:
     kept = [sample for sample in batch if sample.advantages is not None]
     samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.tokens) for key, sample in samples.items()}
-    plan = plan_batch(tokens, actor.cost, actor.config, actor.dp_size)[actor.dp_rank]
+    shared = {sample.prompt_id: actor.shared(sample.prompt) for sample in kept}
+    measure = Measure(tokens, actor.cost, shared)
+    plan = plan_batch(measure, actor.config, actor.dp_size)[actor.dp_rank]
     return [[[samples[key] for key in micro] for micro in mini_batch] for mini_batch in plan]
 
 
