@@ -18,6 +18,7 @@ from config import Config
 from controller import State, advance
 from rollout import RolloutBatch
 from runtime.errors import UserError
+from scheduling.balance import Measure
 from tests.support.fakes import (
     FakeSource,
     batches_of,
@@ -87,7 +88,7 @@ def test_the_policy_makes_no_update_while_the_critic_warms_up(schedule):
 
 @pytest.mark.parametrize("mode,size,prompts", [("full", 3, 16), ("partial", 4, 6), ("full", 3, 1)])
 def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
-    """All is trained on once; ranks differ by a prompt served, a sample trained on, and its work at most."""
+    """All is trained on once; ranks differ by a prompt served, a group trained on, and its work at most."""
     controllers, _ = simulate(mode, size, prompts_per_step=prompts, max_refill_waves=30)
     for step in range(3):
         batches = batches_of(controllers, step)
@@ -97,10 +98,15 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
         assert max(served) - min(served) <= 1
         assert trained(controllers, step).keys() == {(s.prompt_id, s.index) for s in kept}
         shares = [c.devices.actor.batches[step] for c in controllers]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        cost = controllers[0].devices.actor.cost
-        work = [[cost(len(s.prompt) + len(s.response)) for s in share] for share in shares]
-        assert max(map(sum, work)) - min(map(sum, work)) <= max(map(max, work))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 4  # answers of a prompt
+        actor = controllers[0].devices.actor
+        tokens = {s.key: len(s.tokens) for share in shares for s in share}
+        measure = Measure(tokens, actor.cost, {s.prompt_id: actor.shared(s.prompt) for s in kept})
+        groups = {s.prompt_id: [] for s in kept}
+        for key in tokens:
+            groups[key[0]].append(key)
+        work = [measure.work([s.key for s in share]) for share in shares]
+        assert max(work) - min(work) <= max(map(measure.work, groups.values()))
 
 
 @pytest.mark.parametrize("mode", ["full", "partial"])

@@ -48,14 +48,39 @@ RELEASE_S = 10.0
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
-class RMSNorm:  # a class, because Megatron would not call a function
+class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, marked so that sequence parallelism sums its gradient over tensor-parallel ranks."""
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
-        norm = torch.nn.RMSNorm(hidden_size, eps=eps)
-        norm.weight.sequence_parallel = config.sequence_parallel
-        norm.weight.tensor_model_parallel = False
-        return norm
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.tensor_model_parallel = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda or x.dtype != torch.float32:
+            return super().forward(x)
+        return NormOnCPU.apply(x, self.weight, self.eps)
+
+
+class NormOnCPU(torch.autograd.Function):
+    """y = w x / rms(x), in a third of the time that torch's own takes for it on a CPU, both ways."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        normed = x * inverse
+        ctx.save_for_backward(normed, inverse, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx, slope: Tensor) -> tuple[Tensor, Tensor, None]:
+        """dx = (w dy - n mean(w dy n)) / rms(x), dw = sum(dy n), with n = x / rms(x)."""
+        normed, inverse, weight = ctx.saved_tensors
+        product = slope * normed
+        mean = (product @ weight)[..., None].div_(-len(weight))
+        of_x = (slope * weight).addcmul_(normed, mean).mul_(inverse)
+        return of_x, product.flatten(0, -2).sum(0), None
 
 
 @dataclass

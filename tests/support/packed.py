@@ -1,0 +1,23 @@
+"""A micro-batch as attention sees it."""
+
+import torch
+from torch import Tensor
+
+from training.packing import MicroBatch
+
+
+def sights_of(batch: MicroBatch) -> dict[int, tuple[list[int], int]]:
+    """Of each slot the tokens that its query sees, in the order of their positions, and the target."""
+    keys = torch.arange(batch.tokens.numel()) if batch.keys is None else batch.keys
+    sights: list[Tensor] = []  # of each token, which it sees
+    for queries, seen in batch.lengths:
+        own, keys = keys[:seen], keys[seen:]
+        assert batch.positions[own].tolist() == list(range(seen))
+        sights += [own[: seen - queries + number + 1] for number in range(queries)]
+    assert not len(keys) and len(sights) == batch.tokens.numel()
+    found = {}
+    columns = (batch.reads.tolist(), batch.targets.tolist(), batch.slots.tolist())
+    for place, target, slot in zip(*columns, strict=True):
+        assert slot not in found
+        found[slot] = (batch.tokens[0, sights[place]].tolist(), target)
+    return found
