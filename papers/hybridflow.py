@@ -110,8 +110,12 @@ def step_s(at: Setting, found: Mapping) -> float:
     reading_s = {r: mapping.passes_s(models[r], sizes[r], task, speeds)[0] for r in readers}
     unscored = [sum(map(reading_s.get, c.sizes.keys() & reading_s.keys())) for c in found.choices]
     _, preparation_s, _ = found.stages
-    added_s = (preparation_s - max(unscored)) / len(scorers)  # by each scorer, of all sequences
-    scoring_s = added_s * len(shapes["reward"].ranks) / task.sequences  # of one GPU, a sequence
+    added_s = preparation_s - max(unscored)
+    together = shapes["actor"].ranks == shapes["reward"].ranks
+    # HybridFlow's stages don't overlap; judges on ranks of their own would score while others write
+    after_s = 0.0 if together else added_s
+    # of one GPU, a sequence, by each scorer
+    scoring_s = (added_s - after_s) / len(scorers) * len(shapes["reward"].ranks) / task.sequences
     push_s = mapping.reshard_s(models["actor"], sizes["actor"], speeds)
     parts = sizes["actor"].parts
     cluster = Cluster(
@@ -130,7 +134,7 @@ def step_s(at: Setting, found: Mapping) -> float:
     for role in LEARNT:
         ranks, tp, pp = shapes[role]
         words.append(f"{role}={ranks_in_words(ranks)}:tp{tp}:pp{pp}")
-    mode = "full" if shapes["actor"].ranks == shapes["reward"].ranks else "partial"
+    mode = "full" if together else "partial"
     work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))
     settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=parts, judge=scorers)
     settings |= dict(placement=" ".join(words), rollout_ranks=len(shapes["actor"].ranks))
@@ -138,7 +142,7 @@ def step_s(at: Setting, found: Mapping) -> float:
     settings |= dict(updates_per_step=task.updates, steps=1)
     settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
     step = Simulation(mode, gpus, work, cluster, **settings).run()[0]
-    return step.ended_s - push_s  # it begins with a push, and ends with one
+    return step.ended_s - push_s + after_s  # it begins with a push, and ends with one
 
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
