@@ -91,7 +91,8 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    settings = run.resolved(settings, place(settings, 2)[0])
+    run.check_directories(settings, place(settings, 2)[0])
+    settings = run.resolved(settings)
     return run.load_inputs(settings, load_rules(settings), print)
 
 
@@ -324,7 +325,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
         if command == "check":
             dry_run.check(settings)
         else:
-            run.resolved(settings, run.check_settings(settings, 2)[0])
+            run.check_directories(settings, run.check_settings(settings, 2)[0])
     assert not (tmp_path / "out").exists()
 
 
@@ -425,6 +426,7 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
         environment=None, checkpoints=SimpleNamespace(newest=newest), state=SimpleNamespace(step=3)
     )
     joined = nullcontext((FakeWorld(0, 1, {}), None))
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(run, "joined", lambda _: joined)
     fleet = SimpleNamespace(while_up=lambda work: work)
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext(fleet))
