@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -416,6 +416,17 @@ def test_every_rank_has_a_handle_on_every_engine(tmp_path):
             assert [(engine.rank, engine.url) for engine in found] == list(enumerate(urls))
             assert [engine.capacity for engine in found] == [10, 11, 12]
             assert found[number].calls == ["asleep within 540 s"]
+
+
+@pytest.mark.parametrize("local_rank, raises", [("0", True), ("1", False)])
+def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, raises):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(run, "joined", lambda _: nullcontext((FakeWorld(0, 1, {}), None)))
+    monkeypatch.setattr(run, "check_directories", Mock(side_effect=UserError("no such model")))
+    monkeypatch.setattr(run, "resolved", Mock(side_effect=UserError("checked elsewhere")))
+    given = config.parse_config(["--mode", "full"])
+    with pytest.raises(UserError, match="no such model" if raises else "checked elsewhere"):
+        asyncio.run(run.run(given, *place(given, 1), run.shutdown.Stop()))
 
 
 @pytest.mark.parametrize(
