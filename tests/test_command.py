@@ -26,7 +26,7 @@ from modes import place
 from rewards import load_rules
 from runtime import atomic_files
 from runtime.errors import UserError
-from scheduling.measured import Split
+from scheduling.measured import ROLES, Split
 from tests.support import models
 from tests.support.fakes import FakeWorld
 from tests.support.launched import Run
@@ -387,6 +387,47 @@ class FakeEngine(Engine):
 
     async def close(self):
         pass
+
+
+def test_with_cuda_a_role_starts_once_all_devices_have_room(monkeypatch, tmp_path):
+    """Of an engine of two ranks the second one gives its device back later than the first one says."""
+    settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
+    settings = dataclasses.replace(settings, device="cuda", dtype="bfloat16", mem_fraction=0.6)
+    events, free = [], iter([80e9, 30e9, 47e9, 48e9, 30e9, 79e9, 80e9, 80e9])
+
+    def free_bytes():
+        events.append(next(free))
+        return events[-1]
+
+    class OnCuda(FakeEngine):
+        @classmethod
+        def launch(cls, role, *more):
+            events.append(role)
+            return super().launch(role, *more)
+
+    monkeypatch.setattr(fleet.devices, "free_bytes", free_bytes)
+    monkeypatch.setattr(fleet.devices.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    async def launch():
+        async with fleet.Fleet(settings, FakeWorld(0, 1, {})) as engines:
+            await engines.launch([fleet.ServerSpec(role, 1, "m", engine=OnCuda) for role in ROLES])
+
+    asyncio.run(launch())
+    # twice for each role: with the first of a machine, and with the others, which it hasn't
+    late = [30e9, 47e9, 48e9]
+    assert events == [80e9, "rollout", *late, 30e9, 79e9, "genrm", 80e9, 80e9]
+
+
+@pytest.mark.parametrize("rank, first", [(4, False), (5, False), (6, True), (7, False)])
+def test_the_first_engine_of_a_machine_compiles(monkeypatch, rank, first):
+    """Judges of ranks 2, 3 and 6, 7, on machines of four."""
+    monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
+    has = [False, False, True, True] * 2
+    world = SimpleNamespace(rank=rank, gather=AsyncMock(return_value=has))
+    engines = fleet.Fleet(config.parse_config([]), world)
+    is_first = asyncio.run(engines._is_first_here(["a judge"] * has[rank]))
+    assert (is_first and has[rank]) == first
 
 
 def test_every_rank_has_a_handle_on_every_engine(tmp_path):

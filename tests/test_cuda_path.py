@@ -12,6 +12,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from apart.elsewhere import Elsewhere
 from commands import memory
 from config import AS_FITS, PRESETS, Config, parse_config
 from demo import task  # noqa: F401  task adds the format
+from engines import wire
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
 from inputs.hf_directory import checkpoint_shapes
 from modes import place
 from placement import colocate
-from runtime import devices, supported
+from runtime import devices, rendezvous, supported
 from runtime.errors import UserError
 from scheduling.layout import Shape
 from tests.support.fakes import LEFTOVERS, simulate
@@ -280,6 +282,40 @@ def test_settings_of_the_allocator_are_kept(machine, monkeypatch, name):
     with pytest.raises(UserError, match="with expandable_segments engines can't sleep"):
         devices.choose_device(settings("m"))
     devices.choose_device(replace(settings("m"), command="sft"))
+
+
+def test_what_is_pushed_lies_in_no_segment_that_grows(machine, monkeypatch):
+    """CUDA IPC can't send it: a bucket is made while segments are of a fixed size."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", devices.PIN_EXACTLY)
+    told = []
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr("torch.cat", lambda tensors: told.append("the bucket"))
+    monkeypatch.setattr("torch.Tensor.is_cuda", True)
+    wire.serialize_bucket([("weight", torch.zeros(3))], 1)
+    fixed, bucket, grows = told
+    assert bucket == "the bucket"
+    assert fixed == f"{devices.PIN_EXACTLY},expandable_segments:False"
+    assert grows == f"{devices.PIN_EXACTLY},expandable_segments:True"
+
+
+def test_a_deterministic_run_on_a_gpu_asks_all_of_torch(machine, monkeypatch):
+    """With a warning only, FlashAttention's backward pass would add in any order."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    devices.choose_device(settings("m"))
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    devices.choose_device(settings("m", "--deterministic"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", lambda text: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", Mock())
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr(rendezvous, "init_method", lambda config: {})
+    monkeypatch.setattr(rendezvous, "World", Mock())
+    for flag in ("--deterministic", "--no-deterministic"):
+        rendezvous.join(settings("m", flag))
+        asked = flag == "--deterministic"
+        assert torch.are_deterministic_algorithms_enabled() == asked
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @pytest.mark.parametrize(
