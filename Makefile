@@ -5,7 +5,7 @@
 # make results   installs, then measures README's results and draws its pictures, some 20 minutes
 # make walkthrough  installs, then runs the demo's first steps, and writes docs/walkthrough.md: a minute
 # make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed.
-#                PART=trainer (3 minutes), engine or demo: that alone; PYTHON=python3: without .venv
+#                PART=trainer (3 minutes), engine, demo, ranks: only that; PYTHON=python3: without .venv
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+if "TORCHELASTIC_RUN_ID" not in os.environ:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else products may differ from run to run
 if sys.argv[2] == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -47,9 +48,10 @@ figures: dict[str, dict[str, float]] = {}
 
 
 def note(check: str, **found: float) -> None:
-    """Keep figures, also if the next check ends the process."""
+    """Keep figures, rank 0's, also if the next check ends the process."""
     figures.setdefault(check, {}).update(found)
-    RESULT.write_text(json.dumps(figures))
+    if os.environ["RANK"] == "0":
+        RESULT.write_text(json.dumps(figures))
 
 
 def settings(**changes) -> Config:
@@ -113,10 +115,10 @@ def random_samples(actor) -> list[Sample]:
     return samples
 
 
-def update(actor, samples: list[Sample]) -> None:
+def update(actor, samples: list[Sample]) -> dict[str, float]:
     versions = [[actor.version] * len(sample.response) for sample in samples]
     fresh = [replace(s, versions=written) for s, written in zip(samples, versions, strict=True)]
-    actor.update(balanced(fresh, actor))
+    return actor.update(balanced(fresh, actor))
 
 
 def state_of(actor) -> list[torch.Tensor]:
@@ -179,6 +181,22 @@ def nap() -> None:
     note("nap", moved=moved, repeated=furthest(again(lambda: None), plain))
     note("nap", napped=furthest(again(sleep), plain))
     torch.use_deterministic_algorithms(False)
+
+
+def ranks() -> None:
+    """Two ranks' update: gradients are summed during the backward pass, after it, or over two stages."""
+    from actor import Actor
+    from training import trainer
+
+    for name, overlaps, sizes in (
+        ("during", True, {}),
+        ("after", False, {}),
+        ("stages", True, {"pp": 2}),
+    ):
+        trainer.OVERLAPS = overlaps
+        actor = Actor(settings(**sizes), MODEL)
+        metrics = update(actor, random_samples(actor))
+        note(name, grad_norm=metrics["train/grad_norm"], loss=metrics["train/loss"])
 
 
 def training_pass(how: str = "") -> None:
@@ -386,6 +404,7 @@ def equal_answers(some: list[Answer], others: list[Answer]) -> dict[str, float]:
 WORKS: dict[str, Callable] = {
     "nap": nap,
     "pass": training_pass,
+    "ranks": ranks,
     "serve": lambda *tp: asyncio.run(serve_and_learn(*tp)),
     "full": lambda: asyncio.run(full()),
     "same": lambda: asyncio.run(same_tokens()),

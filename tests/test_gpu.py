@@ -1,6 +1,6 @@
 """What only a CUDA device can show: `make test-gpu`, which ends in a table.
 
-Three parts: `trainer`, `engine`, `demo` (`make test-gpu PART=trainer`). A part that lacks something, a device
+Four parts: `trainer`, `engine`, `demo`, and `ranks` on two cards (`make test-gpu PART=trainer`). A part that lacks something, a device
 or what its kernels are compiled with, is skipped with that reason. `--dry` has it all run on a CPU, small,
 where the device's memory isn't looked at.
 Each check is a part of what gpu_worker.py does in a process of its own; a process that several tests read is
@@ -28,10 +28,12 @@ from tests.workers.start import run_command, run_worker
 from training.memory import RESIDENT
 
 # what a part needs is what a run of its command does: a trainer's no engine's packages and no nvcc
-COMMAND = {"trainer": "sft", "engine": "rl", "demo": "rl"}
+COMMAND = {"trainer": "sft", "engine": "rl", "demo": "rl", "ranks": "rl"}
 of_trainer = pytest.mark.gpu(part="trainer")
 of_engine = pytest.mark.gpu(part="engine")
 of_demo = pytest.mark.gpu(part="demo")
+of_ranks = pytest.mark.gpu(part="ranks")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 GB = 1e9
 
 
@@ -63,7 +65,11 @@ def work(tmp_path_factory):
     def run(device: str, *what: str):
         result, problem = tmp_path_factory.mktemp("work") / "result.json", ""
         try:
-            run_worker("tests.gpu_worker", what[0], device, model_of(device), result, *what[1:])
+            of_work = (what[0], device, model_of(device), result, *what[1:])
+            if what[0] == "ranks":
+                run_command([*TORCHRUN, "2", "-m", "tests.gpu_worker", *of_work])
+            else:
+                run_worker("tests.gpu_worker", *of_work)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         figures = json.loads(result.read_text()) if result.exists() else {}
@@ -132,6 +138,30 @@ def test_a_training_pass(device, work, record, how):
     assert memory["peak"] < 1.1 * memory["predicted"]
 
 
+def needs_two_cards(device: str, dry: bool = True) -> None:
+    """Skip what one card can't show. dry: whether a CPU can."""
+    if (device == "cpu" and not dry) or (device == "cuda" and torch.cuda.device_count() < 2):
+        pytest.skip("needs 2 CUDA devices")
+
+
+@of_ranks
+@pytest.mark.parametrize("how, near", [("during", 1e-5), ("stages", 1e-2)])
+def test_two_ranks_learn_the_same(device, work, record, how, near):
+    """Whether gradients are summed during the backward pass or after it, and with a stage each."""
+    needs_two_cards(device)
+    check = work(device, "ranks")
+    found, after = check(how, "grad_norm"), check("after", "grad_norm")
+    record(grad_norm=f"{found['grad_norm']:.6f}", after=f"{after['grad_norm']:.6f}")
+    assert found["grad_norm"] == pytest.approx(after["grad_norm"], rel=near)
+
+
+@of_ranks
+def test_the_demo_on_two_devices(device, tmp_path, record):
+    """Partial colocation: one rank writes, the other judges, both train."""
+    needs_two_cards(device)
+    run_demo(device, tmp_path, record, ranks=2, mode="partial")
+
+
 @of_engine
 def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
     """Weights and KV cache; what stays is within what --dry-run allows for."""
@@ -150,12 +180,11 @@ def test_engine_and_trainer_agree(device, work, record):
     assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
 
 
-@of_engine
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=of_engine), pytest.param(2, marks=of_ranks)])
 def test_a_push_arrives(device, work, record, tp):
     """Of updated weights, over CUDA IPC: the engine agrees with the trainer, and didn't before."""
-    if tp > 1 and (device == "cpu" or torch.cuda.device_count() < tp):
-        pytest.skip(f"needs {tp} CUDA devices")
+    if tp > 1:
+        needs_two_cards(device, dry=False)
     found = work(device, "serve", *[str(tp)] * (tp > 1))("push", "stale", "mean")
     record(before_the_push=f"{found['stale']:.4f}")
     record_difference(record, found)
@@ -197,8 +226,12 @@ def test_a_judge_that_slept_lost_nothing(device, work, record):
 @of_demo
 def test_the_demo_on_one_device(device, tmp_path, record):
     """Full colocation: rollout, judge and training take turns."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
-    launch += [str(ROOT / "run.py"), "--mode", "full", "--steps", "3", "--device", device]
+    run_demo(device, tmp_path, record, ranks=1, mode="full")
+
+
+def run_demo(device: str, tmp_path: Path, record, ranks: int, mode: str) -> None:
+    launch = [*TORCHRUN, str(ranks), str(ROOT / "run.py"), "--mode", mode]
+    launch += ["--steps", "3", "--device", device]
     run_command([*launch, "--out", str(tmp_path / "out"), "--port", "32100"])
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
     steps = [row for row in rows if "train/loss" in row]
