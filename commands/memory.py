@@ -43,10 +43,14 @@ class Need(NamedTuple):
     parts: dict[str, float]
 
     def __str__(self) -> str:
-        each = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in self.parts.items())
+        each = ", ".join(f"{part} {gb(size)}" for part, size in self.parts.items())
         room = "TOO LITTLE" if self.needed > self.free else "enough"
-        room = f"{self.free / 1e9:.1f} is {room}" if self.free < math.inf else "unknown here"
-        return f"{self.place}: {self.needed / 1e9:.1f} ({each}); {room}"
+        room = f"{gb(self.free)} is {room}" if self.free < math.inf else "unknown here"
+        return f"{self.place}: {gb(self.needed)} ({each}); {room}"
+
+
+def gb(size: float) -> str:
+    return f"{size / 1e9:.1f}" if size >= 5e7 else f"{size / 1e9:.2g}"
 
 
 def host_parts(config: Config, placement: Placement, splits: list[Split], here: set[int]) -> dict:
@@ -177,8 +181,8 @@ def check_fits(config: Config, placement: Placement, splits: list[Split]) -> Non
     for need in needs_of(config, placement, splits) if config.memory_check else ():
         if need.needed > need.free:
             name = max(need.parts, key=need.parts.get)
-            most = f"{need.needed / 1e9:.1f} GB, {need.parts[name] / 1e9:.1f} for {name}"
-            hint = f"{need.free / 1e9:.1f} are free: try {HINTS[need.place]}"
+            most = f"{gb(need.needed)} GB, {gb(need.parts[name])} for {name}"
+            hint = f"{gb(need.free)} are free: try {HINTS[need.place]}"
             takes = f"{need.place}: the run needs about {most}, and {hint}"
             raise UserError(f"{takes}; --no-memory-check starts anyway")
 
