@@ -157,7 +157,7 @@ def test_a_model_that_sees_is_counted(tmp_path, family):
     parts = trainer_parts(shapes, config, Shape((0,)))
     assert parts["weights"] == 4 * sum(map(prod, shapes.values()))
     keys, width = 2 * 24, 288  # two key-value heads
-    assert parts["activations"] == 2 * (40 * 96 + 12 * keys + 20 * width) * 2000
+    assert parts["activations"] == 2 * (32 * 96 + 12 * keys + 20 * width) * 2000
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):

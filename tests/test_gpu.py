@@ -1,8 +1,8 @@
 """What only a CUDA device can show: `make test-gpu`, which ends in a table.
 
 Four parts: `trainer`, `engine`, `demo`, and with two cards `ranks` (`make test-gpu PART=trainer`). A part
-that lacks something, a device or what its kernels are compiled with, is skipped with that reason. `--dry` has it
-all run on a CPU, small, where the device's memory isn't looked at.
+that lacks something, a device or what its kernels are compiled with, is skipped with that reason. `--dry` has
+it all run on a CPU, small, where the device's memory isn't looked at.
 Each check is a part of what gpu_worker.py does in a process of its own; a process that several tests read is
 started once.
 """
