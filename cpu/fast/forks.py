@@ -41,6 +41,8 @@ def ask(server, command):
 def import_engines():
     """Import what engines need, before any of them is forked. Keep what it returns, as `install` says."""
     os.environ["HF_MODULES_CACHE"] = os.devnull  # as engines/server_main.py does
+    # which SGLang and transformers import where they are, for half a second, and no engine here uses
+    sys.modules |= {"megatron": None, "scipy": None}
     gc.disable()  # it would take 2 of 7 s, as what is imported stays
     kept = importlib.import_module("cpu.sglang").install()
     importlib.import_module("sglang.srt.entrypoints.http_server")
