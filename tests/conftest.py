@@ -59,9 +59,11 @@ def pytest_configure(config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Remove the folder of fork servers that tests started."""
+    """End the processes from which tests forked, and remove their folder."""
     from runtime import rendezvous
+    from tests.workers import start
 
+    start.close()
     rendezvous.close()
 
 
