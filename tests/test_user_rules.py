@@ -216,7 +216,7 @@ CHILDREN = {
     "os.fork": """
     pid = os.fork()
     if pid == 0:
-        signal.alarm(1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         time.sleep(99)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
 """,

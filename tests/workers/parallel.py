@@ -1,9 +1,9 @@
 """Ranks that train in processes of their own, for tests under one parallel layout after another.
 
-As a program it reads lines, MODULE FOLDER, and answers each with the status of the process that it forks for it.
-The module is the test file that asks: of each layout of case.pt the folder's result holds what its `train` made
-of a reference, sizes and a path. Ranks are forked after the imports, which take longer than the training, once
-for all cases; they meet through a file, so that no port is needed.
+As a program it reads lines, MODULE FOLDER, forks a process for each and answers with its exit status. The
+module is the test file that asks: of each layout of the folder's case.pt the results hold what its `train`
+made of a reference, sizes and a path. Ranks are forked after the imports, which take longer than the
+training, once for all cases; they meet through a file, so that no port is needed.
 """
 
 import datetime

@@ -14,6 +14,7 @@ from tests.support.patience import LIMIT_S
 
 SETTINGS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
+
 def run_worker(module: str, *arguments: str | Path) -> None:
     run_command([sys.executable, "-m", module, *arguments])
 
