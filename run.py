@@ -102,7 +102,8 @@ def start(arguments: list[str], stop: Stop) -> str:
         if is_first:
             from commands.dry_run import dry_run
 
-            config = resolved(config, placement)
+            check_directories(config, placement)
+            config = resolved(config)
             load_inputs(config, rewards.load_rules(config), print)
             dry_run(config, placement, splits)
         return ""
@@ -168,7 +169,11 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
     work = controller.evaluate_once if config.evaluates else controller.train
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
-        config = await world.run(resolved, config, placement)
+        # once on each machine: it takes most of a second
+        first_here = os.environ["LOCAL_RANK"] == "0"
+        check = world.run(check_directories, config, placement) if first_here else asyncio.sleep(0)
+        await raise_on_all(world, check)
+        config = await world.run(resolved, config)
         for check in CHECKS:
             check(config, placement, splits)
         if config.device == "cuda" and extras.has("memory"):
@@ -291,8 +296,8 @@ async def saves_of(
     return await on_rank_0(world, out_folder.make_ready, Path(config.out), say)
 
 
-def resolved(config: Config, placement: Placement) -> Config:
-    """Check the models' directories; return the settings that follow from them. UserError."""
+def check_directories(config: Config, placement: Placement) -> None:
+    """Raise UserError if a model's directory can't be used."""
     from training import model
 
     model.check_models(config, placement, formats_of(config))
@@ -300,6 +305,10 @@ def resolved(config: Config, placement: Placement) -> Config:
         from training.teacher import check_teacher
 
         check_teacher(placement.reference.sized(config))
+
+
+def resolved(config: Config) -> Config:
+    """Return the settings that follow from the models' directories, which are checked."""
     if not extras.has("memory"):
         return config
     from training.memory import with_micro_batch

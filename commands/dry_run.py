@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shutil
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
@@ -22,7 +21,6 @@ from runtime.errors import UserError, printable
 from scheduling.layout import Placement
 from scheduling.measured import ROLES, Split
 
-DISK = 1e9  # bytes of what a run leaves, about
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
@@ -107,10 +105,6 @@ def check(config: Config) -> int:
     taken = sorted(listening & {*ports})
     state = f": {as_text(taken)} taken, choose another --port" if taken else " are free"
     rows.append(Row("ports", f"{ports[0]}-{ports[-1]} on {config.host}{state}", not taken))
-    out = Path(config.out).absolute()
-    folder = next(path for path in (out, *out.parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    rows.append(Row("disk", f"{free / 1e9:.1f} GB free in {folder}", free >= DISK))
     for row in rows:
         print(printable(f"{' ' if row.is_good else '!'} {row.name:14} {row.text}"))
     missing = [row.name for row in rows if not row.is_good]

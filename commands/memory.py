@@ -4,11 +4,13 @@ import math
 import os
 import shutil
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 from config import Config
 from engines import server
 from placement import CHECKS
+from runtime.devices import FULL, free_bytes
 from runtime.errors import UserError
 from runtime.free_memory import free_memory
 from runtime.world import World
@@ -26,7 +28,10 @@ SIZES = (24e9, 48e9, 85e9, 141e9)
 PASSES = "--recompute -1, a smaller --max-tokens-per-micro-batch or --max-model-len, --tp with --sp"
 HINTS = {"memory": f"fewer ranks, {PASSES}", "/dev/shm": "docker run --shm-size"}
 HINTS["a host"] = "--mode partial, a larger --genrm-tp, --save-every 0"
-HINTS["a device"] = f"more ranks, another --mem-fraction, {PASSES}"
+HINTS["the disk of --out"] = "a smaller --keep, --save-every 0, another --out"
+# a GPU's place; `with_recompute` fills as much of it
+DEVICE = f"{FULL} of a device"
+HINTS[DEVICE] = f"more ranks, another --mem-fraction, {PASSES}"
 
 
 class Need(NamedTuple):
@@ -77,6 +82,32 @@ def host_parts(config: Config, placement: Placement, splits: list[Split], here: 
     return dict(parts)
 
 
+def checkpoint_bytes(config: Config, placement: Placement) -> float:
+    """The bytes of a checkpoint: of each trainer what it learns, and the optimizer's states."""
+    from training.memory import trainers_of
+
+    size = 0.0
+    for name, model in trainers_of(config, placement).items():
+        if "optimizer" in model.parts:
+            shape = placement.critic if name.endswith("critic") else placement.actor
+            learned = model.parts.get("adapters", model.parts["weights"])
+            size += shape.tp * shape.pp * (learned + shape.dp * model.parts["optimizer"])
+    return size
+
+
+def disk_need(config: Config, placement: Placement) -> Need:
+    """The checkpoints that are kept, and the one that is written beside them."""
+    each = checkpoint_bytes(config, placement) if config.save_every else 0.0
+    out = Path(config.out).absolute()
+    folder = next(path for path in (out, *out.parents) if path.exists())
+    there = sum(file.stat().st_size for file in out.glob("checkpoints/**/*"))
+    free = shutil.disk_usage(folder).free + min(
+        there, config.keep * each
+    )  # it goes on, and drops them
+    needed = (config.keep + 1) * each
+    return Need("the disk of --out", needed, free, {"checkpoints": needed})
+
+
 def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[Need]:
     """What a run needs of this machine, place by place; without CUDA's devices here they are of another."""
     from torch import cuda
@@ -98,21 +129,16 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     place = "memory" if config.device == "cpu" else "a host"
     needs = [Need(place, sum(parts.values()), memory, parts)]
     needs.append(Need("/dev/shm", SHARED + sum(shared.values()), shm, shared))
+    if config.command == "rl" and not is_elsewhere:
+        needs.append(disk_need(config, placement))
     if config.device == "cuda":
-        for size in SIZES if is_elsewhere else [device_bytes()]:
+        for size in SIZES if is_elsewhere else [free_bytes()]:
             peaks = peaks_of(config, placement, splits, size)
-            need = Need("a device", max(peaks.values()), size, peaks)
-            if need.needed <= size:
+            need = Need(DEVICE, max(peaks.values()), FULL * size, peaks)
+            if need.needed <= need.free:
                 break
         needs.append(need)
     return needs
-
-
-def device_bytes() -> int:
-    """Return the memory of this rank's GPU."""
-    from torch import cuda
-
-    return cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
 
 
 async def settled(
@@ -123,7 +149,7 @@ async def settled(
 
     if config.device == "cpu":
         return config
-    return with_recompute(config, placement, splits, min(await world.gather(device_bytes())))
+    return with_recompute(config, placement, splits, min(await world.gather(free_bytes())))
 
 
 def table(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
@@ -139,9 +165,10 @@ def table(config: Config, placement: Placement, splits: list[Split]) -> list[str
     needs = needs_of(config, placement, splits)
     lines += [f"    {need}" for need in needs]
     if config.device == "cuda":
-        there = with_recompute(config, placement, splits, needs[-1].free)
+        size = needs[-1].free / FULL
+        there = with_recompute(config, placement, splits, size)
         again = f"--recompute {there.recompute} and {there.kept_chunks} chunks of logits kept"
-        lines.append(f"  where a device has {needs[-1].free / 1e9:.1f} GB: {again}")
+        lines.append(f"  where {size / 1e9:.1f} GB of a device are free: {again}")
     return lines
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from config import Config
 from engines.engine import Engine, EngineLost
 from engines.pool import Pool
+from runtime import devices
 from runtime.world import World, raise_on_all
 from scheduling.measured import ROLES
 
@@ -41,6 +43,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         self._config = config
         self._world = world
         self._engines: list[Engine] = []  # those of this rank; once connected all
+        self._share = 0.0  # bytes of this rank's GPU for an engine that is awake
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
@@ -49,15 +52,28 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         """Start this rank's servers (collective). UserError if that fails.
 
         With CUDA one role after the other, each asleep before the next and before a trainer is built: an
-        engine takes its part of the memory that it finds. On a CPU all start at once.
+        engine takes its part of the memory that it finds. Of a role the first on each machine compiles
+        kernels, and the others find them in its caches. On a CPU all start at once.
         """
+        if self._config.device == "cuda":
+            self._share = self._config.mem_fraction * devices.free_bytes()
         # rank 0's: what all servers want to see
         key = await self._world.broadcast(secrets.token_hex(32))
         for role in ROLES:
             of_role = [spec for spec in specs if spec.role == role]
-            await raise_on_all(self._world, self._start(of_role, key))
-            if self._config.device == "cuda":
+            if self._config.device == "cpu":
+                await raise_on_all(self._world, self._start(of_role, key))
+                continue
+            is_first = await self._is_first_here(of_role)
+            for turn in (is_first, not is_first):
+                await raise_on_all(self._world, self._start(of_role if turn else [], key))
                 await self.ready()
+
+    async def _is_first_here(self, specs: list[ServerSpec]) -> bool:
+        """True if no rank before this one, of its machine, has such servers (collective)."""
+        rank = self._world.rank
+        first = rank - int(os.environ["LOCAL_RANK"])
+        return not any((await self._world.gather(bool(specs)))[first:rank])
 
     async def _start(self, specs: list[ServerSpec], key: str) -> None:
         rank = self._world.rank
@@ -69,10 +85,17 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             self._engines.append(engine)
 
     async def ready(self) -> None:
-        """Wait until those that start are asleep (collective). UserError with the end of a log."""
+        """Wait until those that start are asleep (collective). UserError with the end of a log.
+
+        An engine of several ranks says so when the first of them sleeps: so each rank looks at its own GPU.
+        """
+        limit_s = self._config.engine_start_s
         starting = [engine for engine in self._engines if not engine.capacity]
-        asleep = [engine.ready_asleep(self._config.engine_start_s) for engine in starting]
+        asleep = [engine.ready_asleep(limit_s) for engine in starting]
         await raise_on_all(self._world, asyncio.gather(*asleep))
+        if self._config.device == "cuda" and self._config.memory_check:
+            room = self._world.run(devices.wait_for_room, self._share, "what starts next", limit_s)
+            await raise_on_all(self._world, room)
 
     async def connect(self, timeline: Timeline, peers: World | None = None) -> dict[str, Pool]:
         """Return the pools by role, with a handle on every engine (collective). peers: who serves, or all."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from runtime.devices import fixed_segments
 from runtime.shutdown import starting_deaf
 from sample import Image
 
@@ -80,7 +81,8 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str
         span = dict(start_idx=offset, end_idx=offset + tensor.nbytes, numel=tensor.nbytes)
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         offset += tensor.nbytes
-    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
+    with fixed_segments(bucket[0][1]):
+        flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
     handles = []
     for _ in range(readers):  # one each: CUDA takes the memory back once all were read
         with starting_deaf():  # at first torch starts a process that owns the shared memory

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +133,7 @@ def check_tensors(files: dict, where: str, shapes: dict[str, list[int]], optiona
         raise UserError(f"{where}: its safetensors files lack {min(missing)}")
 
 
+@cache  # --recompute -1 asks at each try, and a large model has many files
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
     """Return the shape of every tensor by its name."""
     files = tensor_files(model_dir).items()

@@ -27,6 +27,7 @@ from genrm import none_right
 from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
+from runtime.devices import fragments
 from runtime.world import World
 from sample import Key, Sample, parts_of
 from scheduling.measured import StepStats
@@ -302,6 +303,8 @@ def local_facts(
         "rollout/waves": float(batch.waves),  # as all other controllers
         "sync/received_mb": c.devices.received_bytes / 1e6,
     }
+    if c.config.device == "cuda":
+        maxima |= {"memory/fragments_gb": fragments() / 1e9}
     differences = {}
     if c.config.teacher:
         from training import teacher

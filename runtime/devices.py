@@ -7,14 +7,17 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from config import Config
 
 DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
@@ -29,6 +32,8 @@ LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # a tensor that is pinned on the host would take up to twice its size: the next power of two
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
+# part of a GPU's free memory that a run may take: an allocator leaves gaps, and a forecast may miss
+FULL = 0.9
 # what else raises UserError if a run on this machine's GPUs would fail: an extra adds to it
 PREFLIGHT: list[Callable[[Config], None]] = []
 
@@ -78,6 +83,8 @@ def choose_device(config: Config) -> None:
     os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
     # processes that compile, of each rank and server; torch's default is one a core
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    if config.deterministic:  # of cuBLAS, which reads it when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.sp:  # so that a tensor-parallel rank's messages start before the products beside them
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from torch import cuda
@@ -91,6 +98,55 @@ def choose_device(config: Config) -> None:
         raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
     for look in PREFLIGHT:
         look(config)
+
+
+def free_bytes() -> int:
+    """Return what is free of this rank's GPU."""
+    from torch import cuda
+
+    return cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0]
+
+
+def wait_for_room(needed: float, who: str, limit_s: float) -> None:
+    """Wait until others have given back so much of this rank's GPU that `who` has room, or UserError."""
+    deadline = time.monotonic() + limit_s
+    while (free := free_bytes()) < needed:
+        if time.monotonic() > deadline:
+            most = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+            raise UserError(f"{who} needs {most}: lower --mem-fraction, or raise --tp or --pp")
+        time.sleep(0.1)
+
+
+def grow_segments(is_on: bool) -> None:
+    """Have torch's allocator grow its segments, or take new ones of a fixed size, from now on.
+
+    Micro-batches differ in length, and would cut fixed segments into pieces that fit nothing.
+    """
+    import torch
+
+    settings = f"{os.environ['PYTORCH_ALLOC_CONF']},expandable_segments:{is_on}"
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+@contextmanager
+def fixed_segments(tensor: Tensor) -> Iterator[None]:
+    """Have what is allocated meanwhile lie where CUDA IPC can send it: not in a segment that grows."""
+    if tensor.is_cuda:
+        grow_segments(False)
+    try:
+        yield
+    finally:
+        if tensor.is_cuda:
+            grow_segments(True)
+
+
+def fragments() -> int:
+    """Return the bytes that torch held and nothing used, at the peaks since the last call."""
+    from torch import cuda
+
+    stats = cuda.memory_stats()
+    cuda.reset_peak_memory_stats()
+    return stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"]
 
 
 def toolkits() -> dict[Path, tuple[int, int]]:

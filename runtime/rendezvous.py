@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from config import Config
+from runtime import devices
 from runtime.errors import UserError
 from runtime.world import World
 
@@ -27,6 +28,11 @@ def join(config: Config) -> World:
     cuda = torch.cuda.is_available()
     if not cuda:  # ranks and engines share the cores: more threads spin on each other's
         torch.set_num_threads(1)
+    else:
+        devices.grow_segments(True)
+        # FlashAttention's backward pass adds in any order unless all of torch is asked not to
+        torch.use_deterministic_algorithms(config.deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, timeout=timeout, **init_method(config))

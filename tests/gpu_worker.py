@@ -148,7 +148,7 @@ def nap() -> None:
     from actor import Actor
     from training.memory import trainer_parts
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     actor = Actor(settings(), MODEL)
     samples = random_samples(actor)
     update(actor, samples)

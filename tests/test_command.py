@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from modes import place
 from rewards import load_rules
 from runtime import atomic_files
 from runtime.errors import UserError
-from scheduling.measured import Split
+from scheduling.measured import ROLES, Split
 from tests.support import models
 from tests.support.fakes import FakeWorld
 from tests.support.launched import Run
@@ -91,7 +91,8 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    settings = run.resolved(settings, place(settings, 2)[0])
+    run.check_directories(settings, place(settings, 2)[0])
+    settings = run.resolved(settings)
     return run.load_inputs(settings, load_rules(settings), print)
 
 
@@ -324,7 +325,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
         if command == "check":
             dry_run.check(settings)
         else:
-            run.resolved(settings, run.check_settings(settings, 2)[0])
+            run.check_directories(settings, run.check_settings(settings, 2)[0])
     assert not (tmp_path / "out").exists()
 
 
@@ -388,6 +389,47 @@ class FakeEngine(Engine):
         pass
 
 
+def test_with_cuda_a_role_starts_once_all_devices_have_room(monkeypatch, tmp_path):
+    """Of an engine of two ranks the second one gives its device back later than the first one says."""
+    settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
+    settings = dataclasses.replace(settings, device="cuda", dtype="bfloat16", mem_fraction=0.6)
+    events, free = [], iter([80e9, 30e9, 47e9, 48e9, 30e9, 79e9, 80e9, 80e9])
+
+    def free_bytes():
+        events.append(next(free))
+        return events[-1]
+
+    class OnCuda(FakeEngine):
+        @classmethod
+        def launch(cls, role, *more):
+            events.append(role)
+            return super().launch(role, *more)
+
+    monkeypatch.setattr(fleet.devices, "free_bytes", free_bytes)
+    monkeypatch.setattr(fleet.devices.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    async def launch():
+        async with fleet.Fleet(settings, FakeWorld(0, 1, {})) as engines:
+            await engines.launch([fleet.ServerSpec(role, 1, "m", engine=OnCuda) for role in ROLES])
+
+    asyncio.run(launch())
+    # twice for each role: with the first of a machine, and with the others, which it hasn't
+    late = [30e9, 47e9, 48e9]
+    assert events == [80e9, "rollout", *late, 30e9, 79e9, "genrm", 80e9, 80e9]
+
+
+@pytest.mark.parametrize("rank, first", [(4, False), (5, False), (6, True), (7, False)])
+def test_the_first_engine_of_a_machine_compiles(monkeypatch, rank, first):
+    """Judges of ranks 2, 3 and 6, 7, on machines of four."""
+    monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
+    has = [False, False, True, True] * 2
+    world = SimpleNamespace(rank=rank, gather=AsyncMock(return_value=has))
+    engines = fleet.Fleet(config.parse_config([]), world)
+    is_first = asyncio.run(engines._is_first_here(["a judge"] * has[rank]))
+    assert (is_first and has[rank]) == first
+
+
 def test_every_rank_has_a_handle_on_every_engine(tmp_path):
     """By role, in the order of ranks, with the one key of the run; its own sleep before it is asked. One that
     doesn't fall asleep is ended: the next would measure a full device; the first hand-over finds it lost."""
@@ -417,6 +459,17 @@ def test_every_rank_has_a_handle_on_every_engine(tmp_path):
             assert found[number].calls == ["asleep within 540 s"]
 
 
+@pytest.mark.parametrize("local_rank, raises", [("0", True), ("1", False)])
+def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, raises):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(run, "joined", lambda _: nullcontext((FakeWorld(0, 1, {}), None)))
+    monkeypatch.setattr(run, "check_directories", Mock(side_effect=UserError("no such model")))
+    monkeypatch.setattr(run, "resolved", Mock(side_effect=UserError("checked elsewhere")))
+    given = config.parse_config(["--mode", "full"])
+    with pytest.raises(UserError, match="no such model" if raises else "checked elsewhere"):
+        asyncio.run(run.run(given, *place(given, 1), run.shutdown.Stop()))
+
+
 @pytest.mark.parametrize(
     "newest, end", [(3, "the same command, without"), (2, "nothing was saved")]
 )
@@ -425,6 +478,7 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
         environment=None, checkpoints=SimpleNamespace(newest=newest), state=SimpleNamespace(step=3)
     )
     joined = nullcontext((FakeWorld(0, 1, {}), None))
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(run, "joined", lambda _: joined)
     fleet = SimpleNamespace(while_up=lambda work: work)
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext(fleet))

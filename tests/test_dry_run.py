@@ -97,7 +97,7 @@ def test_memory_counts_critics_and_the_reference():
         lines = memory.table(config, *run.check_settings(config, 2))
         # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         assert "loss 4.2" in lines[1]
-        listed = [line.split(":")[0].strip() for line in lines[1:-3]]
+        listed = [line.split(":")[0].strip() for line in lines[1:-4]]
         return [name.split(" demo/")[0] for name in listed]  # without the model's directory
 
     ppo = ("ppo", "kl_coef=0.1")
@@ -120,7 +120,7 @@ def test_an_evaluation_has_engines_only():
     placed = run.check_settings(config, 1)
     assert device_map(config, *placed)[1:] == ["  rank 0: rollout on port 23010"]
     lines = memory.table(config, *placed)
-    assert [line.split()[0] for line in lines[1:-3]] == ["rollout"]
+    assert [line.split()[0] for line in lines[1:-4]] == ["rollout"]
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ PUSHED = [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]
 def test_shared_memory_has_room_for_pushes(monkeypatch, mode, tensor, needed):
     """MB of two tensors of so many numbers: all of them, or of each engine a bucket with the last."""
     shapes = {"one": [tensor], "other": [tensor]}
-    config = settings(port=23124, mode=mode)
+    config = settings(port=23124, mode=mode, save_every=0)
     monkeypatch.setattr(training.memory, "checkpoint_shapes", lambda path: shapes)
     monkeypatch.setattr(memory, "host_parts", lambda *_: {"libraries": 1.0})
     usage = SimpleNamespace(free=(15 + needed) * 10**6)

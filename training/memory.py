@@ -12,6 +12,7 @@ from config import AS_FITS, Config
 from engines.server import context_length, kv_tokens
 from engines.wire import BUCKET_BYTES
 from inputs.hf_directory import checkpoint_shapes, sees
+from runtime.devices import FULL
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
@@ -19,7 +20,7 @@ from scheduling.pipeline import schedule_of
 BYTES = {"float32": 4, "bfloat16": 2}
 # of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
 # columns, measured on a CPU (tests/test_memory.py); on an H100 fused kernels keep less (docs/gpu.md)
-KEPT = {("cpu", "float32"): (40, 12, 20), ("cpu", "bfloat16"): (28, 6, 10)}
+KEPT = {("cpu", "float32"): (32, 12, 20), ("cpu", "bfloat16"): (28, 6, 10)}
 KEPT |= {("cuda", "float32"): (40, 12, 20), ("cuda", "bfloat16"): (16, 6, 6)}
 ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
 
@@ -27,9 +28,6 @@ ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
 RESIDENT = 2_500_000_000
 CONTEXT = (
     500_000_000  # of an engine's further rank on its lead's device, where it reads what is pushed
-)
-FULL = (
-    0.9  # part of a GPU that training may fill: an allocator leaves gaps, and a forecast may miss
 )
 
 Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory

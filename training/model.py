@@ -4,7 +4,6 @@ hf_weights.py fills it. Two modules are our own, RMSNorm and the attention: Mega
 Engine and Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -42,8 +41,6 @@ from training.packing import MicroBatch
 
 OUTPUT = "lm_head.weight"
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-# an engine of several ranks says that it sleeps when the first of them does: the others get so long
-RELEASE_S = 10.0
 # the only factors of llama3 that Megatron has
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
@@ -419,13 +416,3 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     if gpt.post_process:
         lm_head.leave_out_logits(gpt)
     return gpt
-
-
-def check_room(needed: int, who: str) -> None:
-    """Raise UserError if the GPU lacks `needed` bytes for `who`; wait for an engine's other ranks."""
-    deadline = time.monotonic() + RELEASE_S
-    while (free := torch.cuda.mem_get_info()[0]) < needed:
-        if time.monotonic() > deadline:
-            most = f"{needed / 2**30:.1f} GiB to wake, and {free / 2**30:.1f} are free"
-            raise UserError(f"{who} needs {most}: lower --mem-fraction, or raise --tp or --pp")
-        time.sleep(0.1)

@@ -95,37 +95,21 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             end = sum(packed_length(len(sequence.tokens)) for sequence in sequences)
             pieces.append(Piece(end, end + padding))
             sequences.append(Sequence([0] * (padding + 1), []))
-        tokens = []
-        targets = []
-        slots = []
-        positions = []
+        rows = []  # of each token: itself, its target, the target's slot, its position
         for sequence in sequences:
             assert sequence.prompt, "a response's first token is predicted from a prompt token"
-            own = sequence.tokens
-            tokens += own[:-1]
-            targets += own[1:]
-            own_slots = []
+            slots = []
             for part, is_target in sequence.parts():
-                own_slots += range(slot, slot + len(part)) if is_target else [NO_TARGET] * len(part)
+                slots += range(slot, slot + len(part)) if is_target else [NO_TARGET] * len(part)
                 slot += len(part) * is_target
-            slots += own_slots[1:]
-            positions += range(packed_length(len(own)))
+            tokens = sequence.tokens
+            rows += zip(tokens[:-1], tokens[1:], slots[1:], range(len(tokens) - 1), strict=True)
         taken = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
-        tokens, targets, slots, positions = torch.tensor([tokens, targets, slots, positions])[
-            :, taken
-        ]
+        tokens, targets, slots, positions = torch.tensor(rows)[taken].T.contiguous()
         reads = (slots != NO_TARGET).nonzero()[:, 0]
         lengths = [piece.lengths for piece in pieces]
-        batch = MicroBatch(
-            tokens[None],
-            positions,
-            reads,
-            targets[reads],
-            slots[reads],
-            lengths,
-            starts_of(lengths),
-            keys_of(pieces, taken),
-        )
+        known = (lengths, starts_of(lengths), keys_of(pieces, taken))
+        batch = MicroBatch(tokens[None], positions, reads, targets[reads], slots[reads], *known)
         micro_batches.append(_with_images(batch, sequences, taken))
     return micro_batches
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import Config
+from runtime import devices
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
@@ -44,6 +45,9 @@ OVERLAPS = torch.cuda.is_available()
 COPIED = """tokenizer*.json special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
 chat_template.* additional_chat_templates/* *processor_config.json generation_config.json LICENSE* NOTICE*"""
 ADAPTER = "adapter/adapter_model.safetensors"  # PEFT reads it
+
+# an engine of several ranks says that it sleeps when the first of them does: the others get so long
+RELEASE_S = 10.0
 
 Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
 LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
@@ -184,7 +188,8 @@ class Trainer:
         if self.device.type == "cuda":
             buffers = self.ddp.buffers if self.learns else ()
             gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
-            models.check_room(self._host_copies.size + gradients, f"the {self.title}")
+            needed = self._host_copies.size + gradients
+            devices.wait_for_room(needed, f"the {self.title} that wakes", RELEASE_S)
             self._host_copies.move_in()
             if self.learns:
                 self.ddp.restore_grad_buffers()
