@@ -23,12 +23,33 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-ENGINES = "test_command test_engine test_episode_runs test_extras test_image_engine"
+ENGINES = "test_command test_engine test_episode_runs test_extras test_forks test_image_engine"
 ENGINES += " test_machines test_runs test_security test_walkthrough"
+
+# of the other files those that take long, so that both streams end at about the same time: what waits, while
+# engines compute; those that fork ranks, of one process; then by seconds
+LONG = "test_world test_lora test_apart test_executor test_checkpoint test_layouts test_teacher"
+LONG += " test_episode_training test_image_training test_shutdown test_user_rules test_actor"
+LONG += " test_faults test_placements test_memory test_finetune test_plans test_simulation"
+LONG += " test_controller test_chaos test_cuda_path test_rollout test_decoder test_dry_run"
+LONG += (
+    " test_background_writer test_clips test_critic test_determinism test_gpu test_papers_measured"
+)
+
+
+def file_of(nodeid: str) -> str:
+    return Path(nodeid.split("::")[0]).stem
 
 
 def has_engines(nodeid: str) -> bool:
-    return Path(nodeid.split("::")[0]).stem in ENGINES.split()
+    return file_of(nodeid) in ENGINES.split()
+
+
+def turn_of(nodeid: str) -> int:
+    """When its file comes."""
+    first = [None, *LONG.split()]
+    name = None if has_engines(nodeid) else file_of(nodeid)
+    return first.index(name) if name in first else len(first)
 
 
 class TwoStreams(LoadScopeScheduling):
@@ -44,7 +65,17 @@ class TwoStreams(LoadScopeScheduling):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items) -> None:
     """What takes longest comes first."""
-    items.sort(key=lambda item: not has_engines(item.nodeid))
+    items.sort(key=lambda item: turn_of(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What tests import stays: no collection of garbage looks at it, which would take a sixth of all time."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 def pytest_addoption(parser) -> None:
@@ -59,9 +90,11 @@ def pytest_configure(config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Remove the folder of fork servers that tests started."""
+    """End the processes from which tests forked, and remove their folder."""
     from runtime import rendezvous
+    from tests.workers import start
 
+    start.close()
     rendezvous.close()
 
 

@@ -49,7 +49,7 @@ def test_a_process_that_does_not_begin_is_forked_again(monkeypatch):
 
     pids = []
     monkeypatch.setattr(BackgroundWriter, "_fork", fork)
-    monkeypatch.setattr(background_writer, "BEGIN_S", 1.0)
+    monkeypatch.setattr(background_writer, "BEGIN_S", 0.5)
     assert ended(BackgroundWriter(lambda: 7)) == (7, "")
     assert len(pids) >= 3 and not any(map(psutil.pid_exists, pids))
     hangs = iter([True] * 3)

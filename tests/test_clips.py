@@ -20,7 +20,7 @@ from images import clips, reader
 from inputs.templates import VIDEO
 from runtime.errors import UserError
 from sample import Prompt
-from tests.support.clips import KINDS, encoded_clip, frames_of, turned_clip
+from tests.support.clips import KINDS, digest_of_pairs, encoded_clip, frames_of, turned_clip
 from tests.support.patience import run_process
 from tests.support.rows import jsonl
 from tests.support.vision import IMAGE, encoded_picture, make_vision_model
@@ -133,11 +133,6 @@ def several():
     return [*files, encoded_clip(frames_of(5, 66, 98))]
 
 
-def digest_of_pairs(file):
-    pairs = pairs_of(file, fit=lambda height, width, pairs, where: (96, 160))
-    return hashlib.sha256(b"".join(pair.file for pair in pairs)).hexdigest()
-
-
 def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
     files = several()
     expected = list(map(digest_of_pairs, files))
@@ -146,12 +141,12 @@ def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
         assert list(threads.map(digest_of_pairs, 3 * files)) == 3 * expected
     for number, file in enumerate(files):
         Path(tmp_path, f"{number}").write_bytes(file)
-    other = "import sys; from pathlib import Path; from test_clips import digest_of_pairs\n"
+    other = (
+        "import sys; from pathlib import Path; from tests.support.clips import digest_of_pairs\n"
+    )
     other += "for path in sys.argv[1:]: print(digest_of_pairs(Path(path).read_bytes()))"
     paths = [str(tmp_path / str(number)) for number in range(len(files))]
-    here = Path(__file__).parent
-    environment = {"PYTHONPATH": f"{here}:{here.parent}"}
-    found = run_process(sys.executable, "-c", other, *paths, env=environment)
+    found = run_process(sys.executable, "-c", other, *paths, env={})
     assert found.stdout.split() == expected, found.stderr
 
 

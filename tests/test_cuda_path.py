@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -82,8 +83,10 @@ def settings(model, *more):
     return parse_config([*CUDA, "--model", model, "--judge", model, *more])
 
 
-PARSE = """
+# its parser; then arm64, where SGLang has threads bound to cores by its kernels, which aren't installed
+SGLANG = """
 import json, sys
+from types import SimpleNamespace
 from cpu import sglang
 library = sglang.install()
 from argparse import ArgumentParser
@@ -93,48 +96,51 @@ ServerArgs.add_cli_args(parser)
 parser.error = lambda message: print(message)
 for flags in json.load(sys.stdin):
     parser.parse_args(flags)
-print("parsed")
+print("parsed", flush=True)
+from sglang.srt.distributed import bootstrap
+bootstrap._is_cpu_arm64 = True
+bootstrap.get_parallel = lambda: SimpleNamespace(tp_size=1, tp_rank=0)
+bootstrap._init_cpu_threads_env(local_omp_cpuid="0")
 """
+DEVICES = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
+REPEATED = ("--deterministic", "--no-deterministic")
+ROLES = ("rollout", "genrm")
+OPTIONS = [*product(PRESETS, DEVICES, ("partial", "full"), REPEATED, ROLES)]
 
 
-def test_sglang_takes_every_flag(models, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    asked = []
-    devices = (("cpu", "float32"), ("cpu", "bfloat16"), ("cuda", "bfloat16"))
-    roles, repeated = ("rollout", "genrm"), ("--deterministic", "--no-deterministic")
-    options = product(PRESETS, devices, ("partial", "full"), repeated, roles)
-    for preset, (device, dtype), mode, deterministic, role in options:
-        where = f"--preset {preset} --device {device} --dtype {dtype} --mode {mode} {deterministic}"
-        config = parse_config([*where.split(), *["--rollout-tp", "2"] * (device == "cuda")])
-        asked.append(server_flags(role, 1, 30002, models["7B"], config))
+@pytest.fixture(scope="module")
+def asked(models) -> list[list]:
+    """The flags of an engine of rank 1, by each of OPTIONS."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", "1")
+        for preset, (device, dtype), mode, repeated, role in OPTIONS:
+            where = f"--preset {preset} --device {device} --dtype {dtype} --mode {mode} {repeated}"
+            config = parse_config([*where.split(), *["--rollout-tp", "2"] * (device == "cuda")])
+            found.append(server_flags(role, 1, 30002, models["7B"], config))
+    return found
+
+
+@pytest.fixture(scope="module")
+def sglang_alone(asked) -> subprocess.CompletedProcess[str]:
+    how = dict(input=json.dumps(asked, default=str), env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    return run_process(sys.executable, "-c", SGLANG, **how)
+
+
+def test_sglang_takes_every_flag(asked, sglang_alone):
+    assert sglang_alone.stdout == "parsed\n", sglang_alone.stderr
+    for (_, (device, _), mode, _, role), flags in zip(OPTIONS, asked, strict=True):
         # of a judge, and of rollout that wakes between waves: nobody pushes weights then
         keeps_weights = device == "cuda" and (role, mode) != ("rollout", "partial")
-        assert ("--enable-weights-cpu-backup" in asked[-1]) == keeps_weights
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    given = json.dumps(asked, default=str)
-    ran = run_process(sys.executable, "-c", PARSE, input=given, env=env)
-    assert ran.stdout == "parsed\n", ran.stderr
+        assert ("--enable-weights-cpu-backup" in flags) == keeps_weights
     texts = [" ".join(map(str, flags)) for flags in asked]
     assert sum("--base-gpu-id 1" in text for text in texts) == len(texts) / 3
     # which return wrong values, and want more running requests than were asked for
     assert sum("--disable-prefill-cuda-graph" in text for text in texts) == len(texts) / 3
 
 
-ARM64 = """
-from types import SimpleNamespace
-from cpu import sglang
-library = sglang.install()
-from sglang.srt.distributed import bootstrap
-bootstrap._is_cpu_arm64 = True
-bootstrap.get_parallel = lambda: SimpleNamespace(tp_size=1, tp_rank=0)
-bootstrap._init_cpu_threads_env(local_omp_cpuid="0")
-"""
-
-
-def test_an_engine_starts_on_arm64():
-    """There SGLang has threads bound to cores by its kernels, which aren't installed."""
-    ran = run_process(sys.executable, "-c", ARM64, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    assert ran.returncode == 0, ran.stderr
+def test_an_engine_starts_on_arm64(sglang_alone):
+    assert sglang_alone.returncode == 0, sglang_alone.stderr
 
 
 def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():

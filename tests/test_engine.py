@@ -714,14 +714,14 @@ def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatc
         # one alone might be done by then
         asked = asyncio.create_task(stream(engine, [request] * 64))
         await asyncio.sleep(0.5)
-        lines = [await line_after(scheduler.suspend, 8.0), await line_after(scheduler.kill, 100.0)]
+        lines = [await line_after(scheduler.suspend, 2.0), await line_after(scheduler.kill, 100.0)]
         with pytest.raises(EngineLost, match="didn't answer /generate"):
             await asked
         return lines
 
     stopped, killed = run(strike_twice())
     who = "the rollout engine of rank 0"
-    assert stopped.startswith(f"{who} gave no sign of life for 8 s; the end of ")
+    assert stopped.startswith(f"{who} gave no sign of life for 2 s; the end of ")
     assert killed.startswith(f"{who} died (signal 9); the end of ")
     assert " crashed with exit code -9." in killed
     run(engine.close())

@@ -16,13 +16,23 @@ from tests import ROOT
 from tests.support.patience import LIMIT_S
 
 ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
+# without what engines need of SGLang, whose import takes seconds
+SERVER = """
+import runpy, sys
+from unittest.mock import Mock
+
+names = "cpu.sglang cpu.fast.windows sglang.srt.entrypoints.http_server sglang.srt.models.registry"
+sys.modules |= dict.fromkeys(names.split(), Mock())
+runpy.run_module("cpu.fast.forks", run_name="__main__", alter_sys=True)
+"""
 OWNER = """
 import sys
 from pathlib import Path
-from engines.forked import ForkedServer
+from engines import forked
 
+forked.FORKS = (sys.executable, "-c", sys.argv[2])
 sleep = ["timeit", "-n1", "-r1", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(9999)"]
-process = ForkedServer(sleep, "a key", Path(sys.argv[1]), "cpu", {})
+process = forked.ForkedServer(sleep, "a key", Path(sys.argv[1]), "cpu", {})
 for line in sys.stdin:
     process.start()
     process._process.wait()
@@ -36,7 +46,7 @@ def owner_of(log):
     """A rank that starts a process for each line that it is sent, and says how it ended."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     environment = os.environ | {"TMPDIR": str(log.parent), "TORCHELASTIC_RUN_ID": "1"}
-    command = [sys.executable, "-c", OWNER, log]
+    command = [sys.executable, "-c", OWNER, log, SERVER]
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as owner:
         try:
             yield owner

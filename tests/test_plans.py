@@ -31,7 +31,7 @@ SIZES = dict(prompts_per_step=16, answers_per_prompt=8)
 RANKS = 4
 
 
-def simulated(mode, steps=8, work=WORK, cluster=CLUSTER, **settings):
+def simulated(mode, steps=4, work=WORK, cluster=CLUSTER, **settings):
     return Simulation(mode, RANKS, work, cluster, steps=steps, **SIZES | settings)
 
 
@@ -80,11 +80,12 @@ def test_a_run_tells_what_other_plans_take(finished):
     assert rollout[:2] == pytest.approx([0.02, 0.001], rel=0.15)
     assert known.keep == 0.8 and known.seconds["sync"] == pytest.approx(0.2)
     assert known.engine_s == pytest.approx(0.4, rel=0.1)
+    costs = costs_like(known, config_from(known.settings))
     for settings in PLANS:
         true = simulated(**settings, algorithm=("ppo",)).run()
         true = seconds_of(true[:-1] if "ahead" in settings else true)
         config = replace(config_from(known.settings), **settings)
-        ours = simulate(costs_like(known, config), RANKS, Plan("", config))
+        ours = simulate(costs, RANKS, Plan("", config))
         assert ours.seconds == pytest.approx(true, rel=0.12), settings
 
 

@@ -64,15 +64,18 @@ def test_a_run_leaves_what_it_promises(unbroken):
         assert names >= {"rollout", "genrm", "train", "sync", "switch"}
 
 
-@pytest.mark.parametrize("mode", ["partial", pytest.param("fused", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["partial", "fused"])
 def test_all_modes_train_on_the_same_samples(tmp_path, unbroken, mode):
     """Every number but times, and every text."""
     Run(tmp_path, *THREE, "--mode", mode).ended().check_as(unbroken)
 
 
-def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken):
-    """kill -9 of everything after a save, then the same command again: the unbroken run's numbers."""
-    run = Run(tmp_path, *THREE, "--mode", "full").struck((saved(1), Run.kill_all))
+@pytest.mark.parametrize("mode", ["partial", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken, mode):
+    """kill -9 of everything after a save, then the same command again: the unbroken run's numbers, whose
+    mode may be another."""
+    run = Run(tmp_path, *THREE, "--mode", mode).struck((saved(1), Run.kill_all))
     assert len(run.rows()) < 4
     again = run.again()
     assert f"goes on from {run.out}/checkpoints/step_" in again.stdout

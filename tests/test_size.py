@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -56,6 +57,11 @@ DYNAMIC = ("getattr", "hasattr", "setattr", "eval", "exec")
 AROUND = {"simulation", "papers", "bench", "exercises", "examples", "tests"}
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -69,8 +75,7 @@ def statements_of(paths: Iterable[Path]) -> int:
     """The lines on which a statement begins."""
     count = 0
     for path in paths:
-        nodes = ast.walk(ast.parse(path.read_text()))
-        count += len({node.lineno for node in nodes if isinstance(node, ast.stmt)})
+        count += len({node.lineno for node in nodes_of(path) if isinstance(node, ast.stmt)})
     return count
 
 
@@ -80,8 +85,7 @@ def is_extra(path: Path) -> bool:
 
 
 def functions_of(path: Path):
-    tree = ast.parse(path.read_text())
-    return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [n for n in nodes_of(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def imports_in(nodes: Iterable[ast.AST]) -> set[str]:
@@ -95,14 +99,16 @@ def imports_in(nodes: Iterable[ast.AST]) -> set[str]:
     return names
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Every module that a file imports, wherever the import stands."""
-    return imports_in(ast.walk(ast.parse(path.read_text())))
+    return imports_in(nodes_of(path))
 
 
+@cache
 def only_for_types(path: Path) -> set[str]:
     """What a file imports under TYPE_CHECKING alone."""
-    ifs = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.If)]
+    ifs = [n for n in nodes_of(path) if isinstance(n, ast.If)]
     asking = [node for node in ifs if ast.unparse(node.test) == "TYPE_CHECKING"]
     return imports_in(inner for node in asking for inner in node.body)
 
@@ -120,7 +126,7 @@ def test_budget_of_a_file(path):
 
 @pytest.mark.parametrize("path", PRODUCT + OUTSIDE, ids=name_of)
 def test_nothing_is_dynamic_and_no_error_is_swallowed(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         calls_a_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if calls_a_name and room_of(path) != "cpu":
             assert node.func.id not in DYNAMIC, f"{path.name}:{node.lineno}"
@@ -169,6 +175,6 @@ def test_no_import_circles():
 
 
 def test_the_loop_never_asks_for_the_mode():
-    for node in ast.walk(ast.parse((ROOT / "controller.py").read_text())):
+    for node in nodes_of(ROOT / "controller.py"):
         if isinstance(node, ast.If | ast.IfExp):
             assert "mode" not in ast.unparse(node.test), f"controller.py:{node.lineno}"

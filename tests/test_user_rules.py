@@ -73,15 +73,18 @@ import asyncio
 import sys
 
 from config import Config
-from rewards import Rewards, load
+from genrm import Judgement
+from rewards import Rewards, Rule, load
 from runtime import shutdown
 from runtime.errors import UserError
 from sample import Sample
-from tests.support.fakes import to_text
-from tests.test_rewards import says
+
+async def one(sample):
+    return Judgement("one", 1.0)
 
 async def work():
-    listed = Rewards(config, [], [*rules, says(1.0), *rules * 9], to_text)
+    to_text = lambda tokens, **_: "".join(map(chr, tokens))
+    listed = Rewards(config, [], [*rules, Rule("reward", one), *rules * 9], to_text)
     sample = Sample(0, 0, [1], question="3+9=", response=[53], finish="stop")
     await listed.score(sample, None)
     await asyncio.sleep(0.1)  # for a signal to be heard
@@ -213,7 +216,7 @@ CHILDREN = {
     "os.fork": """
     pid = os.fork()
     if pid == 0:
-        signal.alarm(1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         time.sleep(99)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGALRM
 """,

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import time
 import traceback
 from datetime import timedelta
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from runtime.world import World
 from tests.support.patience import LIMIT_S, PATIENCE
 
-SHORT_S = 10.0 * PATIENCE  # of a collective to which somebody comes too late, and the others don't
+SHORT_S = 6.0 * PATIENCE  # of a collective to which somebody comes too late, and the others don't
 
 
 def in_ranks(folder, program, timeout_s, size=2):
@@ -93,8 +92,8 @@ def test_who_waits_for_all_waits_longer_than_a_collective(tmp_path):
     async def one_is_late(world):
         world.part((0,))
         for number in range(2):
-            if world.rank == number:
-                await asyncio.sleep(1.5 * SHORT_S)
+            if world.rank == number:  # the second time by as little as shows who doesn't wait
+                await asyncio.sleep((1.25 * SHORT_S, 0.5)[number])
             dist.distributed_c10d._get_default_store().add(f"come {number}", 1)
             await world.wait_for_all()
             print(dist.distributed_c10d._get_default_store().add(f"come {number}", 0))
@@ -111,15 +110,18 @@ def test_an_error_says_in_which_phase_this_rank_waited(tmp_path, how):
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
 
     async def one_is_late(world):
-        part = world.part((0, 2))
+        part, store = world.part((0, 2)), dist.distributed_c10d._get_default_store()
         await part.barrier()
         if world.rank == 0:
-            with world.explaining(lambda: "step 5: serving"):
-                await (world.run(update) if how == "hangs in training" else part.gather(None))
+            try:
+                with world.explaining(lambda: "step 5: serving"):
+                    await (world.run(update) if how == "hangs in training" else part.gather(None))
+            finally:
+                store.set("rank 0 has ended", "")
         elif how == "dies":
             os._exit(1)
-        else:
-            time.sleep(2 * SHORT_S)  # its event loop, too: as if it were stopped
+        else:  # its event loop, too: as if it were stopped
+            store.wait(["rank 0 has ended"], timedelta(seconds=LIMIT_S))
 
     said = in_ranks(tmp_path, one_is_late, SHORT_S, size=3)
     waited = f"rank 0 waited in vain for the others, for {SHORT_S:g} s at most (step 5: serving)"

@@ -1,12 +1,15 @@
 """Ranks that train in processes of their own, for tests under one parallel layout after another.
 
-Usage: parallel.py MODULE case.pt result.pt. The module is the test file that asks: of each layout the
-result holds what its `train` made of a reference, sizes and a path. Ranks are forked after the imports, which
-take longer than the training, and meet through a file, so that no port is needed.
+As a program it reads lines, MODULE FOLDER, forks a process for each and answers with its exit status. The
+module is the test file that asks: of each layout of the folder's case.pt the results hold what its `train`
+made of a reference, sizes and a path. Ranks are forked after the imports, which take longer than the
+training, once for all cases; they meet through a file, so that no port is needed.
 """
 
 import datetime
+import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -135,18 +138,32 @@ def rank_main(rank: int, size: int, train: Callable[..., dict], case: dict, path
     dist.destroy_process_group()
 
 
-def main(module: str, case_file: str, path: str) -> None:
-    """Fork as many ranks as the case says, one time after another; what they need is imported by now."""
+def run_case(train: Callable[..., dict], folder: str) -> None:
+    """Fork as many ranks as the case says, one time after another. All they say is in the folder's log."""
+    log = os.open(f"{folder}/log", os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    case = torch.load(f"{folder}/case.pt", weights_only=False)
+    for size in case["sizes"]:
+        how = dict(nprocs=size, start_method="fork")
+        mp.start_processes(rank_main, (size, train, case, f"{folder}/result"), **how)
+
+
+def main() -> None:
     import critic  # noqa: F401
 
     set_constants()
     torch.set_num_threads(1)
-    train = importlib.import_module(module).train
-    case = torch.load(case_file, weights_only=False)
-    for size in case["sizes"]:
-        how = dict(nprocs=size, start_method="fork")
-        mp.start_processes(rank_main, (size, train, case, path), **how)
+    for line in sys.stdin:
+        module, folder = line.removesuffix("\n").split(" ", 1)
+        train = importlib.import_module(module).train
+        gc.freeze()  # a rank collects its own alone
+        assert len(os.listdir("/proc/self/task")) == 1  # what other threads hold would stay held
+        process = mp.get_context("fork").Process(target=run_case, args=(train, folder))
+        process.start()
+        process.join()
+        print(process.exitcode, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,6 +1,7 @@
-"""Starts a module of tests/ as a process."""
+"""Starts a module of tests/ as a process; forks ranks of one that has imported what they need."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,9 +12,27 @@ from pathlib import Path
 from tests import ROOT
 from tests.support.patience import LIMIT_S
 
+SETTINGS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+
 
 def run_worker(module: str, *arguments: str | Path) -> None:
     run_command([sys.executable, "-m", module, *arguments])
+
+
+@cache
+def forks() -> subprocess.Popen:
+    """parallel.py's process. It ends with this one, or by `close`."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True)
+    command = [sys.executable, "-m", "tests.workers.parallel"]
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | SETTINGS, **pipes)
+
+
+def close() -> None:
+    """End the process of `forks`, and whatever it forked."""
+    if forks.cache_info().currsize:
+        os.killpg(forks().pid, signal.SIGKILL)
+        forks().communicate()
+        forks.cache_clear()
 
 
 def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references: dict) -> dict:
@@ -23,7 +42,12 @@ def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references
     sizes = list(dict.fromkeys(ranks for _, ranks, _ in layouts.values()))
     case = {"references": references, "layouts": layouts, "sizes": sizes}
     torch.save(case, path / "case.pt")
-    run_worker("tests.workers.parallel", module, path / "case.pt", path / "result")
+    (path / "log").touch()
+    print(module, path, file=forks().stdin, flush=True)
+    said = select.select([forks().stdout], (), (), LIMIT_S)[0] and forks().stdout.readline()
+    if said != "0\n":
+        close()
+    assert said == "0\n", (path / "log").read_text()[-4000:]
     found = {}
     for size in sizes:
         found |= torch.load(f"{path}/result.{size}", weights_only=False)
@@ -43,9 +67,8 @@ def trained_by_tier(module: str, factory, first: dict, others: dict, references:
 
 def run_command(command: list[str | Path]) -> None:
     """Until it ends; its group is gone afterwards. AssertionError with the end of its output if it failed."""
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     how = dict(cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    process = subprocess.Popen([*map(str, command)], env=os.environ | settings, **how)
+    process = subprocess.Popen([*map(str, command)], env=os.environ | SETTINGS, **how)
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     finally:
