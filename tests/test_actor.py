@@ -9,6 +9,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
 from config import Config
 from runtime.errors import UserError
-from sample import Sample
+from sample import Image, Sample
 from scheduling.balance import pack_evenly, packed_length
 from tests.support.models import save_model
 from tests.support.packed import sights_of
@@ -44,7 +45,7 @@ from tests.workers.parallel import (
     supervised,
     weights_of,
 )
-from training.packing import make_micro_batches
+from training.packing import Sequence, make_micro_batches, pieces_of
 from training.trainer import Trainer
 
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart, where a test is about it
@@ -463,6 +464,13 @@ def test_numbers_that_no_rank_saved_are_missed(make_actor, model_dir, tmp_path):
     complete([[plan, written]])  # of a single rank torch doesn't look
     with pytest.raises(UserError, match=f"^the checkpoint lacks numbers of {lost.index.fqn} "):
         actor.restore(tmp_path)
+
+
+def test_prompts_of_other_images_are_others():
+    """Though their tokens are equal. Images are equal by their bytes, wherever they come from."""
+    images = [Image(digest, (1, 2, 2), 7, read=Mock()) for digest in (b"one", b"other", b"one")]
+    sequences = [Sequence([1, 7, 7, 7, 7, 2], [3, 4], (image,)) for image in images]
+    assert sorted(piece.shared for piece in pieces_of(sequences)) == [0, 0, 5]
 
 
 PROMPTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)  # lengths of prompts

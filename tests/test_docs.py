@@ -36,7 +36,7 @@ FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 # of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
 OF_OTHERS |= {"--rdzv-endpoint", "--rdzv-conf", "--help", "--nodes", "--shm-size"}
-OF_OTHERS |= {"--signals-to-handle"}
+OF_OTHERS |= {"--signals-to-handle", "--numa-binding"}
 
 
 def name_of(path: Path) -> str:

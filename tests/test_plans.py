@@ -78,7 +78,7 @@ def test_a_run_tells_what_other_plans_take(finished):
     known = read_run(finished)
     rollout, _ = known.paces
     assert rollout[:2] == pytest.approx([0.02, 0.001], rel=0.15)
-    assert known.keep == 0.8 and known.seconds["sync"] == pytest.approx(0.2)
+    assert known.keep == pytest.approx(0.8) and known.seconds["sync"] == pytest.approx(0.2)
     assert known.engine_s == pytest.approx(0.4, rel=0.1)
     costs = costs_like(known, config_from(known.settings))
     for settings in PLANS:
