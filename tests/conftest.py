@@ -28,12 +28,12 @@ ENGINES += " test_machines test_runs test_security test_walkthrough"
 
 # of the other files those that take long, so that both streams end at about the same time: what waits, while
 # engines compute; those that fork ranks, of one process; then by seconds
-LONG = "test_world test_lora test_apart test_executor test_checkpoint test_layouts test_teacher"
-LONG += " test_episode_training test_image_training test_shutdown test_user_rules test_actor"
-LONG += " test_faults test_placements test_memory test_finetune test_plans test_simulation"
-LONG += " test_controller test_chaos test_cuda_path test_rollout test_decoder test_dry_run"
-LONG += (
-    " test_background_writer test_clips test_critic test_determinism test_gpu test_papers_measured"
+LONG = (
+    "test_world test_lora test_apart test_executor test_checkpoint test_layouts test_teacher "
+    "test_episode_training test_image_training test_shutdown test_user_rules test_actor "
+    "test_faults test_placements test_memory test_finetune test_plans test_simulation "
+    "test_controller test_chaos test_cuda_path test_rollout test_decoder test_dry_run "
+    "test_background_writer test_clips test_critic test_determinism test_gpu test_papers_measured"
 )
 
 

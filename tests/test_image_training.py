@@ -137,8 +137,8 @@ def test_a_layout_trains_as_transformers(name, references, result_of):
 
 
 @pytest.fixture
-def make_trainer(build):
-    set_constants()
+def make_trainer(build, monkeypatch):
+    set_constants(monkeypatch.setattr)
     return lambda kind, model_dir, **changes: build((kind, image_config(**changes), model_dir))[0]
 
 

@@ -31,7 +31,7 @@ SIZES = dict(prompts_per_step=16, answers_per_prompt=8)
 RANKS = 4
 
 
-def simulated(mode, steps=4, work=WORK, cluster=CLUSTER, **settings):
+def simulated(mode, steps=5, work=WORK, cluster=CLUSTER, **settings):
     return Simulation(mode, RANKS, work, cluster, steps=steps, **SIZES | settings)
 
 
