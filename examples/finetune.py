@@ -137,8 +137,7 @@ def pair_loss(critic: Critic, batch: MicroBatch, output: Tensor) -> LossSums:
 
     r: the scalar head at the last token. InstructGPT (arXiv 2203.02155), section 3.5, equation 1.
     """
-    # in the order of the slots: of a pair the chosen first
-    rewards = critic.read_targets(batch, output)[batch.slots.argsort()]
+    rewards = critic.read_targets(batch, output)  # of a pair the chosen first
     chosen = rewards[::2]
     rejected = rewards[1::2]
     margin = chosen - rejected

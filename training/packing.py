@@ -46,9 +46,9 @@ class MicroBatch:
 
     tokens: Tensor  # [1, T]
     positions: Tensor  # [T], in its sequence; with images [3, T], see images.tokens.positions
-    reads: Tensor  # [targets], the places of the tokens that a response token follows
+    reads: Tensor  # [targets], the places of the tokens that a response token follows, in its order
     targets: Tensor  # [targets], that response token
-    slots: Tensor  # [targets], its slot
+    slots: Tensor  # [targets], its slot; they ascend
     # of each piece, its queries and the keys up to its last query; on the host: no layer waits for them
     lengths: list[tuple[int, int]]
     starts: Tensor  # [2, pieces + 1], int32: see `starts_of`
@@ -106,7 +106,7 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             rows += zip(tokens[:-1], tokens[1:], slots[1:], range(len(tokens) - 1), strict=True)
         taken = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         tokens, targets, slots, positions = torch.tensor(rows)[taken].T.contiguous()
-        reads = (slots != NO_TARGET).nonzero()[:, 0]
+        reads = slots.argsort()[(slots == NO_TARGET).sum() :]
         lengths = [piece.lengths for piece in pieces]
         known = (lengths, starts_of(lengths), keys_of(pieces, taken))
         batch = MicroBatch(tokens[None], positions, reads, targets[reads], slots[reads], *known)

@@ -17,7 +17,7 @@ def sights_of(batch: MicroBatch) -> dict[int, tuple[list[int], int]]:
     assert not len(keys) and len(sights) == batch.tokens.numel()
     found = {}
     columns = (batch.reads.tolist(), batch.targets.tolist(), batch.slots.tolist())
+    assert columns[2] == sorted({*columns[2]})
     for place, target, slot in zip(*columns, strict=True):
-        assert slot not in found
         found[slot] = (batch.tokens[0, sights[place]].tolist(), target)
     return found
