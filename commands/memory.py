@@ -104,11 +104,10 @@ def disk_need(config: Config, placement: Placement) -> Need:
     each = checkpoint_bytes(config, placement) if config.save_every else 0.0
     out = Path(config.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
-    there = sum(file.stat().st_size for file in out.glob("checkpoints/**/*"))
-    free = shutil.disk_usage(folder).free + min(
-        there, config.keep * each
-    )  # it goes on, and drops them
     needed = (config.keep + 1) * each
+    # a run that goes on replaces those that are there
+    there = sum(file.stat().st_size for file in out.glob("checkpoints/**/*"))
+    free = shutil.disk_usage(folder).free + min(there, config.keep * each)
     return Need("the disk of --out", needed, free, {"checkpoints": needed})
 
 

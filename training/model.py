@@ -268,18 +268,22 @@ def forward_cost(hf: dict, tokens: int) -> int:
 
 def shared_of(hf: dict) -> Callable[[list[int]], Shared]:
     """Return a function of a prompt: what its answers share, all but its last token, and its images."""
-    image_cost = None
-    if "vision" in hf:
-        from training.vision import image_cost
 
-        image_cost = image_cost(hf)
-
-    def shared(prompt: list[int]) -> Shared:
+    def of_text(prompt: list[int]) -> Shared:
         tokens = len(prompt) - 1
-        images = image_cost(prompt) if image_cost else 0
-        return Shared(tokens, forward_cost(hf, tokens) + images)
+        return Shared(tokens, forward_cost(hf, tokens))
 
-    return shared
+    if "vision" not in hf:
+        return of_text
+    from training.vision import image_cost
+
+    of_images = image_cost(hf)
+
+    def of_both(prompt: list[int]) -> Shared:
+        tokens, cost = of_text(prompt)
+        return Shared(tokens, cost + of_images(prompt))
+
+    return of_both
 
 
 def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:

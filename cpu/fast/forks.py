@@ -41,7 +41,7 @@ def ask(server, command):
 def import_engines():
     """Import what engines need, before any of them is forked. Keep what it returns, as `install` says."""
     os.environ["HF_MODULES_CACHE"] = os.devnull  # as engines/server_main.py does
-    # which SGLang and transformers import where they are, for half a second, and no engine here uses
+    # SGLang and transformers import these if they are there, in half a second; no engine here uses them
     sys.modules |= {"megatron": None, "scipy": None}
     gc.disable()  # it would take 2 of 7 s, as what is imported stays
     kept = importlib.import_module("cpu.sglang").install()
