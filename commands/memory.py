@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 from collections import Counter
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,14 +101,16 @@ def checkpoint_bytes(config: Config, placement: Placement) -> float:
 
 
 def disk_need(config: Config, placement: Placement) -> Need:
-    """The checkpoints that are kept, and the one that is written beside them."""
+    """The checkpoints that are kept, and the one that is written beside them; a short run has fewer."""
     each = checkpoint_bytes(config, placement) if config.save_every else 0.0
+    due = ceil(config.steps / max(1, config.save_every))  # the last step has one
+    most = min(config.keep + 1, due)
     out = Path(config.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
-    needed = (config.keep + 1) * each
+    needed = most * each
     # a run that goes on replaces those that are there
     there = sum(file.stat().st_size for file in out.glob("checkpoints/**/*"))
-    free = shutil.disk_usage(folder).free + min(there, config.keep * each)
+    free = shutil.disk_usage(folder).free + min(there, needed)
     return Need("the disk of --out", needed, free, {"checkpoints": needed})
 
 

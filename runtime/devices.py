@@ -120,12 +120,14 @@ def wait_for_room(needed: float, who: str, limit_s: float) -> None:
 def grow_segments(is_on: bool) -> None:
     """Have torch's allocator grow its segments, or take new ones of a fixed size, from now on.
 
-    Micro-batches differ in length, and would cut fixed segments into pieces that fit nothing.
+    Micro-batches differ in length, and would cut fixed segments into pieces that fit nothing. Who says
+    something else with PYTORCH_ALLOC_CONF has that.
     """
     import torch
 
-    settings = f"{os.environ['PYTORCH_ALLOC_CONF']},expandable_segments:{is_on}"
-    torch._C._accelerator_setAllocatorSettings(settings)
+    settings = os.environ["PYTORCH_ALLOC_CONF"]
+    if "expandable_segments" not in settings:
+        torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:{is_on}")
 
 
 @contextmanager
