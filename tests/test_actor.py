@@ -108,7 +108,10 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
     assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
     expected = dict(model.named_parameters())
     for name, weight in actor.named_weights():
-        assert torch.allclose(weight, expected[name], rtol=0, atol=5e-5), name
+        off = (weight - expected[name]).abs()
+        # AdamW divides a gradient by its own size: one that is only rounding may go either way, at each step
+        assert (off > 5e-5).float().mean() < 1e-3, name
+        assert off.max() < len(parts) * 2 * LEARNING_RATES[0], name
 
 
 def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -> torch.Tensor:
