@@ -44,7 +44,7 @@ FIRST = ONE | {  # name -> family, ranks, sizes; bucket: see parallel.set_overla
     "pp2_dp2_tied": ("qwen2", 4, {"pp": 2, "bucket": 2000}),
 }
 OTHERS = {
-    "dp4": ("qwen3", 4, {}),
+    "dp4": ("qwen3", 4, {"max_tokens_per_micro_batch": 30}),
     "dp2_bf16": ("qwen3", 2, {"dtype": "bfloat16", "tis_cap": 0.0}),
     "tp2": ("qwen3", 2, {"tp": 2}),
     "tp2_sp_tied": ("qwen2", 2, {"tp": 2, "sp": True}),
