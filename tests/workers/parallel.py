@@ -139,11 +139,12 @@ def rank_main(rank: int, size: int, train: Callable[..., dict], case: dict, path
     dist.destroy_process_group()
 
 
-def run_case(train: Callable[..., dict], folder: str) -> None:
+def run_case(module: str, folder: str) -> None:
     """Fork as many ranks as the case says, one time after another. All they say is in the folder's log."""
     log = os.open(f"{folder}/log", os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(log, stream)
+    train = importlib.import_module(module).train
     case = torch.load(f"{folder}/case.pt", weights_only=False)
     for size in case["sizes"]:
         how = dict(nprocs=size, start_method="fork")
@@ -159,10 +160,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
         module, folder = line.removesuffix("\n").split(" ", 1)
-        train = importlib.import_module(module).train
         gc.freeze()  # a rank collects its own alone
         assert len(os.listdir("/proc/self/task")) == 1  # what other threads hold would stay held
-        process = mp.get_context("fork").Process(target=run_case, args=(train, folder))
+        process = mp.get_context("fork").Process(target=run_case, args=(module, folder))
         process.start()
         process.join()
         print(process.exitcode, flush=True)
