@@ -141,7 +141,7 @@ async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], 
     Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run goes on.
     """
     await c.world.wait_for_all()  # ranks that only train wait here for those that serve
-    own = Sizes.of(batch.kept, c.devices.actor.shared, "cost" in c.algorithm.signals)
+    own = Sizes.of(batch.kept, c.devices.actor.prefix_of, "cost" in c.algorithm.signals)
     facts = (own, batch.stats, batch.missing_groups, bool(c.stop.asked))
     sizes, stats, missing_groups, stops = zip(*await c.world.gather(facts), strict=True)
     batch.missing_groups = max(missing_groups)

@@ -147,7 +147,7 @@ class Rewards:
         rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
         costs = [value for source, value in values.items() if source.signal == "cost"]
         verdicts = [values[judge] for judge in self.judges if judge.says_verdict]
-        sample.reward = 0.0  # of a run with a teacher and no reward
+        sample.reward = 0.0  # the run has a teacher and no reward
         if rewards:
             sample.reward = weighted_mean(*zip(*rewards, strict=True))
             part = self._weights.get(ENVIRONMENT, 0.0) / sum(weight for _, weight in rewards)

@@ -169,10 +169,10 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
     work = controller.evaluate_once if config.evaluates else controller.train
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
-        # once on each machine: it takes most of a second
-        first_here = os.environ["LOCAL_RANK"] == "0"
-        check = world.run(check_directories, config, placement) if first_here else asyncio.sleep(0)
-        await raise_on_all(world, check)
+        checking = asyncio.sleep(0)
+        if os.environ["LOCAL_RANK"] == "0":  # once on each machine: it takes most of a second
+            checking = world.run(check_directories, config, placement)
+        await raise_on_all(world, checking)
         config = await world.run(resolved, config)
         for check in CHECKS:
             check(config, placement, splits)

@@ -34,7 +34,7 @@ class Elsewhere:
         self.passes = []
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
-        self.shared = models.shared_of(hf)
+        self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
         # Megatron's optimizer gathers its groups of parameters from all ranks, once more for experts'
         for _ in range(2 if learns else 0):
             dist.all_gather_object([None] * dist.get_world_size(), [])

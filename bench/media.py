@@ -64,8 +64,8 @@ async def exchange_through_one(
         sample.row = {"files": files[sample.prompt_id]}  # a group's answers share them
     parcels = await c.world.exchange({0: samples})
     received = [sample for parcel in parcels.values() for sample in parcel]
-    here = Sizes.of(received, c.devices.actor.shared, has_costs=False)
-    there = Sizes.of([], c.devices.actor.shared, has_costs=False)
+    here = Sizes.of(received, c.devices.actor.prefix_of, has_costs=False)
+    there = Sizes.of([], c.devices.actor.prefix_of, has_costs=False)
     held = [here if rank == 0 else there for rank in range(c.world.size)]
     held = await c.world.broadcast(held)
     return await exchange_in_parallel(replace(batch, kept=received), held, c)

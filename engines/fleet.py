@@ -63,11 +63,15 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             of_role = [spec for spec in specs if spec.role == role]
             if self._config.device == "cpu":
                 await raise_on_all(self._world, self._start(of_role, key))
-                continue
-            is_first = await self._is_first_here(of_role)
-            for turn in (is_first, not is_first):
-                await raise_on_all(self._world, self._start(of_role if turn else [], key))
-                await self.ready()
+            else:
+                await self._start_in_turn(of_role, key)
+
+    async def _start_in_turn(self, specs: list[ServerSpec], key: str) -> None:
+        """Start the first server on each machine, then, once it sleeps, the others (collective)."""
+        is_first = await self._is_first_here(specs)
+        for turn in (is_first, not is_first):
+            await raise_on_all(self._world, self._start(specs if turn else [], key))
+            await self.ready()
 
     async def _is_first_here(self, specs: list[ServerSpec]) -> bool:
         """True if no rank before this one, of its machine, has such servers (collective)."""

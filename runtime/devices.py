@@ -83,7 +83,7 @@ def choose_device(config: Config) -> None:
     os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
     # processes that compile, of each rank and server; torch's default is one a core
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-    if config.deterministic:  # of cuBLAS, which reads it when it starts
+    if config.deterministic:  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if config.sp:  # so that a tensor-parallel rank's messages start before the products beside them
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -108,7 +108,7 @@ def free_bytes() -> int:
 
 
 def wait_for_room(needed: float, who: str, limit_s: float) -> None:
-    """Wait until others have given back so much of this rank's GPU that `who` has room, or UserError."""
+    """Wait until others have freed enough of this rank's GPU. Raises UserError if `who` still lacks room."""
     deadline = time.monotonic() + limit_s
     while (free := free_bytes()) < needed:
         if time.monotonic() > deadline:
@@ -120,8 +120,8 @@ def wait_for_room(needed: float, who: str, limit_s: float) -> None:
 def grow_segments(is_on: bool) -> None:
     """Have torch's allocator grow its segments, or take new ones of a fixed size, from now on.
 
-    Micro-batches differ in length, and would cut fixed segments into pieces that fit nothing. Who says
-    something else with PYTORCH_ALLOC_CONF has that.
+    Micro-batches differ in length, and would cut fixed segments into pieces that fit nothing. A user's own
+    choice in PYTORCH_ALLOC_CONF stays.
     """
     import torch
 

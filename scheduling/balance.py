@@ -12,8 +12,8 @@ from sample import Key
 Packing = list[list[int]]  # micro-batches of samples: their places in the list of lengths
 
 
-class Shared(NamedTuple):
-    """The part of a prompt that its answers share: of several in a micro-batch it is computed once."""
+class Prefix(NamedTuple):
+    """The part of a prompt that its answers share: a micro-batch computes it once for all of them."""
 
     tokens: int = 0
     cost: int = 0  # with that of its images
@@ -24,24 +24,22 @@ class Measure(NamedTuple):
 
     tokens: dict[Key, int]
     cost: Callable[[int], int]
-    shared: dict[int, Shared] | None = None  # by prompt_id
+    prefixes: dict[int, Prefix] | None = None  # by prompt_id
 
-    def shared_by(self, key: Key) -> Shared:
-        return self.shared[key[0]] if self.shared else Shared()
+    def prefix(self, key: Key) -> Prefix:
+        return self.prefixes[key[0]] if self.prefixes else Prefix()
 
     def length(self, keys: list[Key]) -> int:
         """The tokens of samples in one micro-batch."""
-        prompts = {key[0]: self.shared_by(key).tokens for key in keys}
-        own = sum(packed_length(self.tokens[key]) - self.shared_by(key).tokens for key in keys)
-        return own + sum(prompts.values())
+        prefixes = {key[0]: self.prefix(key).tokens for key in keys}
+        own = (packed_length(self.tokens[key]) - self.prefix(key).tokens for key in keys)
+        return sum(prefixes.values()) + sum(own)
 
     def work(self, keys: list[Key]) -> int:
         """The work on samples in one micro-batch."""
-        prompts = {key[0]: self.shared_by(key).cost for key in keys}
-        own = sum(
-            self.cost(self.tokens[key]) - self.cost(self.shared_by(key).tokens) for key in keys
-        )
-        return own + sum(prompts.values())
+        prefixes = {key[0]: self.prefix(key).cost for key in keys}
+        own = (self.cost(self.tokens[key]) - self.cost(self.prefix(key).tokens) for key in keys)
+        return sum(prefixes.values()) + sum(own)
 
     def works(self, micro_batches: list[list[Key]]) -> int:
         return sum(map(self.work, micro_batches))
@@ -69,10 +67,10 @@ def plan_batch(measure: Measure, config: Config, dp_size: int) -> list[list[list
 
 
 def whole_groups(keys: list[Key], measure: Measure, budget: int) -> list[list[Key]]:
-    """Put answers that share a part of a prompt together, as many as the budget has room for."""
+    """Put answers that share a prefix together, as many as the budget has room for."""
     units: list[list[Key]] = []
     for key in keys:
-        is_next = units and units[-1][0][0] == key[0] and measure.shared_by(key).tokens
+        is_next = units and units[-1][0][0] == key[0] and measure.prefix(key).tokens
         if is_next and measure.length([*units[-1], key]) <= budget:
             units[-1].append(key)
         else:

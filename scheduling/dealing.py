@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from config import Config
 from sample import Key, Sample, flat
-from scheduling.balance import Measure, Shared, plan_batch
+from scheduling.balance import Measure, Prefix, plan_batch
 from scheduling.layout import Shape
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ class Sizes(NamedTuple):
 
     # prompt_id -> tokens of each answer, 0 for one that isn't trained on
     lengths: dict[int, list[int]]
-    shared: dict[int, Shared]  # prompt_id -> what its answers share
+    prefixes: dict[int, Prefix]  # by prompt_id
     costs: list[float]  # of the samples, where they are a signal
 
     @staticmethod
     def of(
-        samples: list[Sample], shared_of: Callable[[list[int]], Shared], has_costs: bool
+        samples: list[Sample], prefix_of: Callable[[list[int]], Prefix], has_costs: bool
     ) -> Sizes:
         lengths: dict[int, list[int]] = {}
         for sample in sorted(samples, key=lambda sample: sample.key):
@@ -36,9 +36,9 @@ class Sizes(NamedTuple):
             row += [0] * (sample.index - len(row))
             row.append(len(sample.prompt) + sample.begun)
         prompts = {sample.prompt_id: sample.prompt for sample in samples}
-        shared = {prompt_id: shared_of(prompt) for prompt_id, prompt in prompts.items()}
+        prefixes = {prompt_id: prefix_of(prompt) for prompt_id, prompt in prompts.items()}
         costs = [sample.cost for sample in samples] if has_costs else []
-        return Sizes(lengths, shared, costs)
+        return Sizes(lengths, prefixes, costs)
 
     def tokens(self) -> dict[Key, int]:
         rows = self.lengths.items()
@@ -50,7 +50,7 @@ class Deal(NamedTuple):
 
     plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
     copies: dict[Key, list[int]]  # sample -> ranks of the copy that gets it, lead first
-    work: list[int]  # of each data-parallel rank, in multiply-adds of a forward pass
+    work: list[int]  # a data-parallel rank's multiply-adds in a forward pass
 
 
 def deal(
@@ -62,14 +62,14 @@ def deal(
     """
     tokens = {}
     owners = {}
-    shared = {}
+    prefixes = {}
     for rank, theirs in enumerate(sizes):
-        shared |= theirs.shared
+        prefixes |= theirs.prefixes
         for key, length in theirs.tokens().items():
             assert key not in tokens, "two controllers hold the same sample"
             tokens[key] = length
             owners[key] = rank
-    measure = Measure(tokens, cost, shared)
+    measure = Measure(tokens, cost, prefixes)
     deals = {}
     for shape in dict.fromkeys(shapes):
         plan = plan_batch(measure, shape.sized(config), shape.dp)

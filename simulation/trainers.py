@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sample import Sample, flat
-from scheduling.balance import Shared
+from scheduling.balance import Prefix
 from scheduling.dealing import MiniBatches
 from scheduling.layout import Shape
 from simulation.costs import Passes
@@ -33,7 +33,7 @@ class SimulatedTrainer:
         place = self.shape.place(self.world.rank)
         self.holds = place is not None
         self.dp_rank, self.is_lead = place or (-1, False)
-        self.shared = lambda prompt: Shared()  # the papers' systems compute every prompt
+        self.prefix_of = lambda prompt: Prefix()  # the papers' systems compute every prompt
 
     async def wake(self) -> None:
         await asyncio.sleep(self.moves.wake_s)

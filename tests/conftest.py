@@ -26,8 +26,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ENGINES = "test_command test_engine test_episode_runs test_extras test_forks test_image_engine"
 ENGINES += " test_machines test_runs test_security test_walkthrough"
 
-# of the other files those that take long, so that both streams end at about the same time: what waits, while
-# engines compute; those that fork ranks, of one process; then by seconds
+# The other files that take long come first, so that both streams end at about the same time: first what waits
+# while engines compute, then those that fork ranks from one process, then by seconds
 LONG = (
     "test_world test_lora test_apart test_executor test_checkpoint test_layouts test_teacher "
     "test_episode_training test_image_training test_shutdown test_user_rules test_actor "

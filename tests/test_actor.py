@@ -97,6 +97,7 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
         sample.reference_logprobs = [logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs]
     metrics = update(actor, samples)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
+    least = least_gradients(model)
     parts = (samples[0::2], samples[1::2])
     loss_of = partial(plain_row_loss, model, config=actor.config, algorithm=actor.algorithm)
     losses, norms = zip(*plain_steps(model, parts, loss_of, [LEARNING_RATES[0]] * 2), strict=True)
@@ -110,8 +111,22 @@ def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir,
     for name, weight in actor.named_weights():
         off = (weight - expected[name]).abs()
         # AdamW divides a gradient by its own size: one that is only rounding may go either way, at each step
-        assert (off > 5e-5).float().mean() < 1e-3, name
-        assert off.max() < len(parts) * 2 * LEARNING_RATES[0], name
+        is_rounding = least[name] < apart(int(metrics["train/tokens"]))
+        assert (off < torch.where(is_rounding, len(parts) * 2 * LEARNING_RATES[0], 5e-5)).all(), (
+            name
+        )
+
+
+def least_gradients(model) -> dict[str, torch.Tensor]:
+    """The smallest size of each number's gradient in the steps to come, by its parameter."""
+    least = {name: torch.full_like(x, torch.inf) for name, x in model.named_parameters()}
+
+    def look(name: str, gradient: torch.Tensor) -> None:
+        least[name] = least[name].minimum(gradient.abs())
+
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(partial(look, name))
+    return least
 
 
 def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -> torch.Tensor:
@@ -473,7 +488,7 @@ def test_prompts_of_other_images_are_others():
     """Though their tokens are equal. Images are equal by their bytes, wherever they come from."""
     images = [Image(digest, (1, 2, 2), 7, read=Mock()) for digest in (b"one", b"other", b"one")]
     sequences = [Sequence([1, 7, 7, 7, 7, 2], [3, 4], (image,)) for image in images]
-    assert sorted(piece.shared for piece in pieces_of(sequences)) == [0, 0, 5]
+    assert sorted(piece.prefix for piece in pieces_of(sequences)) == [0, 0, 5]
 
 
 PROMPTS = st.lists(st.integers(1, 9), min_size=1, max_size=4)  # lengths of prompts

@@ -11,7 +11,7 @@ from config import Config
 from sample import flat
 from scheduling.balance import (
     Measure,
-    Shared,
+    Prefix,
     karmarkar_karp,
     pack_evenly,
     packed_length,
@@ -96,8 +96,10 @@ def works(plan, measure) -> list[int]:
 def test_the_plan(answers, prompts, shares, dp_size, updates, budget):
     """Every sample once; a mini-batch is every n-th key; equal numbers of micro-batches in the budget."""
     tokens = {key: prompts[key[0]] + length for key, length in answers.items()}
-    shared = {number: Shared(length - 1, cost(length - 1)) for number, length in enumerate(prompts)}
-    measure = Measure(tokens, cost, shared if shares else None)
+    prefixes = {
+        number: Prefix(length - 1, cost(length - 1)) for number, length in enumerate(prompts)
+    }
+    measure = Measure(tokens, cost, prefixes if shares else None)
     plan = plan_batch(measure, config(budget, updates), dp_size)
     backwards = measure._replace(tokens=dict(reversed(tokens.items())))
     assert plan_batch(backwards, config(budget, updates), dp_size) == plan
@@ -122,7 +124,7 @@ def test_whole_groups_by_hand():
     Of one prompt the ranks get half each: one of them would have all of it to do.
     """
     tokens = {(prompt, index): 14 for prompt in range(4) for index in range(4)}
-    measure = Measure(tokens, lambda length: length, dict.fromkeys(range(4), Shared(9, 9)))
+    measure = Measure(tokens, lambda length: length, dict.fromkeys(range(4), Prefix(9, 9)))
     plan = plan_batch(measure, config(1000), 2)
     prompts = [{prompt for prompt, _ in flat(share)} for share in plan]
     assert list(map(len, prompts)) == [2, 2] and not prompts[0] & prompts[1]
@@ -141,11 +143,11 @@ def test_the_work_on_images_is_balanced_too():
     """Of 12 answers of equal length 4 are to prompts with images: every rank gets 2 of these."""
     tokens, dear = {(prompt, 0): 10 for prompt in range(12)}, dict.fromkeys((0, 2, 4, 6), 70)
 
-    def shares(shared) -> list[int]:
-        plan = plan_batch(Measure(tokens, lambda length: length, shared), config(1000), 2)
+    def shares(prefixes) -> list[int]:
+        plan = plan_batch(Measure(tokens, lambda length: length, prefixes), config(1000), 2)
         return [sum(prompt in dear for prompt, _ in flat(share)) for share in plan]
 
-    with_images = {prompt: Shared(5, 5 + dear.get(prompt, 0)) for prompt in range(12)}
+    with_images = {prompt: Prefix(5, 5 + dear.get(prompt, 0)) for prompt in range(12)}
     assert shares(with_images) == [2, 2] != shares(None)
 
 
@@ -155,7 +157,7 @@ def test_the_share_of_prompts():
     shape |= dict(num_key_value_heads=4, intermediate_size=18944, vocab_size=152064)
     keys = [(0, index) for index in range(8)]
     before = Measure(dict.fromkeys(keys, 1536), partial(forward_cost, shape))
-    after = before._replace(shared={0: Shared(511, forward_cost(shape, 511))})
+    after = before._replace(prefixes={0: Prefix(511, forward_cost(shape, 511))})
     assert round(1 - after.work(keys) / before.work(keys), 2) == 0.29
 
 

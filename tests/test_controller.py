@@ -101,7 +101,9 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
         assert max(map(len, shares)) - min(map(len, shares)) <= 4  # answers of a prompt
         actor = controllers[0].devices.actor
         tokens = {s.key: len(s.tokens) for share in shares for s in share}
-        measure = Measure(tokens, actor.cost, {s.prompt_id: actor.shared(s.prompt) for s in kept})
+        measure = Measure(
+            tokens, actor.cost, {s.prompt_id: actor.prefix_of(s.prompt) for s in kept}
+        )
         groups = {s.prompt_id: [] for s in kept}
         for key in tokens:
             groups[key[0]].append(key)

@@ -394,7 +394,7 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
 
 
 def test_a_device_that_another_process_has_taken_half_of(models, device_of):
-    """Of 170 GB a 7B needs 0.9 on 8 cards; of the half that is left it computes more layers again."""
+    """A 7B on 8 cards fits 170 GB each, and not the 60 that are left."""
     config = settings(models["7B"])
     placed = place(config, 8)
     device_of(170e9)

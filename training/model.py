@@ -33,7 +33,7 @@ from inputs.hf_directory import (
     tensor_files,
 )
 from runtime.errors import UserError
-from scheduling.balance import Shared
+from scheduling.balance import Prefix
 from scheduling.layout import Placement, Shape
 from training import lm_head
 from training.hf_weights import HFWeights
@@ -266,24 +266,19 @@ def forward_cost(hf: dict, tokens: int) -> int:
     return tokens * matrices + tokens**2 * attention
 
 
-def shared_of(hf: dict) -> Callable[[list[int]], Shared]:
-    """Return a function of a prompt: what its answers share, all but its last token, and its images."""
-
-    def of_text(prompt: list[int]) -> Shared:
-        tokens = len(prompt) - 1
-        return Shared(tokens, forward_cost(hf, tokens))
-
+def image_cost(hf: dict) -> Callable[[list[int]], int]:
+    """Return a function of a prompt: a forward pass's multiply-adds on its images."""
     if "vision" not in hf:
-        return of_text
+        return lambda prompt: 0
     from training.vision import image_cost
 
-    of_images = image_cost(hf)
+    return image_cost(hf)
 
-    def of_both(prompt: list[int]) -> Shared:
-        tokens, cost = of_text(prompt)
-        return Shared(tokens, cost + of_images(prompt))
 
-    return of_both
+def prefix_of(hf: dict, images: Callable[[list[int]], int], prompt: list[int]) -> Prefix:
+    """Return what a prompt's answers share: all but its last token, and images, whose cost is given."""
+    tokens = len(prompt) - 1
+    return Prefix(tokens, forward_cost(hf, tokens) + images(prompt))
 
 
 def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:

@@ -64,18 +64,18 @@ class MicroBatch:
 
 
 class Piece(NamedTuple):
-    """The tokens of a sequence that it doesn't share, by their places among all sequences' tokens."""
+    """A sequence's tokens after its shared prefix, by their places among all sequences' tokens."""
 
     start: int
     end: int
-    source: int = 0  # the place of the first token of the sequence that has what it shares
-    shared: int = 0  # tokens
+    source: int = 0  # the place where the prefix begins, in the first sequence of the prompt
+    prefix: int = 0  # its tokens
 
     @property
     def lengths(self) -> tuple[int, int]:
         """Queries and keys."""
         own = self.end - self.start
-        return own, self.shared + own
+        return own, self.prefix + own
 
 
 def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
@@ -83,7 +83,7 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
 
     `tp_with_sp`, the tensor-parallel size under sequence parallelism, else 1, must divide the tokens of a
     micro-batch: a sequence without a target fills it up, over the budget if need be. It is all that an empty
-    micro-batch has: a rank that has nothing to train on takes part in the passes, too.
+    micro-batch has: a rank that has nothing to train on also takes part in the passes.
     """
     micro_batches = []
     slot = 0
@@ -95,7 +95,7 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             end = sum(packed_length(len(sequence.tokens)) for sequence in sequences)
             pieces.append(Piece(end, end + padding))
             sequences.append(Sequence([0] * (padding + 1), []))
-        rows = []  # of each token: itself, its target, the target's slot, its position
+        rows = []  # (token, target, the target's slot, position)
         for sequence in sequences:
             assert sequence.prompt, "a response's first token is predicted from a prompt token"
             slots = []
@@ -106,7 +106,7 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             rows += zip(tokens[:-1], tokens[1:], slots[1:], range(len(tokens) - 1), strict=True)
         taken = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         tokens, targets, slots, positions = torch.tensor(rows)[taken].T.contiguous()
-        reads = slots.argsort()[(slots == NO_TARGET).sum() :]
+        reads = slots.argsort()[(slots == NO_TARGET).sum() :]  # which is below all slots
         lengths = [piece.lengths for piece in pieces]
         known = (lengths, starts_of(lengths), keys_of(pieces, taken))
         batch = MicroBatch(tokens[None], positions, reads, targets[reads], slots[reads], *known)
@@ -126,21 +126,21 @@ def pieces_of(sequences: list[Sequence]) -> list[Piece]:
     for sequence in sequences:
         end = start + packed_length(len(sequence.tokens))
         source = first.setdefault((sequence.images, *sequence.prompt), start)
-        shared = 0 if source == start else len(sequence.prompt) - 1
-        pieces.append(Piece(start + shared, end, source, shared))
+        prefix = 0 if source == start else len(sequence.prompt) - 1
+        pieces.append(Piece(start + prefix, end, source, prefix))
         start = end
     return sorted(pieces, key=lambda piece: piece.lengths, reverse=True)
 
 
 def keys_of(pieces: list[Piece], taken: Tensor) -> Tensor | None:
     """MicroBatch.keys. taken: [T], which of all sequences' tokens the pieces have."""
-    if not any(piece.shared for piece in pieces):
+    if not any(piece.prefix for piece in pieces):
         return None
     place = torch.zeros(max(piece.end for piece in pieces), dtype=torch.int64)
     place[taken] = torch.arange(len(taken))
     keys = []
-    for start, end, source, shared in pieces:
-        keys += [place[source : source + shared], place[start:end]]
+    for start, end, source, prefix in pieces:
+        keys += [place[source : source + prefix], place[start:end]]
     return torch.cat(keys)
 
 

@@ -71,8 +71,8 @@ class Trainer:
 
     The part is a stage of the pipeline: some of the layers. `version` counts updates; `dp_rank` of `dp_size`
     is this rank's share of the samples; `is_lead` marks the rank of its model-parallel group that sends
-    requests to engines; `cost(tokens)` is the work of a sequence, `shared(prompt)` the part that a prompt's
-    answers share; `title` names the model in messages.
+    requests to engines; `cost(tokens)` is the work of a sequence, `prefix_of(prompt)` what the answers
+    to a prompt share; `title` names the model in messages.
 
     A subclass adds `optimizer_steps(mini_batches)`, which don't depend on the weights; `metrics_of(steps)`,
     the update's metrics from what `step` returned of each; and `read_targets`, which is a `Read`.
@@ -104,7 +104,7 @@ class Trainer:
         self.device = own_device()
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
-        self.shared = models.shared_of(hf)
+        self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
         self._join(groups)
         model_config = models.transformer_config(hf, config)
         # of a token, about: schedules compare models by it

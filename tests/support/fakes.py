@@ -27,7 +27,7 @@ from engines.fleet import Fleet
 from engines.pool import Pool
 from reporting.timeline import MARKS, Timeline, of_kind
 from sample import Image, Prompt, flat
-from scheduling.balance import Shared
+from scheduling.balance import Prefix
 from scheduling.pipeline import schedule_of
 from simulation.clock import VirtualClock, end_all
 from simulation.meetings import Network, SimulatedWorld
@@ -374,8 +374,8 @@ class FakeActor(FakeTrainer):
     def cost(self, tokens):
         return 100 * tokens + tokens**2
 
-    def shared(self, prompt):
-        return Shared(len(prompt) - 1, self.cost(len(prompt) - 1))
+    def prefix_of(self, prompt):
+        return Prefix(len(prompt) - 1, self.cost(len(prompt) - 1))
 
     def check(self, sample):
         versions, facts = sample.versions, (sample.logprobs, sample.versions)

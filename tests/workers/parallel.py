@@ -78,8 +78,8 @@ def balanced(batch: list, actor) -> list:
     kept = [sample for sample in batch if sample.advantages is not None]
     samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.tokens) for key, sample in samples.items()}
-    shared = {sample.prompt_id: actor.shared(sample.prompt) for sample in kept}
-    measure = Measure(tokens, actor.cost, shared)
+    prefixes = {sample.prompt_id: actor.prefix_of(sample.prompt) for sample in kept}
+    measure = Measure(tokens, actor.cost, prefixes)
     plan = plan_batch(measure, actor.config, actor.dp_size)[actor.dp_rank]
     return [[[samples[key] for key in micro] for micro in mini_batch] for mini_batch in plan]
 
@@ -152,15 +152,13 @@ def run_case(module: str, folder: str) -> None:
 
 
 def main() -> None:
-    with suppress(
-        ModuleNotFoundError
-    ):  # of a copy without that extra: a case that asks for it fails
+    with suppress(ModuleNotFoundError):  # without that extra a case that needs it fails
         import critic  # noqa: F401
     set_constants()
     torch.set_num_threads(1)
     for line in sys.stdin:
         module, folder = line.removesuffix("\n").split(" ", 1)
-        gc.freeze()  # a rank collects its own alone
+        gc.freeze()  # a rank collects only its own
         assert len(os.listdir("/proc/self/task")) == 1  # what other threads hold would stay held
         process = mp.get_context("fork").Process(target=run_case, args=(module, folder))
         process.start()
