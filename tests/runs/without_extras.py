@@ -114,7 +114,11 @@ import pytest
 
 NAMES = "|".join(map(re.escape, {modules!r}))
 FILES = NAMES.replace(".", "/")
-GONE = re.compile(rf"No module named '({{NAMES}})'|No such file or directory: .*/({{FILES}})\\.py")
+PARTS = [name.rpartition(".") for name in {modules!r}]
+FROM = "|".join(f"cannot import name '{{name}}' from '{{room}}'" for room, _, name in PARTS)
+GONE = re.compile(
+    rf"No module named '({{NAMES}})'|{{FROM}}|No such file or directory: .*/({{FILES}})\\.py"
+)
 ASKED = re.compile(
     r"extras\\.py has no row|unrecognized arguments: --|timeline\\.png|"
     r"--(mode|placement|schedule|judge-format) [^\\n]*: [^\\n]*(choose|unknown)|"
