@@ -83,13 +83,17 @@ class Environment:
 """
 
 
-def episodic(folder: Path, *arguments, text: str = HINT, ranks: int = 4) -> Run:
+class PacedRun(Run):
+    program = "tests/support/paced_run.py"
+
+
+def episodic(folder: Path, *arguments, text: str = HINT, ranks: int = 4, run: type[Run] = Run) -> Run:
     """A run with an environment, and with a rule that has no opinion and writes down all that is judged."""
     folder.mkdir(exist_ok=True)
     (folder / "hint.py").write_text(text)
     (folder / "record.py").write_text(RECORD)
     given = ("--environment", str(folder / "hint.py"), "--rule", str(folder / "record.py"))
-    return Run(folder, *SHORT, *given, *arguments, ranks=ranks)
+    return run(folder, *SHORT, *given, *arguments, ranks=ranks)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +160,7 @@ def test_a_run_plays_episodes(unbroken):
 @pytest.mark.parametrize("mode", ["full", "fused"])
 def test_all_modes_play_the_same_episodes(tmp_path, unbroken, mode):
     """Also if answers move in fused mode to another engine in the middle of an episode."""
-    run = episodic(tmp_path, "--mode", mode, "--tail", "0.5").ended()
+    run = episodic(tmp_path, "--mode", mode, "--tail", "0.5", run=PacedRun).ended()
     check_as(run, unbroken)
     moved = sum(row.get("rollout/moved", 0) for row in run.rows())
     print(f"{moved} answers moved")

@@ -43,6 +43,8 @@ def free_ports() -> int:
 class Run:
     """One `torchrun run.py` on a few ranks. `again` is the same command, started once more."""
 
+    program = "run.py"
+
     def __init__(self, folder, *arguments, ranks=2, launch=(), under=(), out=None):
         self.folder, self.ranks, self.out = folder, ranks, out or folder / "out"
         self.port, self._arguments = free_ports(), arguments
@@ -57,7 +59,7 @@ class Run:
         command += [*self._under, Path(sys.executable).with_name("torchrun")]
         command += ["--nproc-per-node", self.ranks]
         command += ["--master-port", self.port + PORTS - 1, *self._launch]
-        command += ["run.py", *self._arguments, "--out", self.out, "--port", self.port]
+        command += [self.program, *self._arguments, "--out", self.out, "--port", self.port]
         # seconds for a save after a signal, as the Makefile says
         settings = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
