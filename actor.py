@@ -97,17 +97,17 @@ class Actor(Trainer):
     def compute_policy_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
         """Fill `policy_logprobs` where the KL is in the reward (collective: model-parallel group)."""
         if self.algorithm.kl_in == "reward":
-            rows = self.read_tokens(list(chain(*mini_batches)))
-            for sample, row in zip(flat(mini_batches), rows, strict=True):
-                sample.policy_logprobs = row
+            read = self.read_tokens(list(chain(*mini_batches)))
+            for sample, logprobs in zip(flat(mini_batches), read, strict=True):
+                sample.policy_logprobs = logprobs
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
         """Fill `reference_logprobs`, without adapters if it has any (collective: model-parallel group)."""
         self._switch_adapters(False)
-        rows = self.read_tokens(list(chain(*mini_batches)))
+        read = self.read_tokens(list(chain(*mini_batches)))
         self._switch_adapters(True)
-        for sample, row in zip(flat(mini_batches), rows, strict=True):
-            sample.reference_logprobs = row
+        for sample, logprobs in zip(flat(mini_batches), read, strict=True):
+            sample.reference_logprobs = logprobs
 
     def _switch_adapters(self, is_on: bool) -> None:
         for adapter in self.gpt.adapters.values():
@@ -132,16 +132,18 @@ class Actor(Trainer):
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
-        limit = math.inf if self.algorithm.corrects_mismatch else self.version
-        micro_batches = []
-        for samples in chain(*mini_batches):
-            micro_batches.append([s for s in samples if min(s.versions, default=limit) < limit])
+        if len(mini_batches) == 1:
+            return {}  # the pass that trains gives them
+
+        def needs_them(sample: Sample) -> bool:
+            is_stale = min(sample.versions, default=self.version) < self.version
+            return is_stale or (self.algorithm.corrects_mismatch and len(sample.versions) > 0)
+
+        micro_batches = [list(filter(needs_them, samples)) for samples in chain(*mini_batches)]
         wanted = list(chain(*micro_batches))
-        if len(mini_batches) == 1 or not wanted:
-            return {}  # of a single mini-batch the pass that trains gives them
         if any(sample.policy_logprobs is None for sample in wanted):
-            for sample, row in zip(wanted, self.read_tokens(micro_batches), strict=True):
-                sample.policy_logprobs = row
+            for sample, logprobs in zip(wanted, self.read_tokens(micro_batches), strict=True):
+                sample.policy_logprobs = logprobs
         return {sample.key: sample.policy_logprobs for sample in wanted}
 
     def read_targets(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
@@ -230,10 +232,7 @@ def policy_loss(
         lengths=targets.lengths,
     )
     loss, clipped = algorithm.loss(inputs, algorithm)
-    if loss.shape != logprobs.shape or not loss.requires_grad:
-        has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
-        needed = f"a number for each of {len(logprobs)} tokens, with a gradient, is needed"
-        raise UserError(f"--algorithm {algorithm.name}: its loss has {has}; {needed}")
+    check_loss(loss, len(logprobs), algorithm)
     loss = importance * loss
     stats = engine_stats(log_ratio[~targets.stale].abs())
     if targets.reference_logprobs is not None:
@@ -252,6 +251,14 @@ def policy_loss(
     stats["stale_token_frac"] = targets.stale.sum()
     stats["stale_weight"] = importance[targets.stale].sum()
     return loss_sums(loss.sum(), targets.divisors.sum(), stats)
+
+
+def check_loss(loss: Tensor, tokens: int, algorithm: Algorithm) -> None:
+    """Raise UserError for the loss of a user's row that can't train: needed is [tokens], with a gradient."""
+    if loss.shape != (tokens,) or not loss.requires_grad:
+        has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
+        needed = f"a number for each of {tokens} tokens, with a gradient, is needed"
+        raise UserError(f"--algorithm {algorithm.name}: its loss has {has}; {needed}")
 
 
 def importance_weights(

@@ -322,7 +322,7 @@ def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: floa
         advantages = {}
         returns = {}
         for signal in algorithm.signals:
-            score = scores_of(sample.outcomes, signal, algorithm)[sample.index]
+            score = group_scores(sample.outcomes, signal, algorithm)[sample.index]
             rewards = token_rewards(sample, signal, score, algorithm)
             values = sample.values.get(signal)
             advantages[signal], returns[signal] = algorithm.estimator(rewards, values, algorithm)
@@ -330,7 +330,7 @@ def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: floa
         sample.returns = {name: returns[name] for name in algorithm.critics}
 
 
-def scores_of(outcomes: list[Outcome], signal: str, algorithm: Algorithm) -> dict[int, float]:
+def group_scores(outcomes: list[Outcome], signal: str, algorithm: Algorithm) -> dict[int, float]:
     """The scores of a group's answers but the greedy one, by index: of rewards or costs, compared."""
     trained = [answer for answer in outcomes if not answer.greedy]
     if signal == "cost":
@@ -354,7 +354,7 @@ def teaches(outcomes: list[Outcome], algorithm: Algorithm) -> bool:
     greedy = sum(answer.greedy for answer in outcomes)
     if len(outcomes) == greedy or greedy < algorithm.greedy:
         return False
-    scores = scores_of(outcomes, "reward", algorithm).values()
+    scores = group_scores(outcomes, "reward", algorithm).values()
     return not algorithm.filters or len({*scores, *[0.0] * greedy}) > 1
 
 
@@ -376,7 +376,7 @@ def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorith
         rewards[-1] = score
     if algorithm.score is raw and signal == "reward":
         for reply, reward in zip(sample.replies, sample.turn_rewards, strict=False):
-            rewards[reply.place - 1] += reward
+            rewards[reply.start - 1] += reward
             rewards[-1] -= reward
     if not algorithm.kl_coef or algorithm.kl_in != "reward":
         return rewards

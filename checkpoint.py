@@ -48,15 +48,15 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 7  # of what a checkpoint holds: it grows when that changes
+LAYOUT = 8  # grows when what a checkpoint holds changes
 POLL_S = 0.05
-# settings whose change makes another run of it: of the algorithm its row, of files what is in them ...
+# Changing one of these makes it a different run. Algorithms are compared by rows, files by their contents.
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
 SAME += ("lora",)
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
 NAMED += ("environment", "teacher")
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
-# ... and while answers wait that were made with them
+# The same, while answers that were made with them wait to be trained on.
 ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")
 ANSWERED += ("judge_format", "judge_max_new_tokens", "video_fps", "video_frames")
 FREE = ("preset", "out", "resume", "port")  # a run that resumes doesn't say that these differ
@@ -80,7 +80,7 @@ def state_of(c: Controller) -> tuple[dict, dict]:
         "groups": [list(map(vars, group)) for group in c.prompts.groups.values()],
         "rewards": c.rewards.counts(),
         "random": torch.get_rng_state().tolist(),
-        "ahead": c.ahead and asdict(c.ahead),
+        "ahead": asdict(c.ahead) if c.ahead is not None else None,
     }
     return common, own
 
@@ -104,8 +104,8 @@ async def restore(c: Controller, folder: Path) -> None:
     vars(c.state).update({name: common[name] for name in vars(c.state).keys() - {"history"}})
     rows_of_groups = [rows for own in controllers for rows in own["groups"]]
     groups = [list(map(sample_from_json, rows)) for rows in rows_of_groups]
-    holder = c.peers.place if c.devices.serves else -1
-    c.prompts.load_state(common["prompts"], groups, c.peers.size, holder)
+    holder = c.same_duty.index if c.devices.serves else -1
+    c.prompts.load_state(common["prompts"], groups, c.same_duty.size, holder)
     c.ahead = c.checkpoints.newest_ahead = restored_ahead(c, [own["ahead"] for own in controllers])
     # they are summed over the ranks, so rank 0 alone takes them
     c.rewards.load_counts([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
@@ -138,7 +138,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     added = ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted", "latencies")
     if c.world.rank == 0:
         batch.stats = total
-        batch.others = parts[0].others + sum(len(part.kept) for part in parts[1:])
+        batch.from_others = parts[0].from_others + sum(len(part.kept) for part in parts[1:])
         for part in parts:
             for name in added:
                 vars(batch)[name] += vars(part)[name]

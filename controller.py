@@ -8,19 +8,17 @@ and the event loop's clock.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import algorithms
 import modes
-import rollout
 from algorithms import Algorithm
 from config import Config
 from data import Prompts
 from engines.engine import Sampling
-from engines.pool import QUEUED
+from evaluation import evaluate
 from placement import Devices
 from reporting.metrics import Report
 from reporting.timeline import Timeline
@@ -70,9 +68,9 @@ class Controller:
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints | NoSaves
-    # the ranks with the same work as this one: those that serve, or that train, if these are apart; else all
-    peers: World
-    environment: Episodes | None = None  # that answers the policy's turns
+    # with --placement standalone the ranks that serve, or those that train, as this one does; else every rank
+    same_duty: World
+    environment: Episodes | None = None  # answers the policy's turns
     ahead: RolloutBatch | None = None  # served, and not yet trained on
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # what this process was asked for
@@ -96,31 +94,22 @@ async def train(c: Controller) -> bool:
     return was_stopped
 
 
-async def evaluate_once(c: Controller) -> bool:
-    """Answer the held-out prompts, with no step and no trainer (collective). Returns as `train`."""
-    await c.devices.rollout.wake()
-    c.timeline.start()
-    try:
-        await evaluate(c, 0)
-    except Stopped:
-        return True
-    return False
-
-
 async def loop(c: Controller) -> None:
     """The loop: serve, then train (collective). Raises Stopped on all ranks if one was asked to stop."""
     await c.devices.to_serving()  # the engines started asleep: wake them, push the first weights
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
-        batch = c.ahead or await modes.collect(c)  # generate, judge, refill until there are groups
-        sizes, measured = await tell_served(batch, c)  # all ranks meet: lengths, times, a stop
+        batch = c.ahead  # served with --ahead, or before a stop
+        if batch is None:
+            batch = await modes.collect(c)  # generate, judge, refill until there are groups
+        sizes, measured = await gather_sizes(batch, c)  # all ranks meet: lengths, times, a stop
         shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
         await c.devices.to_training()  # engines that share ranks with trainers sleep
         c.ahead = await c.devices.sharing.serve_ahead(c)  # --ahead: ranks that only serve go on
         with c.timeline.span("train"):
             stats = await learn(c, shares)
-        stats = await agree(c, stats, shares)  # all ranks meet: metrics, a stop
+        stats = await gather_metrics(c, stats, shares)  # all ranks meet: metrics, a stop
         decision = rebalance(c, measured)  # with --rebalance the split may move
         advance(c, batch)
         await c.checkpoints.save(c)  # if one is due: a snapshot; it is written beside what follows
@@ -135,7 +124,7 @@ async def loop(c: Controller) -> None:
     await c.world.wait_for_all()
 
 
-async def tell_served(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], StepStats | None]:
+async def gather_sizes(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], StepStats | None]:
     """Gather the sizes of every rank's samples, and what all measured while they served (collective).
 
     Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run goes on.
@@ -187,7 +176,7 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
     for first, *beside in turns:
         await c.devices.give_device_to(first, *beside)
-        stats |= await c.peers.run(first.update, shares.of(first), beside)
+        stats |= await c.same_duty.run(first.update, shares.of(first), beside)
         c.timeline.ran(first.passes)
     return stats
 
@@ -197,12 +186,12 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     actor = c.devices.actor
     for reference in c.devices.references:
         await c.devices.give_device_to(actor, reference)
-        await c.peers.run(actor.compute_policy_logprobs, shares.of(actor))
+        await c.same_duty.run(actor.compute_policy_logprobs, shares.of(actor))
         with c.timeline.span("reference"):
-            await c.peers.run(reference.compute_ref_logprobs, shares.of(reference))
+            await c.same_duty.run(reference.compute_ref_logprobs, shares.of(reference))
     for critic in c.devices.critics:
         await c.devices.give_device_to(critic)
-        await c.peers.run(critic.compute_values, shares.of(critic))
+        await c.same_duty.run(critic.compute_values, shares.of(critic))
     await c.devices.sharing.share_columns(c, shares)
     metrics = {}
     if "cost" in c.algorithm.signals:
@@ -217,16 +206,18 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
         # the other ranks of a model-parallel group hold the same samples
         mine = flat(shares.of(actor)) if actor.is_lead else []
         moments = algorithms.moments([a for sample in mine for a in sample.advantages])
-        algorithms.whiten(samples, await c.peers.gather(moments))
+        algorithms.whiten(samples, await c.same_duty.gather(moments))
     return metrics
 
 
-async def agree(c: Controller, stats: dict[str, float], shares: Shares) -> dict[str, float]:
+async def gather_metrics(
+    c: Controller, stats: dict[str, float], shares: Shares
+) -> dict[str, float]:
     """Return the metrics of all models; note whether a rank was asked to stop (collective).
 
     UserError after MAX_SKIPS skipped updates in a row, of any trainer, with the last one's samples saved.
     """
-    stats = await c.devices.sharing.agree(c, stats)
+    stats = await c.devices.sharing.gather_metrics(c, stats)
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:
@@ -274,49 +265,3 @@ def stop_if_due(c: Controller) -> None:
         problem = f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward"
         reasons = "they are too easy or too hard, the judge can't tell, rules leave all answers out"
         raise UserError(f"{problem}: {reasons}, or all are cut off (--max-new-tokens)")
-
-
-async def evaluate(c: Controller, step: int) -> None:
-    """Report which answers to held-out prompts are right, every `eval_every` steps (those that serve)."""
-    held_out = c.prompts.source.held_out
-    is_due = step % c.config.eval_every == 0 or step == c.config.steps
-    if not (held_out and is_due and c.devices.rollout.engines and c.devices.serves):
-        return
-    mine = list(range(c.peers.place, len(held_out), c.peers.size))
-    right = []  # of each prompt: whether its greedy answer is, and how many of the sampled ones are
-    earned = []  # of each greedy answer, by an environment
-
-    async def answer(tasks: rollout.Tasks) -> None:
-        while mine and not tasks.closed:
-            number = mine.pop(0)
-            prompt = await c.prompts.in_thread(held_out.__getitem__, number)
-            fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images)
-            count = 1 + c.config.eval_samples
-            samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]
-            for sample in samples:
-                sample.turns = prompt.turns
-                sample.row = prompt.row
-            await rollout.play(c, samples, tasks)
-            has_key = prompt.answer_key is not None
-            flags = [has_key and c.rewards.final_answer(s) == s.answer_key for s in samples]
-            if has_key and all(s.finish != "lost" for s in samples):
-                right.append((flags[0], sum(flags[1:])))
-            if c.environment and samples[0].finish != "lost":
-                earned.append(math.fsum(samples[0].earned))
-            c.report.answers(number, samples, flags)
-
-    with c.timeline.span("evaluate"):
-        async with rollout.Tasks() as tasks:
-            # as many at once as engines take: all prompts and images could fill the memory
-            for place in range(min(len(mine), QUEUED * c.config.max_running_requests)):
-                tasks.start(place, answer(tasks))
-            await rollout.wait_for_all(c, tasks)
-    c.devices.rollout.pop_stats()
-    c.timeline.drain()  # evaluation is no part of the step's own figures
-    if c.environment:
-        c.environment.seconds.clear()
-    facts = await c.peers.gather((right, earned, *c.rewards.counts()))
-    *of_prompts, failed, succeeded = zip(*facts, strict=True)
-    c.rewards.check(rollout.sums(failed), rollout.sums(succeeded))
-    right, earned = (list(chain.from_iterable(lists)) for lists in of_prompts)
-    c.report.evaluation(step, right, earned, c.timeline.now())

@@ -26,24 +26,24 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class Prompts:
-    """A cursor over a source and its requeued prompts, equal on all ranks; `groups` stay where they are."""
+    """A cursor over a source and its carried prompts, equal on all ranks; `groups` stay where they are."""
 
     source: Source
     answers: int  # of a group
-    keeps_groups: bool = False  # of requeued prompts
+    keeps_groups: bool = False  # of carried prompts
     has_greedy: bool = False  # one answer more, which is generated greedily
     has_images: bool = False
     threads: Executor | None = None  # that read prompts with images or clips
     cursor: int = 0  # next prompt_id that was never drawn
-    requeued: list[int] = field(default_factory=list)  # drawn, but not used
-    groups: dict[int, Group] = field(default_factory=dict)  # of requeued prompts, as generated here
-    owners: dict[int, int] = field(default_factory=dict)  # requeued prompt -> rank of its group
+    carried: list[int] = field(default_factory=list)  # drawn, but not used
+    groups: dict[int, Group] = field(default_factory=dict)  # of carried prompts, as generated here
+    owners: dict[int, int] = field(default_factory=dict)  # carried prompt -> rank of its group
     _ahead: dict[int, Awaitable[Prompt]] = field(default_factory=dict, init=False)  # being read
 
     def draw(self, count: int) -> list[int]:
-        """Take the next prompt_ids: first those that were requeued, then new ones."""
-        again = self.requeued[:count]
-        del self.requeued[:count]
+        """Take the next prompt_ids: first those that were carried, then new ones."""
+        again = self.carried[:count]
+        del self.carried[:count]
         fresh = range(self.cursor, self.cursor + count - len(again))
         self.cursor = fresh.stop
         return again + list(fresh)
@@ -70,7 +70,7 @@ class Prompts:
         """Begin to read what this controller will get of the next `count` prompts, as far as is known now."""
         if self.threads is None:
             return
-        preview = replace(self, requeued=list(self.requeued), owners=dict(self.owners))
+        preview = replace(self, carried=list(self.carried), owners=dict(self.owners))
         owners = preview.assign_owners(preview.draw(count), controllers)
         own = [prompt_id for prompt_id, owner in owners.items() if owner == rank]
         for prompt_id in self._ahead.keys() - own:
@@ -107,10 +107,10 @@ class Prompts:
             for sample in samples:
                 sample.media = prompts[sample.prompt_id].images
 
-    def requeue(self, prompt_ids: list[int], groups: list[Group]) -> None:
+    def carry_over(self, prompt_ids: list[int], groups: list[Group]) -> None:
         """Have prompts that weren't used come first in the next step. groups: this controller's of them."""
-        self.requeued[:0] = prompt_ids
-        kept = self.requeued if self.keeps_groups else []
+        self.carried[:0] = prompt_ids
+        kept = self.carried if self.keeps_groups else []
         self.owners = {i: self.owners[i] for i in kept if i in self.owners}
         if self.keeps_groups:
             self.groups |= {group[0].prompt_id: group for group in groups}
@@ -118,12 +118,12 @@ class Prompts:
     def state(self) -> dict:
         """Return what a checkpoint keeps beside `groups`. Pairs, because JSON has no numbers for keys."""
         owners = list(self.owners.items())
-        return {"cursor": self.cursor, "requeued": list(self.requeued), "owners": owners}
+        return {"cursor": self.cursor, "carried": list(self.carried), "owners": owners}
 
     def load_state(self, state: dict, groups: list[Group], controllers: int, rank: int) -> None:
         """Continue from a `state`. groups: of all controllers. rank: data-parallel; -1 asks no engine."""
         self.cursor = state["cursor"]
-        self.requeued = list(state["requeued"])
+        self.carried = list(state["carried"])
         if self.keeps_groups:
             self.owners = {prompt_id: owner % controllers for prompt_id, owner in state["owners"]}
         own = [group for group in groups if self.owners.get(group[0].prompt_id) == rank]

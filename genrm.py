@@ -1,7 +1,8 @@
 """GenRM: the judges. A judge model writes a critique and a verdict on an answer.
 
 A `JudgeFormat` says what a judge is asked and how texts are read, in small pure functions to be edited for
-one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs.
+one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs. A final answer is
+None if the response has none; a grade or value is None if there is no verdict.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class JudgeFormat:
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
     full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
     read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
-    scores: ClassVar[bool] = False  # it writes nothing, and its number is the reward
+    is_scalar: ClassVar[bool] = False  # it writes nothing, and its number is the reward
     engine: ClassVar[type[Engine]] = Engine  # of its servers
 
     def answer_of(self, text: str, finish: str) -> str | None:
@@ -58,7 +59,7 @@ class JudgeFormat:
             return None
         # NaN is refused, too
         if not (isinstance(grade, Real | numpy.bool_) and 0 <= grade <= 1):
-            name = next(name for name, row in FORMATS.items() if row is self)
+            name = next(name for name, known in FORMATS.items() if known is self)
             returned = f"parse returned {' '.join(repr(grade).split())[:60]}"
             needed = "a bool, a number from 0 to 1, or None is needed"
             raise UserError(f"--judge-format {name}: {returned}: {needed}")
@@ -213,9 +214,9 @@ class Judge:
         self.format = formats_of(config)[number]
         self.signal = "reward" if number < len(config.judge) else "cost"
         # it counts for Sample.verdict
-        self.says_verdict = self.signal == "reward" and not self.format.scores
+        self.gives_verdict = self.signal == "reward" and not self.format.is_scalar
         self.name = model_dir = config.judge_models[number]
-        max_new_tokens = 1 if self.format.scores else config.judge_max_new_tokens
+        max_new_tokens = 1 if self.format.is_scalar else config.judge_max_new_tokens
         stop = tokenization.stop_tokens(model_dir, tokenizer, reader)
         self.sampling = Sampling(0.0, max_new_tokens, stop)
         context = context_length(model_dir, config)
@@ -237,7 +238,7 @@ class Judge:
         unread = f"its text can't be read by --judge-format {as_text(self.config.judge_format)}"
         return f"{none}: they don't fit its context, or {unread}"
 
-    async def ask(
+    async def judge(
         self, prompt: Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
     ) -> Judgement:
         """Get the critique of an answer (None: it has none) and its verdict.
@@ -248,8 +249,16 @@ class Judge:
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
         tokens, images = self.format.encode(self, prompt, answer, images, is_cut)
         if len(tokens) > (most := self.max_prompt_tokens):
-            self.failed += 1
-            return Judgement(f"not asked: {len(tokens)} tokens, of at most {most}", None)
+            judgement = Judgement(f"not asked: {len(tokens)} tokens, of at most {most}", None)
+        else:
+            judgement = await self._judgement(tokens, images, prompt, pool)
+        self.succeeded += judgement.value is not None
+        self.failed += judgement.value is None
+        return judgement
+
+    async def _judgement(
+        self, tokens: list[int], images: tuple, prompt: Text, pool: Pool
+    ) -> Judgement:
         request = Request(tokens, self.sampling, self.sampling.max_new_tokens, images=images)
         try:
             reply = await self._reply(request, pool)
@@ -257,10 +266,7 @@ class Judge:
             about = transcript(prompt)[:60]
             raise UserError(f"the judge {self.name} on {about!r}: {error}") from None
         self.latencies.append(reply.end - reply.sent)
-        judgement = self.format.read(self, reply)
-        self.succeeded += judgement.value is not None
-        self.failed += judgement.value is None
-        return judgement
+        return self.format.read(self, reply)
 
     async def _reply(self, request: Request, pool: Pool) -> Answer:
         """Return the whole reply to a request. What an engine aborts another continues."""

@@ -58,7 +58,7 @@ async def collect(c: Controller) -> RolloutBatch:
                     await cut_off(c, step.tasks)
     except Stopped:
         step.without_media()
-        c.prompts.requeue(list(sampler.wave_of), list(step.groups.values()))
+        c.prompts.carry_over(list(sampler.wave_of), list(step.groups.values()))
         # verdicts stay with answers that go on; the rest is judged again
         stays = c.rewards.counts()[1] if config.over_dispatch > 1 else parsed
         c.rewards.load_counts([(failed, stays)])
@@ -91,10 +91,10 @@ async def generate_then_judge(step: RolloutStep) -> None:
     while not step.is_over:
         unfinished = [p for p, count in step.unwritten.items() if count]
         unwritten = await step.draw_prompts() + unfinished
-        await devices.share(rollout=devices.leads("rollout"))
+        await devices.set_awake(rollout=devices.leads("rollout"))
         step.start(unwritten, generate)
         await wait_for_enough(step)
-        await devices.share(genrm=devices.leads("genrm"))
+        await devices.set_awake(genrm=devices.leads("genrm"))
         step.start([p for p in unwritten if not step.unwritten[p]], judge)
         await wait_for_all(c, step.tasks)
         await gather_finished_groups(step)
@@ -103,7 +103,7 @@ async def generate_then_judge(step: RolloutStep) -> None:
 async def judge_as_generated(step: RolloutStep) -> None:
     """Partial colocation: answers are judged as they finish, elsewhere; a wave costs no swap."""
     devices = step.c.devices
-    await devices.share(devices.leads("rollout"), devices.leads("genrm"))
+    await devices.set_awake(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
         step.start(await step.draw_prompts(), generate_and_judge)
         await step.tasks.poll()
@@ -136,7 +136,7 @@ MODES = {  # fused/mode.py adds one
 }
 
 
-def place(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
+def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
     """The placement of a run, and the splits that it may take, that of its start first (pure). UserErrors."""
     placement = make_placement(config, world_size, on_machine)
     if config.mode not in MODES:

@@ -78,12 +78,12 @@ class Shared:
     async def share_columns(self, c: Controller, shares: Shares) -> None:
         """Give each model what another computed of its samples: here every rank has it."""
 
-    async def agree(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
+    async def gather_metrics(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
         """Return the metrics of all models: here every rank has them, and they needn't meet."""
         return stats
 
 
-class Row(NamedTuple):
+class PlacementRow(NamedTuple):
     """A placement: which ranks hold what, and how they share their devices."""
 
     place: Callable[[tuple[int, ...], Config], Placement]  # of all ranks
@@ -91,12 +91,12 @@ class Row(NamedTuple):
 
 
 # apart/placements.py adds others
-PLACEMENTS = {"colocate": Row(colocate, lambda placement: Shared())}
+PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Shared())}
 # of a run that can't be: (config, placement, splits), each may raise a UserError before anything starts
 CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []
 
 
-def row_of(config: Config) -> Row:
+def row_of(config: Config) -> PlacementRow:
     """The row of --placement. UserError."""
     name = "ranks" if "=" in config.placement else config.placement
     if name not in PLACEMENTS:
@@ -174,7 +174,7 @@ class Devices:
         """The ranks that own a server of `role` in this split."""
         return self.placement.leads(role, self.split)
 
-    async def share(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
+    async def set_awake(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
         """Have the engines of these ranks awake, and no others (collective).
 
         Judges that aren't wanted finish, and sleep. Then answers move to the rollout engines that stay, and
@@ -183,9 +183,9 @@ class Devices:
         if not self.split.genrm:
             return  # of a run without a judge
         start = self._timeline.now()
-        await self.genrm.use(tuple(lead for lead in self.genrm.awake if lead in genrm))
-        await self.rollout.use(rollout, move=True)
-        await self.genrm.use(genrm, move=True)
+        await self.genrm.set_awake(tuple(lead for lead in self.genrm.awake if lead in genrm))
+        await self.rollout.set_awake(rollout, move=True)
+        await self.genrm.set_awake(genrm, move=True)
         self.swap_s += self._timeline.now() - start
 
     def apply(self, rollout: EngineStatus, genrm: EngineStatus) -> None:

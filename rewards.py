@@ -66,10 +66,10 @@ class Rule(NamedTuple):
     """
 
     signal: str  # what its number is a part of: "reward" or "cost"
-    ask: Callable[[TextSample], Awaitable[Judgement | None]]
+    judge: Callable[[TextSample], Awaitable[Judgement | None]]
 
 
-async def ask_row(
+async def judge_by_row(
     title: str, function: Callable[[TextSample], float], sample: TextSample
 ) -> Judgement:
     """Ask a row of RULES."""
@@ -82,20 +82,22 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
     title = f"{'--rule' if signal == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
-            return Rule(signal, partial(ask_row, title, partial(function, **match.groupdict())))
+            return Rule(
+                signal, partial(judge_by_row, title, partial(function, **match.groupdict()))
+            )
     extras.need("rules of users", title)
     from scoring.rules import load_file
 
-    return Rule(signal, load_file(title, spec, signal, timeout_s).ask)
+    return Rule(signal, load_file(title, spec, signal, timeout_s).judge)
 
 
-async def ask_environment(sample: TextSample) -> Judgement:
+async def judge_episode(sample: TextSample) -> Judgement:
     """Say what the steps of an episode were worth together."""
     earned = round(math.fsum(sample.earned), 9)
     return Judgement(f"--environment: {earned}", earned)
 
 
-ENVIRONMENT = Rule("reward", ask_environment)
+ENVIRONMENT = Rule("reward", judge_episode)
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
@@ -131,7 +133,7 @@ class Rewards:
         if sample.finish == "lost":
             return
         # shielded: another sample may wait for the same judgement, and must not lose it with this one
-        found = await asyncio.gather(*map(asyncio.shield, self._ask_all(sample, pool)))
+        found = await asyncio.gather(*map(asyncio.shield, self._judgements(sample, pool)))
         said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}
         critiques = [judgement.critique for judgement in said.values()]
         if len(self.judges) > 1:
@@ -146,7 +148,7 @@ class Rewards:
             return  # no rule that counts has a say about it
         rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
         costs = [value for source, value in values.items() if source.signal == "cost"]
-        verdicts = [values[judge] for judge in self.judges if judge.says_verdict]
+        verdicts = [values[judge] for judge in self.judges if judge.gives_verdict]
         sample.reward = 0.0  # the run has a teacher and no reward
         if rewards:
             sample.reward = weighted_mean(*zip(*rewards, strict=True))
@@ -167,7 +169,7 @@ class Rewards:
         """The final answer as the first judge reads it; None when there is none or it was cut off."""
         return self._format.answer_of(self._decode(sample.last_turn), sample.finish)
 
-    def _ask_all(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
+    def _judgements(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
         """Return the task of each judge and rule: the one that runs or has run already, else a new one."""
         text = self._decode(sample.last_turn)
         prompt = turns_before(sample, self._decode) or sample.question
@@ -175,13 +177,13 @@ class Rewards:
         for judge in self.judges:
             kind = judge.format
             shown = text if kind.full_response else kind.answer_of(text, sample.finish)
-            is_cut = kind.scores and sample.finish != "stop"  # others don't show it
-            ask = partial(judge.ask, prompt, shown, pool, sample.media, is_cut)
+            is_cut = kind.is_scalar and sample.finish != "stop"  # others don't show it
+            ask = partial(judge.judge, prompt, shown, pool, sample.media, is_cut)
             asks[judge, str(prompt), shown, sample.media, is_cut] = ask
         for number, rule in enumerate(self.rules):
             seen = seen_by_rules(sample, self._decode)
             seen.answer = self._format.answer_of(text, sample.finish)
-            asks[number, *sample.key] = partial(rule.ask, seen)
+            asks[number, *sample.key] = partial(rule.judge, seen)
         for key, ask in asks.items():
             if key not in self._tasks:
                 self._tasks[key] = asyncio.create_task(ask())

@@ -28,7 +28,7 @@ from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample
 from scheduling.dynamic_sampling import DynamicSampler
-from scheduling.measured import Left, StepStats
+from scheduling.measured import Remaining, StepStats
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -41,7 +41,9 @@ class RolloutBatch:
     """What became of this controller's groups in one step: each is kept, filtered or carried."""
 
     kept: list[Sample] = field(default_factory=list)  # samples to train on
-    others: int = 0  # of them, the last so many, which other ranks served before a stop
+    from_others: int = (
+        0  # the last of `kept`: other ranks served them before a stop; metrics skip them
+    )
     dropped: list[Sample] = field(default_factory=list)  # of kept groups: no reward, or greedy
     filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing
     carried: list[list[Sample]] = field(default_factory=list)  # groups whose prompts come again
@@ -109,15 +111,15 @@ class RolloutStep:
             return []
         c = self.c
         drawn = c.prompts.draw(draw.size)
-        owners = c.prompts.assign_owners(drawn, c.peers.size)
+        owners = c.prompts.assign_owners(drawn, c.same_duty.size)
         if draw.wave not in self.sampler.wave_of.values():
             c.timeline.mark("wave", f"wave {draw.wave + 1}")
         self.sampler.add(drawn, draw.wave)
-        mine = [p for p, owner in owners.items() if owner == c.peers.place]
+        mine = [p for p, owner in owners.items() if owner == c.same_duty.index]
         with c.timeline.span("read"):
             prompts = await c.prompts.read(mine)
         if c.state.step + 1 < c.config.steps:
-            c.prompts.read_ahead(self.sampler.first_size, c.peers.size, c.peers.place)
+            c.prompts.read_ahead(self.sampler.first_size, c.same_duty.size, c.same_duty.index)
         for prompt_id in mine:
             group = c.prompts.group(prompt_id, prompts[prompt_id])
             self.groups[prompt_id] = group
@@ -138,7 +140,7 @@ class RolloutStep:
             self.tasks.start(prompt_id, work(self, self.groups[prompt_id]))
 
 
-async def ask(
+async def stream_answers(
     c: Controller, group: list[Sample], tasks: Tasks
 ) -> AsyncIterator[tuple[Sample, Answer]]:
     """Yield what engines generate, and continue what was aborted (see Pool.generate)."""
@@ -183,7 +185,7 @@ async def play(
             await c.environment.answer(sample)
             if sample.prompt_id >= 0:  # answers of an evaluation aren't drawn
                 c.timeline.sample("environment", *sample.key, c.world.rank, start, clock())
-            async for _, answer in ask(c, [sample], tasks):
+            async for _, answer in stream_answers(c, [sample], tasks):
                 take(sample, answer)
         if sample.is_finished:
             on_finished(sample)
@@ -192,7 +194,7 @@ async def play(
         for sample in group:
             if sample.finish == "turn":  # it was cut off there, in a step before
                 episodes.start(sample.index, go_on(sample))
-        async for sample, answer in ask(c, group, tasks):
+        async for sample, answer in stream_answers(c, group, tasks):
             take(sample, answer)
             if sample.finish == "turn":
                 episodes.start(sample.index, go_on(sample))
@@ -281,7 +283,7 @@ def partition(step: RolloutStep) -> None:
     sampler = step.sampler
     batch = step.batch
     chosen = set(sampler.chosen())
-    requeued = set(sampler.requeued())
+    carried = set(sampler.carried())
     for prompt_id, group in step.groups.items():
         if prompt_id in chosen:
             outcomes = outcomes_of(group)
@@ -289,11 +291,11 @@ def partition(step: RolloutStep) -> None:
                 sample.outcomes = outcomes
                 is_dropped = sample.reward is None or sample.greedy
                 (batch.dropped if is_dropped else batch.kept).append(sample)
-        elif prompt_id in requeued:
+        elif prompt_id in carried:
             batch.carried.append(group)
         else:
             batch.filtered.append(group)
-    c.prompts.requeue(sampler.requeued(), batch.carried)
+    c.prompts.carry_over(sampler.carried(), batch.carried)
     batch.waves = sampler.waves
     batch.missing_groups = sampler.target - len(chosen)
 
@@ -326,7 +328,7 @@ async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Me
     """
     statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
-    meeting = await c.peers.reduce(own, partial(Meeting.total, add=add))
+    meeting = await c.same_duty.reduce(own, partial(Meeting.total, add=add))
     c.devices.apply(meeting.rollout, meeting.genrm)
     if meeting.stop and c.devices.sharing.stops_serving:
         raise Stopped
@@ -340,7 +342,7 @@ class GroupsState(NamedTuple):
     generated: int  # groups of which every answer is finished
     failed: list[int]  # as Rewards.counts has them
     succeeded: list[int]
-    left: Left
+    left: Remaining
 
     @staticmethod
     def of(step: RolloutStep) -> GroupsState:
@@ -351,14 +353,16 @@ class GroupsState(NamedTuple):
             finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())
-        left = Left(sum(unwritten), step.judging, begun)
+        left = Remaining(sum(unwritten), step.judging, begun)
         return GroupsState(finished, unwritten.count(0), *step.c.rewards.counts(), left)
 
     @staticmethod
     def total(parts: list[GroupsState]) -> GroupsState:
         finished, generated, failed, succeeded, left = zip(*parts, strict=True)
         union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
-        return GroupsState(union, sum(generated), sums(failed), sums(succeeded), Left(*sums(left)))
+        return GroupsState(
+            union, sum(generated), sums(failed), sums(succeeded), Remaining(*sums(left))
+        )
 
 
 def sums(rows: Iterable[Sequence[int]]) -> list[int]:
@@ -366,7 +370,7 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
     return list(map(sum, zip(*rows, strict=True)))
 
 
-async def gather_finished_groups(step: RolloutStep) -> tuple[Left, Counter[int]]:
+async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[int]]:
     """Tell which groups finished (collective). Returns what is left, and the tokens each engine owes."""
     meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
     progress = meeting.facts

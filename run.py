@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import controller
 import data
+import evaluation
 import extras
 import modes
 import rewards
@@ -151,7 +152,7 @@ def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) 
 def check_settings(
     config: Config, ranks: int, on_machine: int = 0
 ) -> tuple[Placement, list[Split]]:
-    """Check what needs the tables or the number of ranks. Returns what modes.place does."""
+    """Check what needs the tables or the number of ranks. Returns what modes.lay_out does."""
     algorithm = algorithm_of(config)
     formats_of(config)
     schedule_of(config)
@@ -161,18 +162,21 @@ def check_settings(
         extras.need("pretraining texts", f"--algorithm {algorithm.name} ptx_data=...")
     if config.evaluates:
         extras.need("answers", "--steps 0")
-    return modes.place(config, ranks, on_machine)
+    return modes.lay_out(config, ranks, on_machine)
 
 
 async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
     """Build the parts, train or evaluate, tear down (collective: every rank)."""
-    work = controller.evaluate_once if config.evaluates else controller.train
+    work = evaluation.evaluate_once if config.evaluates else controller.train
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
-        checking = asyncio.sleep(0)
-        if os.environ["LOCAL_RANK"] == "0":  # once on each machine: it takes most of a second
-            checking = world.run(check_directories, config, placement)
-        await raise_on_all(world, checking)
+        is_first = (
+            os.environ["LOCAL_RANK"] == "0"
+        )  # once on each machine: it takes most of a second
+        work_here = (
+            world.run(check_directories, config, placement) if is_first else asyncio.sleep(0)
+        )
+        await raise_on_all(world, work_here)
         config = await world.run(resolved, config)
         for check in CHECKS:
             check(config, placement, splits)
@@ -243,11 +247,6 @@ async def build(
     inputs = await world.run(load_inputs, config, rewards.load_rules(config), progress.line)
     saves = await saves_of(config, world, progress.line)
     point = saves.point
-    report_of = Report
-    if config.evaluates:
-        from reporting.answers import AnswersReport
-
-        report_of = partial(AnswersReport, prompts=len(inputs.prompts.source.held_out))
     progress.line(describe(config, placement, splits[0]))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
@@ -258,8 +257,8 @@ async def build(
             path.write_text(json.dumps(run_metadata(config), indent=1) + "\n")
     models = await world.run(build_models, config, inputs, placement, splits)  # while servers load
     await fleet.ready()
-    peers = world.part(placement.servers)
-    pools = await fleet.connect(timeline, peers)
+    same_duty = world.part(placement.servers)
+    pools = await fleet.connect(timeline, same_duty)
     c = Controller(
         config=config,
         algorithm=inputs.algorithm,
@@ -269,9 +268,9 @@ async def build(
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
-        report=report_of(config, world, out, progress, inputs.decode, point),
+        report=report_of(config, inputs)(config, world, out, progress, inputs.decode, point),
         checkpoints=saves,
-        peers=peers,
+        same_duty=same_duty,
         environment=inputs.environment,
         stop=stop,
     )
@@ -279,6 +278,15 @@ async def build(
     await stop.until_all_are_ready(world)  # from here on every rank stops by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
+
+
+def report_of(config: Config, inputs: Inputs) -> Callable[..., Report]:
+    """The kind of report: a run's, or an evaluation's."""
+    if not config.evaluates:
+        return Report
+    from reporting.answers import AnswersReport
+
+    return partial(AnswersReport, prompts=len(inputs.prompts.source.held_out))
 
 
 async def saves_of(

@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 class Reply(NamedTuple):
     """A reply of an environment. It stands beside the response, so nothing learns its tokens."""
 
-    place: int  # tokens of the response before it
+    start: int  # tokens of the response before it
     tokens: list[int]  # all between the end of the policy's turn and the start of its next
     turns: list[dict]  # what they say, as chat turns
 
@@ -130,7 +130,7 @@ class Sample:
     @property
     def last_turn(self) -> list[int]:
         """The response from the last reply on."""
-        return self.response[self.replies[-1].place :] if self.replies else self.response
+        return self.response[self.replies[-1].start :] if self.replies else self.response
 
 
 def parts_of(response: list[int], replies: Iterable[Reply]) -> list[tuple[list[int], bool]]:

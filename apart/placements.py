@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import modes
 from algorithms import algorithm_of
 from config import Config
-from placement import PLACEMENTS, Devices, Row, Shared
+from placement import PLACEMENTS, Devices, PlacementRow, Shared
 from rollout import RolloutBatch
 from runtime.errors import UserError
 from scheduling.dealing import Shares
@@ -120,11 +120,11 @@ class PartlyShared(Shared):
                 if makers[0] == c.world.rank:
                     for rank in set(shares.deals[target].copies[key]).difference(makers):
                         parcels.setdefault(rank, {})[key] = shares.samples[key].columns()
-        for columns_of in (await c.peers.exchange(parcels)).values():
+        for columns_of in (await c.same_duty.exchange(parcels)).values():
             for key, columns in columns_of.items():
                 shares.samples[key].fill(columns)
 
-    async def agree(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
+    async def gather_metrics(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
         """Gather the metrics of models that only some ranks hold, and whether one is to stop (collective)."""
         await c.world.wait_for_all()
         for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
@@ -165,10 +165,10 @@ def sharing_of(placement: Placement) -> Shared:
     return Apart() if placement.is_apart else PartlyShared()
 
 
-PLACEMENTS["split"] = Row(split, sharing_of)
-PLACEMENTS["standalone"] = Row(standalone, sharing_of)
+PLACEMENTS["split"] = PlacementRow(split, sharing_of)
+PLACEMENTS["standalone"] = PlacementRow(standalone, sharing_of)
 # engines=0-3 actor=0-1
-PLACEMENTS["ranks"] = Row(
+PLACEMENTS["ranks"] = PlacementRow(
     lambda everyone, config: placement_from(config.placement, Shape.of(config, everyone)),
     sharing_of,
 )

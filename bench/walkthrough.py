@@ -49,7 +49,7 @@ def one_rank(words: list[str]) -> None:
     """Be a rank of the run; leave notes in --out of the samples that it trains on."""
     from training import lm_head  # which imports Megatron: the page is made without
 
-    agree = controller.agree
+    gather_metrics = controller.gather_metrics
     read_targets = lm_head.read_targets
     read = []  # log-probabilities by the trainer, in the order of its samples
 
@@ -64,10 +64,10 @@ def one_rank(words: list[str]) -> None:
             own = {"rank": c.world.rank, "read": [read.pop(0) for _ in sample.response]}
             rows.append(json.dumps(vars(sample) | own) + "\n")
         Path(c.config.out, f"notes{c.state.step}.{c.world.rank}").write_text("".join(rows))
-        return await agree(c, stats, shares)
+        return await gather_metrics(c, stats, shares)
 
     lm_head.read_targets = note_read
-    controller.agree = note_trained
+    controller.gather_metrics = note_trained
     run.main(words)
 
 

@@ -14,7 +14,7 @@ import extras
 from config import Config, as_text
 from engines import server
 from genrm import formats_of
-from modes import place
+from modes import lay_out
 from reporting.describe import describe
 from runtime import devices, rendezvous, supported
 from runtime.errors import UserError, printable
@@ -85,7 +85,7 @@ def check(config: Config) -> int:
     if all(row.is_good for row in rows):  # else nothing reads a model's directory
         from training import model
 
-        placement, splits = place(config, ranks)
+        placement, splits = lay_out(config, ranks)
         model.check_models(config, placement, formats_of(config))
         if extras.has("memory"):
             from commands import memory

@@ -101,8 +101,8 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             room = self._world.run(devices.wait_for_room, self._share, "what starts next", limit_s)
             await raise_on_all(self._world, room)
 
-    async def connect(self, timeline: Timeline, peers: World | None = None) -> dict[str, Pool]:
-        """Return the pools by role, with a handle on every engine (collective). peers: who serves, or all."""
+    async def connect(self, timeline: Timeline, serving: World | None = None) -> dict[str, Pool]:
+        """Return the pools by role, with a handle on every engine (collective). serving: ranks, or all."""
         own = [(type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines]
         for rank, there in enumerate(await self._world.gather(own)):
             if rank != self._world.rank:
@@ -111,7 +111,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         pools = {}
         for role in ROLES:
             engines = [engine for engine in self._engines if engine.role == role]
-            pools[role] = Pool(engines, peers or self._world, timeline, self._config)
+            pools[role] = Pool(engines, serving or self._world, timeline, self._config)
         return pools
 
     async def while_up(self, work: Coroutine) -> Any:

@@ -91,7 +91,7 @@ class Pool:
             engine = await self._engine_for(model, aborts)
             if engine is None:
                 return
-            with self._load.owed(engine, requests) as note:
+            with self._load.awaiting(engine, requests) as note:
                 async with aclosing(engine.generate(requests)) as parts:
                     async for part in parts:
                         note(part)
@@ -115,7 +115,7 @@ class Pool:
         """Return the engine to ask next; None if none is awake."""
         return self._load.choose(self._serving.get(model, []))
 
-    def _set_awake(self, leads: tuple[int, ...]) -> None:
+    def _mark_awake(self, leads: tuple[int, ...]) -> None:
         """Set which engines may be asked, and wake the requests that wait for one."""
         chosen = set(leads)  # thousands, in a simulation
         self.awake = leads
@@ -159,7 +159,7 @@ class Pool:
 
     def status(self) -> EngineStatus:
         """Return what this controller brings to a meeting; `apply_status` takes the sum over all."""
-        return EngineStatus(*self._load.tell(), self._load.waiting.total())
+        return EngineStatus(*self._load.report(), self._load.waiting.total())
 
     def apply_status(self, status: EngineStatus) -> None:
         """Take the sum. EngineLost if this rank's engine owes tokens, and has written none for long."""
@@ -171,19 +171,19 @@ class Pool:
 
     async def wake(self) -> None:
         """Bring weights and KV cache of all engines back to the devices (collective)."""
-        await self.use(tuple(engine.rank for engine in self.engines))
+        await self.set_awake(tuple(engine.rank for engine in self.engines))
 
     async def sleep(self) -> None:
         """Free the device of this rank's engine: every rank does, between two meetings."""
         assert not +self._load.outstanding, "an engine is to sleep that still has to write"
         is_awake = self.world.rank in self.awake
-        self._set_awake(())
+        self._mark_awake(())
         self._load.forget()
         if is_awake:
             with self.timeline.span("switch"):
                 await self._on_own(lambda engine: engine.sleep())
 
-    async def use(self, leads: tuple[int, ...], move: bool = False) -> None:
+    async def set_awake(self, leads: tuple[int, ...], move: bool = False) -> None:
         """Have the engines of these ranks awake and no others (collective).
 
         An engine that is to sleep finishes its answers first. With `move` it aborts them instead, and callers
@@ -191,39 +191,42 @@ class Pool:
         requests of these, too, so that callers ask those that join.
         """
         leaving = set(self.awake) - set(leads)
+        staying = set(self.awake) & set(leads)
         joining = set(leads) - set(self.awake)
         if not leaving and not joining:
             return
+        was_asleep = not self.awake
+        self._mark_awake(())  # no request goes out while engines change hands
+        await self._finish_and_sleep(leaving, move)
         if joining:
             self._wakes += 1
-        was_asleep = not self.awake
-        staying = set(self.awake) & set(leads)
-        self._set_awake(())  # no request goes out while engines change hands
-        while await self._owe(leaving):
-            if move and self.world.rank in leaving:
-                await self._on_own(lambda engine: engine.abort())
-            await asyncio.sleep(WAIT_S)
-        if leaving:
-            await self._on_each(lambda engine: engine.sleep(), leaving)
-        if joining:
             await self._on_each(lambda engine: engine.wake_weights(), joining)
             await self._on_each(lambda engine: engine.wake_kv_cache(), joining)
-        moving: list[tuple[Engine, list[Request]]] = []
+        relieves = bool(
+            move and staying and joining
+        )  # those that join take work off those that stay
+        moving = self._newest(staying, joining) if relieves else []
         if leads:
-            takers = set(leads)
-            if move and staying and joining:
-                takers = joining
-                moving = self._newest(staying, joining)
-            coming = Counter(engine.model for engine, _ in moving)
+            takers = joining if relieves else set(leads)
             engines = [engine for engine in self.engines if engine.rank in takers]
+            coming = Counter(engine.model for engine, _ in moving)
             await self._load.deal(engines, coming, self.world)
         else:
             self._load.forget()
-        self._set_awake(leads)
+        self._mark_awake(leads)
         names = [(engine, request.name) for engine, requests in moving for request in requests]
         await asyncio.gather(*(engine.abort_request(name) for engine, name in names))
         if was_asleep:
             self.woke_at = asyncio.get_running_loop().time()
+
+    async def _finish_and_sleep(self, leaving: set[int], aborts: bool) -> None:
+        """Put these engines to sleep once they have nothing to write, or have aborted it (collective)."""
+        while await self._have_outstanding(leaving):
+            if aborts and self.world.rank in leaving:
+                await self._on_own(lambda engine: engine.abort())
+            await asyncio.sleep(WAIT_S)
+        if leaving:
+            await self._on_each(lambda engine: engine.sleep(), leaving)
 
     def _newest(self, staying: set[int], joining: set[int]) -> list[tuple[Engine, list[Request]]]:
         """Choose this controller's newest calls of engines that stay: the part of those that join."""
@@ -235,11 +238,11 @@ class Pool:
             calls = [call for call in of_all if call[0].model == model]
             part = count / (count + stays[model])
             # of few calls, too, all controllers together move that part
-            most = int(part * len(calls) + (self.world.place + 0.5) / self.world.size)
+            most = int(part * len(calls) + (self.world.index + 0.5) / self.world.size)
             chosen += calls[len(calls) - most :]
         return chosen
 
-    async def _owe(self, leads: set[int]) -> bool:
+    async def _have_outstanding(self, leads: set[int]) -> bool:
         """Tell if any of these engines has tokens to write (collective). EngineLost as in a meeting."""
         status = await self.world.reduce(self.status(), EngineStatus.total)
         self.apply_status(status)
@@ -262,7 +265,7 @@ class Pool:
     async def wake_kv_cache(self) -> None:
         """Bring the KV cache back: requests may come (collective)."""
         await self._on_each(lambda engine: engine.wake_kv_cache())
-        self._set_awake(tuple(engine.rank for engine in self.engines))
+        self._mark_awake(tuple(engine.rank for engine in self.engines))
 
     async def _on_each(self, verb: Verb, ranks: set[int] | None = None) -> None:
         """Await `verb` of each engine of the split, or of these ranks (collective)."""

@@ -28,7 +28,9 @@ class Load:
         return self.outstanding[rank] + of_others
 
     @contextmanager
-    def owed(self, engine: Engine, requests: list[Request]) -> Iterator[Callable[[Answer], None]]:
+    def awaiting(
+        self, engine: Engine, requests: list[Request]
+    ) -> Iterator[Callable[[Answer], None]]:
         """Count what the engine owes for these requests, less each part that the block notes."""
         left = [len(request.prompt) + request.limit for request in requests]
         self.outstanding[engine.rank] += sum(left)
@@ -60,28 +62,28 @@ class Load:
             engine = dealt.popleft()
             if engine in engines:
                 return engine
-        turn = self._world.place * count // self._world.size + self._asked[model]
+        turn = self._world.index * count // self._world.size + self._asked[model]
         self._asked[model] += 1
         other = turn + self._random.randrange(1, max(2, count))
         pair = (engines[turn % count], engines[other % count])
         return min(pair, key=lambda engine: self.tokens(engine.rank))
 
-    def tell(self) -> tuple[Counter[int], Counter[int]]:
+    def report(self) -> tuple[Counter[int], Counter[int]]:
         """Return what this controller awaits, and the parts that came since it told the last time."""
         parts = self._parts
         self._parts = Counter()
-        self._told = +self.outstanding
-        return self._told, parts
+        self._reported = +self.outstanding
+        return self._reported, parts
 
     def update(self, of_all: Counter[int]) -> None:
         """Note what all controllers awaited when they met, of which this one has told its own."""
         self._all = of_all
-        self._own = self._told
+        self._own = self._reported
 
     def forget(self) -> None:
         """Start anew: a resumed run can't know what steered the requests of the step before."""
         self._parts = Counter()  # engine's rank -> parts of answers
-        self._told = Counter()
+        self._reported = Counter()
         self.update(Counter())
         self._asked = Counter()  # model -> requests so far
         self._random = random.Random(self._world.rank)
@@ -95,7 +97,7 @@ class Load:
         own = self.waiting + coming  # a copy: in one process it would change for the others
         queues = (own, +self.outstanding)
         waiting, outstanding = await world.reduce(queues, sum_counters)
-        self._told = +self.outstanding
+        self._reported = +self.outstanding
         self.update(outstanding)
         self._dealt = {}
         if not +waiting:
@@ -104,8 +106,8 @@ class Load:
         for model in +waiting:
             serving = [engine for engine in engines if engine.model == model]
             serving.sort(key=lambda engine: (outstanding[engine.rank], engine.rank))
-            first = sum(there[model] for there in waiting_by_rank[: world.place])
-            turns = range(first, first + waiting_by_rank[world.place][model])
+            first = sum(there[model] for there in waiting_by_rank[: world.index])
+            turns = range(first, first + waiting_by_rank[world.index][model])
             self._dealt[model] = deque(serving[turn % len(serving)] for turn in turns if serving)
 
 

@@ -168,7 +168,7 @@ class Episodes:
         episode.instance = await self._call(partial(self.kind, seen, seed=seed), sample)
         for text, reply in zip(self._turns(sample), sample.replies, strict=False):
             again = self._read(await self._call(partial(episode.instance.step, text), sample))
-            if again.done or self._tokens(sample, again.reply, reply.place) != reply.tokens:
+            if again.done or self._tokens(sample, again.reply, reply.start) != reply.tokens:
                 raise ConnectionError("it isn't where it was")
 
     async def _take(self, instance: Any, sample: Sample) -> Taken:
@@ -235,7 +235,7 @@ class Episodes:
 
     def _turns(self, sample: Sample) -> list[str]:
         """The policy's turns without what ended each, but with other special tokens."""
-        ends = [*(reply.place for reply in sample.replies), len(sample.response)]
+        ends = [*(reply.start for reply in sample.replies), len(sample.response)]
         starts = [0, *ends[:-1]]
         decode = partial(tokenization.decode, self.tokenizer, special=True)
         return [decode(sample.response[a : b - 1]) for a, b in zip(starts, ends, strict=True)]

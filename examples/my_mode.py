@@ -17,7 +17,7 @@ def splits(placement, config):  # how many ranks each role has: as in partial co
 
 async def judge_by_group(step):  # the loop, side by side like partial colocation
     devices = step.c.devices
-    await devices.share(devices.leads("rollout"), devices.leads("genrm"))
+    await devices.set_awake(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
         step.start(await step.draw_prompts(), serve_group)
         await step.tasks.poll()

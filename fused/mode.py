@@ -13,7 +13,7 @@ from fused.tail import TAILS, kept_engines, ranks_of_tail, token_latency
 from modes import MODES, Mode
 from rollout import RolloutStep, gather_finished_groups, generate_and_judge
 from scheduling.layout import Placement
-from scheduling.measured import Left, Split
+from scheduling.measured import Remaining, Split
 
 if TYPE_CHECKING:
     from controller import Controller
@@ -46,7 +46,9 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
             await follow_the_tail(c, left, keep, outstanding)
 
 
-async def follow_the_tail(c: Controller, left: Left, keep: int, owed: Counter[int]) -> None:
+async def follow_the_tail(
+    c: Controller, left: Remaining, keep: int, outstanding: Counter[int]
+) -> None:
     """Share the ranks by the answers that are left (collective). See ranks_of_tail."""
     devices = c.devices
     placement = devices.placement
@@ -58,7 +60,7 @@ async def follow_the_tail(c: Controller, left: Left, keep: int, owed: Counter[in
         held=held,
         left=left,
         most_ranks=keep * tp,
-        owed=owed,
+        outstanding=outstanding,
         writers={engine.rank: engine.model for engine in devices.rollout.engines},
         judges={engine.rank: engine.model for engine in devices.genrm.engines},
     )
@@ -66,7 +68,7 @@ async def follow_the_tail(c: Controller, left: Left, keep: int, owed: Counter[in
         c.timeline.mark("tail", f"{len(ranks)}|{devices.split.rollout - len(ranks)}")
         rollout = tuple(sorted({*devices.leads("rollout")} & {*ranks}))
         genrm = tuple(sorted({*devices.leads("genrm")} - {*ranks}))
-        await devices.share(rollout, genrm)
+        await devices.set_awake(rollout, genrm)
 
 
 MODES["fused"] = Mode(inter_stage_fusion, judge_beside_the_tail)

@@ -5,7 +5,15 @@ from collections import Counter, deque
 from statistics import fmean
 from typing import NamedTuple
 
-from scheduling.measured import LEAST_GAIN, MOVES, Decision, Left, Split, StepStats, newest_of_split
+from scheduling.measured import (
+    LEAST_GAIN,
+    MOVES,
+    Decision,
+    Remaining,
+    Split,
+    StepStats,
+    newest_of_split,
+)
 
 Ranks = tuple[int, ...]
 TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance chooses from these
@@ -54,9 +62,9 @@ def ranks_of_tail(
     tail: float,
     units: list[Ranks],
     held: Ranks,
-    left: Left,
+    left: Remaining,
     most_ranks: int,
-    owed: Counter[int],
+    outstanding: Counter[int],
     writers: dict[int, int],
     judges: dict[int, int],
 ) -> Ranks:
@@ -66,10 +74,10 @@ def ranks_of_tail(
     2. Rollout has none, and answers are being judged: still none, so the next wave waits.
     3. More than `tail` of the answers begun are unwritten, and rollout has all, or none is being judged: all.
     4. Both roles have ranks: they stay as they are.
-    5. The tail begins: rollout keeps the units whose engines owe most tokens, up to `most_ranks`.
+    5. The tail begins: rollout keeps the units with most tokens outstanding, up to `most_ranks`.
 
-    units: the ranks, in parts that change hands. held: the ranks that rollout has now. owed: the tokens that
-    the engine of each rank still has to write. writers, judges: lead rank -> model of each engine.
+    units: the ranks, in parts that change hands. held: the ranks that rollout has now. outstanding: tokens
+    that each rank's engine has still to write. writers, judges: lead rank -> model of each engine.
     """
     everyone = tuple(rank for unit in units for rank in unit)
     is_tail = left.unwritten <= tail * left.begun
@@ -80,7 +88,7 @@ def ranks_of_tail(
     if held != everyone and can_share({*held}, writers, judges):
         return held
     kept: set[int] = set()
-    for unit in sorted(units, key=lambda unit: -sum(owed[rank] for rank in unit)):
+    for unit in sorted(units, key=lambda unit: -sum(outstanding[rank] for rank in unit)):
         more = kept | {*unit}
         writes = writers.keys() & {*unit}
         if writes and len(kept) < most_ranks and can_share(more, writers, judges):

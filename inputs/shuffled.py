@@ -42,7 +42,7 @@ class Shuffled:
         return self._rows[self._others[order[position]]]
 
 
-@lru_cache(maxsize=8)  # a requeued prompt may be of the epoch before
+@lru_cache(maxsize=8)  # a carried prompt may be of the epoch before
 def _shuffled(count: int, seed: str) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)

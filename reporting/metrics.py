@@ -163,7 +163,7 @@ class Report:
             "perf/prompt_and_answer_tokens_per_s": read_and_written / (now - self._ended),
         }
         # of each group its first answer, then of each its second, ...
-        own = batch.kept[: len(batch.kept) - batch.others]
+        own = batch.kept[: len(batch.kept) - batch.from_others]
         shown = sorted(own, key=lambda sample: sample.index)[: self.config.log_samples]
         await self.written()
         differences = dict(chain.from_iterable(each.differences.items() for each in gathered))

@@ -49,7 +49,7 @@ class World:
                 self._group = group
                 self.ranks = ranks  # all of the run, or those of a `part`
                 self.size = len(ranks)
-                self.place = ranks.index(self.rank)  # among them
+                self.index = ranks.index(self.rank)  # among them
 
     def part(self, ranks: Sequence[int]) -> World:
         """Return the World of these ranks; the ranks that aren't named form a second one (collective)."""
@@ -90,7 +90,7 @@ class World:
 
     async def gather_on_0(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank, on the first; nothing on the others (collective)."""
-        values = None if self.place else [None] * self.size
+        values = None if self.index else [None] * self.size
         await self.run(self._dist.gather_object, value, values, self.ranks[0], self._group)
         return values or []
 
@@ -102,14 +102,14 @@ class World:
         dist = self._dist
         box = [None]
         distance = 1
-        while distance < self.size and self.place % (2 * distance) == 0:
-            if self.place + distance < self.size:
-                dist.recv_object_list(box, self.ranks[self.place + distance], self._group)
+        while distance < self.size and self.index % (2 * distance) == 0:
+            if self.index + distance < self.size:
+                dist.recv_object_list(box, self.ranks[self.index + distance], self._group)
                 value = total([value, box[0]])
             distance *= 2
         box = [value]
-        if self.place:
-            dist.send_object_list(box, self.ranks[self.place - distance], self._group)
+        if self.index:
+            dist.send_object_list(box, self.ranks[self.index - distance], self._group)
         dist.broadcast_object_list(box, self.ranks[0], self._group)
         return box[0]
 

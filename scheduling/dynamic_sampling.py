@@ -79,7 +79,7 @@ class DynamicSampler:
         batch = set(self.chosen())
         return [p for p in self.candidates() if p in batch or not self.finished[p]]
 
-    def requeued(self) -> list[int]:
+    def carried(self) -> list[int]:
         """Prompts that come first in the next step: unfinished, or not needed."""
         used = set(self.used())
         return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]

@@ -50,7 +50,7 @@ class Shape(NamedTuple):
         """The settings of a model that is cut like this."""
         return replace(config, tp=self.tp, pp=self.pp, sp=config.sp and self.tp > 1)
 
-    def place(self, rank: int) -> tuple[int, bool] | None:
+    def position_of(self, rank: int) -> tuple[int, bool] | None:
         """A rank's dp_rank, and whether it is the lead of its copy; None if it doesn't hold the model."""
         for dp_rank, copy in enumerate(self.copies):
             if rank in copy:

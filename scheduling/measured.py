@@ -134,7 +134,7 @@ def newest_of_split(history: list[StepStats]) -> list[StepStats]:
     return [*takewhile(lambda step: step.split == history[-1].split, reversed(history))]
 
 
-class Left(NamedTuple):
+class Remaining(NamedTuple):
     """The answers that a step has left, over all controllers."""
 
     unwritten: int = 0

@@ -90,7 +90,7 @@ class UserRule:
     limit_s: float
     alarm: Alarm = field(default_factory=Alarm)  # for the answer that was shown last
 
-    async def ask(self, sample: TextSample) -> Judgement | None:
+    async def judge(self, sample: TextSample) -> Judgement | None:
         """Call the function on a copy of the sample. None: it has no say.
 
         UserError: an error in it, no finite number, or no answer in time; what blocks ends the run at once.

@@ -55,7 +55,7 @@ class ScalarFormat(JudgeFormat):
 
     prompt: None = None
     full_response: bool = True
-    scores: ClassVar[bool] = True
+    is_scalar: ClassVar[bool] = True
     engine: ClassVar[type[Engine]] = ScoringEngine
 
     def read(self, judge: Judge, reply: Answer) -> Judgement:

@@ -230,7 +230,7 @@ class Simulation:
         self.network = network or Network()
         self.clock = VirtualClock()
         self.config = config_of(mode, workload, cluster, settings)
-        self.placement, self.splits = modes.place(self.config, ranks)
+        self.placement, self.splits = modes.lay_out(self.config, ranks)
         self.steps: list[StepFacts] = []
         self._author = Author(workload, self.config, cluster.grain)
         self.engines = {role: self._engines(role) for role in cluster.decode}
@@ -255,7 +255,7 @@ class Simulation:
             if role == "genrm":
                 model = self.placement.judge_of(rank, len(self.config.judge_models))
                 decode = cluster.judges[model] if cluster.judges else decode
-                scores = formats[model].scores
+                scores = formats[model].is_scalar
                 write = self._author.rate if scores else self._author.critique
             costs = coarse(decode, cluster.grain)
             capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
@@ -288,10 +288,10 @@ class Simulation:
         author = self._author
         algorithm = algorithm_of(config)
         timeline = tl.Timeline(world.rank, self.clock.time)
-        peers = world.part(self.placement.servers)
+        same_duty = world.part(self.placement.servers)
         pools = {}
         for role, engines in self.engines.items():
-            pools[role] = pool.Pool(engines, peers, timeline, config)
+            pools[role] = pool.Pool(engines, same_duty, timeline, config)
         models = placement.Models([*trainers.values()], [reference] if algorithm.kl_coef else [])
         c = Controller(
             config,
@@ -309,7 +309,7 @@ class Simulation:
             timeline=timeline,
             report=self,
             checkpoints=self,
-            peers=peers,
+            same_duty=same_duty,
         )
         if algorithm.filters:  # a run finds this out in its first steps
             c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
@@ -401,7 +401,7 @@ def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) 
     settings["judge"] = ("JUDGE",) * len(config.judge)
     settings["cost_judge"] = ("JUDGE",) * len(config.cost_judge)
     formats = genrm.formats_of(config)
-    names = ["simulated scores" if judge.scores else "simulated" for judge in formats]
+    names = ["simulated scores" if judge.is_scalar else "simulated" for judge in formats]
     settings["judge_format"] = tuple(names)
     rule = (f"simulated:{work.keep:.6f}",)
     settings["rule"] = () if config.judge else rule

@@ -59,7 +59,7 @@ class SimulatedWorld:
 
     def __post_init__(self) -> None:
         self.ranks = range(self.size)
-        self.place = self.rank
+        self.index = self.rank
 
     def part(self, ranks: Sequence[int]) -> SimulatedWorld:
         others = [rank for rank in self.ranks if rank not in ranks]
@@ -68,7 +68,7 @@ class SimulatedWorld:
         part = copy.copy(self)
         part.ranks = ranks if self.rank in ranks else others
         part.size = len(part.ranks)
-        part.place = part.ranks.index(self.rank)
+        part.index = part.ranks.index(self.rank)
         part.meetings = self.meetings.setdefault(f"of {[*part.ranks]}", {})
         part.calls = 0
         return part

@@ -152,7 +152,7 @@ def memory_of(config: Config, ranks: int, device: float) -> str:
     from training.memory import peaks_of, with_micro_batch
 
     try:
-        placement, splits = modes.place(config, ranks)
+        placement, splits = modes.lay_out(config, ranks)
         config = with_micro_batch(config)
         needs = memory.needs_of(config, placement, splits)
         need = needs[-1] if config.device == "cuda" else needs[0]
@@ -238,7 +238,7 @@ def report(arguments: list[str]) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "2"))
     if config.evaluates:
         raise UserError("--simulate is for runs that serve and train")
-    modes.place(config, ranks)
+    modes.lay_out(config, ranks)
     known = given.like and read_run(given.like)
     costs = costs_like(known, config) if known else costs_of_sheet(given.devices, config)
     plans, left_out = plans_of(config, ranks)

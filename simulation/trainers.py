@@ -30,9 +30,9 @@ class SimulatedTrainer:
     passes: list = field(default_factory=list)
 
     def __post_init__(self):
-        place = self.shape.place(self.world.rank)
-        self.holds = place is not None
-        self.dp_rank, self.is_lead = place or (-1, False)
+        position = self.shape.position_of(self.world.rank)
+        self.holds = position is not None
+        self.dp_rank, self.is_lead = position or (-1, False)
         self.prefix_of = lambda prompt: Prefix()  # the papers' systems compute every prompt
 
     async def wake(self) -> None:

@@ -31,7 +31,7 @@ from torch.nn.attention import activate_flash_attention_impl
 from config import AS_FITS, Config
 from engines.engine import Answer, Engine, Request, Sampling
 from inputs import hf_directory
-from modes import place
+from modes import lay_out
 from runtime import rendezvous, shutdown
 from sample import Sample
 from tests.gpu_model import SIZES
@@ -213,7 +213,7 @@ def training_pass(how: str = "") -> None:
     if how in ("recompute", "fits"):
         config = replace(config, recompute=AS_FITS)
     if how == "fits":
-        config = with_recompute(config, *place(config, 1), FITS_BYTES)
+        config = with_recompute(config, *lay_out(config, 1), FITS_BYTES)
         note("pass", layers=config.recompute, chunks=config.kept_chunks)
     actor = Actor(config, MODEL)
     if how.startswith("FA"):
@@ -356,7 +356,7 @@ async def full() -> None:
         note("asleep", actor=used_bytes() - before)
         actor.wake()
         update(actor, written)
-        peaks = peaks_of(config, *place(config, 1), device=0.0)
+        peaks = peaks_of(config, *lay_out(config, 1), device=0.0)
         with most_used() as most:
             await push(engines["rollout"], actor)
         note("push", peak=max(most), predicted=peaks["the push"])

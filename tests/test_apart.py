@@ -16,7 +16,7 @@ import controller
 import data
 import run
 from algorithms import algorithm_of
-from modes import place
+from modes import lay_out
 from placement import Devices
 from reporting.timeline import Timeline
 from rollout import RolloutBatch, outcomes_of
@@ -74,7 +74,7 @@ def make_batch(step: int) -> list[Sample]:
 
 
 def controller_of(config, placement, splits, models, world: World) -> SimpleNamespace:
-    """As much of a Controller as exchange, learn and agree look at."""
+    """As much of a Controller as exchange, learn and gather_metrics look at."""
     timeline = Timeline(world.rank, asyncio.get_running_loop().time)
     how = dict(pools={"rollout": None, "genrm": None}, world=world, timeline=timeline)
     held = Devices(config, placement, splits, models, **how)
@@ -82,7 +82,7 @@ def controller_of(config, placement, splits, models, world: World) -> SimpleName
         config=config,
         algorithm=algorithm_of(config),
         world=world,
-        peers=world.part(placement.servers),
+        same_duty=world.part(placement.servers),
         devices=held,
         prompts=data.Prompts(None, 1),
         timeline=timeline,
@@ -110,12 +110,14 @@ def meet_in_updates(c: SimpleNamespace) -> None:
 
 async def step_of(c: SimpleNamespace) -> dict[str, float]:
     """A step: samples are held by those who serve, and learnt by whoever holds a model."""
-    kept = make_batch(c.state.step)[c.peers.place :: c.peers.size] if c.devices.serves else []
+    kept = (
+        make_batch(c.state.step)[c.same_duty.index :: c.same_duty.size] if c.devices.serves else []
+    )
     batch = RolloutBatch(kept=kept)
-    held, _ = await controller.tell_served(batch, c)
+    held, _ = await controller.gather_sizes(batch, c)
     shares = await controller.exchange(batch, held, c)
     stats = await controller.learn(c, shares)
-    stats = await controller.agree(c, stats, shares)
+    stats = await controller.gather_metrics(c, stats, shares)
     c.state.step += 1
     return stats
 
@@ -132,7 +134,7 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
     given = dict(placement=layout["placement"], mode="full", rule=("right",))
     given |= layout.get("sizes", {})
     config = actor_config(**PPO, **given, model=reference["model"], critic=reference["critic"])
-    placement, splits = place(config, size)
+    placement, splits = lay_out(config, size)
     inputs = dict(algorithm=algorithm_of(config), texts=[])
     inputs |= dict(sampling=SimpleNamespace(stop_token_ids=()))
     models = run.build_models(config, SimpleNamespace(**inputs), placement, splits)

@@ -108,8 +108,12 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     resumed, _ = simulate(**run, steps=6, resumed=out / "checkpoints" / f"step_{stop}")
     assert learned(resumed) == learned(unbroken)[stop:]
     assert learned(saving) == learned(unbroken)
-    assert [c.report.requeued for c in resumed] == [c.report.requeued[stop:] for c in unbroken]
-    assert [c.report.carried for c in resumed] == [c.report.carried[stop:] for c in unbroken]
+    assert [c.report.carried_ids for c in resumed] == [
+        c.report.carried_ids[stop:] for c in unbroken
+    ]
+    assert [c.report.carried_ids for c in resumed] == [
+        c.report.carried_ids[stop:] for c in unbroken
+    ]
     assert resumed[0].state.groups_per_kept == unbroken[0].state.groups_per_kept
     assert resumed[0].devices.split == unbroken[0].devices.split
     assert all(critic.version == 6 for c in (*resumed, *unbroken) for critic in c.devices.critics)
@@ -212,9 +216,9 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
 
 # what a checkpoint holds: where these lines change, LAYOUT has to grow
-LAYOUT_7 = """\
-ahead: aborted carried dropped filtered groups_per_kept kept latencies missing_groups moved others stats \
-tokens waves
+LAYOUT_8 = """\
+ahead: aborted carried dropped filtered from_others groups_per_kept kept latencies missing_groups moved \
+stats tokens waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
 split step
 genrm: cached_tokens in_flight longest prompt_tokens request_s requests tokens wakes
@@ -223,7 +227,7 @@ policy_logprobs prompt prompt_id question reference_logprobs replies response re
 turn_rewards turns values verdict versions
 history: genrm lengths rollout serve_s split swap_s waves
 own: ahead groups random rewards
-prompts: cursor owners requeued
+prompts: carried cursor owners
 """
 ALIKE = {"kept", "carried", "filtered", "dropped", "stats", "rollout"}  # as groups, history, genrm
 # names of settings, models, metrics
@@ -251,7 +255,7 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
     for path in folder.glob("controllers/*"):
         found = names_in(json.loads(path.read_text()), "own") | found
     lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
-    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_7, 7)
+    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_8, 8)
 
 
 def test_a_batch_that_waits_shows_the_same_however_often_it_was_stopped(tmp_path):
@@ -269,8 +273,10 @@ def test_a_batch_that_waits_shows_the_same_however_often_it_was_stopped(tmp_path
         how["resumed"] = tmp_path / number / "checkpoints" / "step_2"
     resumed, _ = simulate("partial", **how, out=tmp_path / "3")
     batches = [whole[0].report.steps[2][1], resumed[0].report.steps[0][1]]
-    shown = [[s.key for s in batch.kept[: len(batch.kept) - batch.others]] for batch in batches]
-    assert shown[0] == shown[1] != [] and batches[1].others > batches[0].others == 0
+    shown = [
+        [s.key for s in batch.kept[: len(batch.kept) - batch.from_others]] for batch in batches
+    ]
+    assert shown[0] == shown[1] != [] and batches[1].from_others > batches[0].from_others == 0
 
 
 LAYOUTS = {"save": (3, {"saves": True}), "dp3": (3, {}), "dp2": (2, {})}  # name -> ranks, sizes
@@ -317,7 +323,7 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name):
     counts = [rank["counts"] for rank in ranks]  # what one judge was read from
     assert counts == [[[5, 6, 7]], *[[[]] for _ in ranks[1:]]]
     got = ranks[0]["prompts"]
-    assert (ranks[0]["step"], got["cursor"], got["requeued"]) == (2, 9, list(range(9)))
+    assert (ranks[0]["step"], got["cursor"], got["carried"]) == (2, 9, list(range(9)))
     owners = dict(got["owners"])
     held = {prompt_id: facts for rank in ranks for prompt_id, facts in rank["held"].items()}
     assert sum(len(rank["held"]) for rank in ranks) == 9, "every carried group is held once"

@@ -343,7 +343,7 @@ def test_prompts_are_read_in_threads_and_ahead(run):
         prompts.read_ahead(8, 2, 1)
         await asyncio.sleep(0.3)
         assert sorted(source.read) == list(range(1, 16, 2))
-        prompts.requeue([3, 4], [])
+        prompts.carry_over([3, 4], [])
         prompts.read_ahead(8, 2, 1)  # 3 comes first, 4 second
         found = await prompts.read(own_of(prompts, 8))
         questions = {number: prompt.question for number, prompt in found.items()}

@@ -22,7 +22,7 @@ from engines import fleet
 from engines.engine import Engine
 from genrm import formats_of
 from inputs import hf_directory, tokenization
-from modes import place
+from modes import lay_out
 from rewards import load_rules
 from runtime import atomic_files
 from runtime.errors import UserError
@@ -91,7 +91,7 @@ def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
-    run.check_directories(settings, place(settings, 2)[0])
+    run.check_directories(settings, lay_out(settings, 2)[0])
     settings = run.resolved(settings)
     return run.load_inputs(settings, load_rules(settings), print)
 
@@ -467,7 +467,7 @@ def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, r
     monkeypatch.setattr(run, "resolved", Mock(side_effect=UserError("checked elsewhere")))
     given = config.parse_config(["--mode", "full"])
     with pytest.raises(UserError, match="no such model" if raises else "checked elsewhere"):
-        asyncio.run(run.run(given, *place(given, 1), run.shutdown.Stop()))
+        asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
 
 
 @pytest.mark.parametrize(
@@ -485,5 +485,5 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
     monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=True))
     given = config.parse_config(["--mode", "full"])
-    line = asyncio.run(run.run(given, *place(given, 1), run.shutdown.Stop()))
+    line = asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
     assert line.startswith(f"stopped after 3 of 40 steps; {end}")

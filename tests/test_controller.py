@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 import controller
+import evaluation
 import modes
 from config import Config
 from controller import State, advance
@@ -161,7 +162,7 @@ class Watched(list):
 def test_evaluation_asks_for_samples_too(mode, size, more, monkeypatch):
     """Three at the run's temperature beside the greedy one. By hand. Of one prompt at a time, where
     engines decode one request: all could fill the memory. What is trained on stays the same."""
-    monkeypatch.setattr(controller, "QUEUED", 1)
+    monkeypatch.setattr(evaluation, "QUEUED", 1)
     asked, held_out = Counter(), Watched(FakeSource().held_out)
 
     def write(prompt, index, sampling):

@@ -27,7 +27,7 @@ from engines import wire
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
 from inputs.hf_directory import checkpoint_shapes
-from modes import place
+from modes import lay_out
 from placement import colocate
 from runtime import devices, rendezvous, supported
 from runtime.errors import UserError
@@ -157,7 +157,7 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
     config = settings(models[name], *more, "--mode", mode, "--algorithm", *algorithm)
     holders = colocate(tuple(range(ranks)), config)
     trainers = {who: model.parts for who, model in trainers_of(config, holders).items()}
-    engines = engines_of(config, *place(config, ranks))
+    engines = engines_of(config, *lay_out(config, ranks))
     _, log = simulate(mode, 4, algorithm=algorithm)
     learners = {who: parts for who, parts in trainers.items() if "loss" in parts}
     states = {who: p["weights"] + p["optimizer"] for who, p in learners.items()}
@@ -175,7 +175,7 @@ def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more
         mine[who] = weights[role] if who.endswith("weights") else states.get(who, cache)
         learning = sum(trainers[who].values()) if set(mine) == {who} and who in states else 0.0
         peak = max(peak, sum(mine.values()), learning)
-    placed = place(config, ranks)
+    placed = lay_out(config, ranks)
     predicted = peaks_of(config, *placed, H200)
     most = max(size for who, size in predicted.items() if "reference" not in who)
     processes = 2 if mode == "partial" else 3
@@ -379,7 +379,7 @@ def device_of(machine, monkeypatch):
 
 def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     config = settings(models["7B"], "--mode", "full")
-    placed = place(config, 1)
+    placed = lay_out(config, 1)
     device_of(85e9)
     with pytest.raises(UserError) as raised:
         memory.check_fits(config, *placed)
@@ -396,7 +396,7 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
 def test_a_device_that_another_process_has_taken_half_of(models, device_of):
     """A 7B on 8 cards fits 170 GB each, and not the 60 that are left."""
     config = settings(models["7B"])
-    placed = place(config, 8)
+    placed = lay_out(config, 8)
     device_of(170e9)
     memory.check_fits(config, *placed)
     device_of(60e9)
@@ -412,7 +412,7 @@ def test_a_disk_has_room_for_the_saves(models, device_of, monkeypatch, tmp_path)
     folders = {"/dev/shm": SimpleNamespace(free=1e12), tmp_path: disk}
     monkeypatch.setattr(memory.shutil, "disk_usage", folders.__getitem__)
     config = replace(settings(models["7B"]), out=str(tmp_path / "not" / "there"))
-    placed = place(config, 8)
+    placed = lay_out(config, 8)
     memory.check_fits(config, *placed)
     disk.free -= 1e8
     line = "^the disk of --out: the run needs about 319.9 GB, 319.9 for checkpoints, and 319.8 are free"
@@ -437,7 +437,7 @@ def test_a_teacher_that_does_not_fit_is_named(models, device_of):
     config = settings(models["7B"], "--teacher", models["32B"], "--algorithm", "distill")
     device_of(85e9)
     with pytest.raises(UserError, match=r"GB, \d+\.\d for the teacher's pass, and 76\.5 are free"):
-        memory.check_fits(config, *place(config, 8))
+        memory.check_fits(config, *lay_out(config, 8))
 
 
 @pytest.mark.parametrize("recompute,measured", [(0, 25.78e9), (AS_FITS, 12.07e9)])
@@ -456,7 +456,7 @@ def test_as_few_layers_are_computed_again_as_fit(models, monkeypatch):
     """Of a 7B's 28, in 0.9 of a device; and what is left keeps logits."""
     how = ("--max-tokens-per-micro-batch", "8192", "--tp", "2", "--sp")
     config = settings(models["7B"], *how)
-    placed = place(config, 8)
+    placed = lay_out(config, 8)
 
     def training(layers: int, size: float) -> float:
         return peaks_of(replace(config, recompute=layers), *placed, size)["training the actor"]
@@ -494,7 +494,7 @@ def test_ranks_settle_on_the_smallest_gpu(models, monkeypatch):
     async def gather(own):
         return [own, 60e9]
 
-    placed = place(config, 8)
+    placed = lay_out(config, 8)
     found = asyncio.run(memory.settled(config, *placed, SimpleNamespace(gather=gather)))
     assert found == with_recompute(config, *placed, 60e9) != with_recompute(config, *placed, 85e9)
 
@@ -525,14 +525,14 @@ def test_a_host_has_what_sleeps(models, device_of, monkeypatch, mode, rollout, j
     """Of a 7B on 8: 2 bytes a parameter of trainers and of engines that no push fills, 12 / 8 of AdamW;
     and what a process saves of it, of the weights one copy. An engine on 2 ranks has its weights once."""
     config = settings(models["7B"], "--mode", mode)
-    placed, parameters = place(config, 8), 7_615_616_512
+    placed, parameters = lay_out(config, 8), 7_615_616_512
     parts = memory.host_parts(config, *placed, {*range(8)})
     assert parts.pop("checkpoints") == (2 + 12) * parameters
     assert parts.pop("libraries") == 0.2e9 + 8 * 0.9e9 + 2 * judges * 4e9
     weights = 2 * parameters * (8 + rollout + judges)
     assert parts == {"weights": weights, "optimizer": 12 * parameters}
     wide = settings(models["7B"], "--mode", mode, "--genrm-tp", "2")
-    parts = memory.host_parts(wide, *place(wide, 8), {*range(8)})
+    parts = memory.host_parts(wide, *lay_out(wide, 8), {*range(8)})
     assert parts["weights"] == weights - parameters * judges
     # a machine of the last 4 ranks, where judges are, too
     for name, value in {"RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
@@ -563,18 +563,18 @@ def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
 def test_an_evaluation_needs_its_engine_alone(models):
     given = ["--steps", "0", "--model", str(models["7B"]), "--eval-data", "d", "--device", "cuda"]
     config = parse_config([*given, "--mode", "full", "--tp", "8"])
-    [(peak, needed)] = peaks_of(config, *place(config, 1), H200).items()
+    [(peak, needed)] = peaks_of(config, *lay_out(config, 1), H200).items()
     assert peak.startswith("serving rollout") and needed == pytest.approx(0.7 * H200 + 2 * RESIDENT)
 
 
 def test_the_push_needs_no_gradients_but_a_bucket(models):
     """Of a 7B on 8, by hand: 2 bytes a parameter, 12 / 8 of the optimizer, the engine's 2, a bucket."""
     config = settings(models["7B"], "--mode", "full")
-    placed, parameters, largest = place(config, 8), 7_615_616_512, 2 * 152064 * 3584
+    placed, parameters, largest = lay_out(config, 8), 7_615_616_512, 2 * 152064 * 3584
     expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
     assert peaks_of(config, *placed, H200)["the push"] == pytest.approx(expected, rel=1e-6)
     with_tp = settings(models["7B"], "--mode", "full", "--tp", "2")
-    sharded = peaks_of(with_tp, *place(with_tp, 8), H200)["the push"]
+    sharded = peaks_of(with_tp, *lay_out(with_tp, 8), H200)["the push"]
     copies = sharded - peaks_of(config, *placed, H200)["the push"]
     # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
     assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)

@@ -79,24 +79,24 @@ def loaded(state, prompts):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1), st.booleans()), max_size=30))
 def test_no_prompt_is_lost_or_repeated(steps):
-    """Each prompt is used once or still waits, whatever is requeued, also across a saved and loaded state."""
+    """Each prompt is used once or still waits, whatever is carried, also across a saved and loaded state."""
     prompts, used = data.Prompts(FakeSource(), 4), Counter()
     for count, unused, resumed in steps:
         drawn = prompts.draw(count)
         assert len(drawn) == count
         back = drawn[len(drawn) - int(unused * len(drawn)) :]
-        prompts.requeue(back, [])
+        prompts.carry_over(back, [])
         used.update(drawn[: len(drawn) - len(back)])
         if resumed:
             prompts = loaded(prompts.state(), prompts)
-    assert used + Counter(prompts.requeued) == Counter(range(prompts.cursor))
+    assert used + Counter(prompts.carried) == Counter(range(prompts.cursor))
 
 
 def test_a_saved_state_does_not_change_with_the_run():
     prompts = data.Prompts(FakeSource(), 4)
-    prompts.requeue(prompts.draw(2), [])
+    prompts.carry_over(prompts.draw(2), [])
     state, saved = prompts.state(), json.dumps(prompts.state())
-    prompts.requeue([7, 8], [])
+    prompts.carry_over([7, 8], [])
     assert loaded(json.loads(saved), prompts).draw(3) == [0, 1, 2]
     assert state == json.loads(saved)
 
@@ -121,7 +121,7 @@ def test_every_epoch_is_a_permutation(rows, seed, held_out):
     for epoch in epochs:
         assert sorted(epoch) == sorted(set(everything) - aside)
     assert length < 10 or epochs[0] != epochs[1] != epochs[2]
-    again = Shuffled(everything, seed, held_out)  # a requeued prompt may be of an epoch before
+    again = Shuffled(everything, seed, held_out)  # a carried prompt may be of an epoch before
     for number in random.Random(seed).sample(range(3 * length), min(20, 3 * length)):
         assert again.training(number) == epochs[number // length][number % length]
 

@@ -41,7 +41,7 @@ def sampler_of(kind, target, waves, finished, **settings):
 def test_chosen_and_requeued(kind, finished, chosen, again, complete):
     """Four groups, two wanted."""
     sampler = sampler_of(kind, 2, [[10, 11, 12, 13]], finished)
-    assert (sampler.chosen(), sampler.requeued(), sampler.is_complete) == (chosen, again, complete)
+    assert (sampler.chosen(), sampler.carried(), sampler.is_complete) == (chosen, again, complete)
     assert sampler.num_informative == sum(finished.values())
     assert sampler.num_in_flight == 4 - len(finished)
 
@@ -99,11 +99,11 @@ STEP |= dict(groups_per_kept=st.floats(1, 4), limit=st.integers(0, 4))
 @settings(deadline=None)
 @given(kind=st.sampled_from(KINDS), **STEP)
 def test_a_prompt_ends_in_one_way(kind, seed, target, keep, groups_per_kept, limit):
-    """Chosen, requeued or filtered; the chosen are informative, the filtered are not; a step ends."""
+    """Chosen, carried or filtered; the chosen are informative, the filtered are not; a step ends."""
     sampler, fresh = kind(target, groups_per_kept, 1.0, limit), itertools.count()
     truth = lambda prompt_id: random.Random(prompt_id).random() < keep  # noqa: E731
     play(sampler, truth, random.Random(seed), lambda n: list(itertools.islice(fresh, n)))
-    chosen, again, informative = sampler.chosen(), sampler.requeued(), sampler.finished
+    chosen, again, informative = sampler.chosen(), sampler.carried(), sampler.finished
     filtered = [prompt_id for prompt_id in sampler.wave_of if prompt_id not in chosen + again]
     assert sorted(chosen + again + filtered) == sorted(sampler.wave_of)
     assert len(set(chosen + again)) == len(chosen + again)
@@ -142,7 +142,7 @@ def test_in_order_a_step_is_as_wave_by_wave(seed, target, keep, groups_per_kept,
         expected = 0.9 * groups_per_kept + 0.1 * min(used / max(1, len(batch)), 10)
         groups_per_kept = sampler.updated_groups_per_kept()
         assert groups_per_kept == pytest.approx(expected)
-        prompts.requeue(sampler.requeued(), [])
+        prompts.carry_over(sampler.carried(), [])
         begin += used
 
 
@@ -166,7 +166,7 @@ def test_every_prompt_is_dealt_and_evenly(first, second, controllers):
     owners = prompts.assign_owners(first, controllers)
     held = counts(owners)
     assert set(owners) == set(first) and max(held) - min(held) <= 1
-    prompts.requeue(first, [])
+    prompts.carry_over(first, [])
     again = prompts.assign_owners(second, controllers)
     assert set(again) == set(second)
     assert all(again[prompt_id] == owners[prompt_id] for prompt_id in set(first) & set(second))

@@ -155,7 +155,7 @@ def test_lengths_penalties_and_the_kl_count_the_policy_s_tokens():
     assert outcome.length == 4
     config = Config(model="m", rule=("right",), max_new_tokens=40, judge_format=("chat",))
     long = replace(config, algorithm=("reinforce++", "overlong_from=4"))
-    assert algorithms.scores_of([outcome], "reward", algorithms.algorithm_of(long)) == {0: 1.0}
+    assert algorithms.group_scores([outcome], "reward", algorithms.algorithm_of(long)) == {0: 1.0}
     kl = replace(config, algorithm=("reinforce++", "kl_coef=0.5", "kl_in=reward"))
     sample.policy_logprobs, sample.reference_logprobs = [-1.0] * 4, [-2.0, -1.0, -1.0, -3.0]
     found = algorithms.token_rewards(sample, "reward", 1.0, algorithms.algorithm_of(kl))

@@ -87,7 +87,9 @@ class PacedRun(Run):
     program = "tests/support/paced_run.py"
 
 
-def episodic(folder: Path, *arguments, text: str = HINT, ranks: int = 4, run: type[Run] = Run) -> Run:
+def episodic(
+    folder: Path, *arguments, text: str = HINT, ranks: int = 4, run: type[Run] = Run
+) -> Run:
     """A run with an environment, and with a rule that has no opinion and writes down all that is judged."""
     folder.mkdir(exist_ok=True)
     (folder / "hint.py").write_text(text)

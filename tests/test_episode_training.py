@@ -64,7 +64,7 @@ def make_episodes(step: int) -> list[Sample]:
 
 def woven(sample: Sample) -> tuple[list[int], list[bool]]:
     """All tokens of an episode, and which are the policy's, from its fields alone."""
-    replies = {reply.place: reply.tokens for reply in sample.replies}
+    replies = {reply.start: reply.tokens for reply in sample.replies}
     tokens, own = [*sample.prompt], [False] * len(sample.prompt)
     for place, token in enumerate(sample.response):
         for other in replies.get(place, []):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import controller
+import evaluation
 from environment import Step
 from inputs.prompt_file import PromptFile
 from runtime.errors import UserError
@@ -188,7 +188,7 @@ def test_a_world_that_nobody_reaches_ends_the_run():
     one_line = r"^--environment g.py lost each of the first \d+ episodes: it raised ConnectionErr.*differed$"
     for how in (
         dict(eval_every=99),
-        dict(eval_samples=7, prepare=awaken, loop=controller.evaluate_once),
+        dict(eval_samples=7, prepare=awaken, loop=evaluation.evaluate_once),
     ):
         controllers = []
         kind = lose_some(game(), 1.0, 0)
@@ -272,7 +272,7 @@ def test_an_evaluation_plays_episodes():
         size=3,
         eval_samples=2,
         prepare=awaken,
-        loop=controller.evaluate_once,
+        loop=evaluation.evaluate_once,
         prepare_controller=watch,
     )
     assert {each.closed for each in kind.made} == {1} and len(kind.made) == 30 == 3 * len(rows)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import controller
+import evaluation
 from reporting.answers import AnswersReport, make_ready
 from reporting.metrics import pass_at_k
 from runtime.errors import UserError
@@ -49,7 +49,7 @@ def evaluate(out, size=1, write=by_hand, prompts=2, events=(), **settings):
         c.report = AnswersReport(c.config, c.world, out, progress, to_text, prompts=prompts)
 
     how = dict(write=write, prepare=awaken, prepare_controller=report, events=events)
-    found, _ = simulate(size=size, loop=controller.evaluate_once, **given | how, mode="partial")
+    found, _ = simulate(size=size, loop=evaluation.evaluate_once, **given | how, mode="partial")
     if not any(c.was_stopped for c in found):
         for c in found:
             c.report.close()

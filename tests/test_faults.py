@@ -116,7 +116,7 @@ def test_an_engine_that_is_lost_while_a_model_trains_ends_the_run(caplog, verb):
 
 
 async def judges_are_forgotten(step):
-    await step.c.devices.share(step.c.devices.leads("rollout"))
+    await step.c.devices.set_awake(step.c.devices.leads("rollout"))
     while not step.is_over:
         step.start(await step.draw_prompts(), rollout.generate_and_judge)
         await step.tasks.poll()

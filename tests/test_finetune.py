@@ -231,9 +231,9 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
     learned = parse_rm(row, tokenizer, "f:1")[0].prompt
     named = dict(model="m", judge=("m",), judge_format=("score",), max_model_len=2000)
     [judge] = rewards.build(Config(**named), [], [tokenizer], "".join).judges
-    asyncio.run(judge.ask(prompt, ">7", pool))
+    asyncio.run(judge.judge(prompt, ">7", pool))
     assert pool.shown == learned and tokenizer.decode(learned).endswith(">7" + end)
-    asyncio.run(judge.ask(prompt, ">7", pool, is_cut=True))
+    asyncio.run(judge.judge(prompt, ">7", pool, is_cut=True))
     assert tokenizer.decode(pool.shown) + end == tokenizer.decode(learned)
     has_system = "Be right.<|im_end|>" in tokenizer.decode(learned)
     assert kind == "text" or has_system == (prompt is SEVERAL)

@@ -13,7 +13,7 @@ from fused import tail as fusion
 from fused.tail import FluidModel, TokenLatency, kept_engines, ranks_of_tail
 from genrm import FORMATS
 from reporting import timeline
-from scheduling.measured import Left, RequestStats, Split, StepStats, histogram
+from scheduling.measured import Remaining, RequestStats, Split, StepStats, histogram
 from tests.support.fakes import number_in, samples_of, simulate, text_answer, to_text
 from tests.test_faults import UNBROKEN, check_as_unbroken, in_parts_of
 
@@ -38,7 +38,7 @@ OWED = Counter({0: 5, 1: 1, 2: 9, 3: 2})
 )
 def test_ranks_of_tail(held, unwritten, judging, expected):
     """100 answers were begun, a fifth is the tail, of one engine."""
-    left, up = Left(unwritten, judging, 100), dict.fromkeys(ALL, 0)
+    left, up = Remaining(unwritten, judging, 100), dict.fromkeys(ALL, 0)
     assert ranks_of_tail(0.2, FOUR, held, left, 1, OWED, up, up) == expected
 
 
@@ -51,10 +51,10 @@ def test_rollout_never_holds_what_a_judge_needs(data):
     writers = dict.fromkeys(data.draw(some_ranks), 0)
     everyone, units = tuple(range(size)), [(rank,) for rank in range(size)]
     held = tuple(sorted(data.draw(st.sets(st.sampled_from(everyone)))))
-    left = Left(*data.draw(st.tuples(*[st.integers(0, 20)] * 2)), begun=20)
-    owed = Counter({rank: data.draw(st.integers(0, 9)) for rank in everyone})
+    left = Remaining(*data.draw(st.tuples(*[st.integers(0, 20)] * 2)), begun=20)
+    outstanding = Counter({rank: data.draw(st.integers(0, 9)) for rank in everyone})
     keep, tail = data.draw(st.integers(1, 8)), data.draw(st.floats(0, 1))
-    ranks = ranks_of_tail(tail, units, held, left, keep, owed, writers, judges)
+    ranks = ranks_of_tail(tail, units, held, left, keep, outstanding, writers, judges)
     if ranks in ((), everyone):
         return
     assert {*ranks} & {*writers}

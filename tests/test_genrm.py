@@ -359,7 +359,7 @@ def test_special_tokens_that_are_spelled_out_are_text(tmp_path, name, attack):
             yield Answer(0, [], [], "stop", [], score=0.0)
 
     for question, answer in (("3+4?", "5"), ("3+4?", attack), (attack, "5")):
-        asyncio.run(judge.ask(question, answer, Silent()))
+        asyncio.run(judge.judge(question, answer, Silent()))
     plain, *attacked = ([token for token in prompt if token in special] for prompt in seen)
     assert attacked == [plain, plain]
     assert all("im_" in tokenizer.decode(prompt) for prompt in seen[1:] if "im_" in attack)

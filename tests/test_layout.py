@@ -41,12 +41,12 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         assert (shape.copies, shape.dp, shape.unit) == (expected, dp, tp * pp)
         # Megatron's place among the ranks of one data-parallel group is the share of the samples
         for row in generator.get_ranks("dp"):
-            places = [shape.place(ranks[at]) for at in row]
+            places = [shape.position_of(ranks[at]) for at in row]
             assert [dp_rank for dp_rank, _ in places] == list(range(dp))
             assert len({is_lead for _, is_lead in places}) == 1
-        leads = [rank for rank in ranks if shape.place(rank)[1]]
+        leads = [rank for rank in ranks if shape.position_of(rank)[1]]
         assert leads == sorted(copy[0] for copy in shape.copies)
-        assert shape.place(0) is shape.place(ranks[-1] + 1) is None
+        assert shape.position_of(0) is shape.position_of(ranks[-1] + 1) is None
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())

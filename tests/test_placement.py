@@ -5,7 +5,7 @@ import pytest
 import placement
 from config import Config
 from fused.tail import TAILS
-from modes import place
+from modes import lay_out
 from scheduling.measured import Split
 
 FUSED = [f"fused {tail:g}" for tail in dict.fromkeys((0.2, *TAILS))]
@@ -23,10 +23,10 @@ def everyone(size):
 def test_splits():
     """The ranks of each role, and how many they are; in words one rank or a range."""
     split = Split("partial", 3, 1)
-    assert place(judged(mode="partial", rollout_ranks=3), 4) == (everyone(4), [split])
+    assert lay_out(judged(mode="partial", rollout_ranks=3), 4) == (everyone(4), [split])
     words = "rollout on ranks 0-2, genrm on ranks 3, actor on ranks 0-3"
     assert everyone(4).in_words(split) == words
-    assert place(judged(mode="full"), 2) == (everyone(2), [Split("full", 2, 2)])
+    assert lay_out(judged(mode="full"), 2) == (everyone(2), [Split("full", 2, 2)])
     assert everyone(2).ranks("rollout", Split("full", 2, 2)) == (0, 1)
     assert everyone(1).in_words(Split("partial", 0, 0)) == "actor on ranks 0"
 
@@ -55,7 +55,7 @@ POSSIBLE = [
 def test_splits_that_a_run_may_take(changes, size, expected):
     """The first is where it starts; every judge has an engine in each, and no engine is cut."""
     config = judged(**changes)
-    placed, splits = place(config, size)
+    placed, splits = lay_out(config, size)
     papers = [str(split) for split in splits if split.mode in ("partial", "full", "fused")]
     assert papers == expected
     judges = len(config.judge_models)
@@ -86,4 +86,4 @@ REFUSED = [
 def test_splits_that_cannot_be(changes, size, message):
     """The message names the setting and the ranks that would do."""
     with pytest.raises(ValueError, match=message):
-        place(judged(**changes), size)
+        lay_out(judged(**changes), size)

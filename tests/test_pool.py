@@ -33,7 +33,7 @@ def pool_of(*outstanding, rank=0, models=None, awake=None):
     engines = [SimpleNamespace(rank=rank, model=model, **how) for rank, model in enumerate(models)]
     world = FakeWorld(rank, len(engines), {})
     pool = Pool(engines, world, SimpleNamespace(), CONFIG)
-    pool._set_awake(tuple(range(len(engines))) if awake is None else awake)
+    pool._mark_awake(tuple(range(len(engines))) if awake is None else awake)
     others_await(pool, dict(enumerate(outstanding)))
     return pool
 
@@ -106,7 +106,7 @@ def run_alone(engines, work, config=CONFIG):
     """`await work(pool)` with the pool of one rank, on a virtual clock; what it returned, and when."""
     clock = VirtualClock()
     pool = Pool(engines, FakeWorld(0, 1, {}), Timeline(0, clock.time), config)
-    pool._set_awake(tuple(engine.rank for engine in pool.engines))
+    pool._mark_awake(tuple(engine.rank for engine in pool.engines))
     others_await(pool, {engine.rank: 10**9 * engine.rank for engine in engines})  # in their order
     return *run_on(clock, work(pool)), clock.time()
 
@@ -162,8 +162,8 @@ def test_requests_take_turns():
 
     async def work(pool):
         asked = [ask(pool, [1], model=model) for model in [0] * 20 + [1]]
-        at(15, lambda: pool._set_awake(()))
-        at(50, lambda: pool._set_awake((0, 1)))
+        at(15, lambda: pool._mark_awake(()))
+        at(50, lambda: pool._mark_awake((0, 1)))
         return await asyncio.gather(*asked)
 
     answers, seconds = run_alone([one, other], work, Config(max_running_requests=3))
@@ -190,13 +190,13 @@ def test_what_waits_for_an_engine_returns_at_once_from_an_abort():
     engine = engine_of(0, {1: 10})
 
     async def work(pool):
-        pool._set_awake(())
+        pool._mark_awake(())
         asked = asyncio.create_task(ask(pool, [1]))
         await asyncio.sleep(5)
         assert pool.status().waiting == 1
         await pool.abort()
         assert await asked == [] and asyncio.get_running_loop().time() == 5
-        at(10, lambda: pool._set_awake((0,)))
+        at(10, lambda: pool._mark_awake((0,)))
         [answer] = await ask(pool, [1])
         assert pool.status().waiting == 0
         return answer.sent
@@ -276,14 +276,14 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
     async def work(pool):
         asked = asyncio.create_task(ask(pool, [1]))
         await asyncio.sleep(1)
-        await pool.use(())
+        await pool.set_awake(())
         assert asked.done() and not engine.awake
-        await pool.use((0,))
+        await pool.set_awake((0,))
         engine.lose()
         asked = asyncio.create_task(ask(pool, [1]))
         await asyncio.sleep(1)
         with pytest.raises(EngineLost, match="owes 1002 tokens and wrote none for 300 s"):
-            await pool.use(())
+            await pool.set_awake(())
         asked.cancel()
 
     seconds = run_alone([engine], work)[1]
@@ -307,10 +307,10 @@ def test_what_waits_at_a_busy_engine_moves_to_one_that_joins(move):
                     return written, answer.rank
 
     async def work(pool):
-        pool._set_awake((0,))
+        pool._mark_awake((0,))
         asked = [asyncio.create_task(whole(pool, number)) for number in (1, 2)]
         await asyncio.sleep(20)
-        await pool.use((0, 1), move)
+        await pool.set_awake((0, 1), move)
         return await asyncio.gather(*asked)
 
     answers, _ = run_alone(engines, work)

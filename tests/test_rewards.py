@@ -24,9 +24,9 @@ class StubJudge:
     format, failed, parsed = genrm.FORMATS["chat"], 0, 0
 
     def __init__(self, value, signal="reward"):
-        self.value, self.signal, self.says_verdict = value, signal, signal == "reward"
+        self.value, self.signal, self.gives_verdict = value, signal, signal == "reward"
 
-    async def ask(self, prompt, answer, pool, images=(), is_cut=False):
+    async def judge(self, prompt, answer, pool, images=(), is_cut=False):
         return genrm.Judgement(f"says {self.value}", self.value)
 
 

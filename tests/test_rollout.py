@@ -31,9 +31,9 @@ def check_prompts(controllers):
             fates += Counter(used_up + [group[0].prompt_id for group in batch.carried])
             done += Counter(used_up)
         assert set(fates.values()) <= {1}, "a prompt was served twice in one step"
-        assert len({tuple(c.report.requeued[step]) for c in controllers}) == 1
+        assert len({tuple(c.report.carried_ids[step]) for c in controllers}) == 1
     prompts = controllers[0].prompts
-    assert done + Counter(prompts.requeued) == Counter(range(prompts.cursor))
+    assert done + Counter(prompts.carried) == Counter(range(prompts.cursor))
 
 
 def check_tokens(controllers):
@@ -66,7 +66,7 @@ def check_come_first(controllers):
     """What waited is dealt first in the next step."""
     for step in range(controllers[0].config.steps - 1):
         served = {s.prompt_id for s in samples_of(batches_of(controllers, step + 1))}
-        first = controllers[0].report.requeued[step][: controllers[0].config.prompts_per_step]
+        first = controllers[0].report.carried_ids[step][: controllers[0].config.prompts_per_step]
         assert served >= {*first}
 
 
@@ -133,7 +133,7 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
     assert controllers[0].state.history[0].swap_s == pytest.approx(swap_s)
     kept = {s.prompt_id for batch in batches_of(controllers, 0) for s in batch.kept}
     assert len(kept) == 8 and (7 in kept) == (over_dispatch == 1)
-    assert (7 in controllers[0].prompts.requeued) == (over_dispatch > 1)
+    assert (7 in controllers[0].prompts.carried) == (over_dispatch > 1)
 
 
 def test_garbage_of_a_judge_is_dropped(monkeypatch):

@@ -44,7 +44,7 @@ LAYERS = (  # each may import what stands below it, and its own line
     {"commands", "simulation"},
     {"controller"},
     {"fused", "apart", "environment"},
-    {"modes", "rollout", "rewards", "checkpoint", "demo", "scoring"},
+    {"modes", "evaluation", "rollout", "rewards", "checkpoint", "demo", "scoring"},
     {"genrm", "actor", "critic", "reporting"},
     {"training", "placement", "algorithms", "data"},
     {"engines", "scheduling"},

@@ -16,7 +16,7 @@ from config import parse_config
 from examples.make_demo.closing import close
 from examples.make_demo.models import VISION, character_tokenizer
 from genrm import Judgement
-from modes import place
+from modes import lay_out
 from rewards import Rewards, Rule
 from runtime.errors import UserError
 from sample import Outcome, Sample
@@ -108,7 +108,7 @@ def test_a_student_equal_to_its_teacher_learns_nothing(build, models):
 
 def build_models(config):
     """What a run builds on its only rank."""
-    placement, splits = place(config, 1)
+    placement, splits = lay_out(config, 1)
     sampling = SimpleNamespace(stop_token_ids=())
     inputs = SimpleNamespace(algorithm=algorithm_of(config), texts=[], sampling=sampling)
     return run.build_models(config, inputs, placement, splits)

@@ -34,7 +34,7 @@ def load(spec, signal="reward"):
 def rule_of(function, signal="reward", limit_s=LIMIT_S):
     """A rule of a file that has this function."""
     rule = user_rules.UserRule(function, UserCode("--rule"), limit_s)
-    return rewards.Rule(signal, rule.ask)
+    return rewards.Rule(signal, rule.judge)
 
 
 def write(tmp_path, text):
@@ -290,7 +290,7 @@ def score(sample):
 
 
 def seen_by(rule):
-    return rule.ask.__self__.function.__globals__["seen"]
+    return rule.judge.__self__.function.__globals__["seen"]
 
 
 def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path):

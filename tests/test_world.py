@@ -60,12 +60,12 @@ PART = (0, 2, 4)
 async def meet_in_parts(world):
     part, store = world.part(PART), dist.distributed_c10d._get_default_store()
     assert world.part(range(5)) is world
-    print(part.rank, part.place, part.size, [*part.ranks])
+    print(part.rank, part.index, part.size, [*part.ranks])
     if world.rank not in PART:
         store.wait(["the first is done"], timedelta(seconds=LIMIT_S))
     print(await part.gather(world.rank), await part.broadcast(world.rank))
     print(await part.gather_on_0(world.rank), await part.reduce(f"{world.rank}", "".join))
-    right = part.ranks[(part.place + 1) % part.size]
+    right = part.ranks[(part.index + 1) % part.size]
     print(await part.exchange({right: f"for {right}", part.rank: "mine"}))
     await part.barrier()
     store.set("the first is done", "")

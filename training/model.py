@@ -360,7 +360,7 @@ def check_models(
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)
-        check_directory(path, setting, judge, judge_format.scores, config.device)
+        check_directory(path, setting, judge, judge_format.is_scalar, config.device)
 
 
 def check_critic(config: Config, actor: dict) -> None:

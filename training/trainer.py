@@ -128,7 +128,7 @@ class Trainer:
             groups = make_groups(shape, self.config.timeout_s)
         self.own_groups = groups
         self.shape = groups.shape
-        self.dp_rank, self.is_lead = self.shape.place(dist.get_rank())
+        self.dp_rank, self.is_lead = self.shape.position_of(dist.get_rank())
         self.dp_size = self.shape.dp
         self.pipeline = groups.pipeline
         self.groups = groups.collection(self.reverse)

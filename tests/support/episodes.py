@@ -97,6 +97,6 @@ def play(kind, mode="partial", size=2, **settings):
 
 def texts_of(sample):
     """The turns of an answer, as they were sampled, each without its end."""
-    ends = [*(reply.place for reply in sample.replies), len(sample.response)]
+    ends = [*(reply.start for reply in sample.replies), len(sample.response)]
     starts = [0, *ends[:-1]]
     return [to_text(sample.response[a : b - 1]) for a, b in zip(starts, ends, strict=True)]

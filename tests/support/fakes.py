@@ -56,7 +56,7 @@ class FakeWorld(SimulatedWorld):
 
     async def gather_on_0(self, value):
         values = await self.gather(value)
-        return [] if self.place else values
+        return [] if self.index else values
 
     async def exchange(self, outgoing):
         others = outgoing.keys() - {self.rank}
@@ -292,7 +292,7 @@ class FakeTrainer:
     def __init__(self, title, rank, shape, device):
         self.title, self.device, self.version, self.awake = title, device, 0, False
         self.batches, self.log, self.passes = [], [], []
-        self.shape, place = shape, shape.place(rank)
+        self.shape, place = shape, shape.position_of(rank)
         self.holds, (self.dp_rank, self.is_lead) = place is not None, place or (-1, False)
 
     def wake(self):
@@ -440,7 +440,7 @@ class FakeCheckpoints:
         await c.world.barrier()
         awake = c.devices.rollout.awake + c.devices.genrm.awake
         assert not awake, "saved while an engine was awake"
-        self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.requeued)))
+        self.saved.append((c.state.step, c.prompts.cursor, list(c.prompts.carried)))
 
 
 class LateWriter:
@@ -460,12 +460,12 @@ class LateWriter:
 
 
 class FakeReport:
-    """Keeps what each step came to; `carried` and `requeued` as they were at its end."""
+    """Keeps what each step came to; `carried` and `carried_ids` as they were at its end."""
 
     def __init__(self):
         self.steps, self.notes, self.marks = [], [], []
         self.accuracies, self.sampled, self.earned = {}, {}, {}
-        self.carried, self.requeued, self.cursors = [], [], []
+        self.carried, self.carried_ids, self.cursors = [], [], []
         self.note, self.decode = self.notes.append, str
 
     async def written(self):
@@ -487,7 +487,7 @@ class FakeReport:
         held = chain.from_iterable(batch.carried)
         facts = {(s.prompt_id, s.index): (s.response, s.logprobs, s.versions) for s in held}
         self.carried.append(copy.deepcopy(facts))
-        self.requeued.append(list(c.prompts.requeued))
+        self.carried_ids.append(list(c.prompts.carried))
         self.cursors.append(c.prompts.cursor)
         events = c.timeline.drain()
         self.marks += of_kind(events, *MARKS)
@@ -658,7 +658,7 @@ def simulate(
     controllers)), called when it is time. episodes: called with the settings for a controller's environment.
     """
     config = fake_config(mode, out=str(out), tp=tp, **settings)
-    (placed, splits), log, meetings = modes.place(config, size), [], {}
+    (placed, splits), log, meetings = modes.lay_out(config, size), [], {}
     devices = [Device(rank, log, schedule_of(config).fuses) for rank in range(size)]
     engines = fake_engines(config, placed, splits, devices, write, verdict)
     prepare(engines)
@@ -728,9 +728,9 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
     """The real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
     pools = {}
-    peers = world.part(placed.servers)
+    same_duty = world.part(placed.servers)
     for role in ("rollout", "genrm"):
-        pools[role] = Pool([e for e in engines if e.role == role], peers, timeline, config)
+        pools[role] = Pool([e for e in engines if e.role == role], same_duty, timeline, config)
     actor = FakeActor(world.rank, placed.actor, device, config.over_dispatch > 1, config.ahead)
     critics = [FakeCritic(name, world.rank, placed.critic, device) for name in algorithm.critics]
     references = []
@@ -756,7 +756,7 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
         rewards=scores,
         environment=environment,
         prompts=Prompts(FakeSource(), config.answers_per_prompt, *keeps, has_images=True),
-        peers=peers,
+        same_duty=same_duty,
         **given,
     )
 

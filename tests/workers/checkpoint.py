@@ -34,7 +34,7 @@ def controller_of(world: World, actor, critic) -> SimpleNamespace:
     return SimpleNamespace(
         config=replace(actor.config, save_every=2, save_hf_every=2, keep=2),
         world=world,
-        peers=world,
+        same_duty=world,
         ahead=None,
         devices=SimpleNamespace(**held),
         rewards=Mock(counts=Mock(return_value=5 + world.rank)),
@@ -66,7 +66,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
         sample.response, sample.logprobs = [sample.prompt_id], [-sample.prompt_id / 3]
         sample.versions = [1]
         sample.media = ()  # as modes.collect leaves it
-    prompts.requeue(drawn, groups)
+    prompts.carry_over(drawn, groups)
 
 
 async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dict]:

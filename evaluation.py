@@ -1,0 +1,93 @@
+"""Evaluation: answers to the held-out prompts, every `eval_every` steps and at the end, or with --steps 0.
+
+Each prompt gets a greedy answer and `eval_samples` sampled ones. Controllers that serve share the prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import rollout
+from engines.pool import QUEUED
+from runtime.shutdown import Stopped
+from sample import Prompt, Sample
+
+if TYPE_CHECKING:
+    from controller import Controller
+
+
+@dataclass
+class Answered:
+    """This controller's results. The order of the prompts is that in which they finished."""
+
+    right: list[tuple[bool, int]] = field(
+        default_factory=list
+    )  # greedy answer; number of sampled ones
+    earned: list[float] = field(default_factory=list)  # by each greedy answer, in an environment
+
+
+async def evaluate_once(c: Controller) -> bool:
+    """Answer the held-out prompts, with no step and no trainer (collective). Returns True after a stop."""
+    await c.devices.rollout.wake()
+    c.timeline.start()
+    try:
+        await evaluate(c, 0)
+    except Stopped:
+        return True
+    return False
+
+
+async def evaluate(c: Controller, step: int) -> None:
+    """Report how many answers to held-out prompts are right (collective: ranks that serve)."""
+    held_out = c.prompts.source.held_out
+    is_due = step % c.config.eval_every == 0 or step == c.config.steps
+    if not (held_out and is_due and c.devices.rollout.engines and c.devices.serves):
+        return
+    numbers = list(range(c.same_duty.index, len(held_out), c.same_duty.size))
+    answered = Answered()
+    with c.timeline.span("evaluate"):
+        async with rollout.Tasks() as tasks:
+            # as many at once as engines take: all prompts and images could fill the memory
+            for worker in range(min(len(numbers), QUEUED * c.config.max_running_requests)):
+                tasks.start(worker, answer_in_turn(c, numbers, answered, tasks))
+            await rollout.wait_for_all(c, tasks)
+    c.devices.rollout.pop_stats()
+    c.timeline.drain()  # a step's own figures leave evaluation out
+    if c.environment:
+        c.environment.seconds.clear()
+    facts = await c.same_duty.gather((answered.right, answered.earned, *c.rewards.counts()))
+    right, earned, failed, succeeded = zip(*facts, strict=True)
+    c.rewards.check(rollout.sums(failed), rollout.sums(succeeded))
+    flags = list(chain.from_iterable(right))
+    c.report.evaluation(step, flags, list(chain.from_iterable(earned)), c.timeline.now())
+
+
+async def answer_in_turn(
+    c: Controller, numbers: list[int], answered: Answered, tasks: rollout.Tasks
+) -> None:
+    """Answer one prompt after the other while any is left: `numbers` is shared by several tasks."""
+    while numbers and not tasks.closed:
+        number = numbers.pop(0)
+        prompt = await c.prompts.in_thread(c.prompts.source.held_out.__getitem__, number)
+        samples = empty_samples(prompt, number, 1 + c.config.eval_samples)
+        await rollout.play(c, samples, tasks)
+        has_key = prompt.answer_key is not None
+        flags = [has_key and c.rewards.final_answer(s) == s.answer_key for s in samples]
+        if has_key and all(s.finish != "lost" for s in samples):
+            answered.right.append((flags[0], sum(flags[1:])))
+        if c.environment and samples[0].finish != "lost":
+            answered.earned.append(math.fsum(samples[0].earned))
+        c.report.answers(number, samples, flags)
+
+
+def empty_samples(prompt: Prompt, number: int, count: int) -> list[Sample]:
+    """The answers of held-out prompt `number`, not yet written; the first one is greedy."""
+    fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images)
+    samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]
+    for sample in samples:
+        sample.turns = prompt.turns
+        sample.row = prompt.row
+    return samples
