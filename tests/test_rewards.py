@@ -145,7 +145,7 @@ def test_the_rules_that_are_there():
     fields = dict(text="3+9=12;>12<8>", plain_text="3+9=12;>12", answer="12", answer_key="12")
     sample = rewards.TextSample(0, 0, [1], response=[2] * 10, **fields)
     cut_off = rewards.TextSample(0, 0, [1], answer_key="12", text=">", answer=None)
-    say = lambda spec, sample: asyncio.run(rewards.load("cost", spec, 9).ask(sample)).value  # noqa: E731
+    say = lambda spec, sample: asyncio.run(rewards.load("cost", spec, 9).judge(sample)).value  # noqa: E731
     assert say("right", sample) == 1.0 and say("right", cut_off) == 0.0
     assert say("length:40", sample) == 0.25
     assert [say(f"forbidden:{text}", sample) for text in ("9", "8", ";>")] == [1.0, 0.0, 1.0]
@@ -155,7 +155,7 @@ def test_the_rule_number_compares_last_numbers():
     def says(text, key="12", finish="stop"):
         fields = dict(text=text + "<|9|>", plain_text=text, answer=text, finish=finish)
         sample = rewards.TextSample(0, 0, [1], answer_key=key, **fields)
-        return asyncio.run(rewards.load("reward", "number", 9).ask(sample)).value
+        return asyncio.run(rewards.load("reward", "number", 9).judge(sample)).value
 
     assert says("3+9=12") and says("It is 12.0, I'd say", "$12")
     assert not says("It is 13") and not says("No idea") and not says("3+9=12", finish="length")
