@@ -79,7 +79,7 @@ def engine(shared_engine, run, models):
 
 
 def pool_of(*engines):
-    world = SimpleNamespace(rank=0, size=1, place=0)
+    world = SimpleNamespace(rank=0, size=1, index=0)
     pool = Pool(list(engines), world, Timeline(0, time.monotonic), CONFIG)
     pool._mark_awake(tuple(engine.rank for engine in pool.engines))
     return pool
