@@ -193,7 +193,9 @@ def check_history(config, rows):
         answers = sum(fates.values(), Counter())
         assert {*answers.values()} <= {config.answers_per_prompt}, f"answers: {answers}"
         used += Counter([*fates["kept"], *fates["filtered"]])
-        waits = Counter(row["prompts"]["carried"]) | Counter({prompt for prompt, *_ in row["ahead"]})
+        waits = Counter(row["prompts"]["carried"]) | Counter(
+            {prompt for prompt, *_ in row["ahead"]}
+        )
         wrong = f"step {row['step']}: a prompt was lost, or is there twice"
         assert used + waits == Counter(range(row["prompts"]["cursor"])), wrong
         assert set(fates["carried"]) <= waits.keys()

@@ -11,10 +11,37 @@ from tests.test_docs import check_program, check_run
 from tests.workers.start import run_command
 
 
+MEASURED = json.loads(results.RESULTS.read_text())
+
+
 def test_readme_shows_what_was_measured():
-    """Whoever measures a row again has to write the table again, and rows of several origins are none."""
-    table = results.render(json.loads(results.RESULTS.read_text()), results.paper_row())
+    """A row that is measured again is also written again, and all measured rows have one origin."""
+    table = results.render(MEASURED, results.simulated_rows())
     assert results.BEGIN + table + results.END in results.README.read_text()
+
+
+def test_a_page_has_the_numbers_of_its_row():
+    for path, text in results.pages(MEASURED).items():
+        assert path.read_text() == text, f"{path}: run bench/results.py --render"
+
+
+def test_the_prose_of_readme_has_the_numbers_of_its_rows():
+    """Whatever README's text says, a row of its table says too."""
+    prose, _, _ = results.README.read_text().partition(results.BEGIN)
+    prose = " ".join(prose.split())
+    demo = {name: value["value"] for name, value in MEASURED["demo"]["values"].items()}
+    many, many_central = results.scale_at("4,096")
+    _, with_images = results.step_times()
+    for words in (
+        f"it got {100 * demo['before']:.1f} % of the held-out sums right; after 40 steps, {100 * demo['after']:.0f} %",
+        f"after   0 steps: eval/accuracy {demo['before']:.3f} on held-out prompts",
+        f"after  40 steps: eval/accuracy {demo['after']:.3f} on held-out prompts",
+        f"run.py --mode partial # what `make run` runs: {demo['after']:.3f} right",
+        f"the demo takes {demo['minutes']:.1f} minutes",
+        f"the busiest holds {many} samples; a central one would hold all that are drawn in a step, {many_central}",
+        f"takes {min(with_images):.2f} to {max(with_images):.2f} of the time",
+    ):
+        assert " ".join(words.split()) in prose, words
 
 
 def test_every_command_is_understood():
