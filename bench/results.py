@@ -4,7 +4,7 @@
     python bench/results.py --only modes   measure this row again; the others stay
     python bench/results.py --render       only write README and the pages, from what was measured before
 
-All measured rows have to be from one commit: a table of several isn't written. A row's sentence also stands on
+All measured rows have to be from one commit: a table of several isn't written. Each row's sentence is also on
 its page, so that both have the same numbers. Simulated rows come from docs/papers (`make papers`).
 """
 
@@ -93,6 +93,7 @@ class Row:
     values: Callable[[str, float], Values]
     kind: str = "measured"
     shows_table: bool = False  # the page also shows the table that the command prints
+    in_readme: bool = True
 
 
 ROWS = {
@@ -119,13 +120,7 @@ ROWS = {
         "python bench/media.py --ranks 2 --repeats 1",
         media_values,
         shows_table=True,
-    ),
-    "clips": Row(
-        "Of the 333 MB of clips in a step of 2 ranks none passes between controllers, only {media:.2f} MB of "
-        "tokens; with a central one it is {central:.1f} MB",
-        "docs/images.md",
-        "python bench/media.py --videos --ranks 2 --repeats 1",
-        media_values,
+        in_readme=False,
     ),
     "save": Row(
         "A run waits {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}) for a save of {size:.2f} GiB, "
@@ -262,7 +257,7 @@ def render(results: dict[str, dict], simulated: list[str]) -> str:
         raise ValueError(f"rows of several origins ({named}): measure all of them again")
     lines = ["| result | how | command, page |", "|---|---|---|"]
     for name, row in ROWS.items():
-        if name not in results:
+        if name not in results or not row.in_readme:
             continue
         command = row.command.replace("|", r"\|")
         text = sentence(name, results[name])
