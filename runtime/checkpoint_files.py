@@ -39,7 +39,7 @@ def make_folders(folder: Path, *names: str) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def name_folders(
+def complete_folders(
     folder: Path, step: int, complete: dict[str, Callable], parts: list[Part], keep: int
 ) -> None:
     """Give the folders their names: their files are on the disk. Rank 0 may die between any two lines."""

@@ -95,8 +95,8 @@ class DynamicSampler:
             return Draw(0, self.first_size)
         will_be_kept = self.num_in_flight / self.groups_per_kept
         missing = self.target - self.num_informative - will_be_kept
-        may_tell = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
-        if missing <= 0 or not may_tell:
+        knows_enough = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
+        if missing <= 0 or not knows_enough:
             return None
         return self.refill(self.refill_size(missing))
 
