@@ -116,6 +116,20 @@ def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "plans.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.75])
+def test_a_table_that_misses_the_run_itself_is_not_trusted(finished, capsys, monkeypatch, factor):
+    """A warning with its reasons replaces the usual error where the run itself is 10 % off or more."""
+    known = read_run(finished)
+    seconds = known.seconds | {"step": factor * known.seconds["step"]}
+    monkeypatch.setattr(plans, "read_run", lambda run: replace(known, seconds=seconds))
+    monkeypatch.setattr(plans, "plans_of", lambda config, ranks: ([Plan("own", config)], []))
+    plans.report(["--like", str(finished), "--algorithm", "ppo", "--out", str(finished)])
+    shown = capsys.readouterr().out
+    assert ("Such predictions were off by" in shown) == (factor == 1.0)
+    assert ("Don't trust this table: it is +" in shown) == (factor < 1.0)
+    assert ("few steps (only 4 counted), other load on its machine" in shown) == (factor < 1.0)
+
+
 def test_the_words_are_run_pys():
     """Taken before the settings are read, which know none of them; a mistake is a line."""
     env = os.environ | {"WORLD_SIZE": "2"}
