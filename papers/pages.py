@@ -135,11 +135,10 @@ def band(rows: list[Row], claimed: list[float]) -> Finding:
     own = [row.simulated for row in rows]
     more = sum(each < min(claimed) for each in own)
     less = sum(each > max(claimed) for each in own)
-    text = (
-        f"Simulated, this ratio is {min(own):.2f} to {max(own):.2f}: of {len(own)} settings {more}"
-    )
     same = len(own) - more - less
-    return Finding([f"{text} save more time than claimed, {same} as much, and {less} less."], {})
+    text = f"The simulated ratio is {min(own):.2f} to {max(own):.2f}. It beats the claim in {more}"
+    rest = f"of {len(own)} settings, matches it in {same} and falls short in {less}."
+    return Finding([f"{text} {rest}"], {})
 
 
 def saved(rows: list[Row], case: str, what: str) -> Finding:
@@ -148,7 +147,7 @@ def saved(rows: list[Row], case: str, what: str) -> Finding:
     for name, own in grouped(rows, case).items():
         least, most = (1 - end(row.simulated for row in own) for end in (max, min))
         texts.append(f"{percent(least, '.1f')} to {percent(most, '.1f')} {name}")
-    return Finding([f"In the simulation, {what}: {'; '.join(texts)}."], {})
+    return Finding([f"Simulated {what}: {', '.join(texts)}."], {})
 
 
 def order(rows: list[Row], case: str, of: Sequence[str] = ()) -> Finding:
@@ -258,15 +257,17 @@ def strips_of(prose: Prose, rows: list[Row]) -> dict[str, list[Row]]:
     return strips
 
 
+def far(rows: list[Row]) -> list[float]:
+    """Return how far predicted points are from their published numbers."""
+    return [abs(r.error) for r in rows if r.kind == "predicted" and r.error is not None]
+
+
 def exact(rows: list[Row]) -> Finding:
     """Ask how many predicted points are close to their published numbers."""
-    own = [
-        abs(row.error) < CLOSE for row in rows if row.kind == "predicted" and row.error is not None
-    ]
-    text = f"{sum(own)} of {len(own)} predicted points are within {percent(CLOSE)}"
-    return Finding(
-        [f"{text} ({errors(rows).split(': ')[1].split(' (')[0]})"], {}, sum(own), len(own)
-    )
+    right = [error < CLOSE for error in far(rows)]
+    text = f"{sum(right)} of {len(right)} predicted points within {percent(CLOSE)}"
+    all_errors = errors(rows).split(": ")[1].split(" (")[0]
+    return Finding([f"{text} ({all_errors})"], {}, sum(right), len(right))
 
 
 def readme_of(template: str, index: list[str], found: dict[str, Finding], rows: list[Row]) -> str:
@@ -274,8 +275,7 @@ def readme_of(template: str, index: list[str], found: dict[str, Finding], rows: 
     placed = [row for row in rows if row.figure in PLACED]
     places = grouped(placed, "{system}") | grouped(placed, "{system} on {gpus}")
     found = found | {name: exact(own) for name, own in places.items()}
-    off = [abs(row.error) for row in rows if row.kind == "predicted" and row.error is not None]
-    tenths = [percent(part, ".1f") for part in quantiles(off, n=10, method="inclusive")]
+    tenths = [percent(part, ".1f") for part in quantiles(far(rows), n=10, method="inclusive")]
     return template.format(
         pages="\n".join(index),
         said={name: finding.sentences[0] for name, finding in found.items()},
@@ -283,10 +283,10 @@ def readme_of(template: str, index: list[str], found: dict[str, Finding], rows: 
         least=VERDICTS,
         fewest=FEWEST,
         too_few=TOO_FEW,
-        count=len(off),
+        count=len(far(rows)),
         half=tenths[4],
         most=tenths[8],
-        formula=exact([row for row in rows if row.figure == "h20"]).count,
+        formula=len(far([row for row in rows if row.figure == "h20"])),
         without=sum(row.kind == "not modelled" for row in rows),
     )
 
