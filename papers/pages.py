@@ -200,7 +200,7 @@ def section(
         figure = draw(shown, marks, published, claimed, about["draw"])
         lines += [f"![{about['title']}]({picture_of(page, name)})", ""]
     fitted = sum(row.kind in FITTED for row in own)
-    count = f"{fitted} points were fitted or follow from fitted ones." if fitted else ""
+    count = f"Points that were fitted or follow from fitted ones: {fitted}." if fitted else ""
     parts = grouped(own, about.get("apiece", "")).items()
     far = [f"{part}{errors(each)}." for part, each in parts if errors(each)]
     without = grouped([row for row in own if row.kind == "not modelled"], "{note}").items()
