@@ -3,7 +3,7 @@
     python -m bench.schedules [--ranks 4] [--micro-batches 8 4] [--repeats 5] [--pace 40 80]
 
 Runs both schedules in turns, as tables of the same two models at the demo's width. --pace makes forward and
-backward passes last at least so many milliseconds, by sleeping. Ranks that share this machine's cores then
+backward passes sleep until they have taken that many milliseconds. Ranks that share this machine's cores then
 don't slow each other down, as if they had their own devices. --pace 0 0 measures the CPU's time instead.
 """
 

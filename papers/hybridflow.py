@@ -54,7 +54,7 @@ class Cost(NamedTuple):
     """The cost of resharding for a rank, in fractions of the model's bytes M."""
 
     received: Fraction
-    peak: Fraction  # of the generation weights and the buffers that they are built from
+    peak: Fraction  # generation weights and the buffers that they are built from
     redundant: Fraction  # its training shard, if its generation part doesn't include that
 
 

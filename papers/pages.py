@@ -46,7 +46,7 @@ VERDICTS = {
     "no": 0,
 }  # word -> least percentage of predicted cases that agree
 FEWEST = 5  # predicted cases that a "yes" or "mostly" needs
-TOO_FEW = "too few cases to tell"
+TOO_FEW = "too few cases"
 Prose = dict[str, Any]  # papers/prose/NAME.toml, or one of its figures
 
 

@@ -105,11 +105,11 @@ class Workload:
 class Cluster:
     """How fast the engines and trainers are."""
 
-    decode: dict[str, Decode]  # by role
+    decode: dict[str, Decode]  # role -> costs
     actor: Passes
     critic: Passes | None = None  # default: same as the actor
     reference: Passes | None = None  # default: same as the actor
-    moves: dict[str, Moves] = field(default_factory=dict)  # by role; "train" means the trainers
+    moves: dict[str, Moves] = field(default_factory=dict)  # role or "train" -> costs
     speed_up: float = 1.0  # gain from running actor and critics in one pipeline
     scores: bool = False  # whether the judge is a scalar reward model
     judges: tuple[Decode, ...] = ()  # one for each judge's engines; default: decode["genrm"]

@@ -49,7 +49,7 @@ def test_one_rule_gives_every_verdict():
         (4, 5): "mostly",
     }
     cases |= {(69, 100): "no", (3, 5): "no", (2, 3): "no", (0, 1): "no"}
-    cases |= dict.fromkeys([(4, 4), (3, 4), (1, 1), (0, 0)], "too few cases to tell")
+    cases |= dict.fromkeys([(4, 4), (3, 4), (1, 1), (0, 0)], "too few cases")
     assert {case: pages.verdict(*case) for case in cases} == cases
     number = r"(\d+) of (\d+) predicted"
     found = re.findall(rf"\*\*([\w ]+)\*\*[.:]\s[^*]*?{number}", (DOCS / "README.md").read_text())
