@@ -118,7 +118,7 @@ class Engine:
     def launch(
         cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str
     ) -> Self:
-        """Start a server that dies with this thread; await `ready` next. Raises UserError for a used port."""
+        """Start a server that dies with this thread (see `ready`). Raises UserError if the port is taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key)
         with socket.socket() as probe:
             if probe.connect_ex((config.host, port)) == 0:

@@ -97,7 +97,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         asleep = [engine.ready_asleep(limit_s) for engine in starting]
         await raise_on_all(self._world, asyncio.gather(*asleep))
         if self._config.device == "cuda" and self._config.memory_check:
-            room = self._world.run(devices.wait_for_room, self._share, "what starts next", limit_s)
+            room = self._world.run(devices.wait_for_room, self._share, "the next process", limit_s)
             await raise_on_all(self._world, room)
 
     async def connect(self, timeline: Timeline, serving: World | None = None) -> dict[str, Pool]:
