@@ -372,7 +372,7 @@ def test_a_world_out_of_reach_is_no_answer_worth_0(tmp_path, text, error):
 ERRORS = [
     (f"{STEP}return 1 / 0", r" \(\S+mine\.py:13\): ZeroDivisionError: division by zero$"),
     (f"{STEP}raise SystemExit(3)", r" \(\S+mine\.py:13\): SystemExit: 3$"),
-    (f"{STEP}return True", r": step returned True: a bool is no reward; Step\(done=True\) ends"),
+    (f"{STEP}return True", r": step returned True: a bool isn't a reward; Step\(done=True\) ends"),
     (f"{STEP}return b'x'", r": step returned b'x': a Step, a text, chat turns"),
     (f"{STEP}return 1{SCORE[:-3]}True", r": score returned True: a finite number is needed$"),
     (
