@@ -106,14 +106,28 @@ def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
     """A plan is a placement then; rewards differ as often as they are said to."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = str(ROOT / "demo" / "models" / "written" / "actor")
-    words = ["--devices", str(H20), "--model", model, "--rule", "right", "--max-new-tokens", "64"]
-    words += ["--out", str(tmp_path), "--prompts-per-step", "4", "--max-model-len", "256"]
-    assert main(["--dry-run", "--simulate", *words]) == 0
+    words = ["--devices", str(H20), "--model", model, "--rule", "right", "--out", str(tmp_path)]
+    sizes = "--max-new-tokens 64 --prompts-per-step 4 --max-model-len 256"
+    assert main(["--dry-run", "--simulate", *words, *sizes.split()]) == 0
     said = capsys.readouterr().out
-    lines = said.splitlines()
-    assert [line.split("  ")[1] for line in lines[2:5]].count("colocate") == 1
+    assert [line.split("  ")[1] for line in said.splitlines()[2:5]].count("colocate") == 1
     assert "GUESSED" in said and "* answers are one update old" in said
     assert (tmp_path / "plans.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "factor, shown", [(1.0, [True, False, False]), (0.75, [False, True, True])]
+)
+def test_a_table_that_misses_the_run_itself(finished, capsys, monkeypatch, factor, shown):
+    """A warning with its reasons replaces the usual error where the run itself is 10 % off or more."""
+    known = read_run(finished)
+    known.seconds["step"] *= factor
+    monkeypatch.setattr(plans, "read_run", lambda run: known)
+    monkeypatch.setattr(plans, "plans_of", lambda config, ranks: ([Plan("own", config)], []))
+    plans.report(["--like", str(finished), "--algorithm", "ppo", "--out", str(finished)])
+    texts = ("Such predictions were off by", "Don't trust this table: it is +", "only 4 counted")
+    printed = capsys.readouterr().out
+    assert [text in printed for text in texts] == shown
 
 
 def test_the_words_are_run_pys():

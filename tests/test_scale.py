@@ -40,8 +40,8 @@ def test_what_a_controller_holds_and_sends_is_flat(found):
 
 def test_what_grows_is_counted(found):
     """Through one process all goes with the ranks; else others' facts grow: few beside the samples."""
-    for name in ("samples", "sent", "heard", "requests"):
+    for name in ("samples", "sent", "received", "requests"):
         assert growth(found["central"], name) == pytest.approx([2.0, 2.0], rel=0.12), name
-    assert all(1 < quotient < 1.2 for quotient in growth(found["parallel"], "heard"))
+    assert all(1 < quotient < 1.2 for quotient in growth(found["parallel"], "received"))
     row = central.row_of("parallel", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
     assert row == "| parallel | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"
