@@ -22,7 +22,7 @@ class Draw(NamedTuple):
     size: int  # prompts
 
 
-class DynamicSampler:
+class FirstFinishedSampler:
     """The prompts of one step; with --over-dispatch the first `target` informative groups that finish.
 
     A wave after the first replaces groups that were filtered: a replacement belongs to the wave after that of
@@ -118,7 +118,7 @@ class DynamicSampler:
         return len(self.finished), self.num_informative
 
 
-class OrderedSampler(DynamicSampler):
+class OrderedSampler(FirstFinishedSampler):
     """The default: draws early, but chooses as if each wave had finished before the next was drawn.
 
     So the batch doesn't depend on ranks, mode or timing. Example, with target 4 and max_refills 1:
