@@ -13,7 +13,7 @@ import torch
 
 
 class StandInFinder:
-    """An import hook: `name` and `name.x` are SGLang's stubs for Macs, in which any call is a decorator."""
+    """An import hook: `name` and `name.x` are SGLang's stubs for Macs: any call in them is a decorator."""
 
     def __init__(self, name):
         self.name = name
@@ -33,7 +33,7 @@ class StandInFinder:
 
 
 def replace_triton():
-    """Stand in for triton, a 700 MB GPU compiler, whose decorators declare kernels at import."""
+    """Stand in for triton, a 700 MB GPU compiler: its decorators declare kernels at import."""
     if importlib.util.find_spec("triton") is not None:
         return
     sys.meta_path.append(StandInFinder("triton"))
@@ -55,7 +55,7 @@ def replace_torchvision():
 
     # caches the result: transformers must not see the stand-in
     assert not import_utils.is_torchvision_available()
-    # with `from ... import` transformers would return a dummy of it
+    # `from ... import` would return transformers' dummy of it
     videos = importlib.import_module("transformers.models.auto.video_processing_auto")
     videos.AutoVideoProcessor.from_pretrained = lambda *args, **kwargs: None
     # a processor may lack one for videos

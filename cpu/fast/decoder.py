@@ -43,10 +43,7 @@ def rules_of(info) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def product_rates(library: Path, rows: int, width: int, columns: int) -> tuple[float, float]:
-    """Return the GFLOP/s of decoder.cpp and of torch for [rows, width] @ [width, columns].
-
-    Both are medians of five alternating rounds, in CPU time. Leaves torch with one thread.
-    """
+    """Return decoder.cpp's and torch's GFLOP/s in CPU time for [rows, width] @ [width, columns]."""
     torch.set_num_threads(1)
     x = torch.randn(rows, width)
     weight = torch.randn(columns, width)

@@ -68,10 +68,7 @@ class WindowScheduler(scheduler.Scheduler):
 
 
 def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
-    """Reserve the slots that the requests may need, decode, and free those they didn't need.
-
-    Returns the last step's result. SGLang handles its tokens; earlier ones are recorded here.
-    """
+    """Decode, record all steps' tokens but the last's, and return its result, which SGLang handles."""
     steps = int(more.max()) + 1
     row, step = (torch.arange(steps) < more[:, None]).nonzero(as_tuple=True)  # each slot's
     slots = alloc_token_slots(batch.tree_cache, len(row))
