@@ -41,7 +41,7 @@ class Sampling:
 
     temperature: float  # 0 is greedy
     max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's EOS; they stay in the answer
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's EOS; they stay in the answer
     top_p: float = 1.0
     ignore_eos: bool = False  # always generate max_new_tokens, and finish with "stop"
 
@@ -88,7 +88,7 @@ class Answer:
 
 
 class Engine:
-    """A handle on one SGLang server. The owner may call everything, others `generate` and `abort_request`.
+    """A handle on one SGLang server. The owner may call all methods, others `generate` and `abort_request`.
 
     rank: its (lead) rank. model: index among its role's models. key: requests must carry it.
     capacity: how many full-length requests fit at once, known when it is ready.

@@ -34,10 +34,7 @@ class ServerSpec(NamedTuple):
 
 
 class Fleet(contextlib.AbstractAsyncContextManager):
-    """A run's servers: `launch` them, build the trainers meanwhile, await `ready`, then `connect`.
-
-    `async with` always ends what was started. All other methods are collective.
-    """
+    """A run's servers: `launch`, build trainers, `ready`, `connect` (collective). `async with` ends them."""
 
     def __init__(self, config: Config, world: World):
         self._config = config

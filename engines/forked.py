@@ -1,7 +1,4 @@
-"""Without CUDA: a server forked from the machine's fork server, a process that has imported SGLang.
-
-With CUDA the imports query the devices, after which a process must not fork.
-"""
+"""A server forked from a process that has imported SGLang: only without CUDA, whose imports forbid a fork."""
 
 import os
 import socket
@@ -18,7 +15,7 @@ FORKS = (sys.executable, "-m", "cpu.fast.forks")
 
 def forks_path() -> str:
     """Return the path of the fork server's socket, in the private folder that the run's ranks share."""
-    # a short name of the folder: a socket's path may have 107 characters, and $TMPDIR may be long
+    # a short name of the folder: a socket's path has at most 107 characters, and $TMPDIR may be long
     return f"/proc/self/fd/{rendezvous.hold(rendezvous.private_folder())}/forks"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from reporting.timeline import Timeline
 
-QUEUED = 2  # open requests per slot of an engine's batch; each takes a connection, so an open file
+QUEUED = 2  # open requests per slot of an engine's batch; each takes a connection and an open file
 WAIT_S = 0.05  # interval between checks that engines have finished and can sleep
 
 Verb = Callable[[Engine], Awaitable[None]]
@@ -40,7 +40,7 @@ class EngineStatus(NamedTuple):
 
 
 class Pool:
-    """Handles on a role's engines, of which this rank may own one.
+    """Handles on a role's engines; one of them may be this rank's own.
 
     Collective methods act on each rank's own engine if the split has it (`assign`), and return on all ranks
     together, so that no request reaches a sleeping engine. A lost engine ends the run.

@@ -81,7 +81,7 @@ def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
     flags = {
         "base-gpu-id": os.environ["LOCAL_RANK"],
         "mem-fraction-static": config.mem_fraction,
-        # by default a GPU with less than 60 GB decodes more than 48 answers without a graph
+        # the default on a GPU with less than 60 GB decodes more than 48 answers without a graph
         "cuda-graph-max-bs-decode": config.max_running_requests,
         "enable-memory-saver": None,
         # prefill graphs give wrong values (sgl-project/sglang#37606)
@@ -103,10 +103,7 @@ def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
 
 
 def backs_up(role: str, config: Config) -> bool:
-    """True if the host keeps a sleeping engine's weights, as it may wake up without a push.
-
-    A judge's weights are never pushed, a rollout engine's not between the waves of one step.
-    """
+    """True if the host keeps a sleeping engine's weights: a judge, or one that wakes without a push."""
     return role == "genrm" or config.mode != "partial" or config.evaluates
 
 
@@ -129,9 +126,9 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
-    """Return our environment without the trainers' and torchrun's variables: SGLang would join our group.
+    """Return our environment without the trainers' and torchrun's variables, or SGLang would join our group.
 
-    key: requests must carry it; here because anybody can read a command line. private: the server's own
+    key: requests must carry it; it is no flag, as anybody can read a command line. private: the server's own
     folder, for sockets and the rendezvous file; by default its processes meet on a port open to anybody.
     """
     ours = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -190,7 +187,7 @@ class ServerProcess:
         self._command = command
         self._log = log
         self.device = device
-        # SGLang puts sockets there, and a socket's path may have 107 characters
+        # SGLang puts sockets there, and a socket's path has at most 107 characters
         how = {"prefix": "nanoyatt-", "dir": "/tmp" if len(tempfile.gettempdir()) > 57 else None}
         self.folder = tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True)
         self._environment = server_environment(key, self.folder.name, device) | environment

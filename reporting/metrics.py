@@ -47,15 +47,12 @@ PHASES += ("train", "reference", "switch", "sync", "save")
 # missing without costs, judges, keys
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
-Metrics = dict[str, float | str]  # by name; some are texts, such as the split
+Metrics = dict[str, float | str]  # name -> value; some are texts, such as the split
 Shown = tuple[Sample, "list[Difference] | None"]  # its largest differences from a teacher
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard's files under `out`. Metrics that are texts get no curve.
-
-    purge_step: where this attempt begins; TensorBoard drops what earlier ones wrote from there on.
-    """
+    """Writes metrics.jsonl and TensorBoard's files, from which it drops earlier data from `purge_step` on."""
 
     def __init__(self, out: Path, purge_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter  # slow to import; only rank 0 writes
@@ -65,10 +62,7 @@ class MetricsWriter:
             self._board = SummaryWriter(str(path), purge_step=purge_step)
 
     def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
-        """Write row k: the evaluation after k steps, and the next step. Raises RunLost if the disk is full.
-
-        samples: Markdown that TensorBoard shows as the step's text.
-        """
+        """Write row k: the evaluation after k steps and the next step. Raises RunLost if the disk is full."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_exact = isinstance(value, str) or float(value).is_integer()
@@ -143,10 +137,7 @@ class Report:
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
     ) -> None:
-        """Write a step's metrics while the next is served (collective).
-
-        samples: what this rank trained on; stats: further metrics. Raises RunLost like `written`.
-        """
+        """Write a step's metrics while the next is served (collective). Raises RunLost like `written`."""
         facts = local_facts(c, batch, samples, c.timeline.drain())
         now = c.timeline.now()
         gathered = await self.world.gather_on_0(facts)

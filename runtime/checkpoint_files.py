@@ -42,7 +42,7 @@ def make_folders(folder: Path, *names: str) -> None:
 def complete_folders(
     folder: Path, step: int, complete: dict[str, Callable], parts: list[Part], keep: int
 ) -> None:
-    """Name the folders, whose files are on disk by now. Rank 0 may die between any two lines."""
+    """Name the folders once their files are on disk. Rank 0 may die between any two lines."""
     checkpoints = folder.parent
     checksums = {}
     for _, of_rank in parts:

@@ -118,10 +118,7 @@ def wait_for_room(needed: float, who: str, limit_s: float) -> None:
 
 
 def grow_segments(is_on: bool) -> None:
-    """Switch torch's allocator to segments that grow, or back, unless PYTORCH_ALLOC_CONF sets them.
-
-    Micro-batches of different lengths would fragment fixed segments.
-    """
+    """Let torch's segments grow (micro-batches vary in length) or not, unless PYTORCH_ALLOC_CONF decides."""
     import torch
 
     settings = os.environ["PYTORCH_ALLOC_CONF"]

@@ -77,7 +77,7 @@ def store_of_machines(config: Config, rank: int, size: int) -> dict:
     if rank == 0:
         if first != host:
             raise UserError(f"--host {host}: torchrun names {first}: give it --local-addr {host}")
-        try:  # by default a store would listen on every interface
+        try:  # a store would listen on every interface by default
             place["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
             raise UserError(f"the ranks' store: {error.strerror}: choose another --port") from None
@@ -126,7 +126,7 @@ def launcher_folder() -> Path:
     """Return the path that all ranks of one torchrun attempt share; without torchrun, one of our own."""
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # in ticks since boot
+    # start time in ticks since boot
     born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
     return Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}-{attempt}")
 

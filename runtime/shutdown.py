@@ -41,7 +41,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" n
 FORKING = threading.local()  # mask: signals blocked before a fork
 USER_ERROR = "user_error"  # the first error file, in the folder of all attempts of a torchrun
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-ECHO_S = 3.0  # torchrun may forward a signal that ranks already have: not a second one
+ECHO_S = 3.0  # torchrun may forward a signal that ranks already received: it isn't a second one
 LOOK_S = 0.5  # interval between checks of the other ranks after a signal
 
 
@@ -51,7 +51,7 @@ class Stopped(Exception):
 
 @dataclass
 class Stop:
-    """The signals to this process. Controllers share them when they meet."""
+    """Stop requests by signals to this process. Controllers share them when they meet."""
 
     graceful: bool = False  # whether there is a training loop that will stop by itself
     asked: int = 0  # the first signal
@@ -89,7 +89,7 @@ def prepare() -> None:
         signal.signal(number, lambda number, _: exit_now(128 + number, "interrupted"))
     os.environ |= dict.fromkeys(QUIET, "1")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    # TensorBoard's thread raises if a disk is full; so does its flush, whose error we catch
+    # TensorBoard's thread raises if a disk is full; so does its flush, and we catch that error
     threading.excepthook = lambda args: args.exc_type is OSError or threading.__excepthook__(args)
     sys.excepthook = leave_with_traceback
     warnings.filterwarnings("ignore")
@@ -176,7 +176,7 @@ async def run_until_signal(work: Coroutine, stop: Stop) -> Any:
 
 async def cancel_if_one_is_gone(task: asyncio.Future, stop: Stop) -> None:
     """Cancel `task` if a rank is gone: it never agrees to the stop, and NCCL raises no error."""
-    looks = 0  # in a row: a finished rank may exit before this one knows that all have finished
+    looks = 0  # consecutive: a finished rank may exit before this one knows that all have finished
     while looks < 2:
         looks = looks + 1 if stop.has_lost_a_rank() else 0
         await asyncio.sleep(LOOK_S)

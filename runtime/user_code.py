@@ -48,7 +48,7 @@ def load(
     named = f"{spec}:{name}" if spec.endswith(".py") else spec
     path, _, name = named.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"{title}: no such file; say {specs}")
+        raise UserError(f"{title}: no such file; use {specs}")
     code = UserCode(title, str(Path(path).resolve()))
     with code:
         module = module_of(Path(code.file))

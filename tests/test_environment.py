@@ -419,7 +419,7 @@ def test_settings_that_don_t_go_together_are_refused():
         Config(environment="e.py", answer_tokens=9, max_new_tokens=9)
     config = Config(environment="nothing.py", model="m", judge_format=("chat",))
     with pytest.raises(
-        UserError, match=r"^--environment nothing.py: no such file; say FILE.py or FILE.py:Class"
+        UserError, match=r"^--environment nothing.py: no such file; use FILE.py or FILE.py:Class"
     ):
         user_episodes.build(config, FakeTokenizer(), ())
 

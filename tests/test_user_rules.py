@@ -382,5 +382,5 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wron
 
 @pytest.mark.parametrize("spec", ["nothing.py", "length:0", "forbidden:"])
 def test_a_rule_that_isn_t_there_is_refused(spec):
-    with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; say FILE.py, .*length:40"):
+    with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; use FILE.py, .*length:40"):
         load(spec)
