@@ -33,9 +33,7 @@ TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 # Pillow raises these on damaged images
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-Media = dict[
-    str, Callable[[], list[File]]
-]  # place (IMAGE or VIDEO) -> a function that returns a row's files
+Media = dict[str, Callable[[], list[File]]]  # IMAGE, VIDEO -> function that returns a row's files
 
 
 class ImageReader:
