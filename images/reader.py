@@ -55,7 +55,7 @@ class ImageReader:
         how = {"local_files_only": True, "do_convert_rgb": True}
         with readable(f"{model_dir}: no image processor"):
             self._processor = processor.from_pretrained(model_dir, **how)
-        self._side = self._processor.patch_size * self._processor.merge_size  # a feature's pixels
+        self._side = self._processor.patch_size * self._processor.merge_size  # in pixels
         # per image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
         self._clips = Clips(fps, frames, self._fit)
@@ -119,7 +119,7 @@ class ImageReader:
         return parts
 
     def read(self, content: Callable[[], bytes], where: str) -> Image:
-        """Read and check an image. Raises UserError if it is animated, damaged, or of a wrong size."""
+        """Read and check an image. Raises UserError if it is animated, damaged, or of an unsupported size."""
         data = content()
         picture = decoded(data, where)
         if not picture.format:  # it was converted: readers would see the file differently

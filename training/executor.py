@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 
 @dataclass
 class Work:
-    """Passes over this rank's micro-batches, which leave the mean loss's gradient over all ranks in DDP."""
+    """Passes over this rank's micro-batches; they leave the gradient of all ranks' mean loss in DDP."""
 
     trainer: Trainer
     micro_batches: list[MicroBatch]
@@ -99,9 +99,7 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
     clock = Clock(works[0].trainer.device)
     ran = []
     kept = {}  # forward task -> (its input, its output), for the backward pass
-    last = {
-        task.pipe: task for task in tasks if task.backward
-    }  # later tasks overwrite earlier ones
+    last = {task.pipe: task for task in tasks if task.backward}  # later ones overwrite earlier
     for task in tasks:
         work = works[task.pipe]
         received = messages.receive(task)

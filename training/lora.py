@@ -198,7 +198,7 @@ def memory_of(shapes: dict[str, list[int]], rank: int, config: Config, dp: int) 
     gate = 0
     for name, shape in shapes.items():
         if found := MATRIX.search(name):
-            sides += shape[0] + (0 if found[1] in "kvu" else shape[1])  # they share an A
+            sides += shape[0] + (0 if found[1] in "kvu" else shape[1])  # k, v, up reuse an A
             gate = prod(shape) if found[1] == "g" else gate
     learned = rank * sides // (config.tp * config.pp)
     parts = {"adapters": 4 * learned, "gradients": 4 * learned, "optimizer": 8 * learned // dp}

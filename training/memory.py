@@ -97,7 +97,7 @@ def trainer_parts(shapes: Shapes, config: Config, shape: Shape, lora: int = 0) -
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
-    loss = 2 * chunk + 2 * head  # chunk's logits; head's gradients
+    loss = 2 * chunk + 2 * head  # copies of a chunk's logits, gradients of the head
     parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
     if lora:
         from training.lora import memory_of

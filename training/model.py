@@ -161,7 +161,7 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     if str(model_type) not in FAMILIES:
         supported = f"is not supported, only {', '.join(FAMILIES)}"
         raise UserError(f"{where}: model_type {model_type!r} {supported}")
-    # for a class that SGLang lacks it would look in the directory's code; without a name it fails
+    # SGLang searches the directory's code for a class that it lacks, and fails without a name
     named = found.get("architectures")
     writes = FAMILIES[model_type].architecture
     scores = f"{model_type.capitalize()}ForSequenceClassification"

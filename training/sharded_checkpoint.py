@@ -51,7 +51,7 @@ class Adam(NamedTuple):
 
     stretch: range  # in the flattened parameter
     step: Tensor
-    held: dict[str, Tensor]  # prefix of the name in a checkpoint -> values in the stretch
+    held: dict[str, Tensor]  # prefix of its name in a checkpoint -> values in the stretch
 
 
 NO_ADAM = Adam(range(0), torch.zeros(()), {})  # for parameters that this rank doesn't update

@@ -272,7 +272,7 @@ class Trainer:
             return loss_sums(result.new_zeros(()), 1, {})
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)
-        dist.all_reduce(result, group=self.groups.pp)  # only the last stage has nonzeros
+        dist.all_reduce(result, group=self.groups.pp)  # zeros except on the last stage
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
