@@ -172,10 +172,7 @@ def frame_times(container: Any, stream: Any, where: str) -> list[int]:
 
 
 def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tuple[int, Fraction]]:
-    """Sample frames evenly from the first to the last: (frame, its time). unit: seconds per unit of time.
-
-    A frame that lasts longer than others can be chosen again, at a later time.
-    """
+    """Sample frames evenly, long ones repeatedly: (frame, its time). unit: seconds per unit of `times`."""
     span = times[-1] - times[0]
     each = Fraction(span, max(1, len(times) - 1))  # average duration, assumed for the last one
     count = min(max(int(len(times) * each * unit * Fraction(fps)), LEAST_FRAMES), most, len(times))

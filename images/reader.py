@@ -33,9 +33,7 @@ TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 # Pillow raises these on damaged images
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-Media = dict[
-    str, Callable[[], list[File]]
-]  # place (IMAGE or VIDEO) -> a function that returns a row's files
+Media = dict[str, Callable[[], list[File]]]  # IMAGE, VIDEO -> function that returns a row's files
 
 
 class ImageReader:
@@ -57,7 +55,7 @@ class ImageReader:
         how = {"local_files_only": True, "do_convert_rgb": True}
         with readable(f"{model_dir}: no image processor"):
             self._processor = processor.from_pretrained(model_dir, **how)
-        self._side = self._processor.patch_size * self._processor.merge_size  # a feature's pixels
+        self._side = self._processor.patch_size * self._processor.merge_size  # in pixels
         # per image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
         self._clips = Clips(fps, frames, self._fit)
@@ -121,7 +119,7 @@ class ImageReader:
         return parts
 
     def read(self, content: Callable[[], bytes], where: str) -> Image:
-        """Read and check an image. Raises UserError if it is animated, damaged, or of a wrong size."""
+        """Read and check an image. Raises UserError if it is animated, damaged, or of an unsupported size."""
         data = content()
         picture = decoded(data, where)
         if not picture.format:  # it was converted: readers would see the file differently
