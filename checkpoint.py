@@ -36,7 +36,7 @@ from reporting import timeline
 from runtime import atomic_files
 from runtime.atomic_files import PARTIAL, step_of, steps_in
 from runtime.background_writer import BackgroundWriter
-from runtime.checkpoint_files import Part, make_folders, name_folders, write_part
+from runtime.checkpoint_files import Part, complete_folders, make_folders, write_part
 from runtime.errors import RunLost, UserError
 from runtime.out_folder import archive, next_free
 from runtime.world import World, on_rank_0
@@ -268,7 +268,7 @@ class Checkpoints:
         saving.writer.close()
         await self.world.barrier()  # every rank's writer has ended
         if not error:
-            name = partial(name_folders, saving.folder, saving.step, saving.complete)
+            name = partial(complete_folders, saving.folder, saving.step, saving.complete)
             try:
                 await on_rank_0(self.world, name, parts, self.config.keep)
             except OSError as caught:
@@ -300,7 +300,7 @@ async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoint
     """Make --out ready; return what saves the run, and where it continues (collective). UserErrors."""
     contents = await on_rank_0(world, contents_of, config)
     try:
-        if any(await world.gather(was_obeyed(config))):
+        if any(await world.gather(was_restarted_after_a_save(config))):
             config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)
         point = await on_rank_0(world, make_ready, config, contents, folder, say)
@@ -310,8 +310,8 @@ async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoint
     return Checkpoints(config, world, Path(config.out), contents, point, newest)
 
 
-def was_obeyed(config: Config) -> bool:
-    """Tell if --resume counts no more: torchrun started this rank again, and it has saved since it began."""
+def was_restarted_after_a_save(config: Config) -> bool:
+    """Return whether torchrun has restarted this rank after a save: then --resume has had its effect."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         # without torchrun the parent may be outside the container, where psutil can't look
         return False

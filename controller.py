@@ -100,8 +100,7 @@ async def loop(c: Controller) -> None:
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
-        # generate, judge, refill until there are groups; c.ahead was served with --ahead, or before a stop
-        batch = c.ahead if c.ahead is not None else await modes.collect(c)
+        batch = c.ahead if c.ahead is not None else await modes.collect(c)  # draw, generate, judge
         sizes, measured = await gather_sizes(batch, c)  # all ranks meet: lengths, times, a stop
         shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
         await c.devices.to_training()  # engines that share ranks with trainers sleep

@@ -24,7 +24,7 @@ from rollout import (
 )
 from runtime.errors import UserError
 from runtime.shutdown import Stopped
-from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from scheduling.dynamic_sampling import FirstFinishedSampler, OrderedSampler
 from scheduling.layout import Placement
 from scheduling.measured import MOVES, Split, StepStats, histogram
 
@@ -44,7 +44,7 @@ async def collect(c: Controller) -> RolloutBatch:
         return RolloutBatch()
     config = c.config
     start = c.timeline.now()
-    kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
+    kind = FirstFinishedSampler if config.over_dispatch > 1 else OrderedSampler
     waves = dict(over_dispatch=config.over_dispatch, max_refills=c.algorithm.max_refill_waves)
     sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
     step = RolloutStep(c, sampler)

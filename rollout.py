@@ -27,7 +27,7 @@ from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample
-from scheduling.dynamic_sampling import DynamicSampler
+from scheduling.dynamic_sampling import FirstFinishedSampler
 from scheduling.measured import Remaining, StepStats
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RolloutStep:
     """A controller's part of a step: its groups, and the sampler that all controllers share."""
 
     c: Controller
-    sampler: DynamicSampler
+    sampler: FirstFinishedSampler
     groups: dict[int, list[Sample]] = field(default_factory=dict)  # by prompt_id
     unwritten: dict[int, int] = field(default_factory=dict)  # prompt_id -> unfinished answers
     judging: int = 0  # answers, those that wait for an engine, too

@@ -436,7 +436,7 @@ def build_models(
     for shape in dict.fromkeys(placement.models):
         groups[shape] = make_groups(shape, config.timeout_s)
 
-    def build(kind: type, shape: Shape, model: str, **how: Any) -> Trainer:
+    def made(kind: type, shape: Shape, model: str, **how: Any) -> Trainer:
         own = shape.sized(config)
         if groups[shape] is None:
             from apart.elsewhere import Elsewhere
@@ -444,7 +444,7 @@ def build_models(
             return Elsewhere(own, model, shape, **how)
         return kind(own, model, groups=groups[shape], **how)
 
-    actor = build(Actor, placement.actor, config.model)
+    actor = made(Actor, placement.actor, config.model)
     actor.texts = inputs.texts
     actor.stop_tokens = inputs.sampling.stop_token_ids
     actor.sleep()
@@ -453,14 +453,14 @@ def build_models(
         references.append(actor)
     elif inputs.algorithm.kl_coef:
         model = config.teacher or config.model
-        references.append(build(Actor, placement.reference, model, learns=False))
+        references.append(made(Actor, placement.reference, model, learns=False))
         references[0].sleep()
     critics = []
     for name in inputs.algorithm.critics:
         from critic import Critic
 
         model = config.critic or config.model
-        critics.append(build(Critic, placement.critic, model, name=name))
+        critics.append(made(Critic, placement.critic, model, name=name))
         critics[-1].sleep()
     engines = {rank for split in splits for rank in placement.leads("rollout", split)}
     senders = [copy[0] for copy in placement.actor.copies]

@@ -1,11 +1,11 @@
-"""README's results: run each row's command, one after the other, and write the table from what came of it.
+"""README's results: run each row's command, one after the other, and write the table from their output.
 
     python bench/results.py                all rows -> docs/results.json, README, its pictures: 30 minutes
-    python bench/results.py --only modes   this row again; the others stay as they were
-    python bench/results.py --render       README alone, from docs/results.json and docs/papers/rows
+    python bench/results.py --only modes   measure this row again; the others stay
+    python bench/results.py --render       only write README and the pages, from what was measured before
 
-All measured rows have to be of one commit: a table of several isn't written. The rows of the papers are
-those of docs/papers/rows, which `make papers` writes.
+All measured rows have to be from one commit: a table of several isn't written. Each row's sentence is also on
+its page, so that both have the same numbers. Simulated rows come from docs/papers (`make papers`).
 """
 
 import json
@@ -31,6 +31,7 @@ DOCS = ROOT / "docs"
 FOLDER = ROOT / "runs" / "results"
 RESULTS = DOCS / "results.json"
 README = ROOT / "README.md"
+SCALE = DOCS / "papers" / "scale.md"
 BEGIN = "<!-- results: written by bench/results.py -->\n"
 END = "<!-- end of results -->"
 Values = dict[str, list[float]]  # by name, what was measured one time or several
@@ -58,12 +59,6 @@ def modes_values(printed: str, seconds: float) -> Values:
                 serving[row["side"]].append(row["metrics"]["time/serve_s"])
         ratios.append(median(serving["2|2"]) / median(serving["full"]))
     return {"ratio": ratios}
-
-
-def central_values(printed: str, seconds: float) -> Values:
-    """The samples that a controller holds, and those of a central one, at each number of ranks."""
-    ways = ("parallel", "central")
-    return {way: numbers_in(rf"\| {way} \| [\d,]+ \| ([\d,]+) \|", printed) for way in ways}
 
 
 def media_values(printed: str, seconds: float) -> Values:
@@ -96,7 +91,9 @@ class Row:
     command: str
     # what the command printed, and the seconds that it took -> the values
     values: Callable[[str, float], Values]
-    kind: str = "measured"  # or simulated, fitted, predicted
+    kind: str = "measured"
+    shows_table: bool = False  # the page also shows the table that the command prints
+    in_readme: bool = True
 
 
 ROWS = {
@@ -116,27 +113,14 @@ ROWS = {
         modes_values,
         kind="measured at a set pace",
     ),
-    "central": Row(
-        "From 64 to 4,096 ranks a controller holds {parallel_low:,.0f} to {parallel_high:,.0f} samples at "
-        "once; a central one would hold {central_low:,.0f} to {central_high:,.0f}",
-        "docs/papers/scale.md",
-        "python bench/central.py",
-        central_values,
-        kind="simulated",
-    ),
     "images": Row(
         "Of the 34 MB of images in a step of 2 ranks none passes between controllers, only {media:.2f} MB "
         "of tokens; with a central one it is {central:.1f} MB",
         "docs/images.md",
         "python bench/media.py --ranks 2 --repeats 1",
         media_values,
-    ),
-    "clips": Row(
-        "Of the 333 MB of clips in a step of 2 ranks none passes between controllers, only {media:.2f} MB of "
-        "tokens; with a central one it is {central:.1f} MB",
-        "docs/images.md",
-        "python bench/media.py --videos --ranks 2 --repeats 1",
-        media_values,
+        shows_table=True,
+        in_readme=False,
     ),
     "save": Row(
         "A run waits {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}) for a save of {size:.2f} GiB, "
@@ -151,6 +135,7 @@ ROWS = {
         "docs/trl.md",
         "python bench/vs_trl.py --repeats 3 --steps 8",
         trl_values,
+        shows_table=True,
     ),
 }
 
@@ -164,10 +149,13 @@ def measure(name: str, commit: str) -> dict:
     program, *options = shlex.split(row.command)
     run_to_its_end([sys.executable if program == "python" else TORCHRUN, *options], log)
     seconds = time.monotonic() - start
+    printed = log.read_text()
     found = {}
-    for value, numbers in row.values(log.read_text(), seconds).items():
+    for value, numbers in row.values(printed, seconds).items():
         found[value] = {"value": median(numbers), "spread": [min(numbers), max(numbers)]}
     about = {"kind": row.kind, "command": row.command, "commit": commit, "load": load}
+    if row.shows_table:
+        about["table"] = [line for line in printed.splitlines() if line.startswith("|")]
     return {"values": found, "machine": machine()} | about
 
 
@@ -213,24 +201,68 @@ def paper_row(folder: Path = DOCS / "papers") -> str:
     return f"| {'. '.join(pages)} | predicted | {pages_of} |"
 
 
-def render(results: dict[str, dict], papers: str) -> str:
-    """The table in Markdown. ValueError if its rows are of several commits or machines."""
+def scale_at(ranks: str) -> tuple[str, str]:
+    """The samples that the busiest controller and a central one hold, as docs/papers/scale.md has them."""
+    ways = ("parallel", "central")
+    found = [re.search(rf"\| {way} \| {ranks} \| ([\d,]+) \|", SCALE.read_text()) for way in ways]
+    return found[0][1], found[1][1]
+
+
+def scale_row() -> str:
+    """The row of docs/papers/scale.md: what a controller carries as ranks become more."""
+    few, few_central = scale_at("64")
+    many, many_central = scale_at("4,096")
+    text = (
+        f"The busiest controller holds {few} samples on 64 GPUs and {many} on 4,096; a central one "
+    )
+    text += f"all that the step draws, {few_central} and {many_central}"
+    command = "python bench/central.py --write"
+    return f"| {text} | simulated | `{command}`: [page](docs/papers/scale.md) |"
+
+
+def step_times() -> tuple[list[float], list[float]]:
+    """A step's time over a central controller's, by docs/papers/wechat_yatt.md: for text, with images."""
+    rows = [
+        row for row in read_rows(DOCS / "papers/rows/wechat_yatt.csv") if row.figure == "central"
+    ]
+    text = [row.simulated for row in rows if row.setting.startswith("0.05 MB")]
+    images = [row.simulated for row in rows if not row.setting.startswith("0.05 MB")]
+    return text, images
+
+
+def time_row() -> str:
+    """The row of what parallel controllers gain in time."""
+    text_only, images = step_times()
+    text = f"With parallel controllers a step of text takes {min(text_only):.2f} to {max(text_only):.2f} "
+    text += "of a central one's time, and with 1 to 15 MB of images a sample "
+    text += f"{min(images):.2f} to {max(images):.2f}; WeChat-YATT reports 0.408"
+    command = "python papers/wechat_yatt.py --figure central --write"
+    return f"| {text} | simulated | `{command}`: [page](docs/papers/wechat_yatt.md) |"
+
+
+def sentence(name: str, result: dict) -> str:
+    """A row's sentence, with the numbers of its last run."""
+    numbers = {}
+    for value, found in result["values"].items():
+        low, high = found["spread"]
+        numbers |= {value: found["value"], f"{value}_low": low, f"{value}_high": high}
+    return ROWS[name].text.format(**numbers)
+
+
+def render(results: dict[str, dict], simulated: list[str]) -> str:
+    """The table in Markdown. ValueError if its rows are from several commits or machines."""
     origins = sorted({f"commit {row['commit']}, {row['machine']}" for row in results.values()})
     if len(origins) > 1:
         named = "; ".join(origins)
         raise ValueError(f"rows of several origins ({named}): measure all of them again")
     lines = ["| result | how | command, page |", "|---|---|---|"]
     for name, row in ROWS.items():
-        if name not in results:
+        if name not in results or not row.in_readme:
             continue
-        numbers = {}
-        for value, found in results[name]["values"].items():
-            low, high = found["spread"]
-            numbers |= {value: found["value"], f"{value}_low": low, f"{value}_high": high}
         command = row.command.replace("|", r"\|")
-        text = row.text.format(**numbers)
+        text = sentence(name, results[name])
         lines.append(f"| {text} | {row.kind} | `{command}`: [page]({row.page}) |")
-    lines.append(papers)
+    lines += simulated
     if origins:
         loads = [row["load"] for row in results.values()]
         load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
@@ -243,6 +275,32 @@ def with_table(page: str, table: str) -> str:
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table + END + after
+
+
+def simulated_rows() -> list[str]:
+    return [scale_row(), time_row(), paper_row()]
+
+
+def block(name: str, result: dict) -> str:
+    """A row as its page shows it."""
+    row = ROWS[name]
+    origin = f"{row.kind}: `{row.command}`; {result['machine']}, commit {result['commit']}"
+    lines = [f"{sentence(name, result)} ({origin})."]
+    if row.shows_table:
+        lines += ["", *result["table"], ""]
+    return "\n".join([f"<!-- result: {name} -->", *lines, "<!-- end of result -->"])
+
+
+def pages(results: dict[str, dict]) -> dict[Path, str]:
+    """The pages that README's rows link to, with the rows as they were measured last."""
+    texts = {}
+    for name, result in results.items():
+        path = ROOT / ROWS[name].page
+        text = texts.get(path, path.read_text())
+        shown = re.search(rf"<!-- result: {name} -->.*?<!-- end of result -->", text, re.DOTALL)
+        assert shown, f"{ROWS[name].page} has no place for the row {name}"
+        texts[path] = text.replace(shown[0], block(name, result))
+    return texts
 
 
 def draw_timeline() -> None:
@@ -272,9 +330,12 @@ def main() -> None:
         if "demo" in names:
             draw_timeline()
     try:
-        README.write_text(with_table(README.read_text(), render(results, paper_row())))
+        table = render(results, simulated_rows())
     except ValueError as error:
         sys.exit(f"error: {error}")
+    README.write_text(with_table(README.read_text(), table))
+    for path, text in pages(results).items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from config import parse_config
 from genrm import JudgeFormat, formats_of
 from inputs import tokenization
 from sample import flat
-from scheduling.dynamic_sampling import MARGIN, DynamicSampler
+from scheduling.dynamic_sampling import MARGIN, FirstFinishedSampler
 
 STEP = 2  # the third: files count from 0
 PROMPT = 51  # the one that the page follows
@@ -95,7 +95,7 @@ def waves_of(samples: list[SimpleNamespace], per_kept: float, size: int) -> dict
     kept = {sample.prompt_id for sample in samples}
     first = range(min(kept), min(kept) + size)
     filtered = sorted({*first} - kept)
-    refill = DynamicSampler(size, per_kept).refill_size(len(filtered))
+    refill = FirstFinishedSampler(size, per_kept).refill_size(len(filtered))
     second = range(first.stop, first.stop + refill)
     counts = {"missing": len(filtered), "per_kept": per_kept, "margin": MARGIN, "refill": refill}
     waves = {"first": first, "filtered": filtered, "second": second}

@@ -23,7 +23,7 @@ EXERCISES = (
         "DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT (arXiv 2508.07970)",
         30,
         "scheduling/dynamic_sampling.py",
-        "DynamicSampler.next_draw",
+        "FirstFinishedSampler.next_draw",
         "test_dynamic_sampling.py test_next_wave test_experience_says_what_will_be_filtered"
         " test_in_order_a_step_is_as_wave_by_wave",
     ),

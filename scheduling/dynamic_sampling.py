@@ -22,7 +22,7 @@ class Draw(NamedTuple):
     size: int  # prompts
 
 
-class DynamicSampler:
+class FirstFinishedSampler:
     """The prompts of one step; with --over-dispatch the first `target` informative groups that finish.
 
     A wave after the first replaces groups that were filtered: a replacement belongs to the wave after that of
@@ -95,8 +95,8 @@ class DynamicSampler:
             return Draw(0, self.first_size)
         will_be_kept = self.num_in_flight / self.groups_per_kept
         missing = self.target - self.num_informative - will_be_kept
-        may_tell = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
-        if missing <= 0 or not may_tell:
+        knows_enough = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
+        if missing <= 0 or not knows_enough:
             return None
         return self.refill(self.refill_size(missing))
 
@@ -118,7 +118,7 @@ class DynamicSampler:
         return len(self.finished), self.num_informative
 
 
-class OrderedSampler(DynamicSampler):
+class OrderedSampler(FirstFinishedSampler):
     """The default: draws early, but chooses as if each wave had finished before the next was drawn.
 
     So the batch doesn't depend on ranks, mode or timing. Example, with target 4 and max_refills 1:

@@ -17,7 +17,7 @@ from unittest import mock
 import controller
 import extras
 import modes
-from scheduling.dynamic_sampling import Draw, DynamicSampler, OrderedSampler
+from scheduling.dynamic_sampling import Draw, FirstFinishedSampler, OrderedSampler
 from scheduling.measured import MOVES
 
 
@@ -38,7 +38,7 @@ class Once:
         return self.result
 
 
-class SharedSampler(DynamicSampler):
+class SharedSampler(FirstFinishedSampler):
     """A sampler that shares its results with all ranks, as each result takes a pass over a step's prompts.
 
     Results are stored under the events that precede them. Those are the same on every rank.
@@ -92,7 +92,7 @@ def sharing() -> Iterator[None]:
     page: dict = {}
     shared = {
         (controller, "deal"): Once(controller.deal, 1),
-        (modes, "DynamicSampler"): partial(SharedSampler, page=page),
+        (modes, "FirstFinishedSampler"): partial(SharedSampler, page=page),
         (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }
     if extras.has("fused"):

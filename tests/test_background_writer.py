@@ -54,7 +54,7 @@ def test_a_process_that_does_not_begin_is_forked_again(monkeypatch):
     assert len(pids) >= 3 and not any(map(psutil.pid_exists, pids))
     hangs = iter([True] * 3)
     monkeypatch.setattr(background_writer, "FORKS", 3)
-    assert ended(BackgroundWriter(lambda: 7)) == (None, "of 3 forked processes none began")
+    assert ended(BackgroundWriter(lambda: 7)) == (None, "none of 3 forked processes started")
 
 
 def test_a_writer_holds_no_file_of_the_rank(tmp_path):

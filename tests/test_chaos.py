@@ -131,13 +131,13 @@ class Report(FakeReport):
         fates = {"kept": batch.kept + batch.dropped, "filtered": chain(*batch.filtered)}
         fates["carried"] = chain(*batch.carried)
         # more than carried: also what a stop cut off and this step didn't need
-        fates["ahead"] = samples_of([c.ahead] if c.ahead else [])
+        fates["ahead"] = samples_of([c.ahead] if c.ahead is not None else [])
         fates["held"] = [*chain(*c.prompts.groups.values()), *fates["ahead"]]
         mine = {fate: [facts_of(sample) for sample in samples] for fate, samples in fates.items()}
         mine["batch"] = [(s.prompt_id, s.index) for s in samples]
         facts = await c.world.gather(mine)
         row = {fate: sorted(chain(*(fact[fate] for fact in facts))) for fate in mine}
-        row |= {"step": step, "missing": batch.missing_groups} | c.prompts.state()
+        row |= {"step": step, "missing": batch.missing_groups, "prompts": c.prompts.state()}
         row["time/step_s"] = 0.0
         if c.world.rank == 0:
             line = json.dumps(row) + "\n"
@@ -193,9 +193,11 @@ def check_history(config, rows):
         answers = sum(fates.values(), Counter())
         assert {*answers.values()} <= {config.answers_per_prompt}, f"answers: {answers}"
         used += Counter([*fates["kept"], *fates["filtered"]])
-        waits = Counter(row["carried"]) | Counter({prompt for prompt, *_ in row["ahead"]})
+        waits = Counter(row["prompts"]["carried"]) | Counter(
+            {prompt for prompt, *_ in row["ahead"]}
+        )
         wrong = f"step {row['step']}: a prompt was lost, or is there twice"
-        assert used + waits == Counter(range(row["cursor"])), wrong
+        assert used + waits == Counter(range(row["prompts"]["cursor"])), wrong
         assert set(fates["carried"]) <= waits.keys()
         assert len(fates["kept"]) + row["missing"] == config.prompts_per_step
         judged = [[prompt, i] for prompt, i, _, _, reward in row["kept"] if reward is not None]

@@ -112,7 +112,7 @@ def test_a_display_matrix_is_obeyed(matrix):
 
 @pytest.mark.parametrize("matrix", [*MIRRORED, (1, 1, -1, 1)])
 def test_a_clip_that_is_not_only_turned_is_refused(matrix):
-    refused = "^a clip: mirrored, bent or turned by no quarter; convert it$"
+    refused = "^a clip: it is mirrored, skewed or tilted; convert it$"
     with pytest.raises(UserError, match=refused):
         pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
 

@@ -330,7 +330,7 @@ def test_a_deterministic_run_on_a_gpu_asks_all_of_torch(machine, monkeypatch):
     [
         (None, "580.95", "it is built for CPUs; install requirements.txt"),
         ("13.0", "570.86", "CUDA 13 needs driver 580 or newer, and this is 570.86"),
-        ("13.0", "580.95", "its driver is 580.95, and nvidia-smi may say more"),
+        ("13.0", "580.95", "its driver is 580.95; nvidia-smi may show more"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_an_error(machine, monkeypatch, built_for, driver, words):

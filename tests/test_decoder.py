@@ -275,7 +275,7 @@ def test_numbers_that_are_none_give_a_token(llama):
 
 def test_check_names_its_speed(capsys):
     dry_run.check(parse_config(["--device", "cpu"]))
-    said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch makes \d+\n"
+    said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch reaches \d+\n"
     assert re.search(said, capsys.readouterr().out)
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from data import Prompts
 from sample import Sample
-from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from scheduling.dynamic_sampling import FirstFinishedSampler, OrderedSampler
 from tests.support.fakes import FakeSource as Numbers
 
 SEEDS = st.integers(0, 2**32)
-KINDS = [OrderedSampler, DynamicSampler]
+KINDS = [OrderedSampler, FirstFinishedSampler]
 
 
 def sampler_of(kind, target, waves, finished, **settings):
@@ -32,10 +32,10 @@ def sampler_of(kind, target, waves, finished, **settings):
         (OrderedSampler, {10: False, 11: True, 12: True}, [11, 12], [13], True),
         (OrderedSampler, {10: True, 11: False, 12: False, 13: True}, [10, 13], [], True),
         (OrderedSampler, {10: True, 11: False, 12: False, 13: False}, [10], [], False),  # short
-        (DynamicSampler, {11: True, 12: True}, [11, 12], [10, 13], True),  # 10 is cut off
+        (FirstFinishedSampler, {11: True, 12: True}, [11, 12], [10, 13], True),  # 10 is cut off
         # a filtered one never comes again; one informative too many does
-        (DynamicSampler, {10: False, 12: True, 13: True}, [12, 13], [11], True),
-        (DynamicSampler, {10: False, 12: True, 13: False}, [12], [11], False),
+        (FirstFinishedSampler, {10: False, 12: True, 13: True}, [12, 13], [11], True),
+        (FirstFinishedSampler, {10: False, 12: True, 13: False}, [12], [11], False),
     ],
 )
 def test_chosen_and_requeued(kind, finished, chosen, again, complete):
@@ -109,7 +109,8 @@ def test_a_prompt_ends_in_one_way(kind, seed, target, keep, groups_per_kept, lim
     assert len(set(chosen + again)) == len(chosen + again)
     assert all(map(informative.get, chosen)) and not any(map(informative.get, filtered))
     assert len(chosen) <= target and sampler.waves <= 1 + limit
-    if len(chosen) < target and kind is DynamicSampler:  # nothing is left that could be chosen
+    # nothing is left that could be chosen
+    if len(chosen) < target and kind is FirstFinishedSampler:
         assert not again and sampler.num_in_flight == 0
 
 

@@ -79,7 +79,7 @@ def engine(shared_engine, run, models):
 
 
 def pool_of(*engines):
-    world = SimpleNamespace(rank=0, size=1, place=0)
+    world = SimpleNamespace(rank=0, size=1, index=0)
     pool = Pool(list(engines), world, Timeline(0, time.monotonic), CONFIG)
     pool._mark_awake(tuple(engine.rank for engine in pool.engines))
     return pool
@@ -556,11 +556,11 @@ def test_pushed_weights_are_served_under_their_version(engine, run, models, monk
     assert answer.versions == [8] * len(answer.tokens)
 
 
-@pytest.mark.parametrize("message", ["has None for", r"has \[.*\] for", "was pushed no"])
+@pytest.mark.parametrize("message", ["has None for", r"has \[.*\] for", "lacked"])
 def test_a_wrong_push_is_refused(engine, run, models, message):
     engine.dirty = True
     (name, tensor), *others = hf_model(models[1]).named_parameters()
-    pushed = {"has None for": [("nothing.weight", tensor)], "was pushed no": []}
+    pushed = {"has None for": [("nothing.weight", tensor)], "lacked": []}
     first = pushed.get(message, [(name, tensor[:1])])
     with pytest.raises(ValueError, match=message):
         run(engine.load_weights([*first, *others], 9))

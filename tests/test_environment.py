@@ -372,7 +372,7 @@ def test_a_world_out_of_reach_is_no_answer_worth_0(tmp_path, text, error):
 ERRORS = [
     (f"{STEP}return 1 / 0", r" \(\S+mine\.py:13\): ZeroDivisionError: division by zero$"),
     (f"{STEP}raise SystemExit(3)", r" \(\S+mine\.py:13\): SystemExit: 3$"),
-    (f"{STEP}return True", r": step returned True: a bool is no reward; Step\(done=True\) ends"),
+    (f"{STEP}return True", r": step returned True: a bool isn't a reward; Step\(done=True\) ends"),
     (f"{STEP}return b'x'", r": step returned b'x': a Step, a text, chat turns"),
     (f"{STEP}return 1{SCORE[:-3]}True", r": score returned True: a finite number is needed$"),
     (
@@ -419,7 +419,7 @@ def test_settings_that_don_t_go_together_are_refused():
         Config(environment="e.py", answer_tokens=9, max_new_tokens=9)
     config = Config(environment="nothing.py", model="m", judge_format=("chat",))
     with pytest.raises(
-        UserError, match=r"^--environment nothing.py: no such file; say FILE.py or FILE.py:Class"
+        UserError, match=r"^--environment nothing.py: no such file; use FILE.py or FILE.py:Class"
     ):
         user_episodes.build(config, FakeTokenizer(), ())
 

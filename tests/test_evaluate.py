@@ -99,7 +99,9 @@ def test_a_folder_with_weights_is_refused(tmp_path, name):
     """Its run may go on, or --model be in it."""
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match=rf"^--out {tmp_path}: {name[:2]}\S* is of a run, and --st"):
+    with pytest.raises(
+        UserError, match=rf"^--out {tmp_path}: {name[:2]}\S* belongs to a run, and --st"
+    ):
         make_ready(tmp_path, print)
     assert (tmp_path / "metrics.jsonl").exists() and not tmp_path.with_name("out-1").exists()
 

@@ -26,7 +26,7 @@ UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3, write=write_on, verd
 TROUBLES = {  # what happens to an engine -> what its owner says, or who has asked
     "die": r"died \(signal 9\)",
     "hang": "gave no sign of life",
-    "lose": r"owes \d+ tokens and wrote none for 50 s",
+    "lose": r"has \d+ tokens outstanding and sent none for 50 s",
     "break_off": "broke the connection",
 }
 

@@ -240,7 +240,7 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
 
 
 PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}
-CONTRADICTS = "`prompt` contradicts how the conversation beside it begins"
+CONTRADICTS = "`prompt` contradicts the beginning of the conversation"
 NO_ANSWER = "a conversation ends with a turn of the assistant"
 AS_TEXT = {"prompt": "3+4=", "response": "7"}
 OTHER_PAIR = {"chosen": WHOLE, "rejected": OTHER}

@@ -15,7 +15,7 @@ from engines.forked import ForkedServer
 from tests import ROOT
 from tests.support.patience import LIMIT_S
 
-ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
+ENDED = "the fork server ended, or no more processes may run (ulimit -u)"
 # without what engines need of SGLang, whose import takes seconds
 SERVER = """
 import runpy, sys

@@ -92,7 +92,7 @@ def test_what_is_no_still_image_is_refused(model_dir, monkeypatch):
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
     for content in (b"", b"no image", whole[: len(whole) // 2]):
         check(content, "not an image that can be read")
-    check(encoded_picture(64, 64, kind="GIF", **two), "it moves; a clip is MP4")
+    check(encoded_picture(64, 64, kind="GIF", **two), "it is animated; a clip is MP4")
     check(encoded_picture(1, 300), "absolute aspect ratio")
     monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 64 * 64 - 1)
     check(whole, "not an image that can be read: Image size")
@@ -262,7 +262,7 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
 
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
 def test_numbers_of_which_nobody_knows_the_white_are_refused(kind):
-    with pytest.raises(UserError, match=r"^a\.tiff: not an image that can be read: nobody knows"):
+    with pytest.raises(UserError, match=r"^a\.tiff: not an image that can be read: it's unclear"):
         reader.decoded(of_numbers(kind, 0, 1), "a.tiff")
 
 
@@ -391,7 +391,7 @@ def test_a_model_of_texts_refuses_images(folder, tmp_path):
     tokenizer = tokenization.load_tokenizer(str(save_tokenizer(tmp_path)))
     texts = prompt_file.PromptFile(write(folder, dict(prompt="<image>")), tokenizer, 100)
     assert tokenizer.decode(texts[0].tokens) == "<image>"  # a text like any other
-    refused = r"rows.jsonl:1: it has images, and --model reads text alone"
+    refused = r"rows.jsonl:1: it has images, and --model only reads text"
     with pytest.raises(ValueError, match=refused):
         prompt_file.PromptFile(write(folder, *ROWS), tokenizer, 100)
 

@@ -355,7 +355,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
     assert {name: first[name] for name in expected} == expected
     assert last == {"step": 1, "eval/accuracy": 0.75, "eval/pass@1": 0, "eval/pass@2": 0}
     assert "steps: eval/accuracy 0.250  eval/pass@1 0.125  eval/pass@2 0.250 on" in lines[0]
-    assert "step 1: 1 of 4 groups are lacking after 2 waves" in lines[1]
+    assert "step 1: 1 of 4 groups are missing after 2 waves" in lines[1]
     (served,) = rows_in(tmp_path, "history")
     assert served.pop("step") == 0 and StepStats.of_json(served) == history[0]
     samples = rows_in(tmp_path, "samples")

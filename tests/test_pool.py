@@ -243,7 +243,7 @@ def test_an_engine_that_owes_tokens_and_writes_none_is_lost():
         for seconds in (299, 2):
             hear(pool)
             await asyncio.sleep(seconds)
-        line = "genrm engine of rank 0 owes 1002 tokens and wrote none for 300 s"
+        line = "genrm engine of rank 0 has 1002 tokens outstanding and sent none for 300 s"
         with pytest.raises(EngineLost, match=line):
             hear(pool)
         asked.cancel()
@@ -282,7 +282,7 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
         engine.lose()
         asked = asyncio.create_task(ask(pool, [1]))
         await asyncio.sleep(1)
-        with pytest.raises(EngineLost, match="owes 1002 tokens and wrote none for 300 s"):
+        with pytest.raises(EngineLost, match="has 1002 tokens outstanding and sent none for 300 s"):
             await pool.set_awake(())
         asked.cancel()
 

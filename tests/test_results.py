@@ -1,6 +1,7 @@
 """README's results against docs/results.json: the same numbers, of one commit, made by known commands."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -10,11 +11,62 @@ from tests import ROOT
 from tests.test_docs import check_program, check_run
 from tests.workers.start import run_command
 
+MEASURED = json.loads(results.RESULTS.read_text())
+
 
 def test_readme_shows_what_was_measured():
-    """Whoever measures a row again has to write the table again, and rows of several origins are none."""
-    table = results.render(json.loads(results.RESULTS.read_text()), results.paper_row())
+    """A row that is measured again is also written again, and all measured rows have one origin."""
+    table = results.render(MEASURED, results.simulated_rows())
     assert results.BEGIN + table + results.END in results.README.read_text()
+
+
+def test_a_page_has_the_numbers_of_its_row():
+    for path, text in results.pages(MEASURED).items():
+        assert path.read_text() == text, f"{path}: run bench/results.py --render"
+
+
+def number_in(page: str, pattern: str) -> str:
+    """The number that a page has in this place."""
+    found = re.search(pattern, " ".join((ROOT / "docs" / page).read_text().split()))
+    assert found, f"docs/{page} has no {pattern}"
+    return found[1]
+
+
+def test_the_prose_of_readme_has_the_numbers_of_its_pages():
+    prose, _, _ = results.README.read_text().partition(results.BEGIN)
+    prose = " ".join(prose.split())
+    demo = {name: value["value"] for name, value in MEASURED["demo"]["values"].items()}
+    before, after = f"{demo['before']:.3f}", f"{demo['after']:.3f}"
+    held, all_drawn = results.scale_at("4,096")
+    _, images = results.step_times()
+    ahead = number_in("modes.md", r"after 0, 10, 20, 30, 40 steps is .*?, ([\d.]+)\. ")
+    pictures = number_in("images.md", r"after 40 steps: eval/accuracy ([\d.]+)")
+    clips = number_in("images.md", r"accuracy of seeds 0, 1, 2 rose from [\d.]+ to ([\d.]+),")
+    for words in (
+        f"it got {100 * demo['before']:.1f} % of the held-out sums right; after 40 steps, "
+        f"{100 * demo['after']:.0f} %.",
+        f"after 0 steps: eval/accuracy {before} on held-out prompts",
+        f"after 40 steps: eval/accuracy {after} on held-out prompts",
+        f"--mode partial # what `make run` runs: {after} right",
+        f"--mode fused # {after}",
+        f"--ahead 1 # serves while it trains: {ahead}",
+        f"--preset images # sums in pictures: {pictures}; `--preset video`: {clips}",
+        f"the demo takes {demo['minutes']:.1f} minutes",
+        f"the busiest holds {held} samples; a central one would hold all that are drawn in a step, "
+        f"{all_drawn}.",
+        f"With images it takes {min(images):.2f} to {max(images):.2f} of the time",
+    ):
+        assert words in prose, words
+
+
+def test_the_reading_path_of_readme_is_as_long_as_it_says():
+    rows = re.findall(
+        r"^\| ([\w/]+\.py)(: .*?)? \| (\d+) \|", results.README.read_text(), re.MULTILINE
+    )
+    for path, part, said in rows:
+        lines = len((ROOT / path).read_text().splitlines())
+        assert part or abs(lines - int(said)) <= 0.1 * lines, f"{path} has {lines} lines"
+    assert 1_350 <= sum(int(said) for _, _, said in rows) <= 1_650
 
 
 def test_every_command_is_understood():

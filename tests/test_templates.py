@@ -241,7 +241,7 @@ def test_the_date_in_a_prompt_is_always_the_same(directory, loaded):
     date = f"{directory}: the date in its chat template is always 26 Jul 2024"
     direct = EACH + "{{ strftime_now('Today Date: %Y-%m-%d') }}"
     for template, given, shown, expected in (
-        (LLAMA3, [], "26 Jul 2024\n", [f"{date}; --template date_string=... says another"]),
+        (LLAMA3, [], "26 Jul 2024\n", [f"{date}; --template date_string=... sets another"]),
         (LLAMA3, ["date_string=1 May 2025"], "1 May 2025\n", []),
         (direct, [], "2024-07-26", [date]),
     ):

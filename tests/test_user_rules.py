@@ -114,7 +114,7 @@ def asked(rule, timeout_s=0.5):
 def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
     """After 0.9 of --timeout-s, whatever it catches: none of these answers in less than some seconds."""
     ran = asked(write(tmp_path, "import asyncio, re, time\n" + text))
-    late = r"error: --rule \S+mine\.py said nothing for 0\.45 s \(0\.9 --timeout-s\) of the prompt '3\+9='\n"
+    late = r"error: --rule \S+mine.py returned nothing for 0.45 s \(0.9 --timeout-s\) on the prompt '3\+9='\n"
     assert re.fullmatch(late, ran.stderr) and ran.returncode == 2
 
 
@@ -182,7 +182,7 @@ def test_a_rule_that_sets_an_alarm_and_hangs_ends_the_run(tmp_path):
     """Its own alarm isn't ours."""
     text = "import signal, time\ndef reward(sample):\n    signal.alarm(0)\n    time.sleep(99)\n"
     ran = asked(write(tmp_path, text))
-    assert "said nothing for 0.45 s" in ran.stderr and ran.returncode == 2
+    assert "returned nothing for 0.45 s" in ran.stderr and ran.returncode == 2
 
 
 CHILDREN = {
@@ -382,5 +382,5 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wron
 
 @pytest.mark.parametrize("spec", ["nothing.py", "length:0", "forbidden:"])
 def test_a_rule_that_isn_t_there_is_refused(spec):
-    with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; say FILE.py, .*length:40"):
+    with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; use FILE.py, .*length:40"):
         load(spec)
