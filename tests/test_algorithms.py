@@ -443,7 +443,7 @@ def test_a_row_of_ones_own_has_settings_of_its_own_and_sees_lengths(monkeypatch)
     assert (kimi.own, kimi.clip_low) == ({"tau": 1.0, "weight": 1.0}, 0.1) and row.own["tau"] == 0.2
     refused = {
         "grpo tau=1": "grpo tau=1: its settings are clip_low, clip_h",
-        "kimi tau=x": "tau=x is no float",
+        "kimi tau=x": "tau=x is not a valid float",
         "kimi x=1": "value_clip, tau, weight$",
         "kimi tau=nan": "kimi tau=nan: -1e.30 to 1e.30 is needed",
         "kimi tau=inf": "kimi tau=inf: -1e",
@@ -485,7 +485,7 @@ def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, rema
     [
         ("a2c", "a2c is unknown; choose one of: .*grpo"),
         ("ppo lambda=1", "ppo lambda=1: its settings are clip_low, .* gae_lambda, "),
-        ("ppo gamma=half", "gamma=half is no float"),
+        ("ppo gamma=half", "gamma=half is not a valid float"),
         ("ppo gamma=1.1", "^--algorithm ppo gamma=1.1: 0 to 1 is needed$"),
         ("ppo gae_lambda=nan", "ppo gae_lambda=nan: 0 to 1 is needed"),
         ("grpo kl_coef=1 clip_low=2", "grpo clip_low=2: 0 to 1 is needed"),
@@ -495,7 +495,7 @@ def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, rema
         ("grpo critic_warmup=1", "needs a critic for --critic and critic_warmup"),
         ("grpo kl_estimator=k4", "k4 is unknown; choose auto or k1 or k2 or k3"),
         ("grpo overlong_from=9", "needs overlong_from below --max-new-tokens 9"),
-        ("grpo ptx_coef=0.1", "needs both of ptx_coef and ptx_data"),
+        ("grpo ptx_coef=0.1", "needs both ptx_coef and ptx_data"),
         ("safe_rlhf", "safe_rlhf needs a --cost-rule or a --cost-judge"),
     ],
 )

@@ -39,7 +39,7 @@ from training.model import check_models
 
 UNFIT = [
     ("run.py", "RANK=0 WORLD_SIZE=2", "start with: .* more than RANK and WORLD_SIZE"),
-    ("run.py", "WORLD_SIZE=two", "WORLD_SIZE=two in the environment is no number: unset it"),
+    ("run.py", "WORLD_SIZE=two", "WORLD_SIZE=two in the environment is not a number: unset it"),
     ("run.py", "PYTHONOPTIMIZE=1", "unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
     ("examples/finetune.py sft", "", r"start with: torchrun .* examples/finetune\.py sft .*"),
 ]

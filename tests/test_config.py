@@ -184,7 +184,7 @@ def test_a_bad_setting_is_named(arguments, message, ranks):
 def test_an_engine_stays_on_one_machine(role):
     config = parse_config([f"--{role}-tp", "4", "--mode", "full"])
     assert check_settings(config, 12, 4) == check_settings(config, 12)
-    expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine, which no engine leaves"
+    expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine"
     with pytest.raises(ValueError, match=f"^{expected}$"):
         check_settings(config, 12, 6)
 

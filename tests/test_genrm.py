@@ -259,7 +259,7 @@ def test_a_template_may_begin_a_thought(monkeypatch, begin, text):
 
 
 NO_ANSWER = (False, 0.0, "no final answer", 0, ([0], [0]))
-NOT_ASKED = (None, None, "not asked: 13 tokens, of at most 11", 0, ([1], [0]))
+NOT_ASKED = (None, None, "not asked: 13 tokens, but the limit is 11", 0, ([1], [0]))
 
 
 @pytest.mark.parametrize(

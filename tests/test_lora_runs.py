@@ -48,7 +48,7 @@ def test_a_killed_run_goes_on_with_the_same_adapters(tmp_path, partial):
 def test_another_rank_is_another_run(partial):
     run = Run(partial.folder / "refused", *SAVED, "--lora", 8, "--steps", 6, out=partial.out)
     run.start().finish()
-    run.check_one_line("--lora 8: the checkpoint ", " was made with 4; --resume never starts anew")
+    run.check_one_line("--lora 8: the checkpoint ", " was made with 4; --resume never starts over")
 
 
 @pytest.mark.parametrize("name", BESIDE)

@@ -73,7 +73,7 @@ REFUSED = [
     (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
     (dict(), 1, "--mode partial needs more ranks than 1 for a rollout engine of 1 and a genrm"),
     (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs more ranks than 6"),
-    (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on neighbours from a mul"),
+    (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on adjacent ranks that"),
     (dict(FULL, placement="engines=0,2 actor=1,3", genrm_tp=2), 4, "needs more ranks than 2"),
     (THREE_JUDGES, 3, "more ranks than 3 for .* for each of 3 judges"),
     (dict(rollout_ranks=4), 4, "--rollout-ranks 4 leaves 0 of 4 ranks for genrm"),

@@ -110,7 +110,7 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
         (out / name).mkdir(parents=True)
     point, lines = prepared(out)
     assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5, newest=20)
-    assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
+    assert lines == [f"resuming from {out}/checkpoints/step_20, after 20 steps"]
     assert [steps_of(out / name) for name in RECORDS] == [list(range(20))] * 3
     assert [event.step for event in timeline.read(out / "spans")] == [n // 2 for n in range(40)]
     row = json.loads((out / "metrics.jsonl").read_text().splitlines()[3])
@@ -154,7 +154,7 @@ def test_it_never_starts_from_nothing_over_checkpoints(tmp_path):
     out = make_run(tmp_path / "run")
     for folder in (out / "checkpoints").iterdir():
         spoil(folder)
-    with pytest.raises(ValueError, match=r"no whole checkpoint: megatron.*; --resume never.*$"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint: megatron.*; --resume never.*$"):
         prepared(out)
     assert is_untouched(out)
     assert prepared(out, resume="never") == (None, [f"moved the earlier run in {out} to {out}-1"])
@@ -203,18 +203,18 @@ def test_a_choice_is_obeyed_once(tmp_path, monkeypatch, resume, restarts, saved_
 
 
 REFUSED = [
-    (dict(resume="run/checkpoints/step_10.partial-1"), ".*: neither auto, never nor a folder"),
-    (dict(resume="run/checkpoints/step_10"), ".*step_10: no whole checkpoint: megatron"),
-    (dict(resume="run/checkpoints/step_20", steps=15), "--steps 15: .*step_20 has more steps"),
+    (dict(resume="run/checkpoints/step_10.partial-1"), ".*: needs auto, never, or a folder"),
+    (dict(resume="run/checkpoints/step_10"), ".*step_10: no complete checkpoint: megatron"),
+    (dict(resume="run/checkpoints/step_20", steps=15), "--steps 15: .*step_20 has done more"),
     # it isn't done, so it isn't moved away
-    (dict(steps=15), "--steps 15: .*step_20 has more steps"),
+    (dict(steps=15), "--steps 15: .*step_20 has done more"),
     (dict(judge=("K", "L")), "--judge K L: the checkpoint .*step_20 was made with J; --resume"),
     (dict(rule=("length:9",)), '--rule length:9: .* was made with ""'),
     (dict(algorithm=("rloo",)), "--algorithm rloo: .* was made with grpo"),
     (dict(eval_data="other.jsonl"), '--eval-data other.jsonl: .* was made with ""'),
     (dict(template=("a=1",)), '--template a=1: .* was made with ""'),
     (dict(prompts_per_step=8), "--prompts-per-step 8: .* was made with 16"),
-    ({}, ".*step_20 is of another version of nanoYATT; --resume never starts anew"),
+    ({}, ".*step_20 is from another version of nanoYATT; --resume never starts over"),
 ]
 
 

@@ -162,7 +162,7 @@ def test_prompts_that_teach_nothing_stop_every_rank(mode, size, over_dispatch, m
     """At MAX_EMPTY_STEPS in a row, all alike; groups_per_kept goes a tenth of the way to 10 in each."""
     monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 5)
     options, controllers = dict(over_dispatch=over_dispatch, steps=12), []
-    with pytest.raises(ValueError, match="no prompt of 5 steps in a row"):
+    with pytest.raises(ValueError, match="in 5 steps in a row no prompt"):
         simulate(mode, size, write=fakes.always_right, controllers=controllers, **options)
     for c in controllers:
         assert c.devices.actor.version == len(c.report.steps) == c.state.empty_steps == 5

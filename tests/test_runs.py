@@ -78,7 +78,7 @@ def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken, mode):
     run = Run(tmp_path, *THREE, "--mode", mode).struck((saved(1), Run.kill_all))
     assert len(run.rows()) < 4
     again = run.again()
-    assert f"goes on from {run.out}/checkpoints/step_" in again.stdout
+    assert f"resuming from {run.out}/checkpoints/step_" in again.stdout
     again.check_as(unbroken)
 
 
@@ -135,7 +135,7 @@ def test_a_rank_that_trains_is_killed_while_others_serve_ahead(tmp_path):
     run = Run(tmp_path / "run", *FIVE, *AHEAD, ranks=3).struck(kill)
     assert run.status != 0 and len(run.rows()) < 6
     again = run.again()
-    assert f"goes on from {run.out}/checkpoints/step_" in again.stdout
+    assert f"resuming from {run.out}/checkpoints/step_" in again.stdout
     again.check_as(unbroken)
 
 
@@ -163,7 +163,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
     run.check_no_traceback_of_ours()
     run.check_nothing_is_left()
     done = len(run.rows())
-    goes_on = "the same command, without --resume, goes on"
+    goes_on = "the same command, without --resume, continues"
     assert run.status == 1 and run.ours == [f"stopped after {done} of 5 steps; {goes_on}"]
     again = run.again()
     assert f"step_{done}, after {done} steps" in again.stdout

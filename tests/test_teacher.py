@@ -161,7 +161,7 @@ def test_an_answer_without_judges_is_worth_nothing(cost):
 REFUSED = {
     ("grpo", "--teacher", "t", "--rule", "right"): "needs kl_coef above 0 with --teacher",
     ("distill", "--rule", "right"): "needs a --teacher",
-    ("grpo",): "needs a --judge, a --rule or an --environment: what an answer is worth",
+    ("grpo",): "needs a --judge, a --rule or an --environment to score answers",
     ("grpo", "kl_coef=0.1", "--teacher", "t"): "needs a --judge, a --rule or an --environment",
 }
 

@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_with_the_same_numbers(tmp_path, partial, teacher):
 def test_another_teacher_is_another_run(partial):
     given = (*STUDENT, *SMALL, "--steps", 6, *DISTILL, DEMO_MODELS / "written" / "actor")
     run = Run(partial.folder / "refused", *given, out=partial.out).start().finish()
-    run.check_one_line("--teacher ", ": the checkpoint ", "; --resume never starts anew")
+    run.check_one_line("--teacher ", ": the checkpoint ", "; --resume never starts over")
 
 
 @pytest.mark.parametrize("name", BESIDE)
