@@ -107,7 +107,7 @@ async def loop(c: Controller) -> None:
         c.ahead = await c.devices.sharing.serve_ahead(c)  # --ahead: serve-only ranks continue
         with c.timeline.span("train"):
             stats = await learn(c, shares)
-        stats = await gather_metrics(c, stats, shares)  # all ranks meet: metrics, stop flags
+        stats = await gather_metrics(c, stats, shares)  # all ranks meet if some hold other models
         decision = rebalance(c, measured)  # --rebalance may change the split
         advance(c, batch)
         await c.checkpoints.save(c)  # if due, take a snapshot, which is written in the background
