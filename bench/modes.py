@@ -1,9 +1,11 @@
 """A comparison of who holds the devices when: full, partial, fused and rebalanced.
 
     python bench/modes.py --figure FILE       all workloads on 4 ranks -> a table and a picture
-    python bench/modes.py --sides full "2|2" rebalance       these sides alone
+    python bench/modes.py --sides full "2|2" rebalance       only these sides
     python bench/modes.py --workloads resample --sides full "2|2" "fused 0.2" --repeats 1 --moving 0 \\
         --pace 20,0.1 --compare docs/modes_compared.png      the timelines of a step, one below the other
+    python bench/modes.py --workloads tail-judged --sides "fused 0.2" --repeats 1 --moving 0 \\
+        --pace 20,1 --compare docs/fusion.png                a timeline with all answers, of a single side
 
 Every rank hosts both engines, real ones; one run on N ranks measures all sides in alternation on the same
 engines and prompts (served_load.py says what the load is). The first step of each side is left out: engines
@@ -19,20 +21,22 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
+from matplotlib.figure import Figure
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.measuring import ROOT, column, parser_of, picture, print_table, quartiles, run_ranks
 from bench.workloads import WORKLOADS, Side
 from config import Config
-from reporting.figure import INK, UPPER, Picture, add_legend, draw_lanes, of_steps
+from reporting.figure import INK, UPPER, Picture, add_legend, draw_lanes, make_figure, of_steps
 from reporting.timeline import WORK, of_kind, read
 
 MOVING = "rebalance"  # the side whose split moves, from 1|N-1 on
 OUT = ROOT / "runs" / "bench"
 SWAP_S = 0.25  # an engine that changes hands this soon after another belongs to the same swap
 WAYS = {
-    "full": "All ranks write, then all judge. For each wave all wait twice for the slowest, and swap.",
-    "partial": "Some ranks write while the others judge. A wave begins beside the one before: no swap.",
+    "full": "All ranks write, then all judge. In each wave all wait twice for the slowest, and swap.",
+    "partial": "Some ranks write while the others judge. Wave 2 begins before wave 1 ends: no swap.",
     "fused": "All ranks write until few answers are left. Then some write these, and the others judge.",
 }
 
@@ -109,8 +113,7 @@ def draw(workloads: dict[str, Steps], given: Namespace) -> None:
 
     names = list(dict.fromkeys(name for sides in workloads.values() for name in sides))
     splits = splits_of(given.ranks)
-    colors = dict.fromkeys(names, "#8a4fb0")
-    colors |= {"full": "#9a9a9a", MOVING: "#e08a1e"}
+    colors = dict.fromkeys(names, "#8a4fb0") | {"full": "#9a9a9a", MOVING: "#e08a1e"}
     for number, split in enumerate(splits):
         colors[split] = colormaps["Blues"](0.35 + 0.4 * number / max(1, len(splits) - 1))
     width = 0.8 / len(names)
@@ -132,30 +135,35 @@ def draw(workloads: dict[str, Steps], given: Namespace) -> None:
 
 
 def compare(rows: list[dict], given: Namespace) -> None:
-    """Draw the middle one of the steps of each side of the first workload, one below the other."""
-    from matplotlib.figure import Figure
+    """Draw the middle step of each side of the first workload; of a single side, also its answers."""
+    middle = (given.workloads[0], 0, given.steps // 2)
+    chosen = [row for row in rows if (row["workload"], row["repeat"], row["step"]) == middle]
+    folder = OUT / f"modes-{given.ranks}"
+    pictures = [picture_of(row, folder) for row in chosen if row["side"] != MOVING]
+    figure = stacked(pictures, given.ranks) if len(pictures) > 1 else make_figure(*pictures)
+    figure.axes[-1].set_xlabel("seconds since the step's start", fontsize=9, color=INK, loc="left")
+    figure.savefig(given.compare)
 
-    chosen = [r for r in rows if (r["workload"], r["repeat"]) == (given.workloads[0], 0)]
-    chosen = [r for r in chosen if r["step"] == given.steps // 2 and r["side"] != MOVING]
-    size = (13, 1.0 + (1.0 + 0.34 * given.ranks) * len(chosen))
+
+def stacked(pictures: list[Picture], ranks: int) -> Figure:
+    """Return the lanes of all pictures under one time axis."""
+    size = (13, 1.0 + (1.0 + 0.34 * ranks) * len(pictures))
     figure = Figure(size, dpi=150, layout="constrained")
-    panels = figure.subplots(len(chosen), sharex=True, squeeze=False)[:, 0]
-    pictures = [picture_of(row, OUT / f"modes-{given.ranks}") for row in chosen]
+    panels = figure.subplots(len(pictures), sharex=True, squeeze=False)[:, 0]
     for axes, shown in zip(panels, pictures, strict=True):
         draw_lanes(axes, shown)
         for start in swaps_in(shown):
             axes.text(start, UPPER, "swap", fontsize=8.5, color=INK, va="center")
-    panels[-1].set_xlabel("seconds since the step's start", fontsize=9, color=INK, loc="left")
     add_legend(figure, {name for each in pictures for _, name in each.lanes})
-    figure.savefig(given.compare)
+    return figure
 
 
 def picture_of(row: dict, out: Path) -> Picture:
-    """Read what ranks did in a row's step, with its start at 0."""
+    """Return what ranks did in a row's step; times in seconds since its start."""
     step = row["step"]
     name = row["side"]
     start, end = row["from_to"]
-    events = of_kind(read(out / "spans", step, step), *WORK, "pass", "sample", "wave")
+    events = of_kind(read(out / "spans", step, step), *WORK, "pass", "sample", "wave", "tail")
     events = [e for e in of_steps(events, step, step) if start <= e.start < end]
     events = [e._replace(start=e.start - start, end=e.end - start) for e in events]
     mode = f"partial {name}" if "|" in name else name
@@ -177,14 +185,24 @@ def main() -> None:
     parser = parser_of(__doc__, repeats=3, ranks=4, port=32000)
     parser.add_argument("--workloads", nargs="+", default=[*WORKLOADS], choices=WORKLOADS)
     parser.add_argument(
-        "--sides", nargs="+", help="full, 1|3, fused 0.1, rebalance, ...: these alone"
+        "--sides", nargs="+", help="only these sides: full, 1|3, fused 0.1, rebalance, ..."
     )
-    steps = "of a side whose split stays; the first isn't counted"
-    parser.add_argument("--steps", type=int, default=5, help=steps)
-    moving = "of the side whose split moves; 0: leave it out"
-    parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help=moving)
-    pace = "of a decode step at least, of each sequence, and of a prompt that is read"
-    parser.add_argument("--pace", default="", metavar="MS,MS[,MS]", help=pace)
+    parser.add_argument(
+        "--steps", type=int, default=5, help="each fixed side's steps; the first isn't counted"
+    )
+    parser.add_argument(
+        "--moving",
+        type=int,
+        default=20,
+        metavar="STEPS",
+        help="steps of the side whose split moves; 0 leaves it out",
+    )
+    parser.add_argument(
+        "--pace",
+        default="",
+        metavar="MS,MS[,MS]",
+        help="a decode step, plus each sequence in it, plus each prompt that it reads",
+    )
     parser.add_argument("--figure", type=Path, help="draw the medians")
     parser.add_argument("--compare", type=Path, help="draw a step of each side of a workload")
     given = parser.parse_args()

@@ -1,6 +1,6 @@
 """README's results: run each row's command, one after the other, and write the table from their output.
 
-    python bench/results.py                all rows -> docs/results.json, README, its pictures: 30 minutes
+    python bench/results.py                all rows -> docs/results.json, README: 30 minutes
     python bench/results.py --only modes   measure this row again; the others stay
     python bench/results.py --render       only write README and the pages, from what was measured before
 
@@ -303,14 +303,6 @@ def pages(results: dict[str, dict]) -> dict[Path, str]:
     return texts
 
 
-def draw_timeline() -> None:
-    """Draw four steps of the demo that was measured."""
-    from reporting.figure import make_figure, read_run
-
-    steps = read_run(FOLDER / "demo", 1, 4)._replace(title="The demo: partial mode, 2 ranks")
-    make_figure(steps).savefig(DOCS / "timeline.png")
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(ROWS), help="measure these rows alone")
@@ -327,8 +319,6 @@ def main() -> None:
             print(f"measuring {name}", flush=True)
             results[name] = measure(name, commit)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        if "demo" in names:
-            draw_timeline()
     try:
         table = render(results, simulated_rows())
     except ValueError as error:

@@ -83,7 +83,7 @@ class GivenRewards(rewards.Rewards):
         exact = dict(ignore_eos=True, max_new_tokens=length)
         exactly.sampling = dataclasses.replace(judge.sampling, **exact)
         answer = f"{sample.prompt_id}+{sample.index}"
-        task = asyncio.create_task(exactly.ask(sample.question, answer, pool))
+        task = asyncio.create_task(exactly.judge(sample.question, answer, pool))
         self._tasks[answer] = task
         await asyncio.shield(task)
         informs = is_kept(self._workload, sample.prompt_id)
@@ -177,10 +177,12 @@ async def measure_side(c: Controller, side: Side) -> bool:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    sides = "JSON: a list of sides, each a row of `Side`"
-    parser.add_argument("--sides", type=Path, required=True, help=sides)
-    measured = "where to write each step's metrics"
-    parser.add_argument("--measured", type=Path, required=True, help=measured)
+    parser.add_argument(
+        "--sides", type=Path, required=True, help="JSON: a list of sides, each a row of `Side`"
+    )
+    parser.add_argument(
+        "--measured", type=Path, required=True, help="each step's metrics are written here"
+    )
     ours, theirs = parser.parse_known_args()
     rows = json.loads(ours.sides.read_text())
     controller.train = MeasuredSides([Side(*row) for row in rows], ours.measured)

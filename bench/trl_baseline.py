@@ -108,8 +108,9 @@ def rule(meter: Meter, eos: int) -> Callable:
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    order = "JSONL: prompt and answer, in the order of training"
-    parser.add_argument("--problems", type=Path, required=True, help=order)
+    parser.add_argument(
+        "--problems", type=Path, required=True, help="JSONL: prompt and answer, in training order"
+    )
     for name in ("steps", "prompts", "answers", "max-new-tokens", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
