@@ -4,7 +4,7 @@
     python bench/modes.py --sides full "2|2" rebalance       only these sides
     python bench/modes.py --workloads resample --sides full "2|2" "fused 0.2" --repeats 1 --moving 0 \\
         --pace 20,0.1 --compare docs/modes_compared.png      the timelines of a step, one below the other
-    python bench/modes.py --workloads tail-judged --sides "fused 0.2" --repeats 1 --moving 0 \\
+    python bench/modes.py --workloads tail-judged --sides "fused 0.2" --repeats 1 --moving 0 --steps 7 \\
         --pace 20,1 --compare docs/fusion.png                a timeline with all answers, of a single side
 
 Every rank hosts both engines, real ones; one run on N ranks measures all sides in alternation on the same

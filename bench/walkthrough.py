@@ -49,7 +49,7 @@ ROW = (
     "| {0.index} | `{0.text}` | {0.seconds[decoding]} | `{0.critique}` | {0.seconds[judging]} "
     "| {0.reward:g} | {0.advantage:+.4f} | {0.rank} |"
 )
-SECONDS = re.compile(r"\d+\.\d\d to \d+\.\d\d")  # they differ between runs
+SECONDS = re.compile(r"\| \d+\.\d\d \|")  # they differ between runs
 CODE = re.compile(r"^code: (.*)$", re.MULTILINE)
 
 
@@ -126,7 +126,7 @@ def stretches_of(index: int, events: list[Event]) -> list[Event]:
 
 def explain(s: SimpleNamespace, tokenizer, judge: JudgeFormat, events: list[Event]) -> None:
     """Add what the page shows of an answer: its texts, its seconds, and the numbers of each token."""
-    s.seconds = {e.name: f"{e.start:.2f} to {e.end:.2f}" for e in stretches_of(s.index, events)}
+    s.seconds = {e.name: f"{e.end:.2f}" for e in stretches_of(s.index, events)}
     s.text = tokenization.decode(tokenizer, s.response)
     s.pieces = [tokenization.decode(tokenizer, [token]) for token in s.response]
     s.asked = judge.prompt(s.question, judge.answer_of(s.text, s.finish))

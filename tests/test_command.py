@@ -156,7 +156,7 @@ DAMAGES = [
     ("model.safetensors", adding(f"{UP}_scale_inv", "score.weight"), f"reads {UP}_scale_inv"),
     ("config.json", THREE_LAYERS, "lack model.layers.2.input_layernorm.weight"),
     ("config.json", saying(intermediate_size=64), r"shape \[64, 128\], and needs \[64, 64"),
-    ("config.json", saying(tie_word_embeddings=True), "isn't model.embed_tokens.weight, to whi"),
+    ("config.json", saying(tie_word_embeddings=True), "isn't model.embed_tokens.weight, but"),
     ("config.json", saying(pad_token_id=384), "has 385 tokens, its embeddings 384 rows"),
     ("config.json", saying(quantization_config={"quant_method": "fp8"}), "quantized weights"),
     ("config.json", saying(**OWN_CODE), "config.json has auto_map"),
@@ -207,7 +207,7 @@ def test_the_index_says_which_files_are_read(tmp_path, rows):
         "no model-1-of-2.safetensors in it": (home / files[0]).unlink,
         "no sub/model.safetensors in it": lambda: index.write_text(elsewhere),
         "index.json has no weight_map": lambda: index.write_text('{"weight_map": null}'),
-        "knows if model-2-of-2.safetensors belongs to it": index.unlink,
+        "unclear if model-2-of-2.safetensors belongs to it": index.unlink,
     }
     for message, damage in damages.items():
         damage()

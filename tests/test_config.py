@@ -160,7 +160,7 @@ BAD = [
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
     ("--reward-weights", "argument --reward-weights: expected at least one argument"),
     ("--sp", "--sp needs --tp 2"),
-    ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 says otherwise"),
+    ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 contradicts it"),
     ("--answer-tokens 9 --algorithm grpo overlong_from=3", "needs overlong_from=0 with --answer"),
     ("--max-tokens-per-micro-batch 255", "micro-batch 255: one sample may have 256 tokens"),
     ("--model m --judge j --max-new-tokens 8192", "8192: one sample may have 8193 tokens"),

@@ -134,7 +134,7 @@ def test_the_words_are_run_pys():
     """Taken before the settings are read, which know none of them; a mistake is a line."""
     env = os.environ | {"WORLD_SIZE": "2"}
     for words, said in (
-        ("--simulate --like x", "it goes with --dry-run"),
+        ("--simulate --like x", "--simulate needs --dry-run"),
         ("--dry-run --simulate", "--simulate needs one of --like RUN"),
         ("--dry-run --simulate --like none", "--like none: no config.json in it"),
         ("--dry-run --like x", "unrecognized arguments: --like x"),

@@ -31,4 +31,5 @@ def test_the_words_are_those_of_the_template():
 @pytest.mark.slow
 def test_a_run_gives_the_same_page(tmp_path):
     walkthrough.make_run(tmp_path / "run", "--port", free_ports())
-    assert walkthrough.page_of(tmp_path / "run") == PAGE
+    blank = walkthrough.SECONDS.sub
+    assert blank("", walkthrough.page_of(tmp_path / "run")) == blank("", PAGE)
