@@ -1,10 +1,10 @@
-"""docs/walkthrough.md: a step of the demo with all its numbers, beside the lines of code that made them.
+"""Makes docs/walkthrough.md: a step of the demo with all its numbers and the code that made them.
 
-    python bench/walkthrough.py --port 22000    a run of the demo, with more settings, then the page: a minute
+    python bench/walkthrough.py --port 22000    run the demo, with more settings, and write the page: a minute
 
-The run is run.py's own. Its ranks start here, because two functions are wrapped to note what passes
-through them; nothing is computed in another way. The words are those of bench/walkthrough.md, where {names}
-stand for what was noted, and a line such as
+The run is run.py's own. Its ranks start here because two functions are wrapped to note what passes through
+them; nothing is computed differently. The text comes from bench/walkthrough.md: {names} stand for numbers of
+the run, and a line such as
 
     code: controller.py: exchange: for key, owner ... parcels.setdefault
 
@@ -35,8 +35,8 @@ from inputs import tokenization
 from sample import flat
 from scheduling.dynamic_sampling import MARGIN, FirstFinishedSampler
 
-STEP = 2  # the third: files count from 0
-PROMPT = 51  # the one that the page follows
+STEP = 2  # the third step: files count from 0
+PROMPT = 51  # the prompt that the page follows
 RANKS = 2
 WORDS = ["--mode", "partial", "--seed", "0", "--steps", str(STEP + 2), "--device", "cpu"]
 TEMPLATE = Path(__file__).with_suffix(".md")
@@ -46,12 +46,12 @@ CODE = re.compile(r"^code: (.*)$", re.MULTILINE)
 
 
 def one_rank(words: list[str]) -> None:
-    """Be a rank of the run; leave notes in --out of the samples that it trains on."""
-    from training import lm_head  # which imports Megatron: the page is made without
+    """Run one rank; write notes in --out about the samples that it trains on."""
+    from training import lm_head  # imports Megatron, which making the page doesn't need
 
     gather_metrics = controller.gather_metrics
     read_targets = lm_head.read_targets
-    read = []  # log-probabilities by the trainer, in the order of its samples
+    read = []  # the trainer's log-probabilities, in the order of its samples
 
     def note_read(*batch, **how):
         found = read_targets(*batch, **how)
@@ -72,7 +72,7 @@ def one_rank(words: list[str]) -> None:
 
 
 def excerpt(where: str) -> str:
-    """The lines that stand behind `code: `: of a function or a Class.method, in a file, as it is."""
+    """Return the lines that a `code: ` line names: (part of) a function or Class.method of a file."""
     path, name, *ends = where.split(": ", 2)
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     code = inspect.getsource(attrgetter(name)(module))
@@ -85,13 +85,13 @@ def excerpt(where: str) -> str:
 
 
 def read_notes(out: Path) -> list[SimpleNamespace]:
-    """All samples that the ranks trained on in the step, with the ranks that did."""
+    """Return all samples of the step, each with the rank that trained on it."""
     lines = "".join(path.read_text() for path in sorted(out.glob(f"notes{STEP}.*"))).splitlines()
     return [SimpleNamespace(**json.loads(line)) for line in lines]
 
 
 def waves_of(samples: list[SimpleNamespace], per_kept: float, size: int) -> dict:
-    """The prompts of both waves: those of the first that teach nothing, and those of the second that do."""
+    """Return the prompts of both waves: those filtered out of the first, and those kept from the second."""
     kept = {sample.prompt_id for sample in samples}
     first = range(min(kept), min(kept) + size)
     filtered = sorted({*first} - kept)
@@ -103,7 +103,7 @@ def waves_of(samples: list[SimpleNamespace], per_kept: float, size: int) -> dict
 
 
 def explain(s: SimpleNamespace, tokenizer, judge: JudgeFormat) -> None:
-    """Add what the page shows of an answer: its texts, and the numbers of each of its tokens."""
+    """Add to an answer what the page shows: its texts, and numbers for each of its tokens."""
     s.text = tokenization.decode(tokenizer, s.response)
     s.pieces = [tokenization.decode(tokenizer, [token]) for token in s.response]
     s.asked = judge.prompt(s.question, judge.answer_of(s.text, s.finish))
@@ -114,7 +114,7 @@ def explain(s: SimpleNamespace, tokenizer, judge: JudgeFormat) -> None:
 
 
 def page_of(out: Path) -> str:
-    """The page of a run."""
+    """Return the page about a run."""
     config = parse_config(WORDS)
     tokenizer, *_ = tokenization.load_tokenizers(config, print)
     judge = formats_of(config)[0]
@@ -137,7 +137,7 @@ def page_of(out: Path) -> str:
 
 
 def make_run(out: Path, *words: str) -> None:
-    """The demo as far as the step behind this one. words: more settings."""
+    """Run the demo until one step after STEP. words: more settings."""
     run_ranks(RANKS, [__file__, "--rank", *WORDS, "--out", out, *words], out.with_suffix(".log"))
 
 
