@@ -122,9 +122,7 @@ def draw(panels: dict[str, str], results: Results, path: Path) -> None:
                 curves = [curve(rows, metric) for rows in results[name]]
                 shared = sorted(set.intersection(*map(set, curves)))
                 medians = [median(column(curves, step)) for step in shared]
-                if (
-                    metric != ACCURACY
-                ):  # the others describe a step's own answers; count steps from 1
+                if metric != ACCURACY:  # a step's own answers; steps count from 1
                     shared = [step + 1 for step in shared]
                     medians = [fmean(medians[max(0, n - 4) : n + 1]) for n in range(len(medians))]
                 axis.plot(shared, medians, label=name, linewidth=1.4)

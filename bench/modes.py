@@ -183,9 +183,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help=steps)
     moving = "steps of the side whose split moves; 0: leave it out"
     parser.add_argument("--moving", type=int, default=20, metavar="STEPS", help=moving)
-    pace = (
-        "least time of a decode step, plus that of each sequence, and of each prompt that is read"
-    )
+    pace = "least time of a decode step, plus time per sequence, and per prompt that is read"
     parser.add_argument("--pace", default="", metavar="MS,MS[,MS]", help=pace)
     parser.add_argument("--figure", type=Path, help="draw the medians")
     parser.add_argument("--compare", type=Path, help="draw a step of each side of a workload")
