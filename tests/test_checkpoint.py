@@ -1,4 +1,4 @@
-"""Checkpoints: complete or invisible, never loaded if damaged; the run resumes unchanged; failures cost a line."""
+"""Checkpoints: complete or invisible, never loaded damaged, then the same run; a failed save costs a line."""
 
 import contextlib
 import io
