@@ -31,9 +31,7 @@ SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
 ROOMS = ("bench", "papers", "reporting", "simulation", "tests", "tests/runs")
 PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
 FINETUNE = "examples/finetune.py"
-KINDS = (
-    "train|critic|reward|environment|rollout|genrm|eval|perf|time|occupancy|split|sft|rm"  # metrics
-)
+KINDS = "train|critic|reward|environment|rollout|genrm|eval|perf|time|occupancy|split|sft|rm"
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 # flags of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
