@@ -1,4 +1,4 @@
-"""Layouts as data: which rank holds which part of a model, how people write that, and what can't be."""
+"""Layouts as data: which rank holds which part of a model, how people write layouts, and which can't be."""
 
 import itertools
 
@@ -18,7 +18,7 @@ SIZES = [*itertools.product((1, 2, 3, 4), repeat=3)]  # tp, pp, dp
 
 @st.composite
 def shapes(draw, most=12):
-    """Any ascending ranks, and sizes that divide them."""
+    """Draw any ascending ranks, and sizes that divide them."""
     ranks = draw(st.sets(st.integers(0, 40), min_size=1, max_size=most))
     sizes = []
     left = len(ranks)
@@ -30,7 +30,7 @@ def shapes(draw, most=12):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_shape_is_laid_out_as_by_megatron(step):
-    """Of all small sizes, on neighbouring ranks and others: copies, leads, and a stranger's place."""
+    """All small sizes, on neighboring ranks and others, must have its replicas and leads; others no place."""
     from training.groups import ORDER, mpu
 
     for tp, pp, dp in SIZES:
@@ -57,7 +57,7 @@ def test_what_is_written_is_read(engines, actor, critic, reference, default):
 
 
 def test_words_that_people_write():
-    """What isn't named is the default's, or the actor's; beside a size that is, others are 1."""
+    """A missing part takes the default's, or the actor's; if one size is given, others are 1."""
     default = Shape((0, 1, 2, 3), tp=2)
     found = placement_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:tp2", default)
     actor = Shape((0, 1), tp=1, pp=2)
@@ -112,7 +112,7 @@ ROWS = [
 
 
 def test_rows_of_the_table():
-    """Of tp 2 none is cut, and without a critic the actor has its part of the ranks."""
+    """No replica of tp 2 may be cut, and without a critic the actor has its part of the ranks."""
     for text, size, engines, actor, critic in ROWS:
         placement = make_placement(Config(placement=text, algorithm=PPO), size)
         assert placement == Placement(engines, Shape(actor), Shape(critic), Shape(actor))

@@ -15,7 +15,7 @@ ROWS = {page: read_rows(DOCS / "rows" / f"{page}.csv") for page in PAGES}
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_number_has_its_place(page):
-    """On the page once, and in the strip chart if it has an error, which each strip draws."""
+    """Each must be once on the page, and in the strip chart if it has an error; every strip draws it."""
     strips = [row for own in strips_of(PROSE[page], ROWS[page]).values() for row in own]
     expected = [row for row in ROWS[page] if row.error is not None]
     assert len(strips) == len(expected) > 10 and {*strips} == {*expected}
@@ -30,7 +30,7 @@ def test_every_number_has_its_place(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_is_that_of_its_rows(page):
-    """What is committed is what these rows make; its pictures are there."""
+    """The committed page must be the one that these rows make, and its pictures must exist."""
     text = (DOCS / f"{page}.md").read_text()
     for name, about in PROSE[page]["figures"].items():
         lines, figure, _ = section(page, name, about, PROSE[page]["published"], ROWS[page])
@@ -40,7 +40,7 @@ def test_a_page_is_that_of_its_rows(page):
 
 
 def test_one_rule_gives_every_verdict():
-    """90 % of the cases give a yes, 70 % a mostly; both need 5 cases. README's words follow its counts."""
+    """90% of the cases give a yes, 70% a mostly; both need 5 cases. README must follow its counts."""
     cases = {
         (9, 10): "yes",
         (5, 5): "yes",
