@@ -226,7 +226,7 @@ LOSSES = {  # name -> the strike, the message
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_dies_is_started_again_by_torchrun(tmp_path, longer, name):
-    """After kill -9 after a save, with one line, torchrun restarts all ranks and the run goes on by itself."""
+    """After a save and kill -9 torchrun restarts all ranks, with one line, and the run goes on by itself."""
     strike, line = LOSSES[name]
     run = Run(tmp_path, *FIVE, launch=("--max-restarts", "1")).struck((saved(2), strike))
     run.check_as(longer)
