@@ -202,7 +202,7 @@ def pack_targets(
         columns["sequence"] += [number] * length
         columns["lengths"].append(length)
         if proximal:
-            known = proximal.get(sample.key, sample.logprobs)  # of a fresh sample it is never read
+            known = proximal.get(sample.key, sample.logprobs)  # never read for a fresh sample
             columns.setdefault("proximal_logprobs", []).extend(known)
         if sample.reference_logprobs is not None:
             columns.setdefault("reference_logprobs", []).extend(sample.reference_logprobs)

@@ -58,7 +58,7 @@ class RolloutBatch:
 class Tasks(AbstractAsyncContextManager):
     """The tasks that this controller waits for, one per prompt. None outlives the `async with`."""
 
-    running: dict[int, asyncio.Task] = field(default_factory=dict)  # by prompt_id
+    running: dict[int, asyncio.Task] = field(default_factory=dict)  # prompt_id -> task
     closed: bool = False  # everything is being cut off
 
     async def __aexit__(self, *error: object) -> None:
@@ -89,7 +89,7 @@ class RolloutStep:
 
     c: Controller
     sampler: FirstFinishedSampler
-    groups: dict[int, list[Sample]] = field(default_factory=dict)  # by prompt_id
+    groups: dict[int, list[Sample]] = field(default_factory=dict)  # prompt_id -> answers
     unwritten: dict[int, int] = field(default_factory=dict)  # prompt_id -> unfinished answers
     judging: int = 0  # answers in judging, including those that wait for an engine
     tasks: Tasks = field(default_factory=Tasks)

@@ -170,7 +170,7 @@ class Scaled(Simulation):
 
     def __init__(self, ranks: int, media: float = 0.0, **settings: Any):
         self.media = media
-        # by unit: samples drawn, samples held at once, requests sent and received
+        # unit -> samples drawn, samples held at once, requests sent and received
         self.drawn = Counter()
         self.held = Counter()
         self.requests = Counter()

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 ROLES = ("rollout", "genrm")
 LEAST_GAIN = 0.05  # a smaller gain in speed isn't worth a move
-# one engine's part of a request: time sent, time ended, tokens written; then the tokens of the answer so far,
-# of the request's own prompt, and of this prompt in the cache; whether the answer is complete
+# one engine's part of a request: time sent, time ended, tokens written; then the answer's tokens so far, the
+# prompt's tokens, and those that the cache had; whether the answer is complete
 Part = tuple[float, float, int, int, int, int, bool]
 
 

@@ -37,7 +37,7 @@ class Evaluation(NamedTuple):
     """The times and memory of a table, in the units of its pipes."""
 
     latency: float
-    peak_memory: float  # of the rank with the highest peak
+    peak_memory: float  # highest peak of any rank
     starts: dict[Task, float]
 
 
@@ -116,7 +116,7 @@ def one_after_another(pipes: Sequence[Pipe]) -> Table:
             forwards = [Task(number, stage, False, i) for i in micro_batches]
             backwards = [Task(number, stage, True, i) for i in micro_batches]
             warm_up = len(pipe.ranks) - 1 - stage
-            steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))  # by turns
+            steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))  # in turns
             table[rank] += forwards[:warm_up] + steady + backwards[len(steady) // 2 :]
     return table
 

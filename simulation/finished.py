@@ -41,7 +41,7 @@ MODELS = (
     "critic",
 )  # settings; another model of the same size will do
 LAST = 10  # newest steps that count: lengths change as a policy learns
-LAST_SPANS = 5  # newest of these, whose individual requests are used
+LAST_SPANS = 5  # newest steps whose individual requests are used
 PRIOR = 1e-2  # weight of the guess against the measurements
 TIMES = ("step", "serve", "train", "switch", "sync", "save")
 

@@ -46,7 +46,8 @@ PATTERNS = {
         "Raises ... if",
     ),
 }
-MOST = dict.fromkeys(PATTERNS, 300)
+# what was reached: prompts for models, solitude, processes left behind, and clauses that are clear
+MOST = {"a machine that talks": 4, "alone": 2, "behind": 1, "a clause far from its noun": 3}
 
 
 def texts_of(path: Path) -> list[tuple[str, int, str]]:

@@ -105,7 +105,7 @@ class Trainer:
         self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
         self._join(groups)
         model_config = models.transformer_config(hf, config)
-        # a rough number per token, by which schedules compare models
+        # a rough number per token: schedules compare models with it
         self.activations = model_config.num_layers * model_config.hidden_size
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_stage(hf, model_config)
