@@ -16,7 +16,7 @@ from tests import ROOT
 from tests.support.patience import LIMIT_S
 
 ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
-# without engines' SGLang packages, whose import takes seconds
+# without SGLang's modules for engines, which take seconds to import
 SERVER = """
 import runpy, sys
 from unittest.mock import Mock

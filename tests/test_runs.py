@@ -23,7 +23,7 @@ THREE = (*SHORT, "--steps", "3")
 FIVE = (*SHORT, "--steps", "5")
 DEMO = DEMO_MODELS / "written"
 SIXTEEN = ("--prompts-per-step", "4", "--answers-per-prompt", "4")
-GROUPS = "reward rollout genrm train balance time occupancy perf split"  # of metrics
+GROUPS = "reward rollout genrm train balance time occupancy perf split"  # groups of metrics
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_run_leaves_what_it_promises(unbroken):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["partial", "fused"])
 def test_all_modes_train_on_the_same_samples(tmp_path, unbroken, mode):
-    """They must, in every number except times, and in every text."""
+    """Runs must agree in every number except times, and in every text."""
     Run(tmp_path, *THREE, "--mode", mode).ended().check_as(unbroken)
 
 
@@ -226,7 +226,7 @@ LOSSES = {  # name -> the strike, the message
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_dies_is_started_again_by_torchrun(tmp_path, longer, name):
-    """After kill -9 after a save, with one line, torchrun restarts all ranks and the run goes on by itself."""
+    """After kill -9 after a save, one line is printed, torchrun restarts all ranks, and the run goes on."""
     strike, line = LOSSES[name]
     run = Run(tmp_path, *FIVE, launch=("--max-restarts", "1")).struck((saved(2), strike))
     run.check_as(longer)
