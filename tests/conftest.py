@@ -84,8 +84,8 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "slow: of `make test-all`, not of `make test`")
-    config.addinivalue_line("markers", "long: of `make test-long` alone")
+    config.addinivalue_line("markers", "slow: runs in `make test-all`, not in `make test`")
+    config.addinivalue_line("markers", "long: runs only in `make test-long`")
     config.addinivalue_line("markers", "gpu(part): needs a CUDA device; see test_gpu.py")
 
 

@@ -167,7 +167,7 @@ def test_steps_without_a_target_are_skipped(make_actor, model_dir):
         mini_batches = balanced(on_policy_samples(actor), actor)
         norms.append(actor.update(mini_batches + [[[]]] * empty)["train/grad_norm"])
     assert norms[0] == norms[1] > 0
-    before, samples = weights_of(actor), on_policy_samples(actor)  # by now Adam has momentum
+    before, samples = weights_of(actor), on_policy_samples(actor)  # Adam has momentum by now
     for sample in samples:
         sample.advantages = None
     metrics = update(actor, samples)

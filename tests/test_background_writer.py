@@ -28,7 +28,7 @@ def ended(writer: BackgroundWriter):
 
 
 def test_a_writer_sees_what_was_there_when_it_was_forked():
-    """It must, however long the rank continues; and a result larger than a pipe must come back whole."""
+    """What it sees must not change as the rank continues; results larger than a pipe must come back whole."""
     value = bytearray(200_000)
     writer = BackgroundWriter(lambda: (time.sleep(0.2), bytes(value))[1])
     assert writer.result() is None

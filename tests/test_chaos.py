@@ -58,7 +58,7 @@ LAYOUTS += [("partial", 5, "engines=0-2 actor=3-4"), ("fused", 4, "engines=0-2 a
 PPO = [("full", 2, "split"), ("full", 3, "standalone")]
 PPO += [("partial", 5, "engines=0,2 actor=1,3 critic=3-4")]
 HOW = dict(answers_per_prompt=2, eval_every=100, write=write_on, verdict=judge_on)
-FATES = ("kept", "filtered", "carried")  # of a prompt in a step
+FATES = ("kept", "filtered", "carried")  # a prompt's fate in a step
 MOST_LIVES = 4  # lives with faults; the last life has none
 LIFE_S = 14.0  # most faults come within this time; later ones would find nothing to strike
 MEMORY = "/dev/shm"  # small files cost little there
@@ -341,7 +341,7 @@ def try_seed(seed, *layout_and_crash):
         stack.enter_context(patch.object(checkpoint, "POLL_S", 1.0))
         try:
             Trial(seed, Path(folder) / "run", *layout_and_crash).run()
-        # of any kind: a broken invariant here or in the fakes, or the code's own error
+        # any kind: a broken invariant here or in the fakes, or the code's own error
         except Exception as error:
             return seed, f"{type(error).__name__}: {error}".splitlines()[0]
     return seed, ""

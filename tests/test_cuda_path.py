@@ -454,7 +454,7 @@ def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
 
 
 def test_as_few_layers_are_computed_again_as_fit(models, monkeypatch):
-    """Of a 7B's 28 layers in 0.9 of a device; if memory is left, logits are kept."""
+    """The count is for a 7B's 28 layers in 0.9 of a device; with memory left, logits must be kept."""
     how = ("--max-tokens-per-micro-batch", "8192", "--tp", "2", "--sp")
     config = settings(models["7B"], *how)
     placed = lay_out(config, 8)

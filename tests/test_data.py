@@ -250,7 +250,7 @@ def write_parquet(path, **columns):
 
 
 def test_a_row_of_parquet_is_the_row_in_json(tmp_path):
-    """It must be, whatever its types, and without null fields at any depth."""
+    """Both must give the same row, whatever its types, and without null fields at any depth."""
     arrays = {name: pyarrow.array(*COLUMNS[name][:2]) for name in COLUMNS}
     rows = [{name: COLUMNS[name][2][number] for name in COLUMNS} for number in range(2)]
     read = read_rows(write_parquet(tmp_path / "rows.parquet", **arrays))

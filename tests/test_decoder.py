@@ -1,4 +1,4 @@
-"""decoder.cpp against transformers and torch; a row's bits beside any others; compilation and speed."""
+"""decoder.cpp against transformers and torch; a row's bits in any batch; compilation and speed."""
 
 import errno
 import json
@@ -159,7 +159,7 @@ def test_logprobs_are_transformers(loaded):
 
 
 def test_bits_of_a_row_do_not_depend_on_the_pass(loaded):
-    """They must be the same all at once, partly cached or one by one; alone or with 63 rows of any length"""
+    """A row must have the same bits in a batch, partly cached or one by one, with or without 63 others"""
     tokens = some_tokens(90)
     whole = loaded.logits((0, 0, tokens))
     for first in (1, 8, 47, 89):
@@ -183,7 +183,7 @@ def requests_of(count, left=40):
 
 
 def test_bits_do_not_depend_on_the_window(loaded):
-    """Windows of 1, 4 and 16 steps must agree, alone or with others; a decode step is a row of a prefill."""
+    """Windows of 1, 4 and 16 steps must agree in any batch; a decode step is a row of a prefill."""
     count = 20
     for i in range(1, count):
         loaded.logits((i, 0, some_tokens(i, i)))
@@ -246,7 +246,7 @@ def sampled_by_torch(logits, rules, positions):
 @pytest.mark.parametrize("target", [NATIVE, *LOWER])
 @pytest.mark.parametrize("vocab", [7, 64, 77, 49152])
 def test_tokens_are_those_of_the_formula(target, vocab):
-    """They must be, with few or all tokens likely and some impossible; log-probabilities are in float64."""
+    """They must agree with few or all tokens likely and some impossible; log-probabilities are in float64."""
     rows = 400 if vocab < 100 else 48
     generator = torch.Generator().manual_seed(vocab)
     spread = torch.tensor([0.0, 1.0, 4.0, 30.0]).repeat(rows // 4)[:, None]

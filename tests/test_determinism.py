@@ -1,5 +1,5 @@
 """One seed, one run: the same samples are trained on, to the last bit, in every mode, at any speed.
-test_engine.py shows on a real server that a token doesn't depend on the requests beside it."""
+test_engine.py shows on a real server that a token doesn't depend on concurrent requests."""
 
 from unittest import mock
 

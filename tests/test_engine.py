@@ -308,7 +308,7 @@ def test_a_log_keeps_what_earlier_servers_said(tmp_path):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("decode", [True, False])
 def test_batched_attention_equals_one_request_at_a_time(request, kv_heads, decode):
-    """It must match the formula, and to the last bit a batch of one, whatever is beside it."""
+    """It must match the formula, and to the last bit a batch of one, whatever its neighbors."""
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)  # as in the server: threads split a sum elsewhere
     torch.manual_seed(0)
@@ -377,7 +377,7 @@ def test_a_greedy_answer_ends_with_its_stop_token(engine, run, models):
 
 
 def test_what_is_aborted_goes_on_as_if_it_had_stayed(engine, run):
-    """Of 80 requests 64 decode; they are cut off repeatedly, with or without the cache, some at their end."""
+    """80 requests (64 decode at once) are cut off repeatedly, with or without the cache, some at the end."""
     prompts = [tokens_of(i // 16, 4 + 2 * i) for i in range(80)]
     requests, turns = requests_of(prompts, Sampling(1.0, 200), seeds=range(80)), []
 
@@ -469,7 +469,7 @@ async def ask_others(engine, count, seed):
 
 
 def test_an_answer_does_not_depend_on_its_neighbours(engine, run):
-    """Each by itself without the cache must match all of them beside others, greedy ones too, with hits."""
+    """Each by itself without the cache must match all of them among others, greedy ones too, with hits."""
 
     async def ask_target(length, tokens, temperature):
         sampling = Sampling(temperature, tokens, ignore_eos=True)
@@ -516,7 +516,7 @@ def test_what_a_window_lacks_is_written_step_by_step(engine, run):
 
 
 def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_path, monkeypatch):
-    """Torch's log-probabilities differ in their last bits, but must be the same beside any neighbors."""
+    """Torch's log-probabilities differ in their last bits, but must be the same with any neighbors."""
     asked = [tokens_of(i, 5 + i) for i in range(16)]
     answers = run(ask(engine, asked, Sampling(1.0, 60), seeds=range(16)))
     (tmp_path / "lscpu").symlink_to(shutil.which("lscpu"))  # all that SGLang looks for
@@ -529,7 +529,7 @@ def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_pat
             assert one.tokens == plain.tokens
             assert one.logprobs == pytest.approx(plain.logprobs, rel=0, abs=NEAR)
             assert (one.logprobs != plain.logprobs) == extras.has("fast CPU")
-        for some in (slice(3, 4), slice(0, 16, 3)):  # by itself, and beside fewer
+        for some in (slice(3, 4), slice(0, 16, 3)):  # one request, and several
             again = run(ask(other, asked[some], Sampling(1.0, 60), seeds=range(16)[some]))
             expected = [(each.tokens, each.logprobs) for each in plain_answers[some]]
             assert [(each.tokens, each.logprobs) for each in again] == expected
@@ -600,9 +600,9 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
 
 @pytest.mark.slow
 def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
-    """They must be within 1e-4 of a padded batch, and the same to the last bit beside others and after sleep.
+    """They must be within 1e-4 of a padded batch, and the same to the last bit in any batch and after sleep.
 
-    The head has no bias, and another save's shards beside its own aren't read."""
+    The head has no bias, and another save's shards next to its own aren't read."""
     torch.manual_seed(0)
     how = dict(num_labels=1, dtype=torch.float32, pad_token_id=0)
     oracle = AutoModelForSequenceClassification.from_pretrained(models[0], **how)

@@ -161,7 +161,7 @@ def test_a_run_plays_episodes(unbroken):
 
 @pytest.mark.parametrize("mode", ["full", "fused"])
 def test_all_modes_play_the_same_episodes(tmp_path, unbroken, mode):
-    """They must, even if answers move to another engine in the middle of an episode, in fused mode."""
+    """Modes must agree, even if fused mode moves answers to another engine in the middle of an episode."""
     run = episodic(tmp_path, "--mode", mode, "--tail", "0.5", run=PacedRun).ended()
     check_as(run, unbroken)
     moved = sum(row.get("rollout/moved", 0) for row in run.rows())
@@ -203,7 +203,7 @@ def test_episodes_that_were_cut_off_are_played_again(tmp_path):
     for _, _, versions, _, _, replies, _, _ in lines_of(again, "judged.jsonl"):
         continued += len({*versions}) > 1
         answered += any(versions[place - 1] < versions[-1] for place, _, _ in replies)
-    print(f"{continued} episodes continued, {answered} behind a reply")
+    print(f"{continued} episodes continued, {answered} after a reply")
     assert answered
 
 

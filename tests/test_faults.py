@@ -124,7 +124,7 @@ async def judges_are_forgotten(step):
 
 
 def test_a_mode_that_never_wakes_its_judges_ends_in_a_line(monkeypatch, caplog):
-    """It must, after half of --timeout-s in which no engine had anything to write."""
+    """It must end after half of --timeout-s in which no engine had anything to write."""
     mistaken = modes.MODES["partial"]._replace(serve=judges_are_forgotten)
     monkeypatch.setitem(modes.MODES, "partial", mistaken)
     controllers = []
@@ -135,7 +135,7 @@ def test_a_mode_that_never_wakes_its_judges_ends_in_a_line(monkeypatch, caplog):
 
 
 def test_judges_may_wait_while_others_write():
-    """In fused mode they may, longer than half of --timeout-s."""
+    """In fused mode they may wait longer than half of --timeout-s."""
 
     def slowly(engines):
         for engine in engines:

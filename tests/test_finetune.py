@@ -189,7 +189,7 @@ LED = [
     {"prompt": WHOLE[:2], "chosen": WHOLE[2:], "rejected": OTHER[2:]},
     {"chosen": WHOLE, "rejected": OTHER},
     {"prompt": "", "chosen": WHOLE, "rejected": OTHER},
-    # beside whole conversations that repeat all of it, a part, or nothing
+    # and conversations that repeat all of it, a part, or nothing
     {"prompt": [SYSTEM], "chosen": WHOLE[1:], "rejected": OTHER[1:]},
     {"prompt": WHOLE[:2], "chosen": WHOLE, "rejected": OTHER},
     {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": "6"},

@@ -103,7 +103,7 @@ def record_difference(record, found: dict[str, float]) -> None:
 
 
 def test_the_script_of_a_trainer_runs_dry(work):
-    """It must, on any machine. Nothing moves, so an update after a nap has the same bits."""
+    """It must run on any machine. Nothing moves, so an update after a nap must have the same bits."""
     nap = work("cpu", "nap")("nap", "napped")
     assert nap["lost"] == nap["repeated"] == nap["napped"] == 0 < nap["moved"]
 
@@ -146,7 +146,7 @@ def needs_two_cards(device: str, dry: bool = True) -> None:
 @of_ranks
 @pytest.mark.parametrize("how, near", [("during", 1e-5), ("stages", 1e-2)])
 def test_two_ranks_learn_the_same(device, work, record, how, near):
-    """They must, if gradients are summed during or after the backward pass, and with a stage each."""
+    """Ranks must agree if gradients are summed during or after the backward pass, and with a stage each."""
     needs_two_cards(device)
     check = work(device, "ranks")
     found, after = check(how, "grad_norm"), check("after", "grad_norm")
@@ -173,7 +173,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
 
 @of_engine
 def test_engine_and_trainer_agree(device, work, record):
-    """They must, for answers that the engine sampled, both with the weights of the directory."""
+    """They must agree on answers that the engine sampled, both with the directory's weights."""
     found = work(device, "serve")("agreement")
     record_difference(record, found)
     assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
@@ -205,7 +205,7 @@ def test_both_engines_and_a_trainer_share_a_device(device, work, record):
 
 @of_engine
 def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
-    """With one seed they must be, by themselves and among others, some of them greedy."""
+    """One seed must give the same tokens, by itself and among other requests, some of them greedy."""
     found = work(device, "same")("deterministic")
     names = ("same_tokens", "same_logprobs")
     record(**{name: f"{found[name]} of {found['answers']}" for name in names})

@@ -125,7 +125,7 @@ def picture(mode, kind="PNG", **options):
 
 
 TURNED = pillow.Exif()
-TURNED[0x0112] = 6  # by 90 degrees
+TURNED[0x0112] = 6  # turned by 90 degrees
 ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
 FILES = {"none": [], "one": [ONE], "three": [OTHER, ONE, OTHER], "grey": [picture("L")]}
 FILES |= {"exif": [picture("RGB", "JPEG", exif=TURNED)], "alpha": [picture("RGBA")]}
@@ -141,7 +141,7 @@ FILES |= {"previews, exif": [picture("RGB", "MPO", exif=TURNED, **PREVIEW)]}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_logprobs_are_transformers(run, seeing, name):
-    """They must be, even for pixels that could be read in several ways: engine and trainer agree."""
+    """They must agree even for files with ambiguous pixels: engine and trainer read them the same way."""
     requests = [request_of(seeing, FILES[name], seed) for seed in range(8)]
     pairs = list(zip(requests, run(ask(seeing.engine, *requests)), strict=True))
     assert len({tuple(answer.tokens) for _, answer in pairs}) > 4
@@ -181,7 +181,7 @@ CHANGED = encoded_clip(
 
 @pytest.mark.slow
 def test_logprobs_of_answers_to_clips_are_transformers(run, seeing):
-    """They must be, by its path for images; and with Qwen3-VL also by that for videos, where numbers agree.
+    """The engine's path for images must agree, and with Qwen3-VL also its path for videos.
 
     This also holds once the engine has seen a pair with the same first frame, and after other pushes.
     """

@@ -233,7 +233,7 @@ STORED = {  # kind -> format, mode, options
 
 @pytest.mark.parametrize("kind", STORED)
 def test_a_picture_stands_upright(model_dir, kind):
-    """It must, for all eight orientations, and for 0, which is none."""
+    """All eight orientations must be applied, and 0 means none."""
     form, mode, options = STORED[kind]
     pixels = np.zeros((64, 96, 3), np.uint8)
     pixels[:32, :32] = 255

@@ -313,7 +313,7 @@ def test_an_engine_without_the_push_is_found_out(make_actor, model_dir, monkeypa
 
 @pytest.mark.parametrize("recompute", [0, 2])
 def test_every_a_and_b_learns(make_actor, model_dir, recompute):
-    """It must, even in recomputed blocks, whose input comes from frozen weights."""
+    """Each must get a gradient, even in recomputed blocks, where the input comes from frozen weights."""
     actor = make_actor(model_dir, recompute=recompute)
     before = {name: x.detach().clone() for name, x in actor.gpt.adapters.parameters.items()}
     assert len(before) == 2 * 4 * 2
@@ -323,7 +323,7 @@ def test_every_a_and_b_learns(make_actor, model_dir, recompute):
 
 
 def test_a_checkpoint_holds_a_b_and_moments_in_float32(make_actor, model_dir, tmp_path):
-    """It must, even for a bfloat16 model, and not hold frozen weights."""
+    """A bfloat16 model's must also be float32; frozen weights must not be saved."""
     actor = make_actor(model_dir, dtype="bfloat16", lr=1e-2)
     learn(actor)
     save(actor, tmp_path / "saved")

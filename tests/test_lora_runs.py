@@ -1,4 +1,4 @@
-"""Whole runs with adapters: the same numbers in every mode and after kill -9; beside other extras."""
+"""Whole runs with adapters: the same numbers in every mode and after kill -9; with other extras."""
 
 import json
 

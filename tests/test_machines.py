@@ -26,7 +26,7 @@ def machines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_and_seen(machines, tmp_path_factory):
-    """Run on two, of which the second dies in the middle; return the run and what was seen."""
+    """Run on two machines and kill the second in the middle; return the run and what was seen."""
     return two_machines.on_two(machines, tmp_path_factory.mktemp("two") / "out", SETTINGS, 2)
 
 

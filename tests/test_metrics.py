@@ -339,7 +339,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
         await report.written()
 
     loop.run_until_complete(one_step())
-    with full_disk(), pytest.raises(RunLost):  # after spans, whose folder is gone
+    with full_disk(), pytest.raises(RunLost):  # after spans, which have no folder now
         c.timeline.folder = None
         loop.run_until_complete(one_step())
     read = lambda *_: (tmp_path / "metrics.jsonl").read_text().index("0.75")  # noqa: E731

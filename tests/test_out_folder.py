@@ -28,7 +28,7 @@ def out(tmp_path, monkeypatch):
 
 
 def test_a_folder_has_one_holder(out):
-    """It must, whatever the folder is called; the second is told about the first."""
+    """There must be one, whatever the folder's name; the second's error must name the first."""
     (link := out.parent / "link").symlink_to(out)
     who = f"process {os.getpid()} on {socket.gethostname()} is at work there: stop it, or"
     for name in (out, link, link / ".." / "out"):
@@ -39,7 +39,7 @@ def test_a_folder_has_one_holder(out):
 
 
 def test_a_lock_goes_with_its_process(out):
-    """It must, even if killed. A run's files are moved, but not the lock, so that nobody else gets in."""
+    """A killed process must release it. A run's files are moved, but not its lock: nobody else gets in."""
     code = (
         "from pathlib import Path; from tests.test_out_folder import *; stay = asyncio.sleep(9999)"
     )

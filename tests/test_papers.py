@@ -1,4 +1,4 @@
-"""What all papers' commands depend on: points with a source, constants with their fitted points, rows."""
+"""The common parts of all papers' commands: points with sources, constants with fitted points, rows."""
 
 import re
 import sys

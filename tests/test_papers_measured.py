@@ -30,7 +30,7 @@ BEST = {"short": "2|2", "tail": "2|2", "resample": "2|2", "judge-heavy": "1|3"}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BEST)
 def test_a_split_that_moves_ends_near_the_best(name):
-    """It must, even where each prompt that is read delays generation."""
+    """The split must end near the best one, even where each prompt that is read delays generation."""
     last = dict(steps=22, first_counted=14)
     moving = serving_s(PAPER.constants, name, "3|1", rebalance=True, **last)
     assert moving < 1.06 * serving_s(PAPER.constants, name, BEST[name], **last)

@@ -82,7 +82,7 @@ def test_who_ask_as_often_load_engines_alike(controllers, engines):
 
 
 PROMPT = [ord("7"), ord("+")]
-# tell an engine which answer is meant
+# identify the answer for the engine
 SEEDS = [seed_of(0, 7, number) for number in range(4)]
 
 
@@ -142,7 +142,7 @@ def test_parts_of_an_answer_come_as_one():
 
 
 def test_its_own_tokens_are_not_counted_twice():
-    """What this controller reported to the others is already in its own count."""
+    """The others' count must not include what this controller reported itself."""
     first, second = engine_of(0, {1: 98, 2: 38}), engine_of(1, {2: 38})
 
     async def work(pool):
@@ -230,7 +230,7 @@ def test_what_an_engine_owed_is_given_back_when_it_is_not_awaited_any_more(end, 
 
 
 def test_an_engine_that_owes_tokens_and_writes_none_is_lost():
-    """It must be, half of --timeout-s after the first meeting that reports it; a model may train before."""
+    """The limit is half of --timeout-s after the first meeting that reports it; a model may train before."""
     engine = engine_of(0, {1: 98})
 
     async def work(pool):

@@ -1,4 +1,4 @@
-"""The pretraining term: which texts, whose tokens, their weight by hand. test_actor.py has the update."""
+"""The pretraining term: its texts, its tokens, and their weight by hand. test_actor.py has the update."""
 
 import json
 from functools import partial

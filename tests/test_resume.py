@@ -1,4 +1,4 @@
-"""What a run does with an earlier one's files: what it resumes from, what it refuses, what it repeats."""
+"""How a run treats an earlier one's files: what it resumes from, what it refuses, what it repeats."""
 
 import asyncio
 import json
@@ -303,7 +303,7 @@ def test_what_waiting_answers_were_made_with_stays(tmp_path, state):
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
-    """Those with an effect must be listed; one that the checkpoint doesn't know hasn't changed."""
+    """Changes with an effect must be listed; a setting that the checkpoint doesn't know hasn't changed."""
     out = make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, {name: SETTINGS[name] for name in SETTINGS if name != "keep"})
     changes = dict(steps=50, lr=1e-3, port=31000, algorithm=("grpo", "kl_coef=0.01"), keep=7)

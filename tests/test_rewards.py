@@ -81,7 +81,7 @@ WITH_WEIGHTS = st.tuples(NUMBERS, st.floats(0.1, 3))
     cost_rules=st.lists(NUMBERS, max_size=3),
 )
 def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_rules):
-    """They must be, by weight, over judges and rules; the verdict comes only from the judges."""
+    """Weights must apply over judges and rules; the verdict must come only from the judges."""
     judges = [StubJudge(value) for value, _ in judged]
     judges += [StubJudge(value, "cost") for value in cost_judges]
     rules = [says(value) for value, _ in ruled] + [says(value, "cost") for value in cost_rules]

@@ -23,7 +23,7 @@ THREE = (*SHORT, "--steps", "3")
 FIVE = (*SHORT, "--steps", "5")
 DEMO = DEMO_MODELS / "written"
 SIXTEEN = ("--prompts-per-step", "4", "--answers-per-prompt", "4")
-GROUPS = "reward rollout genrm train balance time occupancy perf split"  # of metrics
+GROUPS = "reward rollout genrm train balance time occupancy perf split"  # groups of metrics
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_run_leaves_what_it_promises(unbroken):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["partial", "fused"])
 def test_all_modes_train_on_the_same_samples(tmp_path, unbroken, mode):
-    """They must, in every number except times, and in every text."""
+    """Runs must agree in every number except times, and in every text."""
     Run(tmp_path, *THREE, "--mode", mode).ended().check_as(unbroken)
 
 

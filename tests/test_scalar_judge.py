@@ -14,7 +14,7 @@ from tests.test_genrm import Engine, Pool, always, make_rewards, sample, score_a
 
 
 def test_a_scalar_reward_model_scores_the_whole_response():
-    """It must, even if the response was cut off. Accuracy uses its final answer."""
+    """It must score even a response that was cut off. Accuracy uses its final answer."""
     listed = make_rewards("addition_score")
     judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
     engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))

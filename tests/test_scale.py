@@ -28,7 +28,7 @@ def growth(of_way, name):
 
 
 def test_what_a_controller_holds_and_sends_is_flat(found):
-    """It must be, within a tenth of the mean: each keeps an eighth of 8 units at home. Split models too."""
+    """All must be within a tenth of the mean (each of 8 units keeps an eighth), also with split models."""
     for way, name in product(("parallel", "split"), ("samples", "sent")):
         values = [getattr(busiest, name) for busiest in found[way]]
         assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name

@@ -286,7 +286,7 @@ def test_one_ranks_end_is_that_of_all(tmp_path, program, cleaned, line):
 
 @pytest.mark.parametrize("asked, status", [("torchrun", 1), ("a rank", 0)])
 def test_a_stop_that_was_asked_for(tmp_path, asked, status):
-    """torchrun forwards Ctrl-C if it alone gets it: the ranks must agree and end, and one prints it."""
+    """If only torchrun gets Ctrl-C it forwards it: the ranks must agree and end, and one prints it."""
     with torchrun(tmp_path, "until_a_stop", ranks=2) as run:
         assert run.stdout.readline() == "serving\n"
         lock = (tmp_path / "out" / "lock").open()  # nobody else may write there meanwhile

@@ -104,7 +104,7 @@ def test_who_waits_for_all_waits_longer_than_a_collective(tmp_path):
 
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
 def test_an_error_says_in_which_phase_this_rank_waited(tmp_path, how):
-    """It must, in a part of the ranks too. Collectives inside of an update aren't World's."""
+    """It must name the phase, also in a part of the ranks. Collectives inside an update aren't World's."""
 
     def update():
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")

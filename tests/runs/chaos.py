@@ -100,7 +100,7 @@ def trial(number: int, mode: str) -> bool:
 def end_of(run: Run, expected: Run) -> str:
     """Describe how this start of a trial ended."""
     if run.left:
-        return f"BROKEN: left behind: {run.left}"
+        return f"BROKEN: processes left: {run.left}"
     if not (run.out / FINAL).is_file():
         return f"BROKEN: a start without a fault ended with status {run.status}"
     same = (run.out / FINAL).read_bytes() == (expected.out / FINAL).read_bytes()

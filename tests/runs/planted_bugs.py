@@ -99,9 +99,9 @@ def main() -> None:
     parser.add_argument("--module", nargs="+", help="lists of bugs; default: all")
     parser.add_argument("--bug", nargs="+", help="names of bugs; default: all")
     parser.add_argument("--files", nargs="+", help="with --all: test files; default: all")
-    parser.add_argument("--all", action="store_true", help="ask all files, not `found_by` alone")
+    parser.add_argument("--all", action="store_true", help="run all files, not only `found_by`")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at a time")
-    parser.add_argument("--timeout-s", type=float, default=600, help="of one test file")
+    parser.add_argument("--timeout-s", type=float, default=600, help="limit for one test file")
     arguments = parser.parse_args()
     bugs = [bug for bug in read_bugs() if bug.module in (arguments.module or [bug.module])]
     bugs = [bug for bug in bugs if bug.name in (arguments.bug or [bug.name])]

@@ -216,7 +216,7 @@ class FakeEngine:
 
     async def abort(self):
         await self.answer()
-        assert self.awake, "told to abort while it slept"
+        assert self.awake, "asked to abort while it slept"
         for aborted in self.aborts:
             if not aborted.done():
                 aborted.set_result(None)

@@ -41,7 +41,7 @@ def controller_of(world: World, actor, critic) -> SimpleNamespace:
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),
         state=State(),
-        report=SimpleNamespace(note=None),  # of a failed save
+        report=SimpleNamespace(note=None),  # called after a failed save
     )
 
 
