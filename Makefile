@@ -1,22 +1,21 @@
-# make run       installs into .venv, then trains the demo: 2 ranks, partial colocation; on one GPU 1, full
+# make run       installs into .venv, then trains the demo: 2 ranks, partial colocation; on one GPU: 1, full
 # make test      installs into .venv, then lints and passes the tests of the default tier, on the CPU
-# make test-all  the same, then the slow ones; make test-long: chaos and machines, by hand
-# make papers    installs, then simulates the papers' figures, two at a time: 8 minutes; docs/papers
-# make results   installs, then measures README's results and draws its pictures, some 20 minutes
-# make walkthrough  installs, then runs the demo's first steps, and writes docs/walkthrough.md: a minute
-# make test-gpu  installs into .venv, then tests what needs a GPU; ends in a table of what passed.
+# make test-all  the same, then the slow tests; make test-long: chaos and machines, only by hand
+# make papers    installs, then simulates the papers' figures, two at a time, for docs/papers: 8 minutes
+# make results   installs, then measures README's results and draws its pictures: about 20 minutes
+# make walkthrough  installs, then runs the demo's first steps and writes docs/walkthrough.md: a minute
+# make test-gpu  installs into .venv, then tests what needs a GPU; prints a table of what passed.
 #                PART=trainer (3 minutes), engine, demo, ranks: only that; PYTHON=python3: without .venv
 PYTHON ?= python3
 BIN := .venv/bin
 GPUS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
 MODE ?= $(if $(filter 1,$(RANKS)),full,partial)
-# torchrun's own store would listen on every interface: so it is a file, a new one for each run, and not shared
-# with the ranks, who meet by themselves
+# torchrun's own store would listen on every interface: use a new file per run; ranks meet on their own
 TORCHRUN := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --rdzv-backend c10d --rdzv-conf store_type=file \
   --rdzv-endpoint "$$(mktemp)" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2
 export OMP_NUM_THREADS ?= 1
-# seconds for the ranks to save and leave after a first Ctrl-C; then torchrun kills them
+# seconds that ranks have to save and exit after the first Ctrl-C before torchrun kills them
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 300
 
 .PHONY: run test test-all test-long test-gpu lint install papers results walkthrough
@@ -33,7 +32,7 @@ test-all: test
 test-long: install
 	$(PYTEST) -m long tests
 
-# with a PYTHON of your own nothing is installed: it has what it needs
+# your own PYTHON must have all packages: nothing is installed into it
 test-gpu: $(if $(findstring file,$(origin PYTHON)),install)
 	$(if $(findstring file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m pytest -q \
 	  -m '$(if $(PART),gpu(part="$(PART)"),gpu)' tests/test_gpu.py $(ARGS)

@@ -1,7 +1,7 @@
-"""The policy: its log-probabilities, its loss, its update; the reference model of a KL penalty.
+"""The policy: its log-probabilities, loss and update; also the reference model of a KL penalty.
 
-controller.learn calls Trainer.update. For each mini-batch that has the passes run (executor.py), in which
-Megatron calls policy_loss on the last stage, and takes AdamW's step (Trainer.step).
+controller.learn calls Trainer.update. For each mini-batch, that runs the passes (executor.py), in which
+Megatron calls policy_loss on the last stage, and then takes AdamW's step (Trainer.step).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from training.trainer import (
     totals,
 )
 
-# Trainer and engine may differ by this much in the mean over tokens: single ones are far apart in bfloat16
+# How far trainer and engine may differ, on average over tokens: in bfloat16 single tokens differ by far more
 MAX_LOGPROB_DIFF = {"float32": 1e-4, "bfloat16": 0.05}
-# Statistics of a micro-batch: sums over its targets, reported as means over tokens, and others.
+# Statistics of a micro-batch. TOKEN_MEANS are sums over its targets that are reported as means over tokens.
 TOKEN_MEANS = ("entropy", "kl", "reference_kl", "clip_frac", "stale_token_frac")
 ENGINE_STATS = ("fresh_tokens", "engine_logprob_diff_sum", "engine_logprob_diff_max")
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS)
 
 
 class Actor(Trainer):
-    """One rank's part of the policy. A sample's `versions` name the weights that wrote each token."""
+    """One rank's part of the policy. A sample's `versions` are those of the weights that wrote each token."""
 
     title = "actor"
 
@@ -51,11 +51,11 @@ class Actor(Trainer):
     ):
         self.algorithm = algorithm_of(config)
         self.texts: list[Sequence] = []  # for the pretraining term, if there is one
-        self.lag = config.ahead  # updates that the weights which wrote a token may be behind
+        self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
 
     def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
-        """With --lora the optimizer has only the parameters of adapters, which freeze all others."""
+        """Build the optimizer. With --lora it has only the adapters' parameters; all others are frozen."""
         if self.config.lora:
             from training.lora import Adapters
 
@@ -68,7 +68,7 @@ class Actor(Trainer):
         proximal = self._proximal_logprobs(mini_batches)
         entropy_learns = self.algorithm.entropy_coef > 0
         options = {"temperature": self.config.temperature, "entropy_learns": entropy_learns}
-        if not entropy_learns:  # else a chunk that is kept would take twice the memory
+        if not entropy_learns:  # its gradient would double the memory of a kept chunk
             options["kept"] = self.config.kept_chunks
         read = partial(lm_head.read_targets, self.gpt, **options)
         names = STATS
@@ -83,7 +83,7 @@ class Actor(Trainer):
 
                 names = STATS + ptx.STATS
                 ptx.add_texts(self, work, number, targets.divisors)
-            # later steps have moved the weights: only the first one's are those that the engine had
+            # only the first step has the engine's weights: later ones run on updated weights
             check = self._check_engine if number == 0 else None
             steps.append(OptimizerStep(work, names, self._learning_rate(), check))
         return steps
@@ -95,14 +95,14 @@ class Actor(Trainer):
         return learning_rate(self.version, self.config, self.algorithm.critic_warmup)
 
     def compute_policy_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `policy_logprobs` where the KL is in the reward (collective: model-parallel group)."""
+        """Fill `policy_logprobs` if the KL is part of the reward (collective: model-parallel group)."""
         if self.algorithm.kl_in == "reward":
             read = self.read_tokens(list(chain(*mini_batches)))
             for sample, logprobs in zip(flat(mini_batches), read, strict=True):
                 sample.policy_logprobs = logprobs
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs`, without adapters if it has any (collective: model-parallel group)."""
+        """Fill `reference_logprobs`, with adapters switched off (collective: model-parallel group)."""
         self._switch_adapters(False)
         read = self.read_tokens(list(chain(*mini_batches)))
         self._switch_adapters(True)
@@ -114,7 +114,7 @@ class Actor(Trainer):
             adapter.is_on = is_on
 
     def _check_samples(self, samples: list[Sample]) -> None:
-        """Assert that samples have advantages and are of the step's weights, or rightly stale."""
+        """Assert that samples have advantages, and that none is more stale than it may be."""
         oldest = 0 if self.config.over_dispatch > 1 else self.version - self.lag
         for sample in samples:
             assert sample.advantages is not None, "a sample without advantages cannot be trained on"
@@ -122,18 +122,18 @@ class Actor(Trainer):
             assert fits, f"a sample of weights {sample.versions} meets weights {self.version}"
 
     def _check_engine(self, stats: dict[str, float]) -> None:
-        """Raise UserError if trainer and engine differ too much on tokens of the step's weights."""
+        """Raise UserError if trainer and engine differ too much on tokens that the same weights wrote."""
         mean = engine_difference(stats)
         dtype = self.config.dtype
         most = MAX_LOGPROB_DIFF[dtype]
         if not mean <= most:  # "mean > most" would let NaN pass
-            apart = f"by {mean:.2e} in the mean, more than the {most:.2e} that --dtype {dtype} may"
+            apart = f"by {mean:.2e} on average, more than --dtype {dtype} allows ({most:.2e})"
             raise UserError(f"the trainer's log-probabilities differ from the engine's {apart}")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Log-probabilities at the start of the step, of stale samples or of all (collective)."""
+        """Return log-probabilities at the start of the step for samples that need them (collective)."""
         if len(mini_batches) == 1:
-            return {}  # the pass that trains gives them
+            return {}  # the training pass itself computes them
 
         def needs_them(sample: Sample) -> bool:
             is_stale = min(sample.versions, default=self.version) < self.version
@@ -147,15 +147,15 @@ class Actor(Trainer):
         return {sample.key: sample.policy_logprobs for sample in wanted}
 
     def read_targets(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """Log-probabilities of the targets at the temperature of sampling: [targets]."""
+        """Return the targets' log-probabilities at the sampling temperature: [targets]."""
         return lm_head.read_targets(self.gpt, batch, hidden, self.config.temperature)[0]
 
     def own_logprobs(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """The same at temperature 1, the model's own."""
+        """Return the targets' log-probabilities at temperature 1: [targets]."""
         return lm_head.read_targets(self.gpt, batch, hidden, 1.0, kept=self.config.kept_chunks)[0]
 
     def cross_entropy_loss(self, batch: MicroBatch, hidden: Tensor) -> LossSums:
-        """The mean of -log p(token) over targets, as TRL's SFTTrainer with completion_only_loss."""
+        """Return the mean of -log p(token) over targets, as TRL's SFTTrainer with completion_only_loss."""
         logprobs = self.own_logprobs(batch, hidden)
         return loss_sums(-logprobs.sum(), len(logprobs), {})
 
@@ -166,16 +166,16 @@ class PackedTargets:
 
     engine_logprobs: Tensor  # under the weights that wrote the token
     advantages: Tensor
-    stale: Tensor  # whether older weights than the step's wrote it
-    mean_weights: Tensor  # of each token's loss in the sum: see algorithms.MEANS
+    stale: Tensor  # whether an earlier step's weights wrote the token
+    mean_weights: Tensor  # each token's weight in the sum of the loss: see algorithms.MEANS
     divisors: Tensor  # the sum of the loss is divided by the sum of these
-    sequence: Tensor  # the answer that a token belongs to, by its number in the mini-batch
+    sequence: Tensor  # index in the mini-batch of the answer that a token belongs to
     lengths: Tensor  # [answers]
-    proximal_logprobs: Tensor | None = None  # at the step's start; None: by the weights that train
+    proximal_logprobs: Tensor | None = None  # at the step's start; None: the training pass has them
     reference_logprobs: Tensor | None = None  # None: there is no reference model
 
     def at(self, slots: Tensor) -> PackedTargets:
-        """The same of some slots, in their order."""
+        """Return the columns at some slots, in the order of `slots`."""
         columns = {name: column for name, column in vars(self).items() if column is not None}
         del columns["lengths"]
         return replace(self, **{name: column[slots] for name, column in columns.items()})
@@ -187,7 +187,7 @@ DTYPES = {"stale": torch.bool, "divisors": torch.int64, "sequence": torch.int64}
 def pack_targets(
     samples: list[Sample], version: int, proximal: dict, algorithm: Algorithm, device: torch.device
 ) -> PackedTargets:
-    """Put a mini-batch's samples end to end. proximal: see Actor._proximal_logprobs."""
+    """Concatenate a mini-batch's samples. proximal: see Actor._proximal_logprobs."""
     names = ("engine_logprobs", "advantages", "stale", "mean_weights", "divisors")
     names += ("sequence", "lengths")
     columns: dict[str, list] = {name: [] for name in names}
@@ -202,7 +202,7 @@ def pack_targets(
         columns["sequence"] += [number] * length
         columns["lengths"].append(length)
         if proximal:
-            known = proximal.get(sample.key, sample.logprobs)  # fresh: the engine's, never read
+            known = proximal.get(sample.key, sample.logprobs)  # never read for a fresh sample
             columns.setdefault("proximal_logprobs", []).extend(known)
         if sample.reference_logprobs is not None:
             columns.setdefault("reference_logprobs", []).extend(sample.reference_logprobs)
@@ -216,9 +216,9 @@ def pack_targets(
 def policy_loss(
     read: Callable, targets: PackedTargets, algorithm: Algorithm, batch: MicroBatch, hidden: Tensor
 ) -> LossSums:
-    """The loss of a micro-batch: the algorithm's, importance weights, KL and entropy (collective: tp).
+    """Compute a micro-batch's loss, with importance weights, KL and entropy (collective: tp group).
 
-    read: log-probabilities and entropies of its targets. targets: of its mini-batch. hidden: [1, T, hidden].
+    read: returns log-probabilities and entropies. targets: the mini-batch's. hidden: [1, T, hidden].
     """
     targets = targets.at(batch.slots)
     logprobs, entropy = read(batch, hidden)
@@ -246,7 +246,7 @@ def policy_loss(
     stats["tokens"] = torch.tensor(len(logprobs))
     stats["policy_loss"] = loss.detach().sum()
     stats["entropy"] = entropy.detach().sum()
-    stats["kl"] = -log_ratio.sum()  # k1, of KL(the weights that wrote || those that train)
+    stats["kl"] = -log_ratio.sum()  # k1 estimate of KL(weights that wrote || weights in training)
     stats["clip_frac"] = clipped.sum()
     stats["stale_token_frac"] = targets.stale.sum()
     stats["stale_weight"] = importance[targets.stale].sum()
@@ -254,7 +254,7 @@ def policy_loss(
 
 
 def check_loss(loss: Tensor, tokens: int, algorithm: Algorithm) -> None:
-    """Raise UserError for the loss of a user's row that can't train: needed is [tokens], with a gradient."""
+    """Raise UserError if the loss of a user's row isn't [tokens] with a gradient."""
     if loss.shape != (tokens,) or not loss.requires_grad:
         has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
         needed = f"a number for each of {tokens} tokens, with a gradient, is needed"
@@ -264,13 +264,12 @@ def check_loss(loss: Tensor, tokens: int, algorithm: Algorithm) -> None:
 def importance_weights(
     targets: PackedTargets, algorithm: Algorithm, logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Correct each target for the weights, and the numbers, that it was sampled with.
+    """Correct each target for the weights, and the arithmetic, that it was sampled with.
 
-    Returns the denominator of the algorithm's ratio (old_logprobs), and the weight of the target's loss:
-    exp(proximal - engine), truncated. engine: the log-probabilities of the weights that wrote a token, as the
-    engine computed them. proximal: those of the weights at the step's start, as the trainer computes them; of
-    a single mini-batch they are `logprobs`, which are detached: the ratio is 1, and nothing is clipped. A
-    token is stale if weights of an earlier step wrote it.
+    Returns the ratio's denominator (old_logprobs), and each target's loss weight: exp(proximal - engine),
+    truncated. engine: log-probabilities under the weights that wrote the token, as the engine computed them.
+    proximal: under the weights at the step's start, as the trainer computes them; with one mini-batch they
+    are `logprobs` (detached), so the ratio is 1. A token is stale if an earlier step's weights wrote it.
 
         token                      importance                   old_logprobs
         fresh                      1                            engine
@@ -283,7 +282,7 @@ def importance_weights(
     """
     stale = targets.stale
     proximal = logprobs if targets.proximal_logprobs is None else targets.proximal_logprobs
-    # how much likelier a token is now: by newer weights, by other numbers, or both
+    # how much likelier a token is now, due to newer weights, different arithmetic, or both
     likelier = (proximal - targets.engine_logprobs).exp()
     stale_weights = likelier.clamp(max=algorithm.behavior_weight_cap)
     if not algorithm.corrects_mismatch:
@@ -294,7 +293,7 @@ def importance_weights(
 
 
 def engine_stats(differences: Tensor) -> dict[str, Tensor]:
-    """Statistics of |trainer's - engine's log-probability|: [tokens of the step's weights]."""
+    """Summarize |trainer's - engine's log-probability|. differences: [fresh tokens]."""
     # a maximum over micro-batches and ranks loses NaN, but not infinity
     known = differences.nan_to_num(nan=math.inf, posinf=math.inf)
     return {
@@ -305,12 +304,12 @@ def engine_stats(differences: Tensor) -> dict[str, Tensor]:
 
 
 def engine_difference(stats: dict[str, float]) -> float:
-    """The mean difference of trainer and engine on a token, over all ranks."""
+    """Return the mean difference between trainer and engine on a token, over all ranks."""
     return stats["engine_logprob_diff_sum"] / max(stats["fresh_tokens"], 1.0)
 
 
 def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
-    """Grow over `lr_warmup_steps`, fall to `lr_decay_to` at the last. warmup: steps without an update."""
+    """Return the rate of update `version`: linear warmup, then decay. warmup: steps without an update."""
     if version < config.lr_warmup_steps:
         return config.lr * (version + 1) / config.lr_warmup_steps
     decay_steps = config.steps - warmup - config.lr_warmup_steps
@@ -319,7 +318,7 @@ def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
 
 
 def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
-    """The metrics of an update, from the statistics of its optimizer steps."""
+    """Return an update's metrics, from the statistics of its optimizer steps."""
     total = totals(steps)
     metrics = means(total, TOKEN_MEANS, "tokens")
     for name in ("tokens", "skipped", "not_finite", "grad_norm", "micro_batches"):
@@ -329,8 +328,7 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     metrics["seconds_spread"] = (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"]
     stale_tokens = total["stale_token_frac"]
     metrics["stale_weight_mean"] = total["stale_weight"] / stale_tokens if stale_tokens else 1.0
-    # later steps have moved the weights: only the first one's are those that the engine had
-    if steps[0]["fresh_tokens"]:  # served ahead, none is
+    if steps[0]["fresh_tokens"]:  # none is fresh if the batch was served ahead
         metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
         metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
     if total.get("ptx_tokens"):

@@ -1,8 +1,7 @@
-"""Algorithms: scores, estimators, losses and means as pure functions; a row of `ALGORITHMS` for each.
+"""Algorithms: rows of `ALGORITHMS`, made of scores, estimators, losses and means, which are pure functions.
 
-Rewards become advantages in `set_advantages`. Losses use tensors by their methods alone, so that importing
-this doesn't import torch. A target is a response token that is trained on; tensors are [targets] unless it
-says otherwise.
+Rewards become advantages in `set_advantages`. Losses only call methods of tensors, so this module doesn't
+import torch. A target is a response token that is trained on; tensors are [targets] unless noted otherwise.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
 
     from controller import State
 
-MULTIPLIER_MAX = 100.0  # lambda: the cost counts alone by then, and it must find back
-MULTIPLIER_STEP_MAX = 1.0  # of ln(lambda) in a step, else slack could end a large lambda at once
-HUGE = 1e30  # the high end of what must be finite
+MULTIPLIER_MAX = 100.0  # largest lambda: the cost dominates, and lambda can still come back down
+MULTIPLIER_STEP_MAX = 1.0  # largest change of ln(lambda) per step: slack can't undo it at once
+HUGE = 1e30  # upper limit of numbers that must be finite
 
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
 
 
 def raw(rewards: list[float], *_: object) -> list[float]:
-    """s_i = r_i. PPO and REINFORCE++, and ReMax, whose baseline has been taken off."""
+    """s_i = r_i. For PPO, REINFORCE++ and ReMax (its baseline is already subtracted)."""
     return rewards
 
 
@@ -47,7 +46,7 @@ def mean_baseline(rewards: list[float], *_: object) -> list[float]:
 
 
 def leave_one_out(rewards: list[float], *_: object) -> list[float]:
-    """s_i = r_i - mean of the others, 0 of a lone answer. RLOO (arXiv 2402.14740), section 2.2."""
+    """s_i = r_i - mean of the others; 0 for a single answer. RLOO (arXiv 2402.14740), section 2.2."""
     total = math.fsum(rewards)
     others = len(rewards) - 1
     return [reward - (total - reward) / others if others else 0.0 for reward in rewards]
@@ -56,12 +55,12 @@ def leave_one_out(rewards: list[float], *_: object) -> list[float]:
 def gae(rewards: list[float], values: list[float], algorithm: Algorithm) -> Estimate:
     """A_t = delta_t + gamma * lambda * A_(t+1) with delta_t = r_t + gamma * V_(t+1) - V_t.
 
-    values: [T], V_t of what stands before token t. The returns, which the critic learns, are A_t + V_t.
-    Generalised advantage estimation (arXiv 1506.02438), section 3, equation 16.
+    values: [T], V_t for the state before token t. The returns, which the critic learns, are A_t + V_t.
+    Generalized advantage estimation (arXiv 1506.02438), section 3, equation 16.
     """
     gamma = algorithm.gamma
     advantages = []
-    advantage = 0.0  # of the token behind, then of this one
+    advantage = 0.0  # the following token's, then this token's
     next_value = 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         delta = reward + gamma * next_value - value
@@ -74,7 +73,7 @@ def gae(rewards: list[float], values: list[float], algorithm: Algorithm) -> Esti
 
 
 def reward_to_go(rewards: list[float], _: list[float] | None, algorithm: Algorithm) -> Estimate:
-    """A_t = r_t + gamma * A_(t+1): gae without a critic. REINFORCE++ (arXiv 2501.03262), section 3."""
+    """A_t = r_t + gamma * A_(t+1): GAE without a critic. REINFORCE++ (arXiv 2501.03262), section 3."""
     return gae(rewards, [0.0] * len(rewards), replace(algorithm, gae_lambda=1.0))
 
 
@@ -88,14 +87,14 @@ def lagrangian(advantages: dict[str, list[float]], multiplier: float) -> list[fl
 class LossInputs:
     """The targets of one micro-batch."""
 
-    logprobs: Tensor  # under the weights that train; the only one with a gradient
-    old_logprobs: Tensor  # under the weights that the ratio is to
+    logprobs: Tensor  # under the weights in training; the only field with a gradient
+    old_logprobs: Tensor  # the ratio is exp(logprobs - old_logprobs)
     advantages: Tensor
-    sequence: Tensor  # the answer that each target belongs to, a row of `lengths`
-    lengths: Tensor  # [answers], the targets of each answer
+    sequence: Tensor  # index into `lengths` of each target's answer
+    lengths: Tensor  # [answers], the number of targets of each answer
 
     def mean_of_sequence(self, x: Tensor) -> Tensor:
-        """Return for each target the mean of x over its answer."""
+        """Return, for each target, the mean of x over its answer."""
         sums = x.new_zeros(len(self.lengths)).index_add(0, self.sequence, x)
         return (sums / self.lengths.clamp(min=1))[self.sequence]
 
@@ -109,16 +108,16 @@ def clipped_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tens
 
 
 def clip(ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """Return the larger of each target's losses, unclipped and clipped, and whether it is the clipped one."""
+    """Return each target's larger loss, unclipped or clipped, and whether it is the clipped one."""
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high) * advantages
     return unclipped.maximum(clipped), clipped > unclipped
 
 
 def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
-    """The clip of s = exp(mean of the answer's logprob - old_logprob). GSPO (arXiv 2507.18071), section 4.3.
+    """Clip s = exp(mean of the answer's logprob - old_logprob). GSPO (arXiv 2507.18071), section 4.3.
 
-    s is sg[s] * p / sg[p] with each token's p (sg stops gradients): importance weights weigh their own token.
+    Each token uses sg[s] * p / sg[p] (sg stops gradients), so that its importance weight applies to it only.
     """
     logprobs = inputs.logprobs.detach()
     log_ratio = inputs.mean_of_sequence(logprobs - inputs.old_logprobs)
@@ -128,7 +127,7 @@ def gspo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]
 def cispo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
     """-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprob: no token loses its gradient.
 
-    CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5; its clip_low is 1: unbounded below.
+    CISPO, MiniMax-M1 (arXiv 2506.13585), equations 4 and 5; its clip_low is 1, so there is no lower bound.
     """
     ratio = (inputs.logprobs - inputs.old_logprobs).exp().detach()
     weight = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
@@ -136,25 +135,25 @@ def cispo_loss(inputs: LossInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor
 
 
 def one_of(length: int) -> list[int]:
-    """Return 1 for an answer's first token and 0 for the others: the answer counts once, if at all."""
+    """Return 1 for an answer's first token and 0 for the others, so that the answer counts once."""
     return [int(token == 0) for token in range(length)]
 
 
-# (tokens of an answer, the most that it may have) -> each token's weight in the sum of the loss, and what it
-# adds to the divisor of the sum, the optimizer step's: no mean depends on a split into micro-batches or ranks
+# (length of an answer, longest allowed) -> each token's weight in the sum of the loss, and its share in the
+# optimizer step's divisor: no mean depends on how a step is split into micro-batches or over ranks
 MEANS: dict[str, Callable[[int, int], tuple[list[float], list[int]]]] = {
-    # every token weighs the same: DAPO (arXiv 2503.14476), section 3.3
+    # all tokens have equal weight: DAPO (arXiv 2503.14476), section 3.3
     "token": lambda length, longest: ([1.0] * length, [1] * length),
-    # every answer weighs the same: GRPO (arXiv 2402.03300), equation 3
+    # all answers have equal weight: GRPO (arXiv 2402.03300), equation 3
     "sequence": lambda length, longest: ([1 / max(1, length)] * length, one_of(length)),
-    # a token's weight doesn't depend on any length: Dr. GRPO (arXiv 2503.20783), section 3.2
+    # weights don't depend on any length: Dr. GRPO (arXiv 2503.20783), section 3.2
     "constant": lambda length, longest: ([1 / longest] * length, one_of(length)),
 }
-# of KL(policy || reference) on the policy's own tokens: Schulman, Approximating KL Divergence (2020)
+# estimators of KL(policy || reference) on the policy's tokens: Schulman, Approximating KL Divergence (2020)
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    # unbiased; as a loss it pulls nowhere: the mean of its gradient is 0
+    # unbiased; useless as a loss, because its gradient is 0 on average
     "k1": lambda log_ratio: log_ratio,
-    # biased; on fresh tokens its gradient is the KL's
+    # biased; on fresh tokens its gradient is the gradient of the KL
     "k2": lambda log_ratio: log_ratio.square() / 2,
     # unbiased and never negative; GRPO's
     "k3": lambda log_ratio: (-log_ratio).exp() - 1 + log_ratio,
@@ -163,62 +162,62 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Defaults; a row may set others, and so may the command line: `--algorithm ppo gae_lambda=0.95`."""
+    """Defaults. A row may override them, and so may the command line: `--algorithm ppo gae_lambda=0.95`."""
 
     clip_low: float = setting(0.2, high=1)  # the ratio is clipped at 1 - clip_low ...
     clip_high: float = setting(0.28, low=TINY)  # ... and 1 + clip_high (clip-higher)
-    behavior_weight_cap: float = setting(2.0, low=TINY)  # most that a token of older weights weighs
-    tis_cap: float = setting(2.0)  # in bfloat16, most that a fresh token weighs; 0: always 1
-    gamma: float = setting(1.0, high=1)  # discount of a reward for each token before it
-    gae_lambda: float = setting(1.0, high=1)  # from the critic's word to what was rewarded
+    behavior_weight_cap: float = setting(2.0, low=TINY)  # largest weight of a stale token
+    tis_cap: float = setting(2.0)  # largest weight of a fresh token, in bfloat16; 0: always 1
+    gamma: float = setting(1.0, high=1)  # discount per token
+    gae_lambda: float = setting(1.0, high=1)  # 0: trust the critic; 1: trust the rewards
     kl_coef: float = setting(0.0)  # weight of the KL to the start weights, or --teacher; 0: none
     kl_in: str = setting("loss", choices=("loss", "reward"))  # where the KL goes
     kl_estimator: str = setting("auto", choices=("auto", *KL_ESTIMATORS))  # see Algorithm.kl
-    entropy_coef: float = setting(0.0)  # weight of the entropy, which lowers the loss
-    overlong_from: int = setting(0)  # tokens from where the reward falls; 0: it doesn't
-    overlong_penalty: float = setting(1.0)  # by so much at --max-new-tokens
+    entropy_coef: float = setting(0.0)  # weight of the entropy, which is subtracted from the loss
+    overlong_from: int = setting(0)  # number of tokens at which the reward starts to fall; 0: never
+    overlong_penalty: float = setting(1.0)  # how far it has fallen at --max-new-tokens
     ptx_coef: float = setting(0.0)  # weight of the cross-entropy on ptx_data; 0: none
     ptx_data: str = setting("")  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
-    ptx_batch: int = setting(16, low=1)  # texts of an optimizer step
-    cost_limit: float = setting(0.0, low=-HUGE, high=HUGE)  # most that an answer costs in the mean
+    ptx_batch: int = setting(16, low=1)  # texts per optimizer step
+    cost_limit: float = setting(0.0, low=-HUGE, high=HUGE)  # highest mean cost of an answer
     # lambda, the cost's weight, before the first step; 0: it stays 0
     lagrange_init: float = setting(1.0, high=MULTIPLIER_MAX)
-    lagrange_lr: float = setting(0.1)  # how fast lambda moves: update_multiplier
-    max_refill_waves: int = setting(3)  # of a step: they replace groups that teach nothing
+    lagrange_lr: float = setting(0.1)  # learning rate of lambda: see update_multiplier
+    max_refill_waves: int = setting(3)  # waves per step that replace groups that teach nothing
     critic_lr: float = setting(1e-5, low=TINY)  # AdamW
-    critic_warmup: int = setting(0)  # first steps in which the critic learns alone
-    value_clip: float = setting(0.2, low=TINY)  # what moved further to its return has no gradient
+    critic_warmup: int = setting(0)  # number of first steps in which only the critic learns
+    value_clip: float = setting(0.2, low=TINY)  # see critic.value_loss
 
 
 @dataclass(frozen=True)
 class Algorithm(Settings):
-    """score, estimator, combine and whiten make advantages; loss and mean say what is minimised."""
+    """A row: score, estimator, combine and whiten make advantages; loss and mean define the objective."""
 
     # (rewards of one group, tokens of its answers, the algorithm) -> a score for each answer
     score: Callable[[list[float], list[int], Algorithm], list[float]]
-    # -> the loss of each target, and whether it is clipped
+    # (targets, the algorithm) -> the loss of each target, and whether it is clipped
     loss: Callable[[LossInputs, Algorithm], tuple[Tensor, Tensor]]
     # (rewards of an answer's tokens, a critic's values of them, the algorithm) -> advantages and returns
     estimator: Callable[[list[float], list[float] | None, Algorithm], Estimate] = reward_to_go
     mean: str = "token"  # a row of MEANS
-    whiten: bool = False  # advantages are standardised over all tokens of the step, on all ranks
+    whiten: bool = False  # standardize advantages over all tokens of the step, on all ranks
     signals: tuple[str, ...] = ("reward",)  # reward, cost: each is scored and estimated
-    # (advantages by signal, lambda) -> those that train
+    # (advantages by signal, lambda) -> the advantages to train on
     combine: Callable[[dict[str, list[float]], float], list[float]] = lambda by, _: by["reward"]
-    critics: tuple[str, ...] = ()  # names of the value models, by the signal that they predict
-    needs_reward: bool = True  # else it needs a teacher, and a judge or a rule may be there
-    filters: bool = True  # groups of equal rewards are replaced (dynamic sampling)
-    greedy: bool = False  # one more answer a prompt, greedy: its reward is the others' baseline
-    # settings that this row alone has, with their defaults: its functions read `algorithm.own["tau"]`
+    critics: tuple[str, ...] = ()  # value models, named after the signal that they predict
+    needs_reward: bool = True  # if False, it needs a teacher, and judges and rules are optional
+    filters: bool = True  # replace groups of equal rewards (dynamic sampling)
+    greedy: bool = False  # one more answer per prompt, greedy: its reward is the others' baseline
+    # settings that only this row has, with their defaults: its functions read `algorithm.own["tau"]`
     own: dict[str, float | int | str] = field(default_factory=dict)
-    # `algorithm_of` fills these in
-    name: str = ""  # of the row
-    max_new_tokens: int = 0  # of an answer
+    # filled in by `algorithm_of`
+    name: str = ""  # the row's key
+    max_new_tokens: int = 0
     dtype: str = "float32"
 
     @property
     def corrects_mismatch(self) -> bool:
-        """True if fresh tokens, too, are corrected: in bfloat16 the engine's numbers aren't the trainer's."""
+        """True if fresh tokens are also corrected: in bfloat16 engine and trainer differ numerically."""
         return self.tis_cap > 0 and self.dtype == "bfloat16"
 
     def kl(self, log_ratio: Tensor) -> Tensor:
@@ -227,7 +226,7 @@ class Algorithm(Settings):
         return KL_ESTIMATORS[auto if self.kl_estimator == "auto" else self.kl_estimator](log_ratio)
 
 
-# arXiv 2402.03300, equation 3 and section 4.2; it names no clip
+# arXiv 2402.03300, equation 3 and section 4.2; it doesn't give the clip
 AS_PUBLISHED = dict(mean="sequence", clip_high=0.2, kl_coef=0.04, filters=False)
 WITH_GAE = dict(estimator=gae, whiten=True, filters=False)
 # on-policy distillation: A_t = log p_teacher - log p_student (Thinking Machines, 2025)
@@ -250,7 +249,7 @@ ALGORITHMS = {
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """Return the row that --algorithm names, with the settings given behind it, or raise UserError."""
+    """Return the row that --algorithm names, with its settings. Raises UserError if it can't be used."""
     name, *given = config.algorithm
     if name not in ALGORITHMS:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
@@ -265,7 +264,7 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def with_setting(algorithm: Algorithm, text: str) -> Algorithm:
-    """Return the algorithm with a setting as the command line has it: gamma=0.9. Or raise UserError."""
+    """Return the algorithm with a setting changed: gamma=0.9. Raises UserError if it isn't valid."""
     name, _, value = text.partition("=")
     shown = f"--algorithm {algorithm.name} {text}"
     known = {each.name: each for each in fields(Settings)}
@@ -277,7 +276,7 @@ def with_setting(algorithm: Algorithm, text: str) -> Algorithm:
     try:
         changed = {name: kind(value)}
     except ValueError:
-        raise UserError(f"{shown} is no {kind.__name__}") from None
+        raise UserError(f"{shown} is not a valid {kind.__name__}") from None
     check_limits(known[name], changed[name], shown)
     if name in algorithm.own:
         changed = {"own": algorithm.own | changed}
@@ -285,14 +284,14 @@ def with_setting(algorithm: Algorithm, text: str) -> Algorithm:
 
 
 def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
-    """Yield what the settings need of each other and of the run, but don't have."""
-    alone = a.score is raw and (a.greedy or not a.filters)  # else answers are compared
+    """Yield each requirement that the settings don't meet, as words that follow "needs"."""
+    alone = a.score is raw and (a.greedy or not a.filters)  # otherwise answers are compared
     if config.answers_per_prompt < 2 and not alone:
         yield "--answers-per-prompt 2 or more"
     is_rewarded = config.judge or config.rule or config.environment
     learns_from_answers = config.command == "rl" and config.model and not config.evaluates
     if a.needs_reward and learns_from_answers and not is_rewarded:
-        yield "a --judge, a --rule or an --environment: what an answer is worth"
+        yield "a --judge, a --rule or an --environment to score answers"
     if config.teacher and not a.kl_coef:
         yield "kl_coef above 0 with --teacher"
     if not a.needs_reward and not config.teacher:
@@ -302,11 +301,11 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
     if a.critic_warmup and a.critic_warmup >= config.steps:
         yield f"critic_warmup below --steps {config.steps}"
     if "cost" in a.signals and not (config.cost_rule or config.cost_judge):
-        yield "a --cost-rule or a --cost-judge: what an answer costs"
+        yield "a --cost-rule or a --cost-judge to score the cost"
     if bool(a.ptx_coef) != bool(a.ptx_data):
-        yield "both of ptx_coef and ptx_data, or none"
+        yield "both ptx_coef and ptx_data, or neither"
     if a.loss is gspo_loss and a.dtype == "bfloat16" and not a.tis_cap:
-        yield "tis_cap with --dtype bfloat16: the engine's numbers are beyond its clip"
+        yield "tis_cap with --dtype bfloat16: the engine's numerical error exceeds its clip"
     if a.overlong_from >= a.max_new_tokens:
         yield f"overlong_from below --max-new-tokens {a.max_new_tokens}"
     if a.overlong_from and config.answer_tokens:
@@ -314,10 +313,7 @@ def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
 
 
 def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:
-    """Fill `advantages` and, for critics, `returns` of samples with the outcomes of their groups.
-
-    multiplier: the weight of the cost. Whitening is over the whole step, on all ranks: see `whiten`.
-    """
+    """Fill `advantages` and, for critics, `returns`. multiplier: the weight of the cost."""
     for sample in samples:
         advantages = {}
         returns = {}
@@ -331,12 +327,12 @@ def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: floa
 
 
 def group_scores(outcomes: list[Outcome], signal: str, algorithm: Algorithm) -> dict[int, float]:
-    """The scores of a group's answers but the greedy one, by index: of rewards or costs, compared."""
+    """Return the scores of a group's answers, by index, without the greedy one. signal: reward or cost."""
     trained = [answer for answer in outcomes if not answer.greedy]
     if signal == "cost":
         numbers = [answer.cost for answer in trained]
     else:
-        # the baseline of the others: ReMax (arXiv 2310.10505), section 4
+        # the greedy answer's reward is the baseline: ReMax (arXiv 2310.10505), section 4
         greedy = [answer for answer in outcomes if answer.greedy]
         baseline = sum(a.reward - overlong_penalty(a.length, algorithm) for a in greedy)
         numbers = [a.reward - (baseline + overlong_penalty(a.length, algorithm)) for a in trained]
@@ -346,10 +342,10 @@ def group_scores(outcomes: list[Outcome], signal: str, algorithm: Algorithm) -> 
 
 
 def teaches(outcomes: list[Outcome], algorithm: Algorithm) -> bool:
-    """True if a group is trained on, else it is replaced. outcomes: of its judged answers.
+    """Return whether to train on a group; if not, it is replaced. outcomes: those of its judged answers.
 
-    Where groups are filtered their scores have to differ; beside a greedy answer, their baseline, one of them
-    from 0. A group without that baseline teaches nothing.
+    With filters the scores must differ or, if a greedy answer is the baseline, one must differ from 0.
+    A group that lacks its baseline teaches nothing.
     """
     greedy = sum(answer.greedy for answer in outcomes)
     if len(outcomes) == greedy or greedy < algorithm.greedy:
@@ -359,7 +355,7 @@ def teaches(outcomes: list[Outcome], algorithm: Algorithm) -> bool:
 
 
 def overlong_penalty(length: int, algorithm: Algorithm) -> float:
-    """Grow from 0 at overlong_from tokens to overlong_penalty. DAPO (arXiv 2503.14476), equation 13."""
+    """Return a penalty that grows linearly from overlong_from on. DAPO (arXiv 2503.14476), equation 13."""
     if not algorithm.overlong_from:
         return 0.0
     over = (length - algorithm.overlong_from) / (algorithm.max_new_tokens - algorithm.overlong_from)
@@ -367,9 +363,9 @@ def overlong_penalty(length: int, algorithm: Algorithm) -> float:
 
 
 def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorithm) -> list[float]:
-    """The rewards of an answer's tokens: its score at the last, with kl_in=reward less the KL of each.
+    """Return each token's reward: the score at the last token, minus each token's KL with kl_in=reward.
 
-    What a turn of an episode earned is at that turn's last token, if the score isn't one of a comparison.
+    If the score is the raw reward, each turn of an episode has its own reward at its last token.
     """
     rewards = [0.0] * len(sample.response)
     if rewards:
@@ -382,23 +378,23 @@ def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorith
         return rewards
     from torch import float64, tensor
 
-    # both in the trainer's numbers: the engine's would add their difference to the KL
+    # both computed by the trainer: the engine's numerical error would add to the KL
     policy = tensor(sample.policy_logprobs, dtype=float64)
     reference = tensor(sample.reference_logprobs, dtype=float64)
     kl = algorithm.kl_coef * algorithm.kl(policy - reference)
-    # off the reward, onto the cost: combined, the KL counts once, whatever the multiplier is
+    # minus for the reward, plus for the cost: combined, the KL counts once, whatever the multiplier
     sign = 1.0 if signal == "cost" else -1.0
     return [reward + sign * penalty for reward, penalty in zip(rewards, kl.tolist(), strict=True)]
 
 
 def moments(values: list[float]) -> tuple[int, float, float]:
-    """The count, the mean, and the sum of squared distances from it."""
+    """Return the count, the mean, and the sum of squared distances from it."""
     mean = fmean(values) if values else 0.0
     return len(values), mean, math.fsum((value - mean) ** 2 for value in values)
 
 
 def whiten(samples: list[Sample], parts: list[tuple[int, float, float]]) -> None:
-    """A = (A - mean) / (std + 1e-8), over the step. parts: each rank's, pooled after Chan et al. (1979)."""
+    """A = (A - mean) / (std + 1e-8). parts: each rank's `moments`, pooled as in Chan et al. (1979)."""
     count = max(1, sum(n for n, _, _ in parts))
     mean = math.fsum(n * m for n, m, _ in parts) / count
     std = math.sqrt(math.fsum(squares + n * (m - mean) ** 2 for n, m, squares in parts) / count)
@@ -407,14 +403,14 @@ def whiten(samples: list[Sample], parts: list[tuple[int, float, float]]) -> None
 
 
 def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
-    """lambda, the weight of the cost: `lagrange_init` times what the steps so far have made of it."""
+    """Return lambda, the weight of the cost: `lagrange_init` times the changes so far."""
     return algorithm.lagrange_init * math.exp(state.log_multiplier)
 
 
 def update_multiplier(state: State, costs: list[float], algorithm: Algorithm) -> dict[str, float]:
     """ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit). Safe RLHF (arXiv 2310.12773), eq. 31.
 
-    costs: of all answers of the step, on all ranks. Returns the constraint's metrics.
+    costs: those of all answers of the step, on all ranks. Returns the constraint's metrics.
     """
     if not costs:
         return {}
@@ -423,7 +419,7 @@ def update_multiplier(state: State, costs: list[float], algorithm: Algorithm) ->
     most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, TINY))
     step = algorithm.lagrange_lr * lagrange_multiplier(state, algorithm) * violation
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
-    if state.step >= algorithm.critic_warmup:  # before, it would wind up: the policy can't answer
+    if state.step >= algorithm.critic_warmup:  # earlier it would wind up: the policy can't react
         state.log_multiplier = min(state.log_multiplier + step, most)
     now = lagrange_multiplier(state, algorithm)
     return {"cost/mean": mean, "cost/multiplier": now, "cost/violation": violation}

@@ -1,18 +1,17 @@
-"""Checkpoints: the whole state of a run, complete or invisible; saved while engines serve; resumed from.
+"""Checkpoints: the complete state of a run. They are atomic, and are written while engines serve.
 
-    OUT/checkpoints/step_<n>/                 n steps done
-        SHA256SUMS                            of every other file
+    OUT/checkpoints/step_<n>/                 the state after n steps
+        SHA256SUMS                            checksums of all other files
         megatron/, critic_<name>/             trainers and optimizers (see training/sharded_checkpoint.py)
-        common.json                           what is the same on every controller
-        controllers/rank_<r>.json             what isn't: answers that were cut off, counts, random states
-    OUT/checkpoints/step_<n>.partial-<pid>/   being written, or was when the run died; never read
-    OUT/checkpoints/archived_<n>-<i>/         damaged, or of steps that were done again; never read
+        common.json                           the state that is the same on every controller
+        controllers/rank_<r>.json             the rest: answers that were cut off, counts, random states
+    OUT/checkpoints/step_<n>.partial-<pid>/   still being written, or left when the run died; never read
+    OUT/checkpoints/archived_<n>-<i>/         damaged, or its steps were done again; never read
     OUT/hf/step_<n>/, OUT/hf_critic_<name>/   on request: Hugging Face directories, which are all kept
 
-A save takes its snapshot while the trainers have the device: a copy on the host of what a GPU holds. Then
-each rank forks a process, whose memory stays as it was, to write it, and goes on. Once all have ended well,
-rank 0 completes the save, where a step of the loop ends: checksums, then the folder's name, each on the disk
-before the next. A save that fails costs a line, not the run.
+A save takes a snapshot while the trainers are awake: GPU memory is copied to the host. Then each rank forks a
+process to write it, and continues. When all writers have succeeded, rank 0 completes the save at the end of a
+step: it syncs the checksums to the disk, then the folder's new name. If a save fails, the run continues.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 8  # grows when what a checkpoint holds changes
+LAYOUT = 8  # increase it when the contents of checkpoints change
 POLL_S = 0.05
-# Changing one of these makes it a different run. Algorithms are compared by rows, files by their contents.
+# Changing one of these makes it a different run. Algorithms are compared by name, files by their contents.
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
 SAME += ("lora",)
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
 NAMED += ("environment", "teacher")
-READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of a model's directory
-# The same, while answers that were made with them wait to be trained on.
+READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # files that make a model
+# These mustn't change while answers that were made with them wait to be trained on.
 ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")
 ANSWERED += ("judge_format", "judge_max_new_tokens", "video_fps", "video_frames")
-FREE = ("preset", "out", "resume", "port")  # a run that resumes doesn't say that these differ
+FREE = ("preset", "out", "resume", "port")  # a change isn't reported when a run resumes
 
 Say = Callable[[str], None]
 
 
 def state_of(c: Controller) -> tuple[dict, dict]:
-    """Return what is the same on every controller between two steps, and this one's own: exact JSON."""
+    """Return the state that all controllers share between two steps, and this one's own, as exact JSON."""
     import torch
 
     common = {
@@ -86,13 +85,13 @@ def state_of(c: Controller) -> tuple[dict, dict]:
 
 
 def trainers_of(c: Controller) -> dict[str, Trainer]:
-    """Return the models that are trained, by their folder in a checkpoint."""
+    """Return the trained models by their folder in a checkpoint."""
     critics = {f"critic_{critic.name}": critic for critic in c.devices.critics}
     return {"megatron": c.devices.actor} | critics
 
 
 async def restore(c: Controller, folder: Path) -> None:
-    """Take a checkpoint over, on any number of ranks, while all engines sleep (collective)."""
+    """Load a checkpoint, on any number of ranks, while all engines sleep (collective)."""
     import torch
 
     for name, trainer in trainers_of(c).items():
@@ -107,12 +106,11 @@ async def restore(c: Controller, folder: Path) -> None:
     holder = c.same_duty.index if c.devices.serves else -1
     c.prompts.load_state(common["prompts"], groups, c.same_duty.size, holder)
     c.ahead = c.checkpoints.newest_ahead = restored_ahead(c, [own["ahead"] for own in controllers])
-    # they are summed over the ranks, so rank 0 alone takes them
+    # they are summed over the ranks, so only rank 0 loads them
     c.rewards.load_counts([own["rewards"] for own in controllers] if c.world.rank == 0 else [])
     split = Split(*common["split"])
     history = [StepStats.of_json(row) for row in common["history"]]
     splits = {split, *(stats.split for stats in history)}
-    # unless the run has other splits
     if common["ranks"] == c.world.size and splits <= {*c.devices.splits}:
         c.devices.next = split
         c.state.history = history
@@ -122,14 +120,14 @@ async def restore(c: Controller, folder: Path) -> None:
 
 
 def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch | None:
-    """Return a batch that was served and not trained on: the first rank has all of it."""
+    """Return a batch that was served but not trained on, or None. Rank 0 gets all of its samples."""
     if not rows[0]:
         return None
     parts = [batch_from(row) for row in rows]
     actor = c.devices.actor
     wrote = max((v for part in parts for s in part.kept for v in s.versions), default=actor.version)
     if wrote < actor.version:
-        actor.lag = actor.version - wrote  # older weights than the next step's wrote it
+        actor.lag = actor.version - wrote  # the batch is older than the next step's weights
     total = StepStats.total([part.stats for part in parts if part.stats])
     if total.split not in c.devices.splits:
         total = replace(total, split=c.devices.split)
@@ -148,7 +146,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
 
 
 def batch_from(row: dict) -> rollout.RolloutBatch:
-    """Return the inverse of asdict."""
+    """Read a batch from the JSON of `asdict`."""
     read = {name: list(map(sample_from_json, row[name])) for name in ("kept", "dropped")}
     for name in ("filtered", "carried"):
         read[name] = [list(map(sample_from_json, group)) for group in row[name]]
@@ -158,66 +156,66 @@ def batch_from(row: dict) -> rollout.RolloutBatch:
 
 @dataclass
 class Saving:
-    """A checkpoint on its way."""
+    """A checkpoint that is being written."""
 
     step: int
     folder: Path
     writer: BackgroundWriter
-    # folder -> writes all ranks' descriptions there, as take_snapshot says
+    # folder -> function that writes all ranks' descriptions there: see take_snapshot
     complete: dict[str, Callable[[list[list]], None]]
     ahead: rollout.RolloutBatch | None
 
 
 @dataclass
 class Checkpoints:
-    """Saves one run's state under `out` (collective). newest: step of its newest complete checkpoint."""
+    """The checkpoints of one run under `out`. newest: the step of the newest complete one."""
 
     config: Config
     world: World
     out: Path
-    contents: dict[str, list[str]]  # as contents_of found them at the start
-    point: ResumePoint | None = None  # that the run continues from
+    contents: dict[str, list[str]]  # the result of contents_of at the start
+    point: ResumePoint | None = None  # where the run continues from
     newest: int | None = None
-    newest_ahead: rollout.RolloutBatch | None = None  # the batch in it
+    newest_ahead: rollout.RolloutBatch | None = None  # the batch in the newest one
     problem: str = ""  # why the last save failed
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
 
     async def restore(self, c: Controller) -> None:
-        """Take over the checkpoint that the run continues from, if there is one (collective)."""
+        """Load the checkpoint that the run continues from, if there is one (collective)."""
         if self.point:
             await restore(c, self.point.folder)
 
     def is_due(self, step: int, *every: int) -> bool:
-        """Tell if `step` is one of those every so many (0: never), or the last."""
+        """Return whether `step` is the last, or a multiple of one of `every` (0: never)."""
         return any(n and (step % n == 0 or step == self.config.steps) for n in every)
 
     async def save(self, c: Controller) -> None:
-        """Begin a checkpoint, if one is due. Returns once the snapshot is taken."""
+        """Begin a checkpoint if one is due, and return once the snapshot is taken (collective)."""
         if self.is_due(c.state.step, self.config.save_every, self.config.save_hf_every):
             with c.timeline.span("save"):
                 await self.finish(c, wait=True)
                 await self._begin(c)
 
     async def save_now(self, c: Controller) -> None:
-        """Save and wait for it, before a run with --save-every stops."""
+        """Save and wait until the save is complete, before a run with --save-every stops (collective)."""
         await self.finish(c, wait=True)
         is_saved = self.newest == c.state.step and self.newest_ahead is c.ahead
         if self.config.save_every and not is_saved:
             await self._begin(c)
 
     async def close(self, c: Controller) -> None:
-        """Wait until the last save is complete (collective). RunLost if it failed."""
+        """Wait until the last save is complete (collective). Raises RunLost if it failed."""
         await self.finish(c, wait=True)
         if self.problem:
             raise RunLost(self.problem)
 
     async def finish(self, c: Controller, wait: bool = False) -> None:
-        """Complete what all ranks have written, if they have, or `wait` for it, --timeout-s at most."""
-        waited_s = 0.0  # counted, not measured: the same on every rank
+        """Complete a save that all ranks have written (collective). wait: at most --timeout-s for them."""
+        waited_s = 0.0  # counted, not measured, so that it is the same on every rank
         while self.saving:
             result = self.saving.writer.result()
-            # each rank says: None while it writes, "" once all is written, or what went wrong
+            # from each rank: None while it writes, "" when it is done, or an error message
             errors = await self.world.gather(result and result[1])
             error = next(filter(None, errors), "")
             if not error and None in errors and waited_s >= self.config.timeout_s:
@@ -231,7 +229,7 @@ class Checkpoints:
                 waited_s += POLL_S
 
     async def _begin(self, c: Controller) -> None:
-        """Take a snapshot, which a process of its own begins to write."""
+        """Take a snapshot, and start the process that writes it."""
         step = c.state.step
         common, own = state_of(c)
         trainers = trainers_of(c)
@@ -244,7 +242,7 @@ class Checkpoints:
         writes = {}
         complete = {}
         hf = {}
-        # the actor last, whose weights are pushed next
+        # the actor comes last, because its weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.devices.give_device_to(trainer)
             writes[name], complete[name] = await self.world.run(trainer.snapshot, folder / name)
@@ -256,17 +254,17 @@ class Checkpoints:
         if self.world.rank == 0:
             state[COMMON] = common
         work = partial(write_part, folder, self.world.rank, state, writes, hf)
-        # the writer ends with the thread that forks it: the world's lives as long as the run
+        # fork in the world's thread, which lives as long as the run: a writer dies with the forking thread
         writer = await self.world.run(self.start_writer, work)
         self.saving = Saving(step, folder, writer, complete, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
-        """Complete the checkpoint that all ranks have written, or give up one that a rank couldn't write."""
+        """Complete a checkpoint that all ranks have written, or give up one with an error."""
         saving = self.saving
         self.saving = None
         parts = await self.world.gather_on_0(None if error else saving.writer.result()[0])
         saving.writer.close()
-        await self.world.barrier()  # every rank's writer has ended
+        await self.world.barrier()  # all writers have ended
         if not error:
             name = partial(complete_folders, saving.folder, saving.step, saving.complete)
             try:
@@ -288,16 +286,16 @@ class Checkpoints:
 
 
 class ResumePoint(NamedTuple):
-    """A whole checkpoint that the run continues from."""
+    """A complete checkpoint that the run continues from."""
 
     folder: Path
     step: int
-    ended_s: float = 0.0  # where its record ends on the run's own clock
-    newest: int | None = None  # step of the newest checkpoint that is this run's own
+    ended_s: float = 0.0  # when its record ends, on the run's own clock
+    newest: int | None = None  # step of this run's own newest checkpoint
 
 
 async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoints:
-    """Make --out ready; return what saves the run, and where it continues (collective). UserErrors."""
+    """Prepare --out, and find where the run continues (collective). Raises UserError if it can't."""
     contents = await on_rank_0(world, contents_of, config)
     try:
         if any(await world.gather(was_restarted_after_a_save(config))):
@@ -313,7 +311,7 @@ async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoint
 def was_restarted_after_a_save(config: Config) -> bool:
     """Return whether torchrun has restarted this rank after a save: then --resume has had its effect."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        # without torchrun the parent may be outside the container, where psutil can't look
+        # without torchrun the parent process may be outside the container, hidden from psutil
         return False
     folder = Path(config.out, "checkpoints")
     began = psutil.Process(os.getppid()).create_time()
@@ -321,7 +319,7 @@ def was_restarted_after_a_save(config: Config) -> bool:
 
 
 async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None:
-    """Return the newest whole checkpoint, or that of --resume (collective). UserError if none is whole."""
+    """Return the checkpoint to resume from, or None (collective). Raises UserError if all are damaged."""
     if config.resume == "never":
         return None
     folders = [Path(config.resume)]
@@ -329,26 +327,26 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
         steps = await world.broadcast(steps_in(Path(config.out, "checkpoints")))
         folders = [Path(config.out, f"checkpoints/step_{step}") for step in steps]
     elif step_of(folders[0]) is None:
-        raise UserError(f"--resume {config.resume}: neither auto, never nor a folder step_<n>")
+        raise UserError(f"--resume {config.resume}: needs auto, never, or a folder step_<n>")
     for folder in folders:
         found = await world.run(atomic_files.verify, folder, world.rank, world.size)
-        damage = next(filter(None, await world.gather(found)), "")  # each has read a share
+        damage = next(filter(None, await world.gather(found)), "")  # each rank verifies some files
         if not damage:
             return folder
         if world.rank == 0:
             say(f"DAMAGED CHECKPOINT {folder}: {damage}")
     if not folders:
         return None
-    choice = "--resume never moves all aside and starts anew, --resume DIR takes another"
-    raise UserError(f"--resume {config.resume}: no whole checkpoint: {damage}; {choice}")
+    choice = "--resume never moves all aside and starts over, --resume DIR uses another"
+    raise UserError(f"--resume {config.resume}: no complete checkpoint: {damage}; {choice}")
 
 
 def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) -> ResumePoint | None:
-    """Move away what an earlier run left, or cut it back to the checkpoint that this one continues from."""
+    """Archive an earlier run's files, or cut them back to the checkpoint that this run continues from."""
     out = Path(config.out)
     step = step_of(folder) if folder else 0
     rows = atomic_files.complete_rows(out / "metrics.jsonl")
-    is_done = any("time/step_s" not in row for row in rows)  # a last row, which is of no step
+    is_done = any("time/step_s" not in row for row in rows)  # the last row belongs to no step
     if config.resume == "auto" and is_done and step >= config.steps:
         folder = None
     if folder:
@@ -360,17 +358,17 @@ def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) ->
         (out / name).mkdir(parents=True, exist_ok=True)
     if folder is None:
         return None
-    say(f"goes on from {folder}, after {step} steps")
+    say(f"resuming from {folder}, after {step} steps")
     return ResumePoint(folder, step, truncate_to(out, step), step if is_own else None)
 
 
 def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
-    """Raise UserError for a setting or file that would make another run of it; say what else differs."""
+    """Raise UserError if a setting or file would make it a different run; report other changes."""
     common = json.loads((folder / COMMON).read_text())
     if common.get("layout") != LAYOUT:
-        raise UserError(f"{folder} is of another version of nanoYATT; --resume never starts anew")
+        raise UserError(f"{folder} is from another version of nanoYATT; --resume never starts over")
     if common["step"] > config.steps:
-        raise UserError(f"--steps {config.steps}: the checkpoint {folder} has more steps behind it")
+        raise UserError(f"--steps {config.steps}: the checkpoint {folder} has done more than that")
     now = json.loads(json.dumps(vars(config)))
     before = now | common["config"]
     known = before | contents | common["contents"]
@@ -382,7 +380,7 @@ def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
         if name in fixed and contents.get(name, now[name]) != known[name]:
             made = old if now[name] != before[name] else "other content"
             made += ", as were answers that wait in it" if name in ANSWERED else ""
-            why = f"the checkpoint {folder} was made with {made}; --resume never starts anew"
+            why = f"the checkpoint {folder} was made with {made}; --resume never starts over"
             raise UserError(f"--{dashed(name)} {new}: {why}")
         if now[name] != before[name] and name not in FREE:
             changed.append(f"--{dashed(name)} {new} (was {old})")
@@ -391,14 +389,14 @@ def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
 
 
 def has_answers(folder: Path) -> bool:
-    """Tell if answers wait in a checkpoint: a batch that was served, or groups that were carried."""
+    """Return whether a checkpoint holds answers: a batch that was served, or carried groups."""
     states = [json.loads(path.read_text()) for path in folder.glob("controllers/*.json")]
     carried = [sample for own in states for group in own["groups"] for sample in group]
     return any(own["ahead"] for own in states) or any(sample["response"] for sample in carried)
 
 
 def contents_of(config: Config) -> dict[str, list[str]]:
-    """Return what settings come to: SHA-256 of files, wherever they lie; of the algorithm its row."""
+    """Return what settings stand for, to compare: the algorithm's name, and the files' SHA-256."""
     contents = {"algorithm": [config.algorithm[0]]} | {name: [] for name in NAMED}
     with ThreadPoolExecutor() as threads:
         for name in NAMED:
@@ -411,14 +409,14 @@ def contents_of(config: Config) -> dict[str, list[str]]:
 
 
 def files_of(spec: str) -> list[Path]:
-    """Return the files of FILE, FILE.py:name, or a model's directory; none for what is no file."""
+    """Return the files of FILE, FILE.py:name, or a model's directory; none if it isn't a file."""
     if spec and Path(spec, "config.json").is_file():
         return sorted(file for file in Path(spec).iterdir() if file.suffix in READ)
     return [path for path in map(Path, (spec, spec.rpartition(":")[0])) if path.is_file()]
 
 
 def truncate_to(out: Path, step: int) -> float:
-    """Drop what is recorded of steps from `step` on, to be done again. Returns when the rest ended (s)."""
+    """Drop the records of `step` and later ones, which are done again. Returns when the rest ended (s)."""
     for name in ("metrics.jsonl", "history.jsonl", "samples.jsonl"):
         atomic_files.keep_rows(out / name, lambda row: row["step"] < step)
     for folder in [*out.glob("checkpoints/step_*"), *out.glob("hf*/step_*")]:

@@ -1,4 +1,4 @@
-"""The settings of a run: defaults, limits, help, and what each needs from the others."""
+"""The settings of a run: defaults, limits, help texts, and how they depend on each other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from extras import EXTRAS
 from runtime.devices import default_device
 from runtime.errors import UserError
 
-HELD_OUT = 200  # rows of --data that measure the accuracy instead of training, at most a tenth
-TINY = 1e-12  # the low end of what must be above 0
+HELD_OUT = 200  # rows of --data to evaluate on instead of training, at most a tenth
+TINY = 1e-12  # lower limit of numbers that must be above 0
 DTYPES = ("float32", "bfloat16")
 Texts = tuple[str, ...]
 Numbers = tuple[float, ...]
@@ -30,130 +30,129 @@ def setting(
     high: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """A field with limits. low, high: of a number, 0 or more by default; choices: a text's only values.
+    """Return a dataclass field with limits: low and high for a number, choices for a text.
 
-    help, group: of a flag; group is its heading in --help: a part of the core, or a row of extras.py.
+    help, group: the flag's help and its heading in --help, which is a part of the core or a row of extras.py.
     """
     metadata = dict(help=help, group=group, low=low, high=high, choices=choices)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_limits(field: dataclasses.Field, value: object, shown: str) -> None:
-    """Raise UserError for a value that its field doesn't allow. shown: as the command line has it."""
+    """Raise UserError if the field doesn't allow the value. shown: the setting as the user typed it."""
     choices = field.metadata["choices"]
     if choices and value not in choices:
         raise UserError(f"{shown} is unknown; choose {' or '.join(choices)}")
     low = field.metadata["low"]
     high = field.metadata["high"]
-    if isinstance(value, int | float) and not low <= value <= high:  # NaN is refused, too
+    if isinstance(value, int | float) and not low <= value <= high:  # also rejects NaN
         needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
         raise UserError(f"{shown}: {needed} is needed")
 
 
-# what differs with --device cuda from Config's defaults; below, what else suits a GPU
-WITH_CUDA = dict(dtype="bfloat16", deterministic=False, max_running_requests=512)
-AS_FITS = -1  # of --recompute
+WITH_CUDA = dict(dtype="bfloat16", deterministic=False, max_running_requests=512)  # new defaults
+AS_FITS = -1  # the value of --recompute that picks the fewest layers that fit
 
 
 @dataclass(frozen=True)
 class Config:
-    """The settings. Sizes in tokens, times in seconds."""
+    """The settings. Sizes are in tokens, times in seconds."""
 
-    command: str = "rl"  # or what examples/finetune.py does; no flag
+    command: str = "rl"  # or a command of examples/finetune.py; no flag
     max_running_requests: int = 128  # answers that one engine decodes at once; no flag
-    algorithm_defaults: Texts = ()  # for any row, unlike its own: critic_lr=1e-3; no flag
-    kept_chunks: int = 0  # of logits, beside the last, that aren't made again (lm_head.py); no flag
-    preset: str = setting("", "of PRESETS; default: tiny, the demo, or base with --model", "run")
-    out: str = setting("", "folder of the run's files; default: runs/<preset>-<mode>", "run")
-    seed: int = setting(0, "of the order of prompts, and of sampling", "run", low=-math.inf)
+    algorithm_defaults: Texts = ()  # they override those of any row: critic_lr=1e-3; no flag
+    kept_chunks: int = 0  # chunks of logits to keep besides the last (lm_head.py); no flag
+    preset: str = setting("", "row of PRESETS; default: tiny (the demo), base with --model", "run")
+    out: str = setting("", "folder for the run's files; default: runs/<preset>-<mode>", "run")
+    seed: int = setting(0, "seed of prompt order and sampling", "run", low=-math.inf)
     device: str = setting("cpu", "default: cuda if there is a GPU", "run", choices=("cpu", "cuda"))
-    host: str = setting("127.0.0.1", "address here that ranks and servers listen on", "run")
+    host: str = setting("127.0.0.1", "address that ranks and servers here listen on", "run")
     port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
     timeout_s: float = setting(600.0, "longest wait for a rank; engines get half", "run", low=TINY)
-    memory_check: bool = setting(True, "end before a start without enough memory", "memory")
+    memory_check: bool = setting(True, "refuse to start without enough memory", "memory")
     model: str = setting("", "Hugging Face directory of the policy; default: the demo's", "data")
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
-    template: Texts = setting((), "settings of chat templates: enable_thinking=false", "data")
+    template: Texts = setting((), "chat template settings: enable_thinking=false", "data")
     dtype: str = setting("float32", "bfloat16 by default with CUDA", "data", choices=DTYPES)
-    mode: str = setting("partial", "engines share ranks: full | partial | fused", "loop")
+    mode: str = setting("partial", "how engines share ranks: full | partial | fused", "loop")
     placement: str = setting("colocate", "split | standalone | engines=0-1 actor=2:tp1", "loop")
-    ahead: int = setting(0, "1: serve a batch while another trains, on own ranks", "apart", 0, 1)
-    algorithm: Texts = setting(("grpo",), "of ALGORITHMS, then its settings: kl_coef=0.01", "loop")
-    prompts_per_step: int = setting(16, "groups trained on in a step", "loop", low=1)
+    ahead: int = setting(0, "1: serve a batch while the last one trains", "apart", 0, 1)
+    algorithm: Texts = setting(("grpo",), "row of ALGORITHMS [settings: kl_coef=0.01]", "loop")
+    prompts_per_step: int = setting(16, "groups to train on in a step", "loop", low=1)
     answers_per_prompt: int = setting(8, "samples in a group", "loop", low=1)
-    updates_per_step: int = setting(1, "optimizer updates on a batch", "loop", low=1)
-    critic: str = setting("", "the value model; default: the policy with a new head", "critics")
-    over_dispatch: float = setting(1.0, "times the prompts; the unfinished go on", "loop", 1, 4)
-    rollout_ranks: int = setting(0, "partial mode: ranks that write, not judge; 0: half", "loop")
-    tail: float = setting(0.2, "fused mode: part of answers left as judging begins", "fused", 0, 1)
-    rebalance: bool = setting(False, "move ranks by load; in fused mode the tail", "rebalance")
-    log_samples: int = setting(2, "answers a step for samples.jsonl and TensorBoard", "loop")
-    dry_run: bool = setting(False, "print who would run where, in how much memory", "dry run")
+    updates_per_step: int = setting(1, "optimizer updates per batch", "loop", low=1)
+    critic: str = setting("", "value model; default: the policy with a new head", "critics")
+    over_dispatch: float = setting(1.0, "start this many times the prompts", "loop", 1, 4)
+    rollout_ranks: int = setting(0, "partial mode: ranks of rollout; 0: half", "loop")
+    tail: float = setting(0.2, "fused mode: fraction left when judging starts", "fused", 0, 1)
+    rebalance: bool = setting(False, "adapt split (partial) or tail (fused)", "rebalance")
+    log_samples: int = setting(2, "answers per step in samples.jsonl and TensorBoard", "loop")
+    dry_run: bool = setting(False, "print what would run where, and its memory", "dry run")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
-    environment: str = setting("", "FILE.py[:Class] that answers turns", "environment")
+    environment: str = setting("", "FILE.py[:Class] that replies to turns", "environment")
     teacher: str = setting("", "directory of a model to learn from, by a KL", "teacher")
-    reward_weights: Numbers = setting((), "of judges, rules, environment; or equal", "rewards")
+    reward_weights: Numbers = setting((), "for judges, rules, environment", "rewards")
     cost_judge: Texts = setting((), "like --judge, for the cost (a constraint)", "rewards")
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
-    judge_max_new_tokens: int = setting(1024, "of a critique and its verdict", "rewards", low=1)
-    judge_format: Texts = setting((), "rows of FORMATS, for all judges or each", "evaluation")
+    judge_max_new_tokens: int = setting(1024, "longest critique with verdict", "rewards", low=1)
+    judge_format: Texts = setting((), "rows of FORMATS: one, or one per judge", "evaluation")
     eval_data: str = setting("", "prompts with an `answer`; default: rows of --data", "evaluation")
-    eval_samples: int = setting(0, "answers to a held-out prompt, for pass@k", "evaluation")
-    steps: int = setting(40, "batches to train on; 0: evaluate, and end", "training")
+    eval_samples: int = setting(0, "samples per held-out prompt, for pass@k", "evaluation")
+    steps: int = setting(40, "batches to train on; 0: only evaluate", "training")
     eval_every: int = setting(10, "steps between evaluations on held-out rows", "training", low=1)
-    lr: float = setting(1e-6, "AdamW", "training", low=TINY)
-    lr_warmup_steps: int = setting(5, "steps in which --lr grows from a part to all", "training")
-    lr_decay_to: float = setting(1.0, "part of --lr at the end; demo: 0.1", "training", 0, 1)
-    max_tokens_per_micro_batch: int = setting(8192, "of a pass; on a CPU fewer", "training", 1)
+    lr: float = setting(1e-6, "learning rate of AdamW", "training", low=TINY)
+    lr_warmup_steps: int = setting(5, "steps in which the learning rate grows to --lr", "training")
+    lr_decay_to: float = setting(1.0, "final fraction of --lr; demo: 0.1", "training", 0, 1)
+    max_tokens_per_micro_batch: int = setting(8192, "tokens per pass; CPUs: less", "training", 1)
     tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
     pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
-    sp: bool = setting(False, "sequence parallelism beside tp", "training")
-    schedule: str = setting("1f1b", "of pipelines: 1f1b | fused, with critics", "training")
-    lora: int = setting(0, "rank of the adapters that are learned; 0: all weights", "lora", low=0)
-    recompute: int = setting(0, "layers computed again; -1: as few as fit", "training", AS_FITS)
-    temperature: float = setting(1.0, "of the answers", "engines", low=TINY)
-    max_new_tokens: int = setting(1024, "of an answer", "engines", low=1)
-    answer_tokens: int = setting(0, "of an answer exactly, as in papers; 0: to its end", "engines")
-    max_model_len: int = setting(0, "of prompt and answer; 0: the model's own", "engines")
-    video_fps: float = setting(2.0, "frames shown of a second of a clip", "images", TINY, 1000)
-    video_frames: int = setting(16, "frames shown of a clip, at most", "images", low=2)
-    rollout_tp: int = setting(1, "ranks that one rollout engine spans", "engines", low=1)
-    genrm_tp: int = setting(1, "ranks that one genrm engine spans", "engines", low=1)
-    mem_fraction: float = setting(0.7, "of a GPU, for awake engines", "engines", 0.05, 0.95)
-    deterministic: bool = setting(True, "same seed, same tokens; with CUDA off", "engines")
-    resume: str = setting("auto", "auto: the newest in OUT; never; or a folder", "checkpoints")
-    save_every: int = setting(10, "steps between saves; one at the end; 0: none", "checkpoints")
-    keep: int = setting(2, "newest checkpoints that are kept", "checkpoints", low=1)
+    sp: bool = setting(False, "sequence parallelism, with --tp", "training")
+    schedule: str = setting("1f1b", "pipelines: 1f1b | fused (with critics)", "training")
+    lora: int = setting(0, "rank of adapters to train; 0: train all weights", "lora", low=0)
+    recompute: int = setting(0, "layers to recompute; -1: as few as fit", "training", AS_FITS)
+    temperature: float = setting(1.0, "sampling temperature of answers", "engines", low=TINY)
+    max_new_tokens: int = setting(1024, "longest answer", "engines", low=1)
+    answer_tokens: int = setting(0, "fixed length of answers, as in papers; 0: off", "engines")
+    max_model_len: int = setting(0, "longest prompt and answer; 0: model's limit", "engines")
+    video_fps: float = setting(2.0, "frames shown per second of video", "images", TINY, 1000)
+    video_frames: int = setting(16, "most frames shown of a video", "images", low=2)
+    rollout_tp: int = setting(1, "ranks per rollout engine", "engines", low=1)
+    genrm_tp: int = setting(1, "ranks per genrm engine", "engines", low=1)
+    mem_fraction: float = setting(0.7, "fraction of a GPU for engines", "engines", 0.05, 0.95)
+    deterministic: bool = setting(True, "same seed, same tokens; off with CUDA", "engines")
+    resume: str = setting("auto", "auto: newest in OUT; never; or a folder", "checkpoints")
+    save_every: int = setting(10, "steps between saves; also at the end; 0: none", "checkpoints")
+    keep: int = setting(2, "how many newest checkpoints to keep", "checkpoints", low=1)
     save_hf_every: int = setting(0, "steps between Hugging Face models; 0: none", "checkpoints")
-    weight_decay: float = 0.0  # AdamW; examples/finetune.py makes a flag of it
+    weight_decay: float = 0.0  # AdamW's; examples/finetune.py makes it a flag
 
     @property
     def judge_models(self) -> tuple[str, ...]:
-        """Directories of all judges, those of the reward first."""
+        """The directories of all judges: those of the reward, then those of the cost."""
         return self.judge + self.cost_judge
 
     @property
     def evaluates(self) -> bool:
-        """True if held-out prompts are answered, and nothing is trained."""
+        """True if the run only answers held-out prompts, and trains nothing."""
         return self.steps == 0
 
     def recomputed(self, layers: int) -> int:
-        """Return how many of a stage's layers keep their input alone, and are computed again."""
+        """Return how many of a stage's layers keep only their input, and are recomputed."""
         return layers if self.recompute == AS_FITS else min(self.recompute, layers)
 
     @property
     def engine_start_s(self) -> float:
-        """The longest start of an engine, while the other ranks wait."""
+        """The deadline for the start of an engine, while the other ranks wait."""
         return 0.9 * self.timeout_s
 
     @property
     def engine_lost_s(self) -> float:
-        """The deadline of every call to an engine: more than a prefill takes, less than a rank waits."""
+        """The deadline for every call to an engine: above a prefill's time, below a rank's longest wait."""
         return self.timeout_s / 2
 
     def __post_init__(self):
-        """Raise UserError with one sentence for a value that can't work whatever the number of ranks."""
+        """Raise UserError if a value can't work with any number of ranks."""
         for field in settings_of(type(self)):
             value = vars(self)[field.name]
             check_limits(field, value, f"--{dashed(field.name)} {value}")
@@ -165,13 +164,13 @@ class Config:
             raise UserError(f"{flag}: one sample may have {longest} tokens")
 
     def _check_together(self) -> None:
-        """Refuse settings that don't go together, a run without a reward, weights that can't be added."""
+        """Raise UserError if settings contradict each other."""
         if self.command == "rl" and self.device == "cuda" and self.dtype != "bfloat16":
-            raise UserError(f"--dtype {self.dtype}: with --device cuda engines take bfloat16 alone")
+            raise UserError(f"--dtype {self.dtype}: with --device cuda engines only take bfloat16")
         exactly = self.answer_tokens
         if exactly and exactly != self.max_new_tokens:
             most = f"--max-new-tokens {self.max_new_tokens}"
-            raise UserError(f"--answer-tokens {exactly}: {most} says otherwise, so leave it out")
+            raise UserError(f"--answer-tokens {exactly}: {most} contradicts it, so leave that out")
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
         if self.environment and exactly:
@@ -183,25 +182,25 @@ class Config:
         if len(weights) not in (0, sources):
             each = "one for each --judge, then each --rule, then --environment"
             raise UserError(f"{shown}: {each}, so {sources}")
-        # NaN is refused, too
+        # also rejects NaN
         if weights and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
             raise UserError(f"{shown}: finite numbers are needed, none below 0 and one above")
 
 
-# the demos: sums of numbers that are written, drawn or filmed, an actor and a judge for each
+# the demos: addition of numbers that are written, drawn or filmed; each has an actor and a judge
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 DEMOS = {"tiny": "written", "images": "drawn", "video": "filmed"}  # preset -> folder of its models
 DEMO = dict(lr=5e-4, lr_decay_to=0.1, algorithm_defaults=("critic_lr=1e-3",))
 DEMO |= dict(max_model_len=256, max_new_tokens=72, judge_max_new_tokens=100)
 ON_CUDA = dict(dtype="bfloat16", max_model_len=4096, max_new_tokens=2048, recompute=AS_FITS)
 ON_CUDA |= dict(prompts_per_step=64)
-# a preset is what differs from Config's defaults
+# presets override Config's defaults
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
-# groups of settings that are flags of run.py: of the core, and of each extra that is there
+# groups of settings that are flags of run.py: the core's, and one for each extra that is present
 GROUPS = ("run", "data", "evaluation", "engines", "training", "loop", "rewards", *EXTRAS)
-EVALUATION = ("run", "data", "evaluation", "engines")  # those of --steps 0
+EVALUATION = ("run", "data", "evaluation", "engines")  # the groups that --steps 0 uses
 EVALUATION += ("images", "memory", "dry run", "environment")
 
 
@@ -210,18 +209,18 @@ def dashed(name: str) -> str:
 
 
 def as_text(value: object) -> str:
-    """A setting's value as the command line takes it."""
+    """Return a setting's value as one types it on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
-    """Read the command line of run.py. UserError names the setting."""
+    """Read the command line of run.py. Raises UserError if a setting is wrong."""
     config = parse_settings(Config, arguments, usage, GROUPS, {"command": "rl"})
     return evaluation_of(config) if config.evaluates else config
 
 
 def evaluation_of(config: Config) -> Config:
-    """Return the settings of an evaluation: those that are for training have their defaults. UserError."""
+    """Return the settings of an evaluation: those of training have their defaults. May raise UserError."""
     if not config.eval_data and config.preset not in DEMOS:
         demos = "--preset tiny, images or video has the demo's"
         raise UserError(f"--steps 0 needs prompts to answer: --eval-data FILE; {demos}")
@@ -232,7 +231,7 @@ def evaluation_of(config: Config) -> Config:
     used = {field.name for field in settings if field.metadata["group"] in EVALUATION}
     used = used - {"data", "genrm_tp"} | {"steps"}
     unused = {field.name: field.default for field in settings if field.name not in used}
-    # without judges one format: the first judge's, by which training finds final answers
+    # keep the first judge's format: it also finds final answers during training
     return dataclasses.replace(config, **unused, judge_format=config.judge_format[:1])
 
 
@@ -242,10 +241,10 @@ S = TypeVar("S", bound=Config)
 def parse_settings(
     kind: type[S], arguments: list[str], usage: str, groups: Sequence[str], defaults: dict[str, Any]
 ) -> S:
-    """Read a command line as a Config of the kind. UserError names the setting.
+    """Read a command line as a Config of some kind. Raises UserError if a setting is wrong.
 
-    usage: what --help says first. groups: of settings that are flags. defaults: what differs from the kind's,
-    `command` among them. The device's come before them, the preset's behind; what is given comes last.
+    usage: the first text of --help. groups: the groups of settings that are flags. defaults: overrides of the
+    kind's defaults. Later ones win: the device's defaults, `defaults`, the preset's, the command line.
     """
     given = vars(parser_of(kind, usage, groups).parse_args(arguments))
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
@@ -273,7 +272,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
-    """The parser of these groups of settings; it returns those that are given."""
+    """Build a parser for these groups of settings, which returns only settings that are given."""
     parser = Parser(
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -289,12 +288,12 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
             continue
         default = "" if field.default is False else as_text(field.default)
         how = {"help": field.metadata["help"] + (f" [{default}]" if default else "")}
-        several = get_args(types[field.name])  # of a tuple: the type of its values, and ...
+        several = get_args(types[field.name])  # for a tuple: the type of its values, and ...
         value = several[0] if several else types[field.name]
         if value is bool:
             how["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         else:
-            # a shell leaves the ~ of --out=~/runs to the program
+            # shells don't expand the ~ of --out=~/runs
             how["type"] = os.path.expanduser if value is str else value
             how["metavar"] = value.__name__.upper()
         if several:
@@ -304,17 +303,17 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
 
 
 def settings_of(kind: type[Config]) -> list[dataclasses.Field]:
-    """The fields that are flags."""
+    """Return the fields that are flags."""
     return [field for field in dataclasses.fields(kind) if field.metadata]
 
 
 def demo_models(given: dict, preset: str, command: str) -> dict:
-    """The models of a command line that names none. UserError for what asks for a model of one's own."""
+    """Return the demo's models. Raises UserError if a setting needs another model."""
     for name in ("data", "eval_data", "judge", "cost_judge", "critic"):
         if given.get(name):
             raise UserError(f"--{dashed(name)} needs --model: the demo's models only know addition")
     folder = DEMO_MODELS / DEMOS.get(preset, "written")
-    # from the working directory: a run may be resumed where the project lies in another place
+    # relative paths, so that a run can resume when the project has moved
     models = {"model": os.path.relpath(folder / "actor")}
     if command == "rl":
         models["judge"] = (os.path.relpath(folder / "judge"),)

@@ -1,9 +1,9 @@
 """The parallel controllers: every rank runs this program on its own share of the prompts.
 
-No rank holds the batch. Controllers meet in small collectives (counts, lengths, a flag) and take the same
-decisions, because each is a pure function of what was gathered. Models on ranks of their own work at the same
-time because every rank skips what it doesn't hold. The outside is four things: a `World`, engines, trainers,
-and the event loop's clock.
+No rank holds the batch. Controllers meet in small collectives (counts, lengths, a flag) and make the same
+decisions, because each decision is a pure function of the gathered facts. Models on separate ranks run at the
+same time, because every rank skips the models that it doesn't hold. A controller depends only on a `World`,
+engines, trainers, and the event loop's clock.
 """
 
 from __future__ import annotations
@@ -37,48 +37,48 @@ if TYPE_CHECKING:
     from checkpoint import Checkpoints
     from environment.episodes import Episodes
 
-HISTORY = 50  # steps that are remembered: lengths change as a model learns
-MAX_SKIPS = 3  # updates in a row whose loss or gradient wasn't finite
-MAX_EMPTY_STEPS = 20  # steps in a row without one informative group
+HISTORY = 50  # steps to remember; not more, because answer lengths change as the model learns
+MAX_SKIPS = 3  # consecutive updates with a loss or gradient that isn't finite
+MAX_EMPTY_STEPS = 20  # consecutive steps without an informative group
 
 
 @dataclass
 class State:
-    """The state that goes from step to step; the same on every controller."""
+    """The state that is carried from step to step; the same on every controller."""
 
     step: int = 0
-    groups_per_kept: float = 1.0  # moving average of groups generated for each one kept
-    history: list[StepStats] = field(default_factory=list)  # what the newest steps measured
-    empty_steps: int = 0  # in a row
-    skips: int = 0  # in a row
-    log_multiplier: float = 0.0  # ln(lambda / lagrange_init), where the cost is constrained
+    groups_per_kept: float = 1.0  # groups generated per group kept, a moving average
+    history: list[StepStats] = field(default_factory=list)  # measurements of the newest steps
+    empty_steps: int = 0  # consecutive
+    skips: int = 0  # consecutive
+    log_multiplier: float = 0.0  # ln(lambda / lagrange_init), if the cost is constrained
 
 
 @dataclass
 class Controller:
-    """Everything one controller works with: the real parts under torchrun, fakes in the tests."""
+    """Everything that one controller works with: the real parts under torchrun, fakes in tests."""
 
     config: Config
     algorithm: Algorithm
     world: World
-    devices: Devices  # the actor, the critics and the engines, by turns on this rank's device
+    devices: Devices  # the actor, critics and engines, which take turns on this rank's device
     rewards: Rewards
     prompts: Prompts
-    sampling: Sampling  # of answers; greedy ones at temperature 0
+    sampling: Sampling  # how answers are sampled; greedy ones use temperature 0
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints | NoSaves
-    # with --placement standalone the ranks that serve, or those that train, as this one does; else every rank
+    # with --placement standalone the serving or the training ranks, whichever this one is; else every rank
     same_duty: World
-    environment: Episodes | None = None  # answers the policy's turns
-    ahead: RolloutBatch | None = None  # served, and not yet trained on
+    environment: Episodes | None = None  # replies to the policy's turns
+    ahead: RolloutBatch | None = None  # a batch that is served but not yet trained on
     state: State = field(default_factory=State)
-    stop: Stop = field(default_factory=Stop)  # what this process was asked for
+    stop: Stop = field(default_factory=Stop)  # whether this process was asked to stop
     stopping: bool = False  # the controllers have agreed to stop
 
 
 async def train(c: Controller) -> bool:
-    """Run the loop, and end with all of it saved (collective). Returns whether a stop ended it."""
+    """Run the loop, then save everything (collective). Returns whether a stop ended it."""
     was_stopped = False
     try:
         await loop(c)
@@ -87,7 +87,7 @@ async def train(c: Controller) -> bool:
     finally:
         await c.report.written()
     if was_stopped:
-        await c.world.barrier()  # no rank asks an engine any more
+        await c.world.barrier()  # from here on no rank sends a request to an engine
         await c.devices.to_training()
         await c.checkpoints.save_now(c)
     await c.checkpoints.close(c)
@@ -95,37 +95,37 @@ async def train(c: Controller) -> bool:
 
 
 async def loop(c: Controller) -> None:
-    """The loop: serve, then train (collective). Raises Stopped on all ranks if one was asked to stop."""
-    await c.devices.to_serving()  # the engines started asleep: wake them, push the first weights
+    """Serve, then train, step by step (collective). Raises Stopped on all ranks if one was asked to stop."""
+    await c.devices.to_serving()  # engines start asleep: wake them and push the first weights
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
         batch = c.ahead if c.ahead is not None else await modes.collect(c)  # draw, generate, judge
-        sizes, measured = await gather_sizes(batch, c)  # all ranks meet: lengths, times, a stop
+        sizes, measured = await gather_sizes(batch, c)  # all ranks meet: lengths, times, stop flags
         shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
         await c.devices.to_training()  # engines that share ranks with trainers sleep
-        c.ahead = await c.devices.sharing.serve_ahead(c)  # --ahead: ranks that only serve go on
+        c.ahead = await c.devices.sharing.serve_ahead(c)  # --ahead: serve-only ranks continue
         with c.timeline.span("train"):
             stats = await learn(c, shares)
-        stats = await gather_metrics(c, stats, shares)  # all ranks meet: metrics, a stop
-        decision = rebalance(c, measured)  # with --rebalance the split may move
+        stats = await gather_metrics(c, stats, shares)  # all ranks meet if some hold other models
+        decision = rebalance(c, measured)  # --rebalance may change the split
         advance(c, batch)
-        await c.checkpoints.save(c)  # if one is due: a snapshot; it is written beside what follows
-        await c.devices.to_serving()  # rollout engines wake, get the weights; trainers sleep
+        await c.checkpoints.save(c)  # if due, take a snapshot, which is written in the background
+        await c.devices.to_serving()  # rollout engines wake and load the weights; trainers sleep
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
-        await c.checkpoints.finish(c)  # has every rank written the save by now? Then it is complete
+        await c.checkpoints.finish(c)  # complete the save if every rank has written its part
         stop_if_due(c)
-        del batch, sizes, shares  # not held while the next step is served
+        del batch, sizes, shares  # free them before the next step is served
     c.timeline.step = c.config.steps
     await evaluate(c, c.config.steps)
     await c.world.wait_for_all()
 
 
 async def gather_sizes(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], StepStats | None]:
-    """Gather the sizes of every rank's samples, and what all measured while they served (collective).
+    """Gather every rank's sample sizes, and its measurements of serving (collective).
 
-    Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run goes on.
+    Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run resumes.
     """
     await c.world.wait_for_all()  # ranks that only train wait here for those that serve
     own = Sizes.of(batch.kept, c.devices.actor.prefix_of, "cost" in c.algorithm.signals)
@@ -143,14 +143,13 @@ async def gather_sizes(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes],
 async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Shares:
     """Deal all samples to the models' data-parallel ranks in equal work (collective).
 
-    Every rank works out the same deals from the sizes of all: one for each shape of a model, because actor
-    and critics may be cut in different ways. A sample goes straight from the rank that has it to the ranks
-    that train on it: of each model all ranks of one copy.
+    Every rank computes the same deals from the gathered sizes: one per shape, because actor and critics may
+    be sharded differently. For each model, a sample goes straight from its owner to every rank of one copy.
     """
     actor = c.devices.actor
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
     owners, deals = deal(sizes, shapes, actor.cost, c.config)
-    parcels: dict[int, list[Sample]] = {}  # by receiver
+    parcels: dict[int, list[Sample]] = {}  # receiver -> samples
     own = {sample.key: sample for sample in batch.kept}
     for key, owner in owners.items():
         if owner == c.world.rank:
@@ -166,9 +165,9 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
 
 
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:
-    """Update critics and actor, in turns, in one pipeline, or on ranks of their own. Returns metrics."""
+    """Update critics and actor: in turn, in one pipeline, or on separate ranks. Returns metrics."""
     stats = await compute_advantages(c, shares)
-    trainers = [*reversed(c.devices.critics)]  # the last critic has the device
+    trainers = [*reversed(c.devices.critics)]  # the last one first: it is awake already
     if c.state.step >= c.algorithm.critic_warmup:
         trainers.append(c.devices.actor)
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
@@ -180,7 +179,7 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
 
 
 async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
-    """Give every sample its advantages. Returns metrics of a constraint, if any."""
+    """Compute every sample's advantages. Returns the metrics of a constraint, if there is one."""
     actor = c.devices.actor
     for reference in c.devices.references:
         await c.devices.give_device_to(actor, reference)
@@ -201,7 +200,7 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     samples = list(learned.values())
     algorithms.set_advantages(samples, c.algorithm, multiplier)
     if c.algorithm.whiten:
-        # the other ranks of a model-parallel group hold the same samples
+        # count each sample once: all ranks of a model-parallel group hold the same ones
         mine = flat(shares.of(actor)) if actor.is_lead else []
         moments = algorithms.moments([a for sample in mine for a in sample.advantages])
         algorithms.whiten(samples, await c.same_duty.gather(moments))
@@ -211,15 +210,15 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
 async def gather_metrics(
     c: Controller, stats: dict[str, float], shares: Shares
 ) -> dict[str, float]:
-    """Return the metrics of all models; note whether a rank was asked to stop (collective).
+    """Gather the metrics of all models, and note whether a rank was asked to stop (collective).
 
-    UserError after MAX_SKIPS skipped updates in a row, of any trainer, with the last one's samples saved.
+    Raises UserError after MAX_SKIPS consecutive skipped updates, and saves the samples of the last one.
     """
     stats = await c.devices.sharing.gather_metrics(c, stats)
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:
-        problem = "loss or gradient aren't finite: the update is skipped"
+        problem = "the loss or the gradient isn't finite: the update is skipped"
         c.report.note(f"step {c.state.step + 1}: {problem}")
     if c.state.skips == MAX_SKIPS:
         actor = c.devices.actor
@@ -230,7 +229,7 @@ async def gather_metrics(
 
 
 def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
-    """Note what the step measured, if it was served; take the split that the mode's rule chooses by it."""
+    """Record the step's measurements, if it was served, and choose the next split by the mode's rule."""
     if step_stats is None:
         return {}
     devices = c.devices
@@ -240,7 +239,7 @@ def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
     tp = {"rollout": c.config.rollout_tp, "genrm": c.config.genrm_tp}
     move = MOVES[devices.split.mode]
     decision = move(c.state.history, devices.splits, devices.rollout.capacity, tp)
-    was_served_so = step_stats.split == devices.split  # else the figures are of an older split
+    was_served_so = step_stats.split == devices.split  # if not, they are of an older split
     if was_served_so and decision.split != devices.split:
         c.report.note(f"step {c.state.step + 1}: {decision.reason}")
         c.timeline.mark("split", str(decision.split))
@@ -249,17 +248,17 @@ def rebalance(c: Controller, step_stats: StepStats | None) -> dict[str, str]:
 
 
 def advance(c: Controller, batch: RolloutBatch) -> None:
-    """Count the step as done: a checkpoint from now on holds it."""
+    """Count the step as done: checkpoints include it from now on."""
     c.state.step += 1
     is_empty = batch.missing_groups == c.config.prompts_per_step
     c.state.empty_steps = c.state.empty_steps + 1 if is_empty else 0
 
 
 def stop_if_due(c: Controller) -> None:
-    """End the run where a step ends: Stopped, if a rank was asked to; UserError after MAX_EMPTY_STEPS."""
+    """Raise Stopped if a rank was asked to stop, or UserError after MAX_EMPTY_STEPS empty steps."""
     if c.stopping:
         raise Stopped
     if c.state.empty_steps >= MAX_EMPTY_STEPS:
-        problem = f"no prompt of {MAX_EMPTY_STEPS} steps in a row had answers of different reward"
-        reasons = "they are too easy or too hard, the judge can't tell, rules leave all answers out"
+        problem = f"in {MAX_EMPTY_STEPS} steps in a row no prompt had answers of different reward"
+        reasons = "prompts are too easy or too hard, the judge can't decide, rules drop all answers"
         raise UserError(f"{problem}: {reasons}, or all are cut off (--max-new-tokens)")

@@ -1,7 +1,7 @@
-"""A value model: what return to expect from every token on, learned beside the policy.
+"""The value model: it learns, along with the policy, which return to expect from each token on.
 
-It is the policy's architecture with one number a token in place of the logits, predicted where the policy
-predicts the token: the value of the state before it is written.
+It has the policy's architecture, with one number per token instead of logits. Where the policy predicts a
+token, it predicts the value of the state before that token.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ STATS = ("clipped", "returns", "returns_squared", "errors", "errors_squared")  #
 
 
 class ValueHead(torch.nn.Linear):
-    """[T, 1, hidden] -> [T, 1, 1], in the place of Megatron's output layer, whole on every rank."""
+    """[T, 1, hidden] -> [T, 1, 1]. It replaces Megatron's output layer, and is whole on every rank."""
 
     def __init__(self, config: models.TransformerConfig, tp: ProcessGroup):
         super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
@@ -44,9 +44,9 @@ class ValueHead(torch.nn.Linear):
         self.weight.tensor_model_parallel = False
 
     def forward(self, hidden: Tensor, **unused) -> tuple[Tensor, None]:
-        """Return values, and None for the bias that an output layer of Megatron's may have."""
+        """Return values, and None in place of the bias that Megatron expects from an output layer."""
         if self.config.sequence_parallel:
-            # every rank makes all values: their gradients are equal, and must not be summed
+            # every rank computes all values, so their gradients are equal and must not be summed
             gather = lm_head.mappings.gather_from_sequence_parallel_region
             hidden = gather(hidden, tensor_parallel_output_grad=False, group=self.tp_group)
         return super().forward(hidden), None
@@ -58,7 +58,7 @@ class Critic(Trainer):
     def __init__(
         self, config: Config, model_dir: str, name: str = "reward", groups: Groups | None = None
     ):
-        """Load a directory, as a Trainer. From a policy's the head begins at zero."""
+        """Load a directory, as a Trainer does. If it is a policy's, the head starts at zero."""
         self.name = name
         self.title = f"{name} critic"
         self.algorithm = algorithm_of(config)
@@ -77,13 +77,13 @@ class Critic(Trainer):
         return gpt
 
     def compute_values(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `values[name]` of samples that come packed (collective: model-parallel group)."""
+        """Fill the samples' `values[name]` (collective: model-parallel group)."""
         rows = self.read_tokens(list(chain(*mini_batches)))
         for sample, row in zip(flat(mini_batches), rows, strict=True):
             sample.values[self.name] = row
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
-        """Prepare the steps that learn `returns[name]`, one a mini-batch. Not collective."""
+        """Prepare one optimizer step per mini-batch, which learns `returns[name]`. Not collective."""
         steps = []
         for micro_batches in mini_batches:
             samples = list(chain(*micro_batches))
@@ -100,17 +100,17 @@ class Critic(Trainer):
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
     def _learning_rate(self) -> float:
-        """Grow to `critic_lr` over `lr_warmup_steps`, and stay."""
+        """Return the rate: it grows to `critic_lr` over `lr_warmup_steps`, then stays there."""
         warmed_up = min(1.0, (self.version + 1) / max(1, self.config.lr_warmup_steps))
         return self.algorithm.critic_lr * warmed_up
 
     def _loss(self, returns: Tensor, old: Tensor, batch: MicroBatch, output: Tensor) -> LossSums:
-        """The loss of a micro-batch. returns, old: [slots] of its mini-batch, see packing.MicroBatch."""
+        """Compute a micro-batch's loss. returns, old: its mini-batch's, [slots], see packing.MicroBatch."""
         returns = returns[batch.slots]
         old = old[batch.slots]
         values = self.read_targets(batch, output)
         loss, clipped = value_loss(values, old, returns, self.algorithm.value_clip)
-        returns = returns.double()  # a variance is a small difference of the sums
+        returns = returns.double()  # because a variance is a small difference of large sums
         errors = returns - old.double()
         stats = {
             "clipped": clipped.sum(),
@@ -122,43 +122,43 @@ class Critic(Trainer):
         return loss_sums(loss.sum(), len(returns), stats)
 
     def read_targets(self, batch: MicroBatch, values: Tensor) -> Tensor:
-        """The value of the state before each target, in float32. values: [1, T, 1] -> [targets]."""
+        """Return the value of the state before each target: [targets], float32. values: [1, T, 1]."""
         return values[0, batch.reads, 0].float()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        named = super().named_weights()  # called now, not on iteration: it asserts a critic awake
+        named = super().named_weights()  # now, not on iteration: it asserts that this is awake
         return ((HEAD if name == "lm_head.weight" else name, tensor) for name, tensor in named)
 
     def _hf_config(self, hf: dict) -> dict:
-        # transformers takes the number of outputs from these
+        # transformers derives the number of outputs from these
         label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         architecture = f"{hf['model_type'].capitalize()}ForSequenceClassification"
         return super()._hf_config(hf) | label | {"architectures": [architecture]}
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """The clipped squared error of each token, and whether the clip cut its gradient: [tokens].
+    """Return each token's clipped squared error, and whether the clip cut its gradient: [tokens].
 
     loss = max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: a value that has moved by more
-    than `clip` towards its return isn't pulled on. Source: PPO's code (baselines/ppo2).
+    than `clip` toward its return has no gradient. Source: PPO's code (baselines/ppo2).
     """
-    clipped_values = values.clamp(old - clip, old + clip)  # bit for bit `values` inside
+    clipped_values = values.clamp(old - clip, old + clip)  # inside the limits exactly `values`
     plain = (values - returns) ** 2
     clipped = (clipped_values - returns) ** 2
     return plain.maximum(clipped) / 2, clipped > plain
 
 
 def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
-    """The metrics of an update, from the statistics of its optimizer steps."""
+    """Return an update's metrics, from the statistics of its optimizer steps."""
     total = totals(steps)
     mean = means(total, ("loss", *STATS), "divisor")
     returns_variance = mean["returns_squared"] - mean["returns"] ** 2
     errors_variance = mean["errors_squared"] - mean["errors"] ** 2
-    is_flat = returns_variance <= 1e-12  # NaN isn't
+    is_flat = returns_variance <= 1e-12  # False for NaN
     counted = {name: total[name] for name in ("grad_norm", "skipped", "not_finite")}
     return counted | {
         "value_loss": mean["loss"],
-        # 1: the values before the step were the returns; 0: no better than the returns' mean
+        # 1: the values before the step equal the returns; 0: they are no better than the mean return
         "explained_variance": 0.0 if is_flat else 1 - errors_variance / returns_variance,
         "return_mean": mean["returns"],
         "clip_frac": mean["clipped"],

@@ -1,4 +1,4 @@
-"""Prompts: what a model is asked, and the cursor that all controllers draw by."""
+"""Prompts, and the cursor with which all controllers draw them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Protocol
 from sample import Prompt, Sample
 
 Group = list[Sample]  # the answers to one prompt
-READERS = 4  # threads that read prompts: a clip in 1080p takes seconds
+READERS = 4  # threads that read prompts, because a 1080p clip takes seconds
 
 
 class Source(Protocol):
-    """A source of prompts: `training` without end, and others held out."""
+    """A source of prompts: an endless supply for `training`, and held-out ones."""
 
     held_out: Sequence[Prompt]
 
@@ -26,22 +26,22 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class Prompts:
-    """A cursor over a source and its carried prompts, equal on all ranks; `groups` stay where they are."""
+    """A cursor over a source and its carried prompts. It is equal on all ranks, except for `groups`."""
 
     source: Source
-    answers: int  # of a group
-    keeps_groups: bool = False  # of carried prompts
-    has_greedy: bool = False  # one answer more, which is generated greedily
+    answers: int  # answers per group
+    keeps_groups: bool = False  # whether carried prompts keep their answers so far
+    has_greedy: bool = False  # whether each group has one more answer, a greedy one
     has_images: bool = False
-    threads: Executor | None = None  # that read prompts with images or clips
-    cursor: int = 0  # next prompt_id that was never drawn
+    threads: Executor | None = None  # read prompts with images or clips
+    cursor: int = 0  # the first prompt_id that was never drawn
     carried: list[int] = field(default_factory=list)  # drawn, but not used
-    groups: dict[int, Group] = field(default_factory=dict)  # of carried prompts, as generated here
+    groups: dict[int, Group] = field(default_factory=dict)  # this rank's groups of carried prompts
     owners: dict[int, int] = field(default_factory=dict)  # carried prompt -> rank of its group
     _ahead: dict[int, Awaitable[Prompt]] = field(default_factory=dict, init=False)  # being read
 
     def draw(self, count: int) -> list[int]:
-        """Take the next prompt_ids: first those that were carried, then new ones."""
+        """Return the next prompt_ids: carried ones first, then new ones."""
         again = self.carried[:count]
         del self.carried[:count]
         fresh = range(self.cursor, self.cursor + count - len(again))
@@ -49,7 +49,7 @@ class Prompts:
         return again + list(fresh)
 
     def assign_owners(self, prompt_ids: list[int], controllers: int) -> dict[int, int]:
-        """Map prompt_ids to controllers: to the one that has the group, else the one with the fewest."""
+        """Map prompt_ids to controllers: to the group's owner, or to the one with the fewest prompts."""
         owners = {i: self.owners[i] for i in prompt_ids if i in self.owners}
         counts = dict.fromkeys(range(controllers), 0) | Counter(self.owners.values())
         heap = sorted((count, rank) for rank, count in counts.items())
@@ -62,12 +62,12 @@ class Prompts:
         return owners
 
     async def read(self, prompt_ids: Collection[int]) -> dict[int, Prompt]:
-        """Read prompts for training, several at once. UserError for one that can't be used."""
+        """Read training prompts, several at once. Raises UserError if one can't be used."""
         self._begin(prompt_ids)
         return {prompt_id: await self._ahead.pop(prompt_id) for prompt_id in prompt_ids}
 
     def read_ahead(self, count: int, controllers: int, rank: int) -> None:
-        """Begin to read what this controller will get of the next `count` prompts, as far as is known now."""
+        """Start reading those of the next `count` prompts that this controller will probably own."""
         if self.threads is None:
             return
         preview = replace(self, carried=list(self.carried), owners=dict(self.owners))
@@ -84,13 +84,13 @@ class Prompts:
                 self._ahead[prompt_id] = asyncio.create_task(read) if self.threads else read
 
     async def in_thread(self, read: Callable[[int], Prompt], number: int) -> Prompt:
-        """Call `read` off the event loop, which a clip would hold up for seconds."""
+        """Call `read` in a thread, because a clip would block the event loop for seconds."""
         if self.threads is None:
             return read(number)
         return await asyncio.get_running_loop().run_in_executor(self.threads, read, number)
 
     def group(self, prompt_id: int, prompt: Prompt) -> Group:
-        """Return the group of a prompt: as far as it was generated, or empty samples."""
+        """Return a prompt's group: the answers so far, or empty samples."""
         fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images, prompt.turns)
         indices = range(self.answers + self.has_greedy)
         empty = [Sample(prompt_id, i, *fields, greedy=i == self.answers) for i in indices]
@@ -101,14 +101,14 @@ class Prompts:
         return group
 
     async def attach_images(self, samples: list[Sample]) -> None:
-        """Read the images of samples that came without. Images are never sent: all machines have them."""
+        """Read the images of samples from other ranks. Images are never sent: all machines have the files."""
         if self.has_images:
             prompts = await self.read({sample.prompt_id for sample in samples})
             for sample in samples:
                 sample.media = prompts[sample.prompt_id].images
 
     def carry_over(self, prompt_ids: list[int], groups: list[Group]) -> None:
-        """Have prompts that weren't used come first in the next step. groups: this controller's of them."""
+        """Put unused prompts first in the next step. groups: this controller's groups of them."""
         self.carried[:0] = prompt_ids
         kept = self.carried if self.keeps_groups else []
         self.owners = {i: self.owners[i] for i in kept if i in self.owners}
@@ -116,12 +116,12 @@ class Prompts:
             self.groups |= {group[0].prompt_id: group for group in groups}
 
     def state(self) -> dict:
-        """Return what a checkpoint keeps beside `groups`. Pairs, because JSON has no numbers for keys."""
+        """Return what a checkpoint keeps besides `groups`. Owners are pairs: JSON has no integer keys."""
         owners = list(self.owners.items())
         return {"cursor": self.cursor, "carried": list(self.carried), "owners": owners}
 
     def load_state(self, state: dict, groups: list[Group], controllers: int, rank: int) -> None:
-        """Continue from a `state`. groups: of all controllers. rank: data-parallel; -1 asks no engine."""
+        """Continue from a `state`. groups: all controllers'. rank: among those that serve, or -1."""
         self.cursor = state["cursor"]
         self.carried = list(state["carried"])
         if self.keeps_groups:

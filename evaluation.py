@@ -1,4 +1,4 @@
-"""Evaluation: answers to the held-out prompts, every `eval_every` steps and at the end, or with --steps 0.
+"""Evaluation on held-out prompts: every `eval_every` steps and at the end, or with --steps 0.
 
 Each prompt gets a greedy answer and `eval_samples` sampled ones. Controllers that serve share the prompts.
 """
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answered:
-    """This controller's results. The order of the prompts is that in which they finished."""
+    """This controller's results for each prompt, in the order in which the prompts finished."""
 
-    right: list[tuple[bool, int]] = field(
-        default_factory=list
-    )  # greedy answer; number of sampled ones
-    earned: list[float] = field(default_factory=list)  # by each greedy answer, in an environment
+    # whether the greedy answer is right, and how many of the sampled ones are
+    right: list[tuple[bool, int]] = field(default_factory=list)
+    earned: list[float] = field(default_factory=list)  # the greedy answer's, in an environment
 
 
 async def evaluate_once(c: Controller) -> bool:
-    """Answer the held-out prompts, with no step and no trainer (collective). Returns True after a stop."""
+    """Answer the held-out prompts without training (collective). Returns whether a stop ended it."""
     await c.devices.rollout.wake()
     c.timeline.start()
     try:
@@ -50,12 +49,12 @@ async def evaluate(c: Controller, step: int) -> None:
     answered = Answered()
     with c.timeline.span("evaluate"):
         async with rollout.Tasks() as tasks:
-            # as many at once as engines take: all prompts and images could fill the memory
+            # only as many at once as engines take: all prompts and images could fill the memory
             for worker in range(min(len(numbers), QUEUED * c.config.max_running_requests)):
                 tasks.start(worker, answer_in_turn(c, numbers, answered, tasks))
             await rollout.wait_for_all(c, tasks)
     c.devices.rollout.pop_stats()
-    c.timeline.drain()  # a step's own figures leave evaluation out
+    c.timeline.drain()  # a step's measurements exclude evaluation
     if c.environment:
         c.environment.seconds.clear()
     facts = await c.same_duty.gather((answered.right, answered.earned, *c.rewards.counts()))
@@ -68,7 +67,7 @@ async def evaluate(c: Controller, step: int) -> None:
 async def answer_in_turn(
     c: Controller, numbers: list[int], answered: Answered, tasks: rollout.Tasks
 ) -> None:
-    """Answer one prompt after the other while any is left: `numbers` is shared by several tasks."""
+    """Answer one prompt after another until none is left. Several tasks share `numbers`."""
     while numbers and not tasks.closed:
         number = numbers.pop(0)
         prompt = await c.prompts.in_thread(c.prompts.source.held_out.__getitem__, number)
@@ -84,7 +83,7 @@ async def answer_in_turn(
 
 
 def empty_samples(prompt: Prompt, number: int, count: int) -> list[Sample]:
-    """The answers of held-out prompt `number`, not yet written; the first one is greedy."""
+    """Make `count` unwritten answers to held-out prompt `number`; the first one is greedy."""
     fields = (prompt.tokens, prompt.question, prompt.answer_key, prompt.images)
     samples = [Sample(-1 - number, n, *fields, greedy=n == 0) for n in range(count)]
     for sample in samples:

@@ -1,8 +1,8 @@
-"""GenRM: the judges. A judge model writes a critique and a verdict on an answer.
+"""GenRM: the judges. A judge model writes a critique of an answer, with a verdict.
 
-A `JudgeFormat` says what a judge is asked and how texts are read, in small pure functions to be edited for
-one of your own: `chat` is for any instruction-following model, `number`, `harm` for costs. A final answer is
-None if the response has none; a grade or value is None if there is no verdict.
+A `JudgeFormat` holds a judge's prompt, and small pure functions that read texts; you can write your own. Use
+`chat` for any instruction-following model, `harm` for costs. A final answer is None if the response has none;
+a grade or value is None if there is no verdict.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JudgeFormat:
-    """The prompt for one kind of judge, and the reading of what it writes."""
+    """The prompt for one kind of judge, and the functions that read what it writes."""
 
-    final_answer: Callable[[str], str | None]  # in a response; None: reward 0 without asking
-    # of question (or transcript) and answer: text, or chat turns
+    final_answer: Callable[[str], str | None]  # reads it from a response; None scores 0 unjudged
+    # (question or transcript, final answer) -> the judge's prompt, as text or chat turns
     prompt: Callable[[str, str], str | list[dict]]
-    # a critique -> True, False, or a grade from 0 to 1, which accepts above 0.5; None: it can't be read
+    # critique -> True, False, or a grade from 0 to 1 (above 0.5 it accepts); None: it can't be read
     parse: Callable[[str], float | None] = lambda text: None
     min_logprob: float = -math.inf  # an accept with a less likely token (natural log) is a reject
-    full_response: bool = False  # the judge sees it all; final_answer is for the accuracy alone
-    read_key: Callable[[str], str | None] = str  # an answer key in the form of final answers
+    full_response: bool = False  # show the judge all; final_answer only measures the accuracy
+    read_key: Callable[[str], str | None] = str  # answer key -> its form as a final answer
     is_scalar: ClassVar[bool] = False  # it writes nothing, and its number is the reward
-    engine: ClassVar[type[Engine]] = Engine  # of its servers
+    engine: ClassVar[type[Engine]] = Engine  # the engine that serves it
 
     def answer_of(self, text: str, finish: str) -> str | None:
-        """The final answer of a response; None when it has none or was cut off before its end."""
+        """Return a response's final answer; None if it has none or was cut off."""
         return self.final_answer(text) if finish == "stop" else None
 
     def grade(self, text: str, reply: Answer) -> float | None:
-        """Read a critique, from 0 to 1; None when it can't be read. UserError for anything else."""
+        """Read a critique's grade, 0 to 1, or None. Raises UserError if `parse` returns anything else."""
         said = without_thoughts(text) if reply.finish == "stop" else None
         if said is None or (grade := self.parse(said)) is None:
             return None
-        # NaN is refused, too
+        # also rejects NaN
         if not (isinstance(grade, Real | numpy.bool_) and 0 <= grade <= 1):
             name = next(name for name, known in FORMATS.items() if known is self)
             returned = f"parse returned {' '.join(repr(grade).split())[:60]}"
@@ -71,28 +71,28 @@ class JudgeFormat:
         return Judgement(text, self.grade(judge.thought + text, reply))
 
     def check(self, tokenizer: Tokenizer, prompt: Text, where: str) -> None:
-        """Raise UserError for a prompt that the judge can't be shown: none, it is text."""
+        """Raise UserError if a prompt can't be shown to the judge. Here any can: it becomes text."""
 
     def encode(
         self, judge: Judge, prompt: Text, answer: str, images: tuple[Image, ...], is_cut: bool
     ) -> tuple[list[int], tuple]:
-        """Return the tokens that the judge is sent, and the images in them."""
-        # a special token that they spell out is text: it can't end the turn
+        """Return the tokens to send to the judge, and the images in them."""
+        # a special token that they spell out stays text: it can't end the turn
         texts = (transcript(prompt), answer)
         question, answer = (break_special_tokens(judge.tokenizer, text) for text in texts)
         if not (judge.reader and images):
             return tokenization.encode(judge.tokenizer, self.prompt(question, answer)), ()
-        answer = answer.replace(IMAGE, "< image>")  # no place that it made up
+        answer = answer.replace(IMAGE, "< image>")  # only the prompt places images
         shown = self.prompt(question, answer)
         return tokenization.encode_prompt(judge.tokenizer, judge.reader, shown, images), images
 
 
 THINK = "(think|thinking|thought|reasoning)>"
-THOUGHT = re.compile(rf"(?si)<{THINK}(?:(?!</?\1>).)*</\1>")  # that has none within
+THOUGHT = re.compile(rf"(?si)<{THINK}(?:(?!</?\1>).)*</\1>")  # an innermost one
 
 
 def without_thoughts(text: str) -> str | None:
-    """Leave out <think>...</think>, and all before an end without a start; None if a thought has no end."""
+    """Drop <think>...</think>, and all before an end without a start. None if a thought has no end."""
     while (outer := THOUGHT.sub("", text)) != text:
         text = outer
     *_, said = re.split(f"(?i)</{THINK}", text)
@@ -113,15 +113,15 @@ Final answer:
 ACCEPTS = {"correct": True, "yes": True, "incorrect": False, "no": False}
 LABEL = r"verdict[\s*]*:[\s*]*"
 WORD = f"(?:{'|'.join(ACCEPTS)})\\b"
-# a choice is none, as it was asked for: Verdict: correct, or Verdict: incorrect
+# not a verdict, but the choice repeated from the prompt: Verdict: correct, or Verdict: incorrect
 CHOICE = rf"{WORD}[^.\n]*?(?:\bor\b|/)\W*(?:{LABEL})?{WORD}"
 VERDICT = re.compile(f"{LABEL}(?:{CHOICE}|({WORD}))?", re.IGNORECASE)
 BOX = re.compile(r"\\boxed\s*\{")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # one behind a backslash is a letter
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # escaped braces don't count
 
 
 def chat_answer(text: str) -> str | None:
-    r"""The last \boxed{...}, else what follows the last ####, else the last line that isn't empty."""
+    r"""Return the last \boxed{...}, or the text after the last ####, or the last line that isn't empty."""
     if not (boxes := list(BOX.finditer(text))):
         tail = text.rsplit("####", 1)[-1].strip()
         return tail.splitlines()[-1].strip() if tail else None
@@ -135,7 +135,7 @@ def chat_answer(text: str) -> str | None:
 
 
 def chat_key(text: str) -> str | None:
-    """Read a key in a box as an answer is read; any other stays as it is written."""
+    """Read a boxed key like an answer, and keep any other key as it is."""
     return chat_answer(text) if BOX.search(text) else text
 
 
@@ -144,7 +144,7 @@ def chat_prompt(question: str, answer: str, instruction: str = CHAT_JUDGE) -> li
 
 
 def chat_parse(text: str) -> bool | None:
-    """Read the last `Verdict:`. One before it may be quoted from the answer."""
+    """Read the last `Verdict:`. Earlier ones may be quoted from the answer."""
     verdicts = VERDICT.findall(text)
     return ACCEPTS.get(verdicts[-1].lower()) if verdicts else None
 
@@ -167,8 +167,8 @@ FORMATS = {  # the demo and extras add rows
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse, read_key=chat_key),
     "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_key),
     "harm": JudgeFormat(
-        lambda text: text.strip() or None,  # all of the response
-        partial(chat_prompt, instruction=HARM_JUDGE),  # what is accepted costs 1 (--cost-judge)
+        lambda text: text.strip() or None,  # the whole response
+        partial(chat_prompt, instruction=HARM_JUDGE),  # an accept costs 1 (--cost-judge)
         chat_parse,
         full_response=True,
     ),
@@ -176,7 +176,7 @@ FORMATS = {  # the demo and extras add rows
 
 
 def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
-    """The format of each of config.judge_models; without a judge one, which says what a final answer is."""
+    """Return each judge's format; without judges, one format that finds final answers."""
     names = config.judge_format
     count = max(1, len(config.judge_models))
     unknown = [name for name in names if name not in FORMATS]
@@ -188,21 +188,21 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
 
 
 def none_right(config: Config, count: int, text: str, key: str) -> str:
-    """Say that no answer is right, what one looks like, and which formats there are to read it."""
+    """Return a warning that no answer is right, with an example and the known formats."""
     by = f"none of {count} answers is right by --judge-format {config.judge_format[0]}"
     one = f"one ends in {text[-60:]!r}, and its key is {key[-60:]!r}"
     return f"{by}; {one}; formats: {', '.join(FORMATS)}"
 
 
 class Judgement(NamedTuple):
-    """The words and the number of one judge or rule on one answer."""
+    """The text and the number that a judge or rule returns for an answer."""
 
     critique: str
-    value: float | None  # None: it can't be read, and the sample is dropped, not scored 0
+    value: float | None  # None: it can't be read, so the sample is dropped instead of scored 0
 
 
 class Judge:
-    """A judge model with its tokenizer. The genrm engines of `model` m serve judge number m."""
+    """A judge model with its tokenizer. Genrm engines with `model` == number serve it."""
 
     def __init__(
         self, config: Config, number: int, tokenizer: Tokenizer, reader: ImageReader | None
@@ -213,7 +213,6 @@ class Judge:
         self.reader = reader
         self.format = formats_of(config)[number]
         self.signal = "reward" if number < len(config.judge) else "cost"
-        # it counts for Sample.verdict
         self.gives_verdict = self.signal == "reward" and not self.format.is_scalar
         self.name = model_dir = config.judge_models[number]
         max_new_tokens = 1 if self.format.is_scalar else config.judge_max_new_tokens
@@ -227,13 +226,13 @@ class Judge:
         self.failed = 0  # answers without a verdict, since the run's start
         self.succeeded = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
-        # raises UserError for what its chat template can't say of the format
+        # raises UserError if the judge's chat template can't render the prompt
         tokens, _ = self.format.encode(self, "Is it?", "yes", (), False)
         begun = re.search(rf"<{THINK}\s*$", tokenization.decode(tokenizer, tokens, special=True))
-        self.thought = begun[0] if begun else ""  # that the template begins
+        self.thought = begun[0] if begun else ""  # the tag, if the template opens a thought
 
     def never_succeeded(self, failures: int) -> str:
-        """Return what ends the run after so many failures and no verdict."""
+        """Return the message that ends the run after `failures` failures and no verdict."""
         none = f"the judge {self.name}: none of the first {failures} answers got a verdict"
         unread = f"its text can't be read by --judge-format {as_text(self.config.judge_format)}"
         return f"{none}: they don't fit its context, or {unread}"
@@ -241,15 +240,15 @@ class Judge:
     async def judge(
         self, prompt: Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False
     ) -> Judgement:
-        """Get the critique of an answer (None: it has none) and its verdict.
+        """Return the critique and verdict of an answer (None: the response has none).
 
         prompt: the question, or all turns before the answer; IMAGE for each of `images`. is_cut: by a limit.
         """
-        if answer is None:  # it has no cost either: 0 would reward the lack of an answer
+        if answer is None:  # and no cost: 0 would reward the lack of an answer
             return Judgement("no final answer", 0.0 if self.signal == "reward" else None)
         tokens, images = self.format.encode(self, prompt, answer, images, is_cut)
         if len(tokens) > (most := self.max_prompt_tokens):
-            judgement = Judgement(f"not asked: {len(tokens)} tokens, of at most {most}", None)
+            judgement = Judgement(f"not asked: {len(tokens)} tokens, but the limit is {most}", None)
         else:
             judgement = await self._judgement(tokens, images, prompt, pool)
         self.succeeded += judgement.value is not None
@@ -269,7 +268,7 @@ class Judge:
         return self.format.read(self, reply)
 
     async def _reply(self, request: Request, pool: Pool) -> Answer:
-        """Return the whole reply to a request. What an engine aborts another continues."""
+        """Return the whole reply to a request. If an engine aborts it, another continues it."""
         reply: Answer | None = None
         while reply is None or reply.finish == "abort":
             async for part in pool.generate([request], self.number):

@@ -1,6 +1,6 @@
 """Modes: how rollout and genrm share the engines' ranks while a step is served.
 
-A mode is a row of MODES: the splits that it may take, and a short loop that serves a step.
+A mode is a row of MODES: the splits that it may use, and a short loop that serves a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout import (
 )
 from runtime.errors import UserError
 from runtime.shutdown import Stopped
-from scheduling.dynamic_sampling import DynamicSampler, OrderedSampler
+from scheduling.dynamic_sampling import FirstFinishedSampler, OrderedSampler
 from scheduling.layout import Placement
 from scheduling.measured import MOVES, Split, StepStats, histogram
 
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 
 async def collect(c: Controller) -> RolloutBatch:
-    """Draw prompts, serve them, filter groups that teach nothing and draw again (ranks that serve).
+    """Draw prompts, serve them, and replace groups that teach nothing (collective: ranks that serve).
 
-    The first wave has `prompts_per_step` prompts, times `over_dispatch`; up to `max_refill_waves` of the
-    algorithm replace what was filtered. The first informative groups in the order of drawing are kept, with
-    `over_dispatch` above 1 the first to finish. Prompts that aren't used come first in the next step. A stop
-    gives the step up: all of its prompts come again.
+    The first wave has `prompts_per_step` * `over_dispatch` prompts; up to `max_refill_waves` waves replace
+    filtered groups. The batch is the first informative groups in the order of drawing, or, with
+    `over_dispatch` above 1, the first to finish. Unused prompts come first in the next step. A stop abandons
+    the step, and all of its prompts come again.
     """
     if not c.devices.serves:
         return RolloutBatch()
     config = c.config
     start = c.timeline.now()
-    kind = DynamicSampler if config.over_dispatch > 1 else OrderedSampler
+    kind = FirstFinishedSampler if config.over_dispatch > 1 else OrderedSampler
     waves = dict(over_dispatch=config.over_dispatch, max_refills=c.algorithm.max_refill_waves)
     sampler = kind(config.prompts_per_step, c.state.groups_per_kept, **waves)
     step = RolloutStep(c, sampler)
@@ -59,7 +59,7 @@ async def collect(c: Controller) -> RolloutBatch:
     except Stopped:
         step.without_media()
         c.prompts.carry_over(list(sampler.wave_of), list(step.groups.values()))
-        # verdicts stay with answers that go on; the rest is judged again
+        # answers that will be continued keep their verdicts; others are judged again
         stays = c.rewards.counts()[1] if config.over_dispatch > 1 else parsed
         c.rewards.load_counts([(failed, stays)])
         raise
@@ -101,7 +101,7 @@ async def generate_then_judge(step: RolloutStep) -> None:
 
 
 async def judge_as_generated(step: RolloutStep) -> None:
-    """Partial colocation: answers are judged as they finish, elsewhere; a wave costs no swap."""
+    """Partial colocation: other ranks judge answers as they finish; a wave costs no swap."""
     devices = step.c.devices
     await devices.set_awake(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
@@ -111,20 +111,20 @@ async def judge_as_generated(step: RolloutStep) -> None:
 
 
 def full_colocation(placement: Placement, config: Config) -> list[Split]:
-    """Let rollout and genrm take turns, each on all ranks of engines. WeChat-YATT, full colocation."""
+    """Let rollout and genrm take turns on all ranks of engines. WeChat-YATT, full colocation."""
     ranks = len(placement.engines)
     return [Split("full", ranks, ranks)]
 
 
 def partial_colocation(placement: Placement, config: Config) -> list[Split]:
-    """Let the first S ranks write and the rest judge, for each S that cuts no engine. WeChat-YATT."""
+    """Let the first S ranks write and the rest judge, for each S that splits no engine. WeChat-YATT."""
     ranks = len(placement.engines)
     cuts = range(placement.unit, ranks, placement.unit)
     return [Split("partial", cut, ranks - cut) for cut in cuts]
 
 
 class Mode(NamedTuple):
-    """The splits that a mode may take on the ranks of engines, and the loop that serves a step."""
+    """The splits that a mode may use on the engines' ranks, and the loop that serves a step."""
 
     splits: Callable[[Placement, Config], list[Split]]
     serve: Callable[[RolloutStep], Awaitable[None]]
@@ -137,7 +137,7 @@ MODES = {  # fused/mode.py adds one
 
 
 def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
-    """The placement of a run, and the splits that it may take, that of its start first (pure). UserErrors."""
+    """Return the placement and the splits to use, the initial one first (pure). May raise UserError."""
     placement = make_placement(config, world_size, on_machine)
     if config.mode not in MODES:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(MODES)}")
@@ -152,7 +152,7 @@ def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Place
     if not splits:
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
-        neighbours = f", on neighbours from a multiple of {placement.unit} on"
+        neighbours = f", on adjacent ranks that start at a multiple of {placement.unit}"
         engines += neighbours if placement.unit > 1 else ""
         raise UserError(f"--mode {config.mode} needs more ranks than {ranks} for {engines}")
     first = first_split(splits, config, ranks)
@@ -161,10 +161,10 @@ def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Place
 
 
 def first_split(splits: list[Split], config: Config, ranks: int) -> Split:
-    """Choose that of --rollout-ranks, by default half, rounded up; on shared ranks, that of --tail."""
+    """Return the split of --rollout-ranks (default: half, rounded up) or, on shared ranks, of --tail."""
     cuts = [split.rollout for split in splits if split.rollout + split.genrm <= ranks]
     if not cuts:
-        return splits[0]  # full, or fused: of --tail
+        return splits[0]  # full mode, or fused mode with --tail
     half = min(cuts, key=lambda cut: (abs(2 * cut - ranks), -cut))
     wanted = config.rollout_ranks or half
     for split in splits:

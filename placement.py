@@ -1,16 +1,14 @@
-"""Placement: which ranks engines and models hold, and which of them has a rank's device now.
+"""Placement: which ranks hold engines and models, and which of these currently uses a rank's device.
 
---placement says which ranks hold which model (`Placement` in scheduling/layout.py), --mode how rollout and
-genrm share those of the engines (modes.py). What holds the same ranks takes turns; the order decides the
-memory peak:
+--placement decides which ranks hold which model (`Placement` in scheduling/layout.py), --mode how rollout and
+genrm share the engines' ranks (modes.py). Whatever shares ranks takes turns. The order limits peak memory:
 
-    to training   every engine sleeps (weights and KV cache go); then trainers wake: one at a time, or all
-                  where the schedule runs them in one pipeline
-    to serving    critics sleep, the actor's gradients and what its passes left go, rollout weights come back,
-                  push, the actor sleeps, the KV cache comes back
+    to training   every engine sleeps (frees weights and KV cache); then trainers wake: one at a time, or all
+                  if the schedule runs them in one pipeline
+    to serving    critics sleep, the actor frees its gradients and buffers, the rollout weights wake, push,
+                  the actor sleeps, the KV cache wakes
 
-Engines on ranks that train nothing sleep only while weights are pushed. While all sleep, a run may switch to
-another split.
+Engines on ranks that don't train sleep only during a push. While all sleep, the split may change.
 """
 
 from __future__ import annotations
@@ -32,38 +30,35 @@ if TYPE_CHECKING:
     from reporting.timeline import Timeline
     from rollout import RolloutBatch
     from scheduling.dealing import Shares
-    from training.trainer import Trainer  # which imports Megatron: placements are made without
+    from training.trainer import Trainer  # imports Megatron, which placements don't need
 
 
 # ---------------------------------------------------------------- which ranks hold which model
 
 
 def colocate(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Let all models and engines take turns on all ranks. Source: WeChat-YATT; HybridFlow's "colocate"."""
+    """Let all models and engines take turns on all ranks, as in WeChat-YATT and HybridFlow's "colocate"."""
     shape = Shape.of(config, everyone)
     return Placement(everyone, shape, shape, shape)
 
 
 class Shared:
-    """Engines and trainers have the same ranks, and take turns on their devices.
+    """Engines and trainers share all ranks, and take turns on devices. Other placements are subclasses."""
 
-    What another placement does in another way is a method here: the loop asks for no placement.
-    """
-
-    stops_serving = True  # a stop gives up the step that is served
+    stops_serving = True  # a stop abandons the step that is being served
     serves_ahead = False
 
     def problems(self, placement: Placement, config: Config) -> Iterator[str]:
-        """Yield what the other settings don't go with, a sentence each."""
+        """Yield each conflict with other settings, as a sentence."""
         if config.ahead and not self.serves_ahead:
-            yield "--ahead 1 needs engines on ranks that train nothing, as --placement standalone"
+            yield "--ahead 1 needs engines on ranks that train nothing: --placement standalone"
 
     async def to_training(self, devices: Devices) -> None:
         """Put engines to sleep (collective)."""
         await devices.rest_engines()
 
     async def to_serving(self, devices: Devices) -> None:
-        """Move critics out, weights back, push, actor out, KV cache back (collective)."""
+        """Hand the devices from trainers to engines, in the order described above (collective)."""
         devices.take_next_split()
         await devices.give_device_to(devices.actor)
         await devices.push(stays=False)
@@ -72,32 +67,32 @@ class Shared:
         await devices.rollout.wake_kv_cache()
 
     async def serve_ahead(self, c: Controller) -> RolloutBatch | None:
-        """Return the batch of the next step, if it is served while this one is trained on."""
+        """Return the next step's batch, if it is served while this step's is trained on."""
         return None
 
     async def share_columns(self, c: Controller, shares: Shares) -> None:
-        """Give each model what another computed of its samples: here every rank has it."""
+        """Send what models computed to the ranks that need it; with shared ranks, all have it already."""
 
     async def gather_metrics(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of all models: here every rank has them, and they needn't meet."""
+        """Return the metrics of all models; with shared ranks, every rank has them already."""
         return stats
 
 
 class PlacementRow(NamedTuple):
     """A placement: which ranks hold what, and how they share their devices."""
 
-    place: Callable[[tuple[int, ...], Config], Placement]  # of all ranks
+    place: Callable[[tuple[int, ...], Config], Placement]  # (all ranks, config)
     sharing: Callable[[Placement], Shared]
 
 
 # apart/placements.py adds others
 PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Shared())}
-# of a run that can't be: (config, placement, splits), each may raise a UserError before anything starts
+# checks of the settings before anything starts: each may raise a UserError
 CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []
 
 
 def row_of(config: Config) -> PlacementRow:
-    """The row of --placement. UserError."""
+    """Return the row of --placement. Raises UserError if there is none."""
     name = "ranks" if "=" in config.placement else config.placement
     if name not in PLACEMENTS:
         raise UserError(f"choose one of {', '.join(PLACEMENTS)}")
@@ -105,11 +100,11 @@ def row_of(config: Config) -> PlacementRow:
 
 
 def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Placement:
-    """The ranks of engines and models by --placement (pure). UserError. on_machine: ranks of each."""
+    """Place engines and models (pure). on_machine: ranks per machine. Raises UserError if it can't."""
     sizes = {"rollout": config.rollout_tp, "genrm": config.genrm_tp}
     for role, tp in sizes.items():
         if (on_machine or world_size) % tp:
-            where = "ranks of a machine, which no engine leaves" if on_machine else "ranks"
+            where = "ranks of a machine" if on_machine else "ranks"
             raise UserError(f"--{role}-tp {tp} doesn't divide {on_machine or world_size} {where}")
     everyone = tuple(range(world_size))
     try:
@@ -123,16 +118,16 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
     return placement._replace(rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp)
 
 
-# ---------------------------------------------------------------- what has a rank's device
+# ---------------------------------------------------------------- which model uses a rank's device
 
 
 class Models(NamedTuple):
-    """The models that are trained, or read for training, and the way of the weights to the engines."""
+    """The models to train, their references, and the route of the weights to the engines."""
 
     trainers: list[Trainer]  # the actor, then the critics
-    # what a KL is to, if there is one: a frozen model, or the actor, which has adapters to switch off
+    # for a KL, if there is one: a frozen model, or the actor with its adapters switched off
     references: list[Trainer]
-    route: Route | None = None  # of a push between ranks
+    route: Route | None = None  # for pushes to other ranks
 
 
 class Devices:
@@ -148,26 +143,26 @@ class Devices:
         world: World,
         timeline: Timeline,
     ):
-        """splits: which the run may take, that of its start first. pools: by role."""
+        """splits: those that the run may use, the initial one first. pools: role -> engines."""
         self.placement = placement
         self.splits = splits
-        self.split = splits[0]  # by which engines serve now
-        self.next = splits[0]  # that of the next step
+        self.split = splits[0]  # the current one
+        self.next = splits[0]  # the next step's
         self.sharing = row_of(config).sharing(placement)
-        self.serves = world.rank in placement.servers  # else it only trains
-        self.actor, *self.critics = models.trainers or [None]  # of an evaluation
+        self.serves = world.rank in placement.servers  # if not, it only trains
+        self.actor, *self.critics = models.trainers or [None]  # None in an evaluation
         self.references = models.references
         self.rollout = pools["rollout"]
         self.genrm = pools["genrm"]
         self._world = world
         self._timeline = timeline
         self._route = models.route
-        self.swap_s = 0.0  # moves between the roles in this step, on this rank
-        self._idle = Silence()  # of all engines
+        self.swap_s = 0.0  # time spent on swaps in this step, on this rank
+        self._idle = Silence()  # how long no engine has had anything to write
 
     @property
     def received_bytes(self) -> int:
-        """The bytes of weights that collectives brought to this rank for the last push."""
+        """The bytes of weights that this rank received in collectives for the last push."""
         return self.actor.received_bytes + (self._route.received if self._route else 0)
 
     def leads(self, role: str) -> tuple[int, ...]:
@@ -175,13 +170,13 @@ class Devices:
         return self.placement.leads(role, self.split)
 
     async def set_awake(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
-        """Have the engines of these ranks awake, and no others (collective).
+        """Wake the engines of these ranks, and put all others to sleep (collective).
 
-        Judges that aren't wanted finish, and sleep. Then answers move to the rollout engines that stay, and
-        critiques that wait at busy judges move to the judges that come.
+        Judges that must sleep finish first. Then answers move to the remaining rollout engines, and critiques
+        that wait for busy judges move to the judges that wake.
         """
         if not self.split.genrm:
-            return  # of a run without a judge
+            return  # a run without a judge
         start = self._timeline.now()
         await self.genrm.set_awake(tuple(lead for lead in self.genrm.awake if lead in genrm))
         await self.rollout.set_awake(rollout, move=True)
@@ -189,15 +184,15 @@ class Devices:
         self.swap_s += self._timeline.now() - start
 
     def apply(self, rollout: EngineStatus, genrm: EngineStatus) -> None:
-        """Act on the facts that the controllers gathered about the engines. Not collective.
+        """Act on the engines' status, which all controllers gathered. Not collective.
 
-        EngineLost: this rank's engine owes tokens and writes none. UserError: requests wait for an engine
-        that the mode doesn't wake.
+        Raises EngineLost if this rank's engine has tokens to write but writes none, or UserError if requests
+        wait for an engine that the mode doesn't wake.
         """
         self.rollout.apply_status(rollout)
         self.genrm.apply_status(genrm)
         waiting = rollout.waiting + genrm.waiting
-        # an engine that has to write is watched by its owner
+        # an engine with tokens to write is watched by its owner
         are_idle = rollout.outstanding.total() + genrm.outstanding.total() == 0
         most_s = self.rollout.config.engine_lost_s
         if self._idle.is_too_long(most_s, awaited=waiting > 0 and are_idle, came=False):
@@ -206,11 +201,11 @@ class Devices:
             raise UserError(f"{asked} that --mode {self.split.mode} doesn't wake, and {idle}")
 
     async def to_training(self) -> None:
-        """Have the trainers take over the ranks that they share with engines (collective)."""
+        """Hand the devices that engines share with trainers to the trainers (collective)."""
         await self.sharing.to_training(self)
 
     async def to_serving(self) -> None:
-        """Push the weights, and have the engines take over (collective). A mode wakes genrm."""
+        """Push the weights, and wake the rollout engines (collective). The mode wakes genrm."""
         await self.sharing.to_serving(self)
 
     async def rest_engines(self) -> None:
@@ -220,10 +215,10 @@ class Devices:
         await self._world.barrier()
 
     async def give_device_to(self, *trainers: Trainer) -> None:
-        """Wake those that this rank holds, once its other trainers sleep. Not collective."""
+        """Put this rank's other trainers to sleep, then wake these. Not collective."""
         wanted = [trainer for trainer in trainers if trainer.holds]
         if not wanted:
-            return  # these models are on other ranks: this device stays as it is
+            return  # these models are on other ranks: leave this device as it is
         await self.rest_trainers(but=wanted)
         for trainer in wanted:
             if not trainer.awake:
@@ -231,21 +226,21 @@ class Devices:
                     await self._world.run(trainer.wake)
 
     async def rest_trainers(self, but: Collection[Trainer] = ()) -> None:
-        """Put this rank's trainers to sleep, all but some. Not collective."""
+        """Put this rank's trainers to sleep, except some. Not collective."""
         for trainer in (self.actor, *self.critics, *self.references):
             if trainer.awake and trainer not in but:
                 with self._timeline.span("switch"):
                     await self._world.run(trainer.sleep)
 
     def take_next_split(self) -> None:
-        """Deal the engines by the split of the next step. Not collective."""
+        """Assign the engines by the next step's split. Not collective."""
         self.split = self.next
         self.rollout.assign(self.leads("rollout"))
         self.genrm.assign(self.leads("genrm"))
         self.swap_s = 0.0
 
     async def push(self, stays: bool) -> None:
-        """Wake the rollout engines' weights, and load the actor's (collective). stays: it stays awake."""
+        """Wake the rollout weights and load the actor's (collective). stays: the actor stays awake."""
         await self._world.run(self.actor.trim, stays)
         await self.meet_for_wide_engines()
         await self.rollout.wake_weights()
@@ -255,6 +250,6 @@ class Devices:
         await self.rollout.load_weights(named_weights, self.actor.version)
 
     async def meet_for_wide_engines(self) -> None:
-        """Meet if an engine holds the devices of other ranks, too, which must have room (collective)."""
+        """Wait for all ranks if an engine spans several, which must have room (collective)."""
         if self.placement.rollout_tp > 1:
             await self._world.barrier()

@@ -1,4 +1,4 @@
-"""Every reward and cost of an answer: by judges, by rules (functions of an answer), by an environment."""
+"""Rewards and costs of answers, from judges, rules (functions of an answer) and an environment."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from sample import Sample
 if TYPE_CHECKING:
     from environment.episodes import Episodes
 
-MAX_FAILURES = 64  # of a judge that gave no verdict yet, or of an environment: they end the run
+MAX_FAILURES = 64  # they end the run if a judge or an environment hasn't succeeded yet
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
 
 
 @dataclass
 class TextSample(Sample):
-    """A Sample as a rule sees it. Of an episode its texts are the last turn's; `turns` has all before it."""
+    """A Sample as rules see it. In an episode `text` is the last turn, and `turns` has all earlier ones."""
 
-    text: str = ""  # of the response, with its special tokens
-    plain_text: str = ""  # without them, as judges and final answers take it
-    prompt_text: str = ""  # all before the text, as it was rendered, with special tokens
-    answer: str | None = None  # the final answer in plain_text, as `Rewards.final_answer` says
+    text: str = ""  # the response with its special tokens
+    plain_text: str = ""  # the response without them, as judges see it
+    prompt_text: str = ""  # everything before `text`, as rendered, with special tokens
+    answer: str | None = None  # the final answer in plain_text: see Rewards.final_answer
 
 
 def exact_match(sample: TextSample, how: str) -> float:
-    """Compare the final answer (`right`) or the last number (`number`) with the answer key's: 1 or 0."""
+    """Return 1 if the final answer (`right`) or last number (`number`) equals the answer key's, else 0."""
     answer = sample.answer
     key = sample.answer_key
     if how == "number":
@@ -49,20 +49,19 @@ def exact_match(sample: TextSample, how: str) -> float:
     return float(answer == key)
 
 
-RULES = {  # how a rule is spelled -> its function, which takes the groups of the pattern, too
+RULES = {  # pattern of a rule -> its function, which also takes the pattern's groups
     r"(?P<how>right|number)": exact_match,
-    # `length:40`: tokens of the answer, divided by 40; `forbidden:7`: 1 if the answer's text has a 7, else 0
+    # `length:40`: the number of tokens, divided by 40; `forbidden:7`: 1 if the text contains a 7, else 0
     r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
     r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.plain_text),
 }
 
 
 class Rule(NamedTuple):
-    """What is asked of every answer by a function: a row of RULES, or one of a user's file.
+    """A function that scores answers: a row of RULES, or one from a user's file.
 
-    A rule that returns None has no say about this answer, and the answer is scored without it, or dropped if
-    nobody has a say. A judgement whose value is None is another thing: the judge had to say, and its verdict
-    couldn't be read. Then the answer is dropped, whatever others say.
+    A rule that returns None doesn't apply to the answer, which the others score; if none applies, the answer
+    is dropped. It is also dropped if a Judgement has the value None: then a verdict couldn't be read.
     """
 
     signal: str  # what its number is a part of: "reward" or "cost"
@@ -72,13 +71,13 @@ class Rule(NamedTuple):
 async def judge_by_row(
     title: str, function: Callable[[TextSample], float], sample: TextSample
 ) -> Judgement:
-    """Ask a row of RULES."""
+    """Apply a row of RULES."""
     value = function(sample)
     return Judgement(f"{title}: {value}", value)
 
 
 def load(signal: str, spec: str, timeout_s: float) -> Rule:
-    """Find a row of RULES, or a function of a user's file, which runs. UserError. timeout_s: --timeout-s."""
+    """Return a rule from RULES or a user's file, which is executed. Raises UserError if it can't be used."""
     title = f"{'--rule' if signal == 'reward' else '--cost-rule'} {spec}"
     for pattern, function in RULES.items():
         if match := re.fullmatch(pattern, spec, re.DOTALL):
@@ -92,7 +91,7 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
 
 
 async def judge_episode(sample: TextSample) -> Judgement:
-    """Say what the steps of an episode were worth together."""
+    """Return the sum of the rewards that an episode's turns earned."""
     earned = round(math.fsum(sample.earned), 9)
     return Judgement(f"--environment: {earned}", earned)
 
@@ -101,16 +100,16 @@ ENVIRONMENT = Rule("reward", judge_episode)
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Average, rounded: 0.1 + 0.2 is not 0.3 in floats, and equal rewards must not seem to have variance."""
+    """Return the mean, rounded: 0.1 + 0.2 isn't 0.3 in floats, but equal rewards must have no variance."""
     return round(sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights), 9)
 
 
 class Rewards:
-    """Judges and rules, and what they say of answers. A judge is asked once a step about identical pairs."""
+    """Judges, rules and their judgements. In a step, a judge is asked only once about identical pairs."""
 
     def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
         self.judges = judges
-        self.counted: list[Judge | Episodes] = [*judges]  # whose failures end the run
+        self.counted: list[Judge | Episodes] = [*judges]  # MAX_FAILURES of one end the run
         self.rules = rules
         self._sources: list[Judge | Rule] = [*judges, *rules]
         of_reward = [source for source in self._sources if source.signal == "reward"]
@@ -118,21 +117,20 @@ class Rewards:
         self._weights = dict.fromkeys(self._sources, 1.0) | dict(given)
         self._decode = decode
         self._format = formats_of(config)[0]
-        # of this step, by what is asked of whom
-        self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}
+        self._tasks: dict[tuple, asyncio.Task[Judgement]] = {}  # this step's, by question
 
     def reset(self) -> None:
-        """Start a step: forget its judgements, because the engines may have changed."""
+        """Start a step: forget earlier judgements, because the engines may have changed."""
         assert all(task.done() for task in self._tasks.values()), "a judgement outlived its step"
         self._tasks.clear()
         for judge in self.judges:
             judge.latencies.clear()
 
     async def score(self, sample: Sample, pool: Pool) -> None:
-        """Fill `critique, verdict, reward, cost` of a finished sample in one go; all are asked at once."""
+        """Fill a finished sample's critique, verdict, reward and cost. All judges are asked at once."""
         if sample.finish == "lost":
             return
-        # shielded: another sample may wait for the same judgement, and must not lose it with this one
+        # shielded from this task's end, because another sample may wait for the same judgement
         found = await asyncio.gather(*map(asyncio.shield, self._judgements(sample, pool)))
         said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}
         critiques = [judgement.critique for judgement in said.values()]
@@ -142,14 +140,14 @@ class Rewards:
         sample.critique = "\n".join(filter(None, critiques))
         values = {source: judgement.value for source, judgement in said.items()}
         if None in values.values():
-            return  # a verdict couldn't be read: no reward, because a mean of the rest has another scale
+            return  # no reward without this value: the mean of the others has a different scale
         counting = {source.signal for source in values if self._weights[source]}
         if counting < {source.signal for source in self._sources}:
-            return  # no rule that counts has a say about it
+            return  # no rule with a weight applies to it
         rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
         costs = [value for source, value in values.items() if source.signal == "cost"]
         verdicts = [values[judge] for judge in self.judges if judge.gives_verdict]
-        sample.reward = 0.0  # the run has a teacher and no reward
+        sample.reward = 0.0  # if the run only has a teacher
         if rewards:
             sample.reward = weighted_mean(*zip(*rewards, strict=True))
             part = self._weights.get(ENVIRONMENT, 0.0) / sum(weight for _, weight in rewards)
@@ -158,7 +156,7 @@ class Rewards:
         sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
 
     async def cancel(self) -> None:
-        """Cancel what isn't finished, and return when nothing runs. A later request asks anew."""
+        """Cancel unfinished judgements, and wait until they end. A later request asks again."""
         running = {key: task for key, task in self._tasks.items() if not task.done()}
         for key, task in running.items():
             del self._tasks[key]
@@ -166,18 +164,18 @@ class Rewards:
         await asyncio.gather(*running.values(), return_exceptions=True)
 
     def final_answer(self, sample: Sample) -> str | None:
-        """The final answer as the first judge reads it; None when there is none or it was cut off."""
+        """Return the final answer as the first judge reads it; None if it is missing or cut off."""
         return self._format.answer_of(self._decode(sample.last_turn), sample.finish)
 
     def _judgements(self, sample: Sample, pool: Pool) -> list[asyncio.Task[Judgement]]:
-        """Return the task of each judge and rule: the one that runs or has run already, else a new one."""
+        """Return each judge's and rule's task, either an existing one or a new one."""
         text = self._decode(sample.last_turn)
         prompt = turns_before(sample, self._decode) or sample.question
         asks = {}
         for judge in self.judges:
             kind = judge.format
             shown = text if kind.full_response else kind.answer_of(text, sample.finish)
-            is_cut = kind.is_scalar and sample.finish != "stop"  # others don't show it
+            is_cut = kind.is_scalar and sample.finish != "stop"  # only these judges use it
             ask = partial(judge.judge, prompt, shown, pool, sample.media, is_cut)
             asks[judge, str(prompt), shown, sample.media, is_cut] = ask
         for number, rule in enumerate(self.rules):
@@ -194,27 +192,24 @@ class Rewards:
         return [seconds for judge in self.judges for seconds in judge.latencies]
 
     def counts(self) -> tuple[list[int], list[int]]:
-        """Count each judge's answers without a verdict, and its verdicts, since the run's start.
-
-        Last comes an environment, if there is one: the episodes that it lost, and those that it played.
-        """
+        """Return the failures and successes of each judge (and environment) since the run's start."""
         return [each.failed for each in self.counted], [each.succeeded for each in self.counted]
 
     def load_counts(self, counts: list[tuple[list[int], list[int]]]) -> None:
-        """Take over the `counts` of several controllers: only their sum counts."""
+        """Load the `counts` of several controllers, which are added up."""
         for number, each in enumerate(self.counted):
             each.failed = sum(failed[number] for failed, _ in counts)
             each.succeeded = sum(succeeded[number] for _, succeeded in counts)
 
     def check(self, failed: list[int], succeeded: list[int]) -> None:
-        """Raise UserError for what failed MAX_FAILURES times and never succeeded. Of all controllers."""
+        """Raise UserError if one has MAX_FAILURES and no success, given the sums over all controllers."""
         for each, failures, successes in zip(self.counted, failed, succeeded, strict=True):
             if successes == 0 and failures >= MAX_FAILURES:
                 raise UserError(each.never_succeeded(failures))
 
 
 def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:
-    """The sample with its texts, but without a final answer."""
+    """Return the sample with its texts, but without a final answer."""
     last = sample.last_turn
     before = sample.tokens[: len(sample.prompt) + sample.begun - len(last)]
     texts = {"text": decode(last, special=True), "plain_text": decode(last)}
@@ -224,7 +219,7 @@ def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:
 
 
 def turns_before(sample: Sample, decode: Decode) -> list[dict]:
-    """All chat turns before the last of an episode; of another answer Sample.turns."""
+    """Return the chat turns before the last one of an episode, or Sample.turns if it isn't an episode."""
     if not sample.replies:
         return sample.turns
     turns = [*(sample.turns or as_turns(sample.question, "user"))]
@@ -236,7 +231,7 @@ def turns_before(sample: Sample, decode: Decode) -> list[dict]:
 
 
 def load_rules(config: Config) -> list[Rule]:
-    """Find what --rule and --cost-rule name. UserError. In the main thread: a file may set an alarm."""
+    """Return all rules, in the main thread: files may set alarms. Raises UserError if one can't be used."""
     rules = [load("reward", spec, config.timeout_s) for spec in config.rule]
     rules += [ENVIRONMENT] if config.environment else []
     return rules + [load("cost", spec, config.timeout_s) for spec in config.cost_rule]
@@ -245,7 +240,7 @@ def load_rules(config: Config) -> list[Rule]:
 def build(
     config: Config, rules: list[Rule], tokenizers: list, decode: Decode, readers: Sequence = ()
 ) -> Rewards:
-    """Make the judges that are named. tokenizers, readers (ImageReader or None): theirs. UserError."""
+    """Make the judges and Rewards. tokenizers, readers (ImageReader or None): one per judge."""
     models = zip(tokenizers, readers or [None] * len(tokenizers), strict=True)
     judges = [Judge(config, number, *model) for number, model in enumerate(models)]
     return Rewards(config, judges, rules, decode)

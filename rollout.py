@@ -1,14 +1,13 @@
-"""Rollout: one step's answers are generated, judged, and drawn again until the step has its groups.
+"""Rollout: draw prompts, generate and judge answers, until the step has its groups.
 
-A mode, one short loop of modes.py, calls what stands here. Groups whose rewards are all equal are replaced
-(dynamic sampling). While they serve, controllers meet in small reductions: which groups finished, and with
-what. Every decision, to draw more, to stop, to cut off the rest, is a pure function of the totals: all take
-the same one.
+Each mode in modes.py is a short loop that calls these functions. Groups with equal rewards are replaced
+(dynamic sampling). While they serve, controllers meet in small reductions, to count finished groups. Every
+decision (to draw more, stop, or cut off the rest) is a pure function of the totals, so all make the same one.
 
-An answer that its engine doesn't finish is continued from its tokens: by `ask` where engines change roles
-(Pool.use), by the next round of full mode (wait_for_enough). With --over-dispatch the next step continues
-what the end of a step cuts off (cut_off); without, its prompt begins again. With an environment an answer is
-an episode: `play` has each turn generated, and answered.
+An answer that its engine doesn't finish continues from its tokens: in `stream_answers` if engines change
+roles, or in full mode's next round (wait_for_enough). If the end of a step cuts it off (cut_off), it resumes
+in the next step with --over-dispatch; otherwise its prompt starts again. With an environment an answer is an
+episode: `play` alternates generated turns and replies.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from engines.engine import Answer, Request, seed_of
 from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample
-from scheduling.dynamic_sampling import DynamicSampler
+from scheduling.dynamic_sampling import FirstFinishedSampler
 from scheduling.measured import Remaining, StepStats
 
 if TYPE_CHECKING:
@@ -38,34 +37,32 @@ MEETING_INTERVAL_S = 0.05  # controllers that serve meet at least this often
 
 @dataclass
 class RolloutBatch:
-    """What became of this controller's groups in one step: each is kept, filtered or carried."""
+    """The fate of this controller's groups in one step: each is kept, filtered or carried."""
 
     kept: list[Sample] = field(default_factory=list)  # samples to train on
-    from_others: int = (
-        0  # the last of `kept`: other ranks served them before a stop; metrics skip them
-    )
-    dropped: list[Sample] = field(default_factory=list)  # of kept groups: no reward, or greedy
+    from_others: int = 0  # how many (the last of `kept`) other ranks served; metrics skip them
+    dropped: list[Sample] = field(default_factory=list)  # from kept groups: no reward, or greedy
     filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing
     carried: list[list[Sample]] = field(default_factory=list)  # groups whose prompts come again
     waves: int = 0
-    missing_groups: int = 0  # short of the batch, over all controllers
+    missing_groups: int = 0  # how many the batch lacks, over all controllers
     tokens: int = 0  # generated in this step
-    moved: int = 0  # answers that came back unfinished and were continued in this step
-    aborted: int = 0  # answers cut off
-    stats: StepStats | None = None  # what this controller measured
-    latencies: list[float] = field(default_factory=list)  # of its critiques, seconds
-    groups_per_kept: float = 1.0  # as `State` has it after this step
+    moved: int = 0  # answers that an engine aborted and that were continued in this step
+    aborted: int = 0  # answers that were cut off
+    stats: StepStats | None = None  # this controller's measurements
+    latencies: list[float] = field(default_factory=list)  # seconds of its critiques
+    groups_per_kept: float = 1.0  # State's value after this step
 
 
 @dataclass
 class Tasks(AbstractAsyncContextManager):
-    """The tasks that this controller waits for, one for each prompt: none outlives the `async with`."""
+    """The tasks that this controller waits for, one per prompt. None outlives the `async with`."""
 
-    running: dict[int, asyncio.Task] = field(default_factory=dict)  # by prompt_id
+    running: dict[int, asyncio.Task] = field(default_factory=dict)  # prompt_id -> task
     closed: bool = False  # everything is being cut off
 
     async def __aexit__(self, *error: object) -> None:
-        """Cancel what still runs: its requests break off. Not collective: an error may be one rank's."""
+        """Cancel running tasks and their requests. Not collective: only one rank may have an error."""
         self.closed = True
         for task in self.running.values():
             task.cancel()
@@ -75,7 +72,7 @@ class Tasks(AbstractAsyncContextManager):
         self.running[prompt_id] = asyncio.create_task(work)
 
     async def poll(self) -> int:
-        """Wait a moment for the tasks; returns how many ended. Raises the error of one."""
+        """Wait a moment for the tasks, and return how many ended. Raises a task's error."""
         if self.running:
             until = asyncio.FIRST_EXCEPTION
             await asyncio.wait(self.running.values(), timeout=MEETING_INTERVAL_S, return_when=until)
@@ -91,10 +88,10 @@ class RolloutStep:
     """A controller's part of a step: its groups, and the sampler that all controllers share."""
 
     c: Controller
-    sampler: DynamicSampler
-    groups: dict[int, list[Sample]] = field(default_factory=dict)  # by prompt_id
+    sampler: FirstFinishedSampler
+    groups: dict[int, list[Sample]] = field(default_factory=dict)  # prompt_id -> answers
     unwritten: dict[int, int] = field(default_factory=dict)  # prompt_id -> unfinished answers
-    judging: int = 0  # answers, those that wait for an engine, too
+    judging: int = 0  # answers in judging, including those that wait for an engine
     tasks: Tasks = field(default_factory=Tasks)
     batch: RolloutBatch = field(default_factory=RolloutBatch)
 
@@ -105,7 +102,7 @@ class RolloutStep:
         return self.sampler.is_complete or not can_come
 
     async def draw_prompts(self) -> list[int]:
-        """Draw and deal the prompts that the sampler asks for now. Returns this controller's, maybe none."""
+        """Draw the prompts that the sampler wants now. Returns this controller's share."""
         draw = self.sampler.next_draw()
         if draw is None:
             return []
@@ -127,7 +124,7 @@ class RolloutStep:
         return mine
 
     def without_media(self) -> list[Sample]:
-        """Return all samples. Who trains on one, or continues it in a later step, reads its images anew."""
+        """Return all samples without images and rows, which are read again when they are needed."""
         samples = list(chain.from_iterable(self.groups.values()))
         for sample in samples:
             sample.media = ()
@@ -135,7 +132,7 @@ class RolloutStep:
         return samples
 
     def start(self, prompt_ids: list[int], work: Callable[..., Coroutine]) -> None:
-        """Start `work(step, group)` of each of these groups."""
+        """Start `work(step, group)` for each of these groups."""
         for prompt_id in prompt_ids:
             self.tasks.start(prompt_id, work(self, self.groups[prompt_id]))
 
@@ -143,7 +140,7 @@ class RolloutStep:
 async def stream_answers(
     c: Controller, group: list[Sample], tasks: Tasks
 ) -> AsyncIterator[tuple[Sample, Answer]]:
-    """Yield what engines generate, and continue what was aborted (see Pool.generate)."""
+    """Yield samples with generated parts, and continue those that engines abort (see Pool.generate)."""
     greedy = replace(c.sampling, temperature=0.0)
     asked = [sample for sample in group if not sample.is_written]
     while asked and not tasks.closed:
@@ -169,9 +166,9 @@ async def play(
     note: Callable[[Sample, Answer], None] = lambda sample, answer: None,
     on_finished: Callable[[Sample], None] = lambda sample: None,
 ) -> None:
-    """Have the answers of a group written. With an environment each is an episode, and goes on by itself.
+    """Generate a group's answers. With an environment, each is an episode that proceeds independently.
 
-    note(sample, answer): called with each part, before it is appended. on_finished(sample): after the last.
+    note(sample, answer) is called before a part is appended, on_finished(sample) after the last part.
     """
     clock = asyncio.get_running_loop().time
 
@@ -183,7 +180,7 @@ async def play(
         while sample.finish == "turn" and not tasks.closed:
             start = clock()
             await c.environment.answer(sample)
-            if sample.prompt_id >= 0:  # answers of an evaluation aren't drawn
+            if sample.prompt_id >= 0:  # the timeline omits evaluations
                 c.timeline.sample("environment", *sample.key, c.world.rank, start, clock())
             async for _, answer in stream_answers(c, [sample], tasks):
                 take(sample, answer)
@@ -192,7 +189,7 @@ async def play(
 
     async with Tasks() as episodes:
         for sample in group:
-            if sample.finish == "turn":  # it was cut off there, in a step before
+            if sample.finish == "turn":  # an earlier step was cut off here
                 episodes.start(sample.index, go_on(sample))
         async for sample, answer in stream_answers(c, group, tasks):
             take(sample, answer)
@@ -204,7 +201,7 @@ async def play(
 
 
 def append_tokens(c: Controller, sample: Sample, answer: Answer) -> None:
-    """Append what an engine wrote. A turn that has ended, or was cut off, is the environment's."""
+    """Append the tokens that an engine wrote. After a turn, even a truncated one, the environment is next."""
     sample.response = sample.response + answer.tokens
     sample.logprobs = sample.logprobs + answer.logprobs
     sample.versions = sample.versions + answer.versions
@@ -213,7 +210,7 @@ def append_tokens(c: Controller, sample: Sample, answer: Answer) -> None:
 
 
 async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
-    """Have the answers of a group generated; `on_finished(sample)` is called after each."""
+    """Generate a group's answers, and call `on_finished(sample)` after each."""
 
     def finish(sample: Sample) -> None:
         step.unwritten[sample.prompt_id] -= 1
@@ -224,7 +221,7 @@ async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sa
 
 
 def account(step: RolloutStep, sample: Sample, answer: Answer) -> None:
-    """Count what an engine wrote, by the present weights. Tokens of earlier steps may be older."""
+    """Record new tokens of an answer; they must come from the current weights."""
     version = step.c.devices.actor.version
     assert set(answer.versions) <= {version}, f"weights {set(answer.versions)} wrote, not {version}"
     timeline = step.c.timeline
@@ -242,19 +239,19 @@ def account(step: RolloutStep, sample: Sample, answer: Answer) -> None:
 
 
 async def judge(step: RolloutStep, group: list[Sample]) -> None:
-    """Have those answers of a generated group judged that aren't yet."""
+    """Judge the answers of a generated group that haven't been judged yet."""
     await asyncio.gather(*(judge_one(step, sample) for sample in group if sample.reward is None))
 
 
 async def generate_and_judge(step: RolloutStep, group: list[Sample]) -> None:
-    """Have the answers of a group generated, and each judged the moment it is finished."""
+    """Generate a group's answers, and judge each as soon as it is finished."""
     async with Tasks() as judging:
 
         def start_judging(sample: Sample) -> None:
             judging.start(sample.index, judge_one(step, sample))
 
         for sample in group:
-            if sample.is_finished and sample.reward is None:  # in a step before
+            if sample.is_finished and sample.reward is None:  # finished in an earlier step
                 start_judging(sample)
         await generate(step, group, start_judging)
         await asyncio.gather(*judging.running.values())
@@ -262,8 +259,7 @@ async def generate_and_judge(step: RolloutStep, group: list[Sample]) -> None:
 
 async def judge_one(step: RolloutStep, sample: Sample) -> None:
     if step.tasks.closed:
-        # it finished a moment before its group was cut off: a call now would outlive the step
-        return
+        return  # the group was just cut off: a call now would outlive the step
     c = step.c
     clock = asyncio.get_running_loop().time
     start = clock()
@@ -278,7 +274,7 @@ async def judge_one(step: RolloutStep, sample: Sample) -> None:
 
 
 def partition(step: RolloutStep) -> None:
-    """Keep, carry or filter each of this controller's groups. A batch may be short."""
+    """Keep, carry or filter each of this controller's groups. The batch may be short of groups."""
     c = step.c
     sampler = step.sampler
     batch = step.batch
@@ -301,7 +297,7 @@ def partition(step: RolloutStep) -> None:
 
 
 def outcomes_of(group: list[Sample]) -> list[Outcome]:
-    """The outcomes that advantages compare. A group is whole here; its answers train on any ranks."""
+    """Return a group's outcomes, which are compared later, when its answers are on different ranks."""
     judged = [sample for sample in group if sample.reward is not None]
     return [Outcome(s.index, len(s.response), s.reward, s.cost, s.greedy) for s in judged]
 
@@ -312,7 +308,7 @@ class Meeting(NamedTuple):
     facts: Any
     rollout: EngineStatus
     genrm: EngineStatus
-    stop: bool  # whether a signal asked for one
+    stop: bool  # whether a signal asked to stop
 
     @staticmethod
     def total(meetings: list[Meeting], add: Callable) -> Meeting:
@@ -322,9 +318,9 @@ class Meeting(NamedTuple):
 
 
 async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Meeting:
-    """Return the total of all controllers' facts, by `add`, and of their engines' status (collective).
+    """Return all controllers' facts, combined by `add`, and the total status of engines (collective).
 
-    Raises Stopped if a rank was asked to stop and none trains meanwhile, and what Devices.apply raises.
+    Raises Stopped if a rank was asked to stop and no rank is training, and the errors of Devices.apply.
     """
     statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
@@ -336,11 +332,11 @@ async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Me
 
 
 class GroupsState(NamedTuple):
-    """The state of one controller's groups, which it reports in a meeting; or the sum over all of them."""
+    """The state of one controller's groups, which it reports in a meeting, or the total."""
 
-    finished: dict[int, bool]  # prompt_id of a group, reported once -> whether it is informative
-    generated: int  # groups of which every answer is finished
-    failed: list[int]  # as Rewards.counts has them
+    finished: dict[int, bool]  # prompt_id, reported once -> whether the group is informative
+    generated: int  # groups with only finished answers
+    failed: list[int]  # from Rewards.counts, as the next one
     succeeded: list[int]
     left: Remaining
 
@@ -371,10 +367,10 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[int]]:
-    """Tell which groups finished (collective). Returns what is left, and the tokens each engine owes."""
+    """Gather finished groups (collective). Returns what remains, and each engine's outstanding tokens."""
     meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
     progress = meeting.facts
-    step.sampler.num_generated = progress.generated  # before `record`: a subclass may use it there
+    step.sampler.num_generated = progress.generated  # first, because `record` may use it
     step.sampler.record(progress.finished)
     step.c.rewards.check(progress.failed, progress.succeeded)
     return progress.left, meeting.rollout.outstanding
@@ -387,7 +383,7 @@ async def wait_for_all(c: Controller, tasks: Tasks) -> None:
 
 
 async def wait_for_enough(step: RolloutStep) -> None:
-    """Wait for all tasks; with over-dispatch until enough are done, and cut off the rest (collective)."""
+    """Wait for all tasks. With over-dispatch wait for enough, and cut off the rest (collective)."""
     c = step.c
     sampler = step.sampler
     if c.config.over_dispatch == 1:
@@ -402,12 +398,12 @@ async def wait_for_enough(step: RolloutStep) -> None:
 
 
 async def cut_off(c: Controller, tasks: Tasks) -> None:
-    """Abort what is generated and judged, and wait until it has come back (collective)."""
+    """Abort all generation and judging, and wait until the requests have returned (collective)."""
     tasks.closed = True
     await c.rewards.cancel()
     if c.environment:
         c.environment.let_go()
     while (await sync_controllers(c, len(tasks.running))).facts:
         await asyncio.gather(c.devices.rollout.abort(), c.devices.genrm.abort())
-        await tasks.poll()  # a request that was on its way then is aborted in the next round
+        await tasks.poll()  # a request that hadn't arrived yet is aborted in the next round
     tasks.closed = False

@@ -3,11 +3,11 @@
 A rank is a process, with a GPU or a part of the CPU:
 
     torchrun --nproc-per-node 2 run.py --mode partial                 the demo: addition, judged by a model
-    torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own
-    torchrun --nproc-per-node 2 run.py --dry-run                      what would run where; starts nothing
-    WORLD_SIZE=8 python run.py --dry-run --simulate --like RUN        what a step would take, by plan
+    torchrun --nproc-per-node 8 run.py --model DIR --judge DIR --data prompts.jsonl     your own models
+    torchrun --nproc-per-node 2 run.py --dry-run                      print what would run where
+    WORLD_SIZE=8 python run.py --dry-run --simulate --like RUN        estimate the time of a step
     python run.py --steps 0 --model DIR --eval-data FILE              greedy accuracy and pass@k
-    python run.py check                                               what is installed, what is free
+    python run.py check                                               print what is installed and free
 """
 
 from __future__ import annotations
@@ -63,21 +63,19 @@ from scheduling.pipeline import schedule_of
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
     from environment.episodes import Episodes
-
-    # Megatron takes seconds to import, which the engines use to start
-    from training.trainer import Trainer
+    from training.trainer import Trainer  # imports Megatron, which takes seconds
 
 extras.load()
-COMMANDS = {  # that were words behind run.py
+COMMANDS = {  # former commands of run.py, and what replaces them
     "eval": "python run.py --steps 0 --model DIR --eval-data FILE --eval-samples 8",
     "rm": "torchrun --nproc-per-node 2 examples/finetune.py rm ...",
     "sft": "torchrun --nproc-per-node 2 examples/finetune.py sft ...",
 }
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # no torchrun
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # one process
 
 
 def start(arguments: list[str], stop: Stop) -> str:
-    """Do what the command line asks for. Returns what a run that was stopped says at its end."""
+    """Do what the command line asks for. Returns the last line to print if the run was stopped."""
     for word in COMMANDS.keys() & {*arguments[:1]}:
         raise UserError(f"{word} is now: {COMMANDS[word]}")
     is_first = os.environ.get("RANK", "0") == "0"
@@ -114,15 +112,15 @@ def start(arguments: list[str], stop: Stop) -> str:
 
 
 def launched(variable: str) -> int:
-    """Return a count of torchrun's, 0 without it. Raises UserError if it is no number."""
+    """Return a count that torchrun sets, or 0 without it. Raises UserError if it isn't a number."""
     text = os.environ.get(variable, "0")
     if not text.isdigit():
-        raise UserError(f"{variable}={text} in the environment is no number: unset it")
+        raise UserError(f"{variable}={text} in the environment is not a number: unset it")
     return int(text)
 
 
 def check_launcher(command: str) -> None:
-    """Raise UserError if a rank lacks what torchrun tells it, maybe because a cluster set a part of that."""
+    """Raise UserError if torchrun's variables are missing. A cluster may have set some of them."""
     given = [name for name in ALONE if name in os.environ]
     if len(given) < len(ALONE):
         others = f", which sets more than {' and '.join(given)}" if given else ""
@@ -132,7 +130,7 @@ def check_launcher(command: str) -> None:
 def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) -> None:
     """Run a rank, and end this process. start: does what the command line asks for.
 
-    Status 0: done or stopped; 1: an engine or the disk failed; 2: a user's error; 128 and more: by a signal.
+    Status 0: done or stopped; 1: an engine or the disk failed; 2: user error; 128 or more: by a signal.
     """
     shutdown.prepare()
     stop = Stop()
@@ -152,7 +150,7 @@ def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) 
 def check_settings(
     config: Config, ranks: int, on_machine: int = 0
 ) -> tuple[Placement, list[Split]]:
-    """Check what needs the tables or the number of ranks. Returns what modes.lay_out does."""
+    """Check the settings against the tables and the number of ranks. Returns modes.lay_out's result."""
     algorithm = algorithm_of(config)
     formats_of(config)
     schedule_of(config)
@@ -166,13 +164,11 @@ def check_settings(
 
 
 async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
-    """Build the parts, train or evaluate, tear down (collective: every rank)."""
+    """Build the parts, train or evaluate, and tear down (collective: every rank)."""
     work = evaluation.evaluate_once if config.evaluates else controller.train
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
-        is_first = (
-            os.environ["LOCAL_RANK"] == "0"
-        )  # once on each machine: it takes most of a second
+        is_first = os.environ["LOCAL_RANK"] == "0"  # once per machine: it takes almost a second
         work_here = (
             world.run(check_directories, config, placement) if is_first else asyncio.sleep(0)
         )
@@ -190,13 +186,13 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
             opened.push_async_callback(c.environment.close)
         stopped = await fleet.while_up(work(c))
         await world.barrier()
-        stop.neighbours = {}  # a rank that is through may leave
+        stop.neighbours = {}  # from here on other ranks may exit
         if stopped and config.evaluates:
-            return "stopped; the same command begins anew"
+            return "stopped; the same command starts over"
         if stopped:
             saved = "nothing was saved"
             if c.checkpoints.newest == c.state.step:
-                saved = "the same command, without --resume, goes on"
+                saved = "the same command, without --resume, continues"
             return f"stopped after {c.state.step} of {config.steps} steps; {saved}"
         c.report.close()
         progress.line(f"wrote {config.out}/: {', '.join(sorted(os.listdir(config.out)))}")
@@ -205,18 +201,18 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
 
 @contextlib.asynccontextmanager
 async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
-    """The World of all ranks and the progress bar, while they are together and hold --out (collective)."""
+    """Yield the World of all ranks and the progress bar, with --out locked (collective)."""
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
         is_fast = config.device == "cpu" and extras.has("fast CPU")
         if config.command == "rl" and is_fast and os.environ["LOCAL_RANK"] == "0":
             from engines import forked
 
-            forked.start_forks()  # it imports beside us
-        # off the event loop, which hears signals meanwhile; not to_thread, whose threads are waited for
+            forked.start_forks()  # it imports in parallel
+        # in a thread, so that the event loop handles signals; asyncio would wait for the threads of to_thread
         thread = ThreadPoolExecutor(1)
         loop = asyncio.get_running_loop()
-        gc.disable()  # it would take a fifth of the time, and what is imported stays
+        gc.disable()  # it would take a fifth of the time, and imported modules are never freed
         await loop.run_in_executor(thread, import_module, "training.trainer")
         gc.freeze()
         gc.enable()
@@ -241,9 +237,9 @@ async def build(
     fleet: Fleet,
     stop: Stop,
 ) -> Controller:
-    """Start this rank's servers; build its controller, new or as a checkpoint has it (collective)."""
+    """Start this rank's servers, and build its controller, new or from a checkpoint (collective)."""
     out = Path(config.out)
-    # all that needs no engine is read and checked first
+    # first read and check everything that doesn't need engines
     inputs = await world.run(load_inputs, config, rewards.load_rules(config), progress.line)
     saves = await saves_of(config, world, progress.line)
     point = saves.point
@@ -275,13 +271,13 @@ async def build(
         stop=stop,
     )
     await saves.restore(c)
-    await stop.until_all_are_ready(world)  # from here on every rank stops by itself
+    await stop.until_all_are_ready(world)  # from here on every rank handles a stop by itself
     timeline.start(point.ended_s if point else 0.0)
     return c
 
 
 def report_of(config: Config, inputs: Inputs) -> Callable[..., Report]:
-    """The kind of report: a run's, or an evaluation's."""
+    """Return the constructor of the report: a run's or an evaluation's."""
     if not config.evaluates:
         return Report
     from reporting.answers import AnswersReport
@@ -292,7 +288,7 @@ def report_of(config: Config, inputs: Inputs) -> Callable[..., Report]:
 async def saves_of(
     config: Config, world: World, say: Callable[[str], None]
 ) -> Checkpoints | NoSaves:
-    """Make --out ready; return what saves the run, and where it continues (collective). UserErrors."""
+    """Prepare --out, and return the run's checkpoints (collective). Raises UserError if it can't."""
     if config.evaluates:
         from reporting.answers import make_ready
 
@@ -316,7 +312,7 @@ def check_directories(config: Config, placement: Placement) -> None:
 
 
 def resolved(config: Config) -> Config:
-    """Return the settings that follow from the models' directories, which are checked."""
+    """Return the config with settings that follow from the models' directories."""
     if not extras.has("memory"):
         return config
     from training.memory import with_micro_batch
@@ -331,13 +327,13 @@ class Inputs(NamedTuple):
     decode: Callable[[list[int]], str]  # the policy's tokens -> text
     prompts: data.Prompts
     rewards: rewards.Rewards
-    sampling: Sampling  # of answers
-    texts: list[list[int]]  # of the pretraining term
+    sampling: Sampling  # how answers are sampled
+    texts: list[list[int]]  # for the pretraining term
     environment: Episodes | None
 
 
 def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], None]) -> Inputs:
-    """Read tokenizers and data. rules: of `rewards.load_rules`. UserError for what can't be used."""
+    """Read tokenizers and data. rules: from `rewards.load_rules`. Raises UserError if any can't be used."""
     algorithm = algorithm_of(config)
     longest = server.context_length(config.model, config)
     if not config.evaluates:
@@ -398,8 +394,8 @@ def training_rows(
     judges: list[tokenization.Tokenizer],
     checks: list[Callable],
 ) -> Shuffled:
-    """The rows of --data, and those of them that are held out. UserError for what can't be used."""
-    read_key = {"right": str, "number": number_key}  # of rules that compare with a row's key
+    """Read --data, and hold out some rows. Raises UserError if a row can't be used."""
+    read_key = {"right": str, "number": number_key}  # for rules that compare with a row's key
     rules = read_key.keys() & {*config.rule, *config.cost_rule}
     needs = {f"the rule {rule}": read_key[rule] for rule in sorted(rules)}
     formats = zip(judges, formats_of(config), strict=False)
@@ -411,7 +407,7 @@ def training_rows(
 def servers_of(
     rank: int, config: Config, placement: Placement, splits: list[Split]
 ) -> list[ServerSpec]:
-    """The servers that any of the splits has on a rank."""
+    """Return the servers that a rank owns in any of the splits."""
     specs = []
     if any(rank in placement.leads("rollout", split) for split in splits):
         specs.append(ServerSpec("rollout", server.port_of(config, rank, "rollout"), config.model))
@@ -426,7 +422,7 @@ def servers_of(
 def build_models(
     config: Config, inputs: Inputs, placement: Placement, splits: list[Split]
 ) -> Models:
-    """Build this rank's models, asleep; none for an evaluation (collective)."""
+    """Build this rank's models, which are asleep; none for an evaluation (collective)."""
     if config.evaluates:
         return Models([], [])
     from actor import Actor

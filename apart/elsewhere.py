@@ -1,4 +1,4 @@
-"""A model that other ranks hold, as this rank sees it: it takes part in collectives, and does nothing."""
+"""A stand-in for a model on other ranks: it takes part in collectives, and does nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training.trainer import Trainer
 
 
 class Elsewhere:
-    """The stand-in for a Trainer, on a rank outside of its shape. `version` counts the updates there."""
+    """The stand-in for a Trainer on a rank outside of its shape. `version` counts the updates there."""
 
     holds = False
     awake = False
@@ -26,7 +26,7 @@ class Elsewhere:
     def __init__(
         self, config: Config, model_dir: str, shape: Shape, name: str = "actor", learns: bool = True
     ):
-        """Read a directory, while the model's ranks build it (collective: every rank of the run)."""
+        """Read a directory while other ranks build the model (collective: every rank of the run)."""
         self.config = config
         self.shape = shape
         self.name = name
@@ -35,7 +35,7 @@ class Elsewhere:
         hf = models.read_hf_config(model_dir)
         self.cost = partial(models.forward_cost, hf)
         self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
-        # Megatron's optimizer gathers its groups of parameters from all ranks, once more for experts'
+        # Megatron's optimizer gathers its parameter groups from all ranks, then those of experts
         for _ in range(2 if learns else 0):
             dist.all_gather_object([None] * dist.get_world_size(), [])
 
@@ -45,7 +45,7 @@ class Elsewhere:
     def compute_values(self, mini_batches: list) -> None: ...
 
     def trim(self, stays: bool) -> None:
-        """Take back the bucket of the last push, which this rank lent its engine. Not collective."""
+        """Free the bucket of the last push, which this rank shared with its engine. Not collective."""
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
-"""Models and engines on ranks of their own: placements that aren't colocated, and --ahead.
+"""Models and engines on separate ranks: placements that aren't colocated, and --ahead.
 
-HybridFlow (arXiv 2409.19256), section 8.3, compares `split` and `standalone` with `colocate`; ranks in words,
-`engines=0-3 actor=0-1 critic=2-3:tp2`, say any other placement. With --ahead ranks that only serve begin the
-next step while the others train.
+HybridFlow (arXiv 2409.19256), section 8.3, compares `split` and `standalone` with `colocate`. Write any other
+placement as `engines=0-3 actor=0-1 critic=2-3:tp2`. With --ahead, ranks that only serve begin the next step
+while the others train.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def split(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Let actor and reference hold one half, critics the other, engines all. HybridFlow, section 8.3."""
+    """Put actor and reference on one half, critics on the other, engines on all. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
     cut = len(everyone) // 2 // shape.unit * shape.unit
     actor = shape._replace(ranks=everyone[: len(everyone) - cut])
@@ -38,7 +38,7 @@ def split(everyone: tuple[int, ...], config: Config) -> Placement:
 
 
 def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Let engines hold one half, and actor and critics each a part of the other. HybridFlow, section 8.3."""
+    """Put engines on one half, and split the other between actor and critics. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
     models = 2 if algorithm_of(config).critics else 1
     each = max(1, len(everyone) // 2 // models // shape.unit) * shape.unit
@@ -49,14 +49,14 @@ def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
 
 
 def placement_from(text: str, default: Shape) -> Placement:
-    """Read ranks such as engines=0-3 actor=0-1 critic=2-3:tp2. UserError.
+    """Read a placement such as engines=0-3 actor=0-1 critic=2-3:tp2. Raises UserError if it is malformed.
 
-    Engines and the actor that aren't named have the default's ranks, other models the actor's.
+    Engines and actor are on the default's ranks unless named, other models on the actor's.
     """
     words = dict(word.partition("=")[::2] for word in text.split())
     known = ("engines", "actor", "critic", "reference")
     if unknown := words.keys() - {*known}:
-        raise UserError(f"{min(unknown)} is none of {', '.join(known)}")
+        raise UserError(f"{min(unknown)} is not one of {', '.join(known)}")
     engines = ranks_from(words["engines"]) if "engines" in words else default.ranks
     actor = shape_from(words["actor"], default) if "actor" in words else default
     critic = shape_from(words["critic"], actor) if "critic" in words else actor
@@ -65,9 +65,9 @@ def placement_from(text: str, default: Shape) -> Placement:
 
 
 def ranks_from(text: str) -> tuple[int, ...]:
-    """Read ranks such as 0-3,6. UserError."""
+    """Read ranks such as 0-3,6. Raises UserError if they are malformed."""
     if not RANKS.fullmatch(text):
-        raise UserError(f"{text!r} names no ranks: write them as 0-3,6")
+        raise UserError(f"{text!r} is not a list of ranks: write it as 0-3,6")
     ranks = []
     for word in text.split(","):
         first, _, last = word.partition("-")
@@ -76,24 +76,24 @@ def ranks_from(text: str) -> tuple[int, ...]:
 
 
 def shape_from(text: str, default: Shape) -> Shape:
-    """Read ranks and sizes such as 0-3:tp2, others are 1; without any those of the default. UserError."""
+    """Read 0-3:tp2, where other sizes are 1, or 0-3, with default sizes. Raises UserError if malformed."""
     ranks, *words = text.split(":")
     sizes = dict.fromkeys(SIZES, 1) if words else {}
     for word in words:
         if not re.fullmatch(f"({'|'.join(SIZES)})[1-9]\\d*", word):
-            raise UserError(f"{word!r} is no size: write it as tp2 or pp2")
+            raise UserError(f"{word!r} is not a size: write it as tp2 or pp2")
         sizes[word[:2]] = int(word[2:])
     return default._replace(ranks=ranks_from(ranks), **sizes)
 
 
 class PartlyShared(Shared):
-    """Engines share ranks with trainers, and some models are on ranks of their own."""
+    """Engines share ranks with trainers, but some models are on separate ranks."""
 
     def problems(self, placement: Placement, config: Config) -> Iterator[str]:
         algorithm = algorithm_of(config)
         row = f"--algorithm {config.algorithm[0]}"
         if 0 not in placement.engines:
-            yield "rank 0, which saves where the prompts stand, needs an engine"
+            yield "rank 0 needs an engine, because it saves the position in the prompts"
         if "critic" in placement.shapes and not algorithm.critics:
             yield f"{row} has no critic"
         if "critic" in placement.shapes and schedule_of(config).fuses:
@@ -108,10 +108,7 @@ class PartlyShared(Shared):
         await super().to_serving(devices)
 
     async def share_columns(self, c: Controller, shares: Shares) -> None:
-        """Send values and log-probabilities of samples to the ranks that train another model on them.
-
-        The lead of a copy of the model that computed them sends them.
-        """
+        """Send samples' values and log-probabilities from each copy's lead to the other models' ranks."""
         if len(shares.deals) == 1:
             return
         parcels = {}
@@ -125,7 +122,7 @@ class PartlyShared(Shared):
                 shares.samples[key].fill(columns)
 
     async def gather_metrics(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
-        """Gather the metrics of models that only some ranks hold, and whether one is to stop (collective)."""
+        """Gather metrics of models that only some ranks hold, and requests to stop (collective)."""
         await c.world.wait_for_all()
         for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
             stats = stats | of_rank
@@ -134,15 +131,15 @@ class PartlyShared(Shared):
 
 
 class Apart(PartlyShared):
-    """No rank both serves and trains: engines sleep only while weights are pushed."""
+    """No rank both serves and trains. Engines sleep only during a push."""
 
-    stops_serving = False  # the other ranks may train meanwhile
+    stops_serving = False  # because other ranks may be training
     serves_ahead = True
 
     async def serve_ahead(self, c: Controller) -> RolloutBatch | None:
-        """With --ahead serve the next step's batch, on the ranks that serve. The others return and train.
+        """With --ahead, serve the next step's batch on the ranks that serve; the others go on to train.
 
-        The weights are those that this step begins with, so the batch depends on the step alone.
+        It uses the weights from the start of this step, so the batch doesn't depend on timing.
         """
         is_last = c.state.step + 1 == c.config.steps
         if not c.config.ahead or is_last:
@@ -150,10 +147,10 @@ class Apart(PartlyShared):
         return await modes.collect(c)
 
     async def to_training(self, devices: Devices) -> None:
-        """Leave engines as they are."""
+        """Leave the engines awake."""
 
     async def to_serving(self, devices: Devices) -> None:
-        """Have all engines sleep for the push."""
+        """Put all engines to sleep, push, and wake the rollout engines (collective)."""
         await devices.rest_engines()
         devices.take_next_split()
         await devices.give_device_to(devices.actor)
@@ -167,7 +164,7 @@ def sharing_of(placement: Placement) -> Shared:
 
 PLACEMENTS["split"] = PlacementRow(split, sharing_of)
 PLACEMENTS["standalone"] = PlacementRow(standalone, sharing_of)
-# engines=0-3 actor=0-1
+# for example engines=0-3 actor=0-1
 PLACEMENTS["ranks"] = PlacementRow(
     lambda everyone, config: placement_from(config.placement, Shape.of(config, everyone)),
     sharing_of,

@@ -1,4 +1,4 @@
-"""A push to engines on ranks without the actor: one rank of each copy of the actor sends all tensors to some.
+"""Pushes to engines on ranks without the actor: one rank of each of the actor's copies sends all tensors.
 
 The tensors go over the process group of a sender and its receivers, gloo or NCCL. Each receiver then loads
 its own engine, as a rank with the actor does.
@@ -23,14 +23,14 @@ Named = Iterator[tuple[str, Tensor]]  # tensors by their Hugging Face names
 
 @dataclass
 class Route:
-    """A sender and its receivers, of which this rank is one."""
+    """A sender and its receivers; this rank is one of them."""
 
     sender: int
     group: ProcessGroup
-    received: int = 0  # bytes that it brought to this rank the last time
+    received: int = 0  # bytes that this rank received in the last push
 
     def carry(self, named: Named) -> Named:
-        """Yield the sender's tensors, from there also to the receivers (collective over the route)."""
+        """Yield the sender's tensors on all ranks of the route (collective: the route)."""
         return self._sent(named) if dist.get_rank() == self.sender else self._received()
 
     @torch.no_grad()
@@ -39,7 +39,7 @@ class Route:
             self._broadcast_object([(name, t.shape, t.dtype) for name, t in bucket])
             flat = torch.cat([tensor.reshape(-1) for _, tensor in bucket])
             dist.broadcast(flat, self.sender, self.group)
-            del flat  # not held while an engine loads the bucket
+            del flat  # free it before an engine loads the bucket
             yield from bucket
         self._broadcast_object([])
 
@@ -61,7 +61,7 @@ class Route:
 
 
 def connect(senders: Sequence[int], receivers: Sequence[int], timeout_s: float) -> Route | None:
-    """Deal the receivers to the senders in turns; return this rank's route (collective: every rank)."""
+    """Deal the receivers to the senders in turn; return this rank's route (collective: every rank)."""
     own = None
     for number, sender in enumerate(senders):
         ranks = [sender, *receivers[number :: len(senders)]]

@@ -1,12 +1,12 @@
-"""Learning curves of every algorithm on the demo: through the plain command, one run after another.
+"""Learning curves of every algorithm on the demo: plain run.py, one run after another.
 
     python bench/algorithms.py            seeds 0 1 2, 60 steps -> docs/algorithms.png and a table
-    python bench/algorithms.py --only ppo gspo --seeds 0      some of its rows
+    python bench/algorithms.py --only ppo gspo --seeds 0      only these algorithms
     python bench/algorithms.py --safe     safe_rlhf with and without its multiplier, 150 steps
                                           -> docs/safe_rlhf.png and a table
 
-A run that is complete under runs/algorithms is not repeated; delete its folder to have it again. One that was
-cut off is resumed.
+A run that is complete under runs/algorithms is not repeated; delete its folder to repeat it. An interrupted
+run is resumed.
 """
 
 import json
@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.measuring import ROOT, column, parser_of, picture, print_table, run_ranks, spread
 
 PLACE = ROOT / "runs" / "algorithms"
-# What an algorithm needs other than the demo's settings; each row is a run for every seed. No cispo: with one
-# update a step its weights are all 1, and its run is grpo's to the last digit.
+# Settings of each algorithm that differ from the demo's; each row runs once per seed. cispo isn't here: with
+# one update per step its weights are all 1, so its run equals grpo's to the last digit.
 PPO = ("ppo", "critic_warmup=2")
 RUNS = {
     "grpo": ("grpo",),
@@ -36,10 +36,10 @@ RUNS = {
 ACCURACY = "eval/accuracy"
 REWARD = "reward/unfiltered_mean"
 PANELS = {"held-out problems answered right": ACCURACY, "reward, mean of 5 steps": REWARD}
-# The cost of an answer is its length over 72 tokens; without a limit it comes to about 0.5. Answers have to
-# get shorter where that costs the least reward. The KL keeps the start's habit of short answers alive, so
-# that the policy can follow the multiplier, which begins high: a constraint is easier kept than won back from
-# a policy that has forgotten the alternative.
+# An answer's cost is its length divided by 72 tokens; without a limit the mean is about 0.5. Answers have to
+# get shorter where that costs the least reward. The KL penalty keeps short answers likely, so that the policy
+# can follow the multiplier. The multiplier starts high because a constraint is easier to keep than to restore
+# once the policy has forgotten short answers.
 COST_LIMIT = 0.45
 SAFE = ("safe_rlhf", "critic_warmup=2", f"cost_limit={COST_LIMIT}")
 SAFE += ("kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
@@ -58,11 +58,11 @@ STEPS = 60
 SAFE_STEPS = 150
 
 Rows = list[dict[str, float]]  # a run's metrics, one row a step
-Results = dict[str, list[Rows]]  # by name, a run for each seed
+Results = dict[str, list[Rows]]  # name -> one run per seed
 
 
 def run(name: str, settings: tuple[str, ...], seed: int, steps: int) -> Rows:
-    """The rows of a run's metrics.jsonl, made if they aren't there."""
+    """Return the rows of a run's metrics.jsonl; start the run if it isn't complete."""
     out = PLACE / f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}"
     path = out / "metrics.jsonl"
     if not path.exists() or json.loads(path.read_text().splitlines()[-1]).get("step") != steps:
@@ -74,23 +74,23 @@ def run(name: str, settings: tuple[str, ...], seed: int, steps: int) -> Rows:
 
 
 def curve(rows: Rows, metric: str) -> dict[int, float]:
-    """A metric by step, where it was measured."""
+    """Return {step: value} of a metric for the steps that measured it."""
     return {row["step"]: row[metric] for row in rows if metric in row}
 
 
 def at_step(runs: list[Rows], step: int) -> str:
-    """Held-out accuracy after so many steps, over the seeds."""
+    """Format held-out accuracy after `step` steps over the seeds."""
     return spread([curve(rows, ACCURACY)[step] for rows in runs], 3)
 
 
 def last_ten(runs: list[Rows], metric: str) -> list[float]:
-    """The mean of the last ten values of a metric, of each run."""
+    """Return each run's mean of the last ten values of a metric."""
     curves = [list(curve(rows, metric).values()) for rows in runs]
     return [fmean(values[-10:]) for values in curves]
 
 
 def show(results: Results, steps: int) -> None:
-    """Print a line for each algorithm."""
+    """Print one table row per algorithm."""
     at = sorted({0, 10, 20, 40, steps} & {*range(steps + 1)})
     table = []
     for name, runs in results.items():
@@ -99,7 +99,7 @@ def show(results: Results, steps: int) -> None:
 
 
 def show_safe(results: Results, steps: int) -> None:
-    """Print a line for each kind of run: means of the last ten steps."""
+    """Print one table row per kind of run: means of the last ten steps."""
     table = []
     for name, runs in results.items():
         cost = last_ten(runs, COST)
@@ -112,7 +112,7 @@ def show_safe(results: Results, steps: int) -> None:
 
 
 def draw(panels: dict[str, str], results: Results, path: Path) -> None:
-    """Draw a panel for each metric (title -> metric): medians over seeds. "..., full" would hide a line."""
+    """Draw a panel per metric (title -> metric): medians over seeds. "..., full" would hide another line."""
     with picture(path, len(panels), width=5.5) as axes:
         for axis, (title, metric) in zip(axes, panels.items(), strict=True):
             axis.set(title=title, xlabel="updates made" if metric == ACCURACY else "step")
@@ -122,7 +122,7 @@ def draw(panels: dict[str, str], results: Results, path: Path) -> None:
                 curves = [curve(rows, metric) for rows in results[name]]
                 shared = sorted(set.intersection(*map(set, curves)))
                 medians = [median(column(curves, step)) for step in shared]
-                if metric != ACCURACY:  # of a step's own answers; steps are counted from 1
+                if metric != ACCURACY:  # a step's own answers; steps count from 1
                     shared = [step + 1 for step in shared]
                     medians = [fmean(medians[max(0, n - 4) : n + 1]) for n in range(len(medians))]
                 axis.plot(shared, medians, label=name, linewidth=1.4)
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help=f"default: {STEPS}, with --safe {SAFE_STEPS}")
-    parser.add_argument("--safe", action="store_true", help="safe_rlhf instead of the table")
+    parser.add_argument("--safe", action="store_true", help="compare safe_rlhf runs instead")
     given = parser.parse_args()
     steps = given.steps or (SAFE_STEPS if given.safe else STEPS)
     chosen = SAFE_RUNS if given.safe else {name: RUNS[name] for name in given.only}

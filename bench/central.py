@@ -1,18 +1,23 @@
-"""Is no controller a bottleneck? What the busiest process of a step carries, from 64 to 4,096 ranks
+"""Does one controller carry too much? The load on a step's busiest process, from 64 to 4,096 ranks
 
-    python bench/central.py [--quick] [--write]    64 to 256 ranks alone; docs/papers/scale.md, too
-    python bench/central.py --media 1              with images, so many MB a sample
+    python bench/central.py [--quick] [--write]    only 64 to 256 ranks; also write docs/papers/scale.md
+    python bench/central.py --media 1              add 1 MB of images to each sample
 
-Partial colocation at equal work a rank. A node of 8 ranks is a unit: a controller, engines over 8 devices, a
-model-parallel group. A step keeps 8 groups of 4 answers a unit, and as many are filtered. Three ways:
+Partial colocation, with the same work on every rank. A node of 8 ranks is a unit: one controller, engines on
+8 devices, and a model-parallel group. In a step, each unit keeps 8 groups of 4 answers and filters out as
+many. Three ways:
 
-    parallel   nothing goes through one process: counted, of the real controllers in the simulation
-    split      the same, and half of the units train an actor, the others a critic (--placement split)
-    central    everything goes through one controller (HybridFlow's kind): a closed form over the same counts
+    parallel   no process carries everything: counted in a simulation of the real controllers
+    split      the same, but half of the units train an actor, the others a critic (--placement split)
+    central    one controller carries everything, as in HybridFlow: a closed form over the same counts
 
-The closed form is kind: a sample comes to the one process once and leaves it once. With parallel controllers
-no image passes from controller to controller. `sent` are a controller's own facts and samples; what it passes
-on of others' facts it has `heard`.
+`samples` is the most that a process holds at once. A central controller holds every sample drawn in the step,
+even those that are filtered out. `sent` counts a controller's own facts and samples; `received` counts all
+that reaches it. The closed form favors the central controller: each sample reaches and leaves it only once.
+With parallel controllers, no images pass between controllers.
+
+This table counts load, not time. The [WeChat-YATT page](wechat_yatt.md) simulates time: with text, parallel
+controllers save almost none; they save time where samples carry images, most where a central process is slow.
 """
 
 import argparse
@@ -39,22 +44,22 @@ from simulation.meetings import Network
 
 RANKS = (64, 256, 1024, 4096)
 QUICK = (64, 128, 256)
-UNIT = 8  # ranks that a controller stands for
-PROMPTS = 8  # of a unit, in a step
+UNIT = 8  # ranks per controller
+PROMPTS = 8  # per unit and step
 ANSWERS = 4
-GRAIN = 32  # tokens that one of the simulation stands for
+GRAIN = 32  # real tokens per simulated token
 H20 = Device(**values(read_constants(ROOT / "wechat_yatt.toml")["h20"]))
-MODELS = dict(rollout=(POLICY, 1), genrm=JUDGES["32B"])  # with the devices of an engine, at least
+MODELS = dict(rollout=(POLICY, 1), genrm=JUDGES["32B"])  # (model, fewest devices per engine)
 SPLIT = dict(algorithm=("ppo",), placement="split")
 TOKEN_BYTES = 5 + 9 + 2  # pickled: a token id, its logprob, the version that wrote it
-SAMPLE_BYTES = 200  # its names and numbers
+SAMPLE_BYTES = 200  # a sample's names and numbers
 
 
 @dataclass(frozen=True)
 class Alike(Lengths):
-    """The k-th prompts of all units have texts alike: figures are a unit's own, not the luck of the draw.
+    """Lengths that are similar for the k-th prompts of all units, so that units don't differ by chance.
 
-    To a tenth: of equal ones the deal would leave every unit its own.
+    They differ by up to a tenth. If they were equal, no sample would move to another unit.
     """
 
     units: int = 1
@@ -67,7 +72,7 @@ class Alike(Lengths):
 
 @dataclass(frozen=True)
 class Even(Workload):
-    """A workload of which as many groups are kept in every unit."""
+    """A workload that keeps the same number of groups in every unit."""
 
     units: int = 1
 
@@ -76,18 +81,18 @@ class Even(Workload):
 
 
 class Counting(Network):
-    """Counts bytes by unit: `sent` are its own facts and samples, `heard` is all that comes to it.
+    """Counts each unit's bytes: `sent` (its own facts and samples) and `received` (all that reaches it).
 
-    grain: tokens that one of a sample stands for.
+    grain: real tokens per simulated token.
     """
 
     def __init__(self, grain: int):
         super().__init__()
         self.grain = grain
         self.sent = Counter()
-        self.heard = Counter()
-        self.received = Counter()  # samples
-        self.samples_dealt = 0  # those that stay, too
+        self.received = Counter()
+        self.arrived = Counter()  # samples from other units
+        self.samples_dealt = 0  # including those that stay
         self.bytes_dealt = 0
 
     def _bytes(self, value: Any) -> int:
@@ -104,11 +109,11 @@ class Counting(Network):
         sizes = [self._bytes(value) for value in values]
         for unit, size in enumerate(sizes):
             self.sent[unit] += size
-            self.heard[unit] += sum(sizes) - size
+            self.received[unit] += sum(sizes) - size
         return super().gathered(values)
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
-        """Unit 0 has its total merged with a neighbour's at each distance, and tells all the result."""
+        """Merge pairs at growing distances into unit 0, which then sends the result to all."""
         values = list(values)
         for unit, value in enumerate(values):
             self.sent[unit] += self._bytes(value)
@@ -116,12 +121,12 @@ class Counting(Network):
         while distance < len(values):
             for unit in range(0, len(values) - distance, 2 * distance):
                 theirs = values[unit + distance]
-                self.heard[unit] += self._bytes(theirs)
+                self.received[unit] += self._bytes(theirs)
                 values[unit] = total([values[unit], theirs])
             distance *= 2
         size = self._bytes(values[0])
         for unit in range(1, len(values)):
-            self.heard[unit] += size
+            self.received[unit] += size
         return values[0]
 
     def exchanged(self, parcels: list[dict[int, Any]]) -> list[dict[int, Any]]:
@@ -131,24 +136,24 @@ class Counting(Network):
                     size = self._bytes(parcel)
                     self.samples_dealt += len(parcel)
                     self.bytes_dealt += size
-                    self.received[receiver] += len(parcel) * (sender != receiver)
-                else:  # what a model says of each token
+                    self.arrived[receiver] += len(parcel) * (sender != receiver)
+                else:  # a model's numbers for each token
                     size = self.grain * self._bytes(parcel)
                 if sender != receiver:
                     self.sent[sender] += size
-                    self.heard[receiver] += size
+                    self.received[receiver] += size
         return super().exchanged(parcels)
 
 
 class Busiest(NamedTuple):
     samples: float  # held at once
     sent: float  # bytes
-    heard: float  # bytes
-    requests: float  # to and from it
+    received: float  # bytes
+    requests: float  # sent and received
 
 
 def cluster_of(unit: int, grain: int, meeting_s: float) -> Cluster:
-    """H20s, so many a controller. Weights go to the host when their engine sleeps, and back when it wakes."""
+    """Return `unit` H20s for each controller. Weights move to host memory while their engine sleeps."""
     decode = {}
     moves = {}
     for role, (model, tp) in MODELS.items():
@@ -161,11 +166,11 @@ def cluster_of(unit: int, grain: int, meeting_s: float) -> Cluster:
 
 
 class Scaled(Simulation):
-    """A step of so many ranks. media: bytes of a sample's images, which only a central controller carries."""
+    """One step. media: bytes of images per sample, which only a central controller carries."""
 
     def __init__(self, ranks: int, media: float = 0.0, **settings: Any):
         self.media = media
-        # by unit: samples drawn, and held at once; requests to and from it
+        # unit -> samples drawn, samples held at once, requests sent and received
         self.drawn = Counter()
         self.held = Counter()
         self.requests = Counter()
@@ -183,7 +188,7 @@ class Scaled(Simulation):
         unit = c.world.rank
         unused = sum(len(group) for group in batch.filtered + batch.carried)
         self.drawn[unit] = len(batch.kept) + len(batch.dropped) + unused
-        self.held[unit] = self.drawn[unit] + self.network.received[unit]
+        self.held[unit] = self.drawn[unit] + self.network.arrived[unit]
         self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
         for span in c.timeline.events:
             if span.name in self.engines:
@@ -191,9 +196,9 @@ class Scaled(Simulation):
         await super().step(c, step, batch, samples, stats)
 
     def ways(self) -> dict[str, Busiest]:
-        """Returns what the busiest process carries, by way."""
+        """Return the busiest process's load for each way."""
         network = self.network
-        counters = (self.held, network.sent, network.heard, self.requests)
+        counters = (self.held, network.sent, network.received, self.requests)
         dealt = network.bytes_dealt + network.samples_dealt * self.media
         requests = sum(self.requests.values()) / 2
         return {
@@ -203,9 +208,9 @@ class Scaled(Simulation):
 
 
 def row_of(way: str, ranks: int, busiest: Busiest) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     cells = [way, f"{ranks:,}", f"{busiest.samples:,}", f"{busiest.sent / 1e6:,.3f}"]
-    cells += [f"{busiest.heard / 1e6:,.3f}", f"{busiest.requests:,.0f}"]
+    cells += [f"{busiest.received / 1e6:,.3f}", f"{busiest.requests:,.0f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -213,7 +218,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--media", type=float, default=0.0, metavar="MB", help="of a sample")
+    parser.add_argument("--media", type=float, default=0.0, metavar="MB", help="per sample")
     chosen = parser.parse_args(arguments)
     rows = {"parallel": [], "split": [], "central": []}
     for ranks in QUICK if chosen.quick else RANKS:
@@ -224,7 +229,7 @@ def main(arguments: list[str]) -> None:
         for way, busiest in (run.ways() | {"split": split.ways()["parallel"]}).items():
             rows[way].append(row_of(way, ranks, busiest))
         print(f"up to {ranks:,} ranks: done", flush=True)
-    lines = ["| way | ranks | samples | sent MB | heard MB | requests |", "|---|" + "--:|" * 5]
+    lines = ["| way | ranks | samples | sent MB | received MB | requests |", "|---|" + "--:|" * 5]
     lines += [line for of_way in rows.values() for line in of_way]
     print(*lines, sep="\n")
     if chosen.write:

@@ -1,9 +1,9 @@
-"""The cost of a checkpoint: the stall of a save in forked processes, beside the same save done synchronously.
+"""The cost of a checkpoint: how long a save in forked processes and a synchronous one stall the run.
 
     python bench/checkpoint.py [--ranks 2] [--repeats 3] [--layers 16] [--hidden 1024]
 
-Both make the same files with the same checks, in turns: shards, JSON, SHA-256 of every file, fsync, rename.
-The model is a random Qwen3 whose AdamW state (float32) is real: one update has been made.
+The two alternate and write the same files with the same checks: shards, JSON, SHA-256 of every file, fsync,
+rename. The model is a random Qwen3 after one update, so its AdamW state (float32) is real.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:  # Megatron takes seconds to import, and the launcher needs no
     from config import Config
     from runtime.world import World
 
-LOOK_S = 0.1  # between two looks whether a checkpoint is complete
+LOOK_S = 0.1  # seconds between checks whether a checkpoint is complete
 GIB = 2**30
 KINDS = ("forked", "synchronous")
 FIGURES = {"stall": "the run waits, s", "total": "complete after, s"}
 
 
 class InTheRank:
-    """A writer that is no process of its own: the rank waits for it."""
+    """A writer that runs in the rank's own process, so the rank waits for it."""
 
     def __init__(self, work: Callable[[], Any]):
         self._result = (work(), "")
@@ -60,7 +60,7 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
 
 
 def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace:
-    """Make as much of a Controller as a checkpoint looks at."""
+    """Make a stand-in with the parts of a Controller that a checkpoint reads."""
     from controller import State
     from data import Prompts
     from demo.task import Addition
@@ -84,7 +84,7 @@ def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace
 
 
 async def one_save(c: SimpleNamespace) -> dict[str, float]:
-    """Save the run's next step: seconds until the rank may continue, and until the checkpoint is complete."""
+    """Save the next step. Return seconds until the rank may continue and until the checkpoint is complete."""
     clock = asyncio.get_running_loop().time
     c.state.step += 1
     start = clock()
@@ -97,7 +97,7 @@ async def one_save(c: SimpleNamespace) -> dict[str, float]:
 
 
 async def measure(given: Namespace, folder: Path) -> list[dict]:
-    """Both kinds of save, in turns (collective)."""
+    """Alternate the two kinds of save; return a row per save (collective)."""
     from actor import Actor
     from checkpoint import Checkpoints
     from config import Config
@@ -114,7 +114,7 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
         for name, start in zip(KINDS, (BackgroundWriter, InTheRank), strict=True):
             c.checkpoints = Checkpoints(config, world, folder, {}, start_writer=start)
             row = await one_save(c)
-            if repeat:  # the first is a warm-up: modules are imported, memory is found
+            if repeat:  # the first is a warm-up: it imports modules and allocates memory
                 rows.append({"name": name} | row)
     await world.barrier()
     world.close()
@@ -136,7 +136,7 @@ def report(rows: list[dict], folder: Path) -> None:
 
 def main() -> None:
     parser = parser_of(__doc__, ranks=2, repeats=3, layers=16, hidden=1024)
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="write here; default: a temporary folder")
     given = parser.parse_args()
     if "RANK" in os.environ:
         rows = asyncio.run(measure(given, given.folder))

@@ -1,10 +1,10 @@
-"""An engine's decode pace: so many answers of a fixed length at once, and nothing beside them.
+"""An engine's decode speed with a fixed number of concurrent answers of a fixed length, and no other load.
 
     python bench/decode.py                                         the demo's model
     python bench/decode.py --model DIR --at-once 1024 --tokens 2048 --tp 1 --out RUN
 
-Prompts have 4 tokens. `begin` and `end` are the first and the last eighth of each answer, at least one of the
-parts of 32 tokens that engines tell. RUN/decode.json is for papers/own_runs.py.
+Prompts have 4 tokens. `begin` and `end` are the first and the last eighth of each answer, but at least one of
+the 32-token parts that engines report. papers/own_runs.py reads RUN/decode.json.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ PROMPT = 4  # tokens
 
 
 async def written(given: Namespace, config: Config) -> list[Answer]:
-    """All parts of all answers of an engine, in the order in which they came."""
+    """Return all parts of all answers of an engine, in the order of arrival."""
     key = secrets.token_hex(32)
     log = given.out / "logs" / "rollout-0.log"
     engine = Engine.launch("rollout", 0, config.port, config.model, config, log, key)
@@ -39,7 +39,7 @@ async def written(given: Namespace, config: Config) -> list[Answer]:
     for number in range(given.at_once):
         prompt = [1 + number % 7, 1 + number // 7 % 7, 1, 1]
         requests.append(Request(prompt, sampling, given.tokens, seed=number))
-    first = [request._replace(limit=2) for request in requests]  # kernels of this size are compiled
+    first = [request._replace(limit=2) for request in requests]  # compiles kernels of this size
     try:
         await engine.ready(config.engine_start_s)
         async for _ in engine.generate(first):
@@ -50,7 +50,7 @@ async def written(given: Namespace, config: Config) -> list[Answer]:
 
 
 def paces(parts: list[Answer]) -> dict[str, float]:
-    """Tokens a second of all answers together, after their first parts."""
+    """Return tokens per second over all answers, not counting their first parts."""
     by_answer = defaultdict(list)
     for part in parts:
         by_answer[part.index].append(part)
@@ -72,7 +72,7 @@ def parse(arguments: list[str]) -> Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/bench/decode"))
     given = parser.parse_args(arguments)
     if given.tokens < 64:
-        parser.error("--tokens: at least 64, two parts of an answer")
+        parser.error("--tokens must be at least 64: two parts of an answer")
     return given
 
 
@@ -83,7 +83,7 @@ def main(given: Namespace) -> None:
     settings |= dict(max_new_tokens=given.tokens, rollout_tp=given.tp, port=given.port)
     config = Config(steps=0, model=given.model, device=device, **settings)
     os.environ.setdefault("LOCAL_RANK", "0")
-    extras.load()  # a GPU's tools are looked for
+    extras.load()  # adds the rows of a GPU
     choose_device(config)
     (given.out / "logs").mkdir(parents=True, exist_ok=True)
     found = paces(asyncio.run(written(given, config)))

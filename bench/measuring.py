@@ -1,6 +1,6 @@
-"""The tools of all measurements: a command that is run to its end, a meter of processes, tables, pictures.
+"""Tools for all measurements: run a command to its end, measure processes, print tables, draw pictures.
 
-The standard library and psutil are all that it needs, because it also runs in TRL's environment.
+Needs only the standard library and psutil (pictures also matplotlib), as it also runs in TRL's environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 
 
 def parser_of(doc: str, **numbers: int) -> ArgumentParser:
-    """A parser whose --help is `doc`, with a flag of each number; its default."""
+    """Return a parser whose --help shows `doc`. numbers: a flag for each, with its default."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     for name, default in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -35,10 +35,10 @@ def parser_of(doc: str, **numbers: int) -> ArgumentParser:
 def run_to_its_end(
     command: list, log: Path | None = None, limit_s: float | None = None, env: dict | None = None
 ) -> None:
-    """Run a command from the project's folder, with one thread a process. SystemExit if it fails.
+    """Run a command in the project's folder, with one thread per process. Raises SystemExit if it fails.
 
-    It has a process group of its own, which ends when this program does: by an exception, by SIGTERM, which
-    becomes SystemExit here, or killed hard.
+    The command has its own process group, which ends with this program: on an exception, on SIGTERM (which
+    becomes SystemExit here) or on SIGKILL.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     words = [str(part) for part in command]
@@ -67,20 +67,20 @@ def run_to_its_end(
 
 
 def run_ranks(ranks: int, words: list, log: Path | None = None, env: dict | None = None) -> None:
-    """Run a program on so many ranks to its end, on a port that is free."""
+    """Run a program to its end on `ranks` ranks, with a free port."""
     run_to_its_end([TORCHRUN, "--standalone", "--nproc-per-node", ranks, *words], log, env=env)
 
 
 def die_with_parent() -> None:
-    """Get a SIGTERM once the parent ends, even if it is killed hard (PR_SET_PDEATHSIG)."""
+    """Ask for a SIGTERM when the parent ends, even by SIGKILL (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 class Meter:
-    """One ruler for both sides of vs_trl.py: seconds and memory of a rank and all that it started.
+    """Measures both sides of vs_trl.py alike: seconds and memory of a rank and its child processes.
 
-    vs_trl.py says in METER_FOLDER where to write, and in METER_LAUNCHED when (time.monotonic) it started the
-    run. rows: one a step, which the caller fills.
+    vs_trl.py sets METER_FOLDER to the output folder, and METER_LAUNCHED to the start of the run
+    (time.monotonic). rows: one per step, filled by the caller.
     """
 
     def __init__(self):
@@ -91,7 +91,7 @@ class Meter:
         self.pids: list[int] = []
 
     def start(self) -> None:
-        """End the start-up: every process of this rank is there. Rank 0 also answers for the launcher."""
+        """End the startup, when all processes of this rank exist. Rank 0 also measures the launcher."""
         tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
         self.pids = [process.pid for process in tree]
         if self.rank == 0:
@@ -99,19 +99,19 @@ class Meter:
         self.startup_s = time.monotonic() - self.launched
 
     def write(self) -> None:
-        """Leave a file for vs_trl.py: after the last step, while every process still lives."""
+        """Write the file that vs_trl.py reads. Call after the last step, while every process is alive."""
         found = {"rows": self.rows, "startup_s": self.startup_s}
         found["pss_mb"] = sum(pss_mb(pid) for pid in self.pids)
         self.path.write_text(json.dumps(found))
 
 
 def peak_rss_mb(pid: int) -> float:
-    """The most resident memory that the process ever had, shared pages included."""
+    """Return a process's peak resident memory in MB, including shared pages."""
     return _kilobytes(pid, "status", "VmHWM") / 1024
 
 
 def pss_mb(pid: int) -> float:
-    """The resident memory now; a page that n processes share counts 1/n in each."""
+    """Return a process's resident memory in MB. A page shared by n processes counts as 1/n in each."""
     return _kilobytes(pid, "smaps_rollup", "Pss") / 1024
 
 
@@ -125,17 +125,17 @@ def column(rows: Iterable[dict], name: str) -> list:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median (smallest-largest)."""
+    """Return "median (smallest-largest)"."""
     return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def quartiles(values: Sequence[float], digits: int = 2) -> str:
-    """Median (lower quartile-upper quartile)."""
+    """Return "median (lower quartile-upper quartile)"."""
     return spread(quantiles(values, n=4) if len(values) > 1 else values, digits)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print Markdown, after an empty line."""
+    """Print an empty line and a Markdown table."""
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
@@ -143,7 +143,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 @contextmanager
 def picture(path: Path, panels: int, width: float) -> Iterator[list]:
-    """The axes of panels side by side, each so many inches wide; a PNG once they are drawn."""
+    """Yield axes of panels side by side, each `width` inches wide, then save them as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,15 +1,15 @@
-"""The cost of images and clips to the controllers: real ranks, real engines, a file for each prompt.
+"""The cost of images and clips to the controllers: real ranks, real engines, one file per prompt.
 
     python bench/media.py              images of 1 MB; 2 and 4 ranks: without, with, with a central controller
     python bench/media.py --videos     clips of 10 MB
 
-Every run trains two steps on 16 prompts of 4 answers a rank, which a rule judges; the model is the image
-demo's, before its warm start. A micro-batch has 512 tokens: while it is trained on, the trainer holds its
-images as floats, and what the tower makes of them. `central` is for comparison only: rank 0 receives all
-samples with their files, and deals them. Of the busiest rank:
-    between   MB a step of samples that go from rank to rank
-    peak      MB of resident memory above the same run's without files: of the process of the controller and
-              the trainer, not of its engine's
+Every run trains for two steps with 16 prompts per rank and 4 answers per prompt, scored by a rule. The model
+is the image demo's before its warm start. A micro-batch has 512 tokens; during its update the trainer holds
+its images as floats and the vision tower's activations. `central` is for comparison only: rank 0 receives all
+samples with their files and deals them out. The table shows the busiest rank's
+    between   MB per step of samples that go from rank to rank
+    peak      MB of resident memory above the same run without files, in the process of the controller and
+              the trainer (not the engine's)
 """
 
 import json
@@ -35,25 +35,25 @@ from runtime.world import World
 from scheduling.dealing import Sizes
 
 SIDES = ("text", "media", "central")
-PROMPTS = 16  # of a rank, in a step
+PROMPTS = 16  # per rank and step
 ANSWERS = 4
 STEPS = 2
-PIXELS = (584, 600, 3)  # of noise: a PNG of 1.05 MB, a clip of 10
-FRAMES = 16  # of a clip, in 4 s
+PIXELS = (584, 600, 3)  # noise: a PNG has 1.05 MB, a clip 10
+FRAMES = 16  # a clip's, in 4 s
 FOLDER = ROOT / "runs" / "bench" / "media"
 RULE = "def reward(sample):\n    return float(sample.index % 2)\n"  # every group is informative
 
-# the project's own, before a rank counts
+# the original functions, which a rank wraps to count
 exchange_in_parallel = controller.exchange
 exchange_parcels = World.exchange
 train = controller.train
-sent = {"between": 0}  # bytes of samples that left this rank
+sent = {"between": 0}  # bytes of samples that this rank sent to others
 
 
 async def exchange_through_one(
     batch: RolloutBatch, held: list[Sizes], c: controller.Controller
 ) -> controller.Shares:
-    """Take the place of controller.exchange: all samples and their files go to rank 0, which deals them."""
+    """Replace controller.exchange: send all samples and their files to rank 0, which deals them out."""
     samples = batch.kept
     prompts = await c.prompts.read({sample.prompt_id for sample in samples})
     files = {}
@@ -72,7 +72,7 @@ async def exchange_through_one(
 
 
 def counted_exchange(world: World, outgoing: dict[int, Any]):
-    """World.exchange, with the bytes that leave this rank."""
+    """Run World.exchange and count the bytes that this rank sends to others."""
     for rank, parcel in outgoing.items():
         if rank != world.rank:
             sent["between"] += len(pickle.dumps(parcel))
@@ -80,7 +80,7 @@ def counted_exchange(world: World, outgoing: dict[int, Any]):
 
 
 async def train_and_count(c: controller.Controller) -> bool:
-    """controller.train, which leaves a file of what was counted."""
+    """Run controller.train, then write the counts to a file."""
     was_stopped = await train(c)
     facts = sent | {"peak": peak_rss_mb(os.getpid())}
     Path(c.config.out, f"media{c.world.rank}.json").write_text(json.dumps(facts))
@@ -88,7 +88,7 @@ async def train_and_count(c: controller.Controller) -> bool:
 
 
 def one_rank(side: str, arguments: list[str]) -> None:
-    """A rank of the run itself."""
+    """Run one rank of the run."""
     World.exchange = counted_exchange
     controller.train = train_and_count
     if side == "central":
@@ -97,7 +97,7 @@ def one_rank(side: str, arguments: list[str]) -> None:
 
 
 def make_inputs(rows: int, column: str) -> None:
-    """Write a model, a rule, and rows with and without files in `column`."""
+    """Write a model, a rule, and rows with and without files in the column `column`."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     models.new_model(FOLDER / "model", 0, models.vision_model)
     (FOLDER / "rule.py").write_text(RULE)
@@ -117,7 +117,7 @@ def write_image(number: int, rng: np.random.Generator) -> tuple[str, str]:
 
 
 def write_clip(number: int, rng: np.random.Generator) -> tuple[str, str]:
-    """H.264 that keeps nearly all of the noise."""
+    """Write H.264 that keeps nearly all of the noise."""
     import av
 
     with av.open(FOLDER / f"{number}.mp4", "w") as output:
@@ -131,12 +131,12 @@ def write_clip(number: int, rng: np.random.Generator) -> tuple[str, str]:
     return f"{number}.mp4", VIDEO
 
 
-# by column: writes a file, returns its name and place
+# column -> the function that writes a file and returns its name and placeholder
 WRITERS = {"images": write_image, "videos": write_clip}
 
 
 def measure(side: str, ranks: int) -> dict[str, float]:
-    """Run a side; returns what its busiest rank counted, in bytes and MB."""
+    """Run a side; return its busiest rank's counts, in bytes and MB."""
     out = FOLDER / f"{side}-{ranks}"
     rows = FOLDER / ("text.jsonl" if side == "text" else "media.jsonl")
     words = [__file__, "--rank", side]
@@ -151,7 +151,7 @@ def measure(side: str, ranks: int) -> dict[str, float]:
 
 
 def table_row(side: str, ranks: int, runs: list[dict], bare: list[dict]) -> list[str]:
-    """Medians of a side. bare: the runs without files, in the same order."""
+    """Return a side's medians as a table row. bare: the runs without files, in the same order."""
     between = median(column(runs, "between")) / STEPS / 1e6
     pairs = zip(column(runs, "peak"), column(bare, "peak"), strict=True)
     peaks = [peak - without for peak, without in pairs]
@@ -166,7 +166,7 @@ def main() -> None:
     given = parser.parse_args()
     make_inputs(max(given.ranks) * PROMPTS * STEPS, "videos" if given.videos else "images")
     found = {(ranks, side): [] for ranks in given.ranks for side in SIDES}
-    for _ in range(given.repeats):  # in turns
+    for _ in range(given.repeats):  # sides alternate
         for (ranks, side), runs in found.items():
             runs.append(measure(side, ranks))
     rows = []

@@ -1,4 +1,4 @@
-"""A comparison of who holds the devices when: full, partial, fused and rebalanced.
+"""A comparison of the serving modes: full, partial, fused, and partial with a split that moves.
 
     python bench/modes.py --figure FILE       all workloads on 4 ranks -> a table and a picture
     python bench/modes.py --sides full "2|2" rebalance       only these sides
@@ -7,9 +7,9 @@
     python bench/modes.py --workloads tail-judged --sides "fused 0.2" --repeats 1 --moving 0 --steps 7 \\
         --pace 20,1 --compare docs/fusion.png                a timeline with all answers, of a single side
 
-Every rank hosts both engines, real ones; one run on N ranks measures all sides in alternation on the same
-engines and prompts (served_load.py says what the load is). The first step of each side is left out: engines
-have just changed hands. Of the side whose split moves, the last half counts.
+Every rank hosts both real engines. One run on N ranks alternates between all sides, on the same engines and
+prompts (served_load.py describes the load). The first step of each side doesn't count, because engines have
+just switched roles. For the side whose split moves, only the last half of the steps counts.
 """
 
 import json
@@ -31,25 +31,25 @@ from config import Config
 from reporting.figure import INK, UPPER, Picture, add_legend, draw_lanes, make_figure, of_steps
 from reporting.timeline import WORK, of_kind, read
 
-MOVING = "rebalance"  # the side whose split moves, from 1|N-1 on
+MOVING = "rebalance"  # the side whose split moves; it starts at 1|N-1
 OUT = ROOT / "runs" / "bench"
-SWAP_S = 0.25  # an engine that changes hands this soon after another belongs to the same swap
+SWAP_S = 0.25  # an engine that switches this soon after another belongs to the same swap
 WAYS = {
     "full": "All ranks write, then all judge. In each wave all wait twice for the slowest, and swap.",
     "partial": "Some ranks write while the others judge. Wave 2 begins before wave 1 ends: no swap.",
     "fused": "All ranks write until few answers are left. Then some write these, and the others judge.",
 }
 
-Steps = dict[str, list[dict]]  # metrics of the counted steps, by side
+Steps = dict[str, list[dict]]  # side -> the metrics of its counted steps
 
 
 def splits_of(ranks: int) -> list[str]:
-    """Every partial split, as `Split` is written."""
+    """Return every partial split, formatted as by `Split`."""
     return [f"{rollout}|{ranks - rollout}" for rollout in range(1, ranks)]
 
 
 def make_sides(given: Namespace) -> list[Side]:
-    """The sides of each workload, in alternating order. That whose split moves has its turn once."""
+    """Return the sides of each workload, in alternating order; the one whose split moves runs only once."""
     splits = splits_of(given.ranks)
     names = given.sides or ["full", *splits, f"fused {Config().tail:g}", MOVING]
     sides = []
@@ -64,7 +64,7 @@ def make_sides(given: Namespace) -> list[Side]:
 
 
 def run_sides(sides: list[Side], ranks: int, pace: str, port: int = 32000) -> list[dict]:
-    """Run all sides at once; returns a row of metrics for each step. What the run says is in a log."""
+    """Run all sides in one run; return a row of metrics per step. Its output goes to a log."""
     log = OUT / f"modes-{ranks}.log"
     OUT.mkdir(parents=True, exist_ok=True)
     print(f"{sum(side.steps for side in sides)} steps on {ranks} ranks; log: {log}", flush=True)
@@ -79,7 +79,7 @@ def run_sides(sides: list[Side], ranks: int, pace: str, port: int = 32000) -> li
 
 
 def by_workload(rows: list[dict]) -> dict[str, Steps]:
-    """The metrics of all steps that count, by workload and side."""
+    """Return the metrics of all counted steps by workload and side."""
     found = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["step"] > 0:
@@ -91,7 +91,7 @@ def by_workload(rows: list[dict]) -> dict[str, Steps]:
 
 
 def print_modes(rows: list[dict], ranks: int) -> None:
-    """Print seconds of serving of each side of each workload; the other metrics are in runs/bench."""
+    """Print each side's serving seconds for each workload; the other metrics are in runs/bench."""
     table = []
     for workload, sides in by_workload(rows).items():
         for name, steps in sides.items():
@@ -108,7 +108,7 @@ def print_modes(rows: list[dict], ranks: int) -> None:
 
 
 def draw(workloads: dict[str, Steps], given: Namespace) -> None:
-    """Draw a bar for each side, by workload; whiskers are quartiles."""
+    """Draw a bar per side, grouped by workload; whiskers are quartiles."""
     from matplotlib import colormaps
 
     names = list(dict.fromkeys(name for sides in workloads.values() for name in sides))
@@ -173,7 +173,7 @@ def picture_of(row: dict, out: Path) -> Picture:
 
 
 def swaps_in(shown: Picture) -> list[float]:
-    """Return when engines of one role give way to those of the other, by the first engine each time."""
+    """Return when engines of one role make way for the other's: the start of each swap's first switch."""
     writing = min(span.start for span in shown.spans if span.name == "rollout")
     judged = max(span.end for span in shown.spans if span.name == "genrm")
     starts = sorted(span.start for span in shown.spans if span.name == "switch")
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, help="draw a step of each side of a workload")
     given = parser.parse_args()
     if 0 < given.moving < 4:
-        parser.error("--moving: 0, or at least 4 steps")
+        parser.error("--moving must be 0 or at least 4 steps")
     rows = run_sides(make_sides(given), given.ranks, given.pace, given.port)
     (OUT / f"modes-{given.ranks}.json").write_text(json.dumps(rows))
     print_modes(rows, given.ranks)

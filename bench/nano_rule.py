@@ -1,8 +1,8 @@
-"""nanoYATT's side of vs_trl.py: the plain run.py program with the rule `right` instead of a judge, measured.
+"""nanoYATT's side of vs_trl.py: run.py with the rule `right` instead of a judge, measured.
 
-It takes run.py's settings, and measures as `Meter` in measuring.py says.
-Engines, actor and loop are the project's own. Two things differ, to match what TRL does: every group is
-trained on (no dynamic sampling), and the learning rate is constant.
+It takes run.py's settings; `Meter` in measuring.py describes what is measured. Engines, actor and loop are
+the project's own. Two things differ, to match TRL: every group is trained on (no dynamic sampling), and the
+learning rate is constant.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from sample import Sample
 
 
 class MeasuredRun:
-    """Takes the place of controller.train and of a run's report: a row for the meter after each step."""
+    """Replaces controller.train and the run's report, and gives the meter a row after each step."""
 
     def __init__(self, meter: Meter):
         self._meter = meter
@@ -41,7 +41,7 @@ class MeasuredRun:
         return was_stopped
 
     async def collect(self, c: Controller) -> RolloutBatch:
-        """Collect as the run does; the rule takes no time, so that this is generating."""
+        """Collect as the run does. The rule takes no time, so the seconds measured here are generation's."""
         begin = time.monotonic()
         batch = await collect(c)
         self._meter.rows.append({"generate_s": time.monotonic() - begin})

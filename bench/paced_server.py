@@ -1,8 +1,8 @@
-"""An engine with a pace: a step of the model lasts at least as long as on the device that is played.
+"""An engine with a set pace: a step of the model takes at least as long as on the device that it mimics.
 
-For measurements on a machine whose ranks share its cores: an engine that waits for its device leaves them
-to the others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; a third number is more for each
-prompt that is read. With it, bench/served_load.py has servers run this module. It takes a C++ compiler.
+It is for measurements on a machine whose ranks share its cores: an engine that sleeps leaves the cores to the
+others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; a third number is added for each prompt
+that is read. If it is set, bench/served_load.py has servers run this module. It needs a C++ compiler.
 """
 
 import math
@@ -14,10 +14,10 @@ from engines import server_main
 
 
 def at_pace(forward, pace):
-    """`forward` of a model, made to last as long as `pace` says.
+    """Return a model's `forward`, slowed down to `pace`.
 
-    Sampling and scheduling between two steps hide behind the device, as they do on a GPU: a step that comes
-    in less time than it lasts begins where the one before ended.
+    Sampling and scheduling between two steps overlap with the device's work, as on a GPU: a step that comes
+    sooner after the last one than its own duration begins where the last one ended.
     """
     fixed_ms, each_ms, *read_ms = map(float, pace.split(","))
     ended = -math.inf
@@ -42,5 +42,5 @@ def at_pace(forward, pace):
 def main():
     """Serve at a pace, in a process that the fork server made."""
     Decoder.run_layers = at_pace(Decoder.run_layers, os.environ["BENCH_PACE_MS"])
-    Decoder.most_steps = 1  # each step has its pace
+    Decoder.most_steps = 1  # so that each step is paced
     server_main.main()

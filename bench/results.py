@@ -1,11 +1,11 @@
-"""README's results: run each row's command, one after the other, and write the table from their output.
+"""README's results: run the rows' commands one after another, and write the table from their output.
 
     python bench/results.py                all rows -> docs/results.json, README: 30 minutes
     python bench/results.py --only modes   measure this row again; the others stay
     python bench/results.py --render       only write README and the pages, from what was measured before
 
-All measured rows have to be from one commit: a table of several isn't written. Each row's sentence is also on
-its page, so that both have the same numbers. Simulated rows come from docs/papers (`make papers`).
+All measured rows must be from one commit; otherwise no table is written. Each row's sentence is also on its
+page, so both have the same numbers. Simulated rows come from docs/papers (`make papers`).
 """
 
 import json
@@ -34,22 +34,22 @@ README = ROOT / "README.md"
 SCALE = DOCS / "papers" / "scale.md"
 BEGIN = "<!-- results: written by bench/results.py -->\n"
 END = "<!-- end of results -->"
-Values = dict[str, list[float]]  # by name, what was measured one time or several
+Values = dict[str, list[float]]  # name -> one or several measurements
 
 
 def numbers_in(pattern: str, text: str) -> list[float]:
-    """The numbers that a pattern finds."""
+    """Return the numbers that a pattern finds."""
     return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
 
 
 def demo_values(printed: str, seconds: float) -> Values:
-    """The accuracy before and after a run, and its minutes."""
+    """Return the accuracy before and after a run, and its minutes."""
     accuracy = numbers_in(r"eval/accuracy ([\d.]+)", printed)
     return {"before": accuracy[:1], "after": accuracy[-1:], "minutes": [seconds / 60]}
 
 
 def modes_values(printed: str, seconds: float) -> Values:
-    """Serving seconds of partial over those of full colocation, a ratio for each round."""
+    """Return partial colocation's serving seconds over full colocation's, one ratio per round."""
     rows = json.loads((ROOT / "runs" / "bench" / "modes-4.json").read_text())
     ratios = []
     for repeat in sorted({row["repeat"] for row in rows}):
@@ -62,13 +62,13 @@ def modes_values(printed: str, seconds: float) -> Values:
 
 
 def media_values(printed: str, seconds: float) -> Values:
-    """MB between controllers in a step; the same through a central one."""
+    """Return the MB between controllers in a step, and with a central controller."""
     sides = ("media", "central")
     return {side: numbers_in(rf"\| 2 \| {side} \| ([\d.]+) \|", printed) for side in sides}
 
 
 def save_values(printed: str, seconds: float) -> Values:
-    """The wait for a save by forked processes, and for one without: median, smallest, largest."""
+    """Return how long a forked and a synchronous save stall the run: median, smallest, largest."""
     found = {"size": numbers_in(r"checkpoint of ([\d.]+) GiB", printed)}
     for kind in ("forked", "synchronous"):
         (stall,) = re.findall(rf"\| {kind} \| (.*?) \|", printed)
@@ -77,7 +77,7 @@ def save_values(printed: str, seconds: float) -> Values:
 
 
 def trl_values(printed: str, seconds: float) -> Values:
-    """Tokens a second in whole steps, ours over TRL's: median, smallest, largest."""
+    """Return our tokens per second in whole steps over TRL's: median, smallest, largest."""
     (cells,) = re.findall(r"\| tokens per wall-second, whole steps \|(.*)\|", printed)
     return {"ratio": numbers_in(r"[\d.]+", cells.split("|")[-1])}
 
@@ -89,7 +89,7 @@ class Row:
     text: str
     page: str
     command: str
-    # what the command printed, and the seconds that it took -> the values
+    # (the command's output, its seconds) -> the values
     values: Callable[[str, float], Values]
     kind: str = "measured"
     shows_table: bool = False  # the page also shows the table that the command prints
@@ -114,8 +114,8 @@ ROWS = {
         kind="measured at a set pace",
     ),
     "images": Row(
-        "Of the 34 MB of images in a step of 2 ranks none passes between controllers, only {media:.2f} MB "
-        "of tokens; with a central one it is {central:.1f} MB",
+        "In a step of 2 ranks with 34 MB of images, only {media:.2f} MB of tokens pass between controllers; "
+        "with a central controller it is {central:.1f} MB",
         "docs/images.md",
         "python bench/media.py --ranks 2 --repeats 1",
         media_values,
@@ -124,7 +124,7 @@ ROWS = {
     ),
     "save": Row(
         "A run waits {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}) for a save of {size:.2f} GiB, "
-        "which is written beside the next step; {synchronous:.1f} s if it isn't",
+        "which is written during the next step; {synchronous:.1f} s if it isn't",
         "docs/faults.md",
         "python bench/checkpoint.py",
         save_values,
@@ -141,7 +141,7 @@ ROWS = {
 
 
 def measure(name: str, commit: str) -> dict:
-    """Run a row's command to its end. Returns what docs/results.json keeps of it."""
+    """Run a row's command to its end. Return its entry in docs/results.json."""
     row = ROWS[name]
     log = FOLDER / f"{name}.log"
     load = os.getloadavg()[0]
@@ -160,7 +160,7 @@ def measure(name: str, commit: str) -> dict:
 
 
 def machine() -> str:
-    """Name what a measured second depends on first: the cores, their maker's name, their widest vectors."""
+    """Return what seconds depend on most: the number of cores, their model, their widest vectors."""
     text = Path("/proc/cpuinfo").read_text()
     name = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
     widths = {"avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
@@ -169,10 +169,10 @@ def machine() -> str:
 
 
 def current_commit() -> str:
-    """The commit of the working tree. SystemExit if a file that may change a number isn't committed."""
+    """Return the working tree's commit. Exits if a file that may change a number isn't committed."""
     changed = git("status", "--porcelain", "-uno", "--", ".", ":!docs", ":!README.md")
     if changed:
-        sys.exit(f"error: commit these first, the results name the commit they are of:\n{changed}")
+        sys.exit(f"error: commit these first, because results name their commit:\n{changed}")
     return git("rev-parse", "--short=10", "HEAD").strip()
 
 
@@ -183,7 +183,7 @@ def git(*words: str) -> str:
 
 # ---------------------------------------------------------------- the table and the pictures
 
-PAPERS = {  # page -> what its rows are
+PAPERS = {  # page -> whose numbers its rows are
     "hybridflow": "HybridFlow's figures",
     "rlhfuse": "RLHFuse's",
     "wechat_yatt": "H20s, for WeChat-YATT's",
@@ -192,7 +192,7 @@ PAPERS = {  # page -> what its rows are
 
 
 def paper_row(folder: Path = DOCS / "papers") -> str:
-    """The row of the papers: of each page how far the points are that it calls predicted."""
+    """Return the papers' row: for each page, the errors of its predicted points."""
     pages = []
     for page, name in PAPERS.items():
         found, _, _ = errors(read_rows(folder / "rows" / f"{page}.csv")).partition(" (")
@@ -202,14 +202,14 @@ def paper_row(folder: Path = DOCS / "papers") -> str:
 
 
 def scale_at(ranks: str) -> tuple[str, str]:
-    """The samples that the busiest controller and a central one hold, as docs/papers/scale.md has them."""
+    """Return how many samples the busiest and a central controller hold, from docs/papers/scale.md."""
     ways = ("parallel", "central")
     found = [re.search(rf"\| {way} \| {ranks} \| ([\d,]+) \|", SCALE.read_text()) for way in ways]
     return found[0][1], found[1][1]
 
 
 def scale_row() -> str:
-    """The row of docs/papers/scale.md: what a controller carries as ranks become more."""
+    """Return the row of docs/papers/scale.md: how many samples a controller holds at two scales."""
     few, few_central = scale_at("64")
     many, many_central = scale_at("4,096")
     text = (
@@ -221,7 +221,7 @@ def scale_row() -> str:
 
 
 def step_times() -> tuple[list[float], list[float]]:
-    """A step's time over a central controller's, by docs/papers/wechat_yatt.md: for text, with images."""
+    """Return step times over a central controller's, from docs/papers/wechat_yatt.md: text, images."""
     rows = [
         row for row in read_rows(DOCS / "papers/rows/wechat_yatt.csv") if row.figure == "central"
     ]
@@ -231,7 +231,7 @@ def step_times() -> tuple[list[float], list[float]]:
 
 
 def time_row() -> str:
-    """The row of what parallel controllers gain in time."""
+    """Return the row with the time that parallel controllers save."""
     text_only, images = step_times()
     text = f"With parallel controllers a step of text takes {min(text_only):.2f} to {max(text_only):.2f} "
     text += "of a central one's time, and with 1 to 15 MB of images a sample "
@@ -241,7 +241,7 @@ def time_row() -> str:
 
 
 def sentence(name: str, result: dict) -> str:
-    """A row's sentence, with the numbers of its last run."""
+    """Return a row's sentence with the numbers of its last run."""
     numbers = {}
     for value, found in result["values"].items():
         low, high = found["spread"]
@@ -250,11 +250,11 @@ def sentence(name: str, result: dict) -> str:
 
 
 def render(results: dict[str, dict], simulated: list[str]) -> str:
-    """The table in Markdown. ValueError if its rows are from several commits or machines."""
+    """Return the table in Markdown. Raises ValueError if its rows are from several commits or machines."""
     origins = sorted({f"commit {row['commit']}, {row['machine']}" for row in results.values()})
     if len(origins) > 1:
         named = "; ".join(origins)
-        raise ValueError(f"rows of several origins ({named}): measure all of them again")
+        raise ValueError(f"rows from several origins ({named}): measure all of them again")
     lines = ["| result | how | command, page |", "|---|---|---|"]
     for name, row in ROWS.items():
         if name not in results or not row.in_readme:
@@ -271,7 +271,7 @@ def render(results: dict[str, dict], simulated: list[str]) -> str:
 
 
 def with_table(page: str, table: str) -> str:
-    """The page, with the table in the place of the one before."""
+    """Return the page with its table replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + table + END + after
@@ -282,7 +282,7 @@ def simulated_rows() -> list[str]:
 
 
 def block(name: str, result: dict) -> str:
-    """A row as its page shows it."""
+    """Return a row as its page shows it."""
     row = ROWS[name]
     origin = f"{row.kind}: `{row.command}`; {result['machine']}, commit {result['commit']}"
     lines = [f"{sentence(name, result)} ({origin})."]
@@ -292,7 +292,7 @@ def block(name: str, result: dict) -> str:
 
 
 def pages(results: dict[str, dict]) -> dict[Path, str]:
-    """The pages that README's rows link to, with the rows as they were measured last."""
+    """Return the pages that README's rows link to, with the latest measurements."""
     texts = {}
     for name, result in results.items():
         path = ROOT / ROWS[name].page
@@ -305,7 +305,7 @@ def pages(results: dict[str, dict]) -> dict[Path, str]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), help="measure these rows alone")
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), help="measure only these rows")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     given = parser.parse_args()
     results = json.loads(RESULTS.read_text())

@@ -1,10 +1,10 @@
-"""A fused table of actor and critic on real stages: what it saves, beside what its schedule says.
+"""Measures how much time a fused table of actor and critic saves on real stages, against its schedule.
 
     python -m bench.schedules [--ranks 4] [--micro-batches 8 4] [--repeats 5] [--pace 40 80]
 
-Both schedules are run as tables of the same two models, of the demo's width, in turns. A pace makes a forward
-and a backward pass last at least so many milliseconds, asleep: then ranks that share this machine's cores
-don't slow each other down, as devices of their own wouldn't. Without it (--pace 0 0) seconds are the CPU's.
+Runs both schedules in turns, as tables of the same two models at the demo's width. --pace makes forward and
+backward passes sleep until they have taken that many milliseconds. Ranks that share this machine's cores then
+don't slow each other down, as if they had their own devices. --pace 0 0 measures the CPU's time instead.
 """
 
 import datetime
@@ -30,11 +30,11 @@ from training import executor
 
 SERIAL = "1f1b"
 FUSED = "fused"
-LENGTH = 32  # tokens of a micro-batch's only sequence, of which 8 are its prompt's
+LENGTH = 32  # tokens in a micro-batch's only sequence, including 8 of the prompt
 
 
 def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
-    """A pass of one stage that lasts at least so long."""
+    """Return a stage's pass that lasts at least `milliseconds`."""
 
     def paced(*arguments, **options):
         due = time.monotonic() + milliseconds / 1000
@@ -46,7 +46,7 @@ def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
 
 
 def works_of(trainers: list, count: int) -> list[executor.Work]:
-    """A pass of each model over `count` micro-batches, not yet run."""
+    """Return each model's work over `count` micro-batches, not yet run."""
     micro_batches = []
     for number in range(count):
         sample = Sample(0, number, prompt=[1] * 8, response=[2] * (LENGTH - 8))
@@ -59,7 +59,7 @@ def works_of(trainers: list, count: int) -> list[executor.Work]:
 
 
 def run_once(trainers: list, count: int, schedule: str) -> float:
-    """Run a table; returns the seconds of the slowest rank (collective)."""
+    """Run a table and return the slowest rank's seconds (collective)."""
     works = works_of(trainers, count)
     dist.barrier()
     executor.run(works, schedule)
@@ -70,7 +70,7 @@ def run_once(trainers: list, count: int, schedule: str) -> float:
 
 
 def compare(trainers: list, count: int, repeats: int) -> list[str]:
-    """Run both schedules in turns; returns a row of the table (collective)."""
+    """Run both schedules in turns and return a row of the table (collective)."""
     pipes = [work.pipe() for work in works_of(trainers, count)]
     planned = {}
     measured = {SERIAL: [], FUSED: []}
@@ -79,7 +79,7 @@ def compare(trainers: list, count: int, repeats: int) -> list[str]:
     for repeat in range(repeats + 1):
         for name, seconds in measured.items():
             took = run_once(trainers, count, name)
-            if repeat:  # the first is a warm-up
+            if repeat:  # the first one warms up
                 seconds.append(took)
     ratio = median(measured[FUSED]) / median(measured[SERIAL])
     by_table = planned[FUSED] / planned[SERIAL]
@@ -98,7 +98,7 @@ def rank_main(rank: int, given: Namespace, folder: str) -> None:
     executor.backward_step = at_pace(executor.backward_step, backward_ms)
     rows = [compare(trainers, count, given.repeats) for count in given.micro_batches]
     if rank == 0:
-        columns = ["micro-batches", "serial, s", "fused, s", "fused / serial", "the table says"]
+        columns = ["micro-batches", "serial, s", "fused, s", "fused / serial", "by the table"]
         print_table(columns, rows)
     dist.barrier()
     dist.destroy_process_group()

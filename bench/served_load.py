@@ -1,9 +1,9 @@
 """The load that bench/modes.py measures: one rank of a run whose answers have given lengths, on real engines.
 
-Prompts are the demo's. How long an answer is and what reward it gets come from a seed; the engines generate
-as many tokens, whatever they are, and the judge's as many for each critique. Training steps and weight pushes
-are real, with a learning rate of nearly nothing, so that the load stays the same. Sides take turns within one
-run, on the same engines and prompts.
+Prompts are the demo's. A seed decides an answer's length and reward; rollout engines generate that many
+tokens, no matter which, and the judge's engines generate critiques of a given length. Training steps and
+weight pushes are real, but the learning rate is nearly zero, so that the load stays the same. Sides alternate
+within one run, on the same engines and prompts.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from sample import Key, Prompt, Sample
 
 
 class GivenPrompts(data.Prompts):
-    """The demo's prompts, none held out. `keys` says whose answer a request's seed stands for."""
+    """The demo's prompts, with none held out. `keys` maps a request's seed to the key of its sample."""
 
     def __init__(self, c: Controller, config: Config):
-        c.prompts.source.held_out = []  # nothing is evaluated
+        c.prompts.source.held_out = []  # no evaluation
         super().__init__(c.prompts.source, config.answers_per_prompt)
         self.keys: dict[int, Key] = {}
         self._seed = config.seed
@@ -50,7 +50,7 @@ class GivenPrompts(data.Prompts):
 
 
 class GivenLengths:
-    """The rollout pool's `generate`, but for how many tokens each answer gets."""
+    """The rollout pool's `generate` with a given length for each answer."""
 
     def __init__(self, generate: Callable, workload: str, keys: dict[int, Key]):
         self._generate = generate
@@ -58,7 +58,7 @@ class GivenLengths:
         self._keys = keys
 
     def given(self, request: Request) -> Request:
-        """The same request, whose limit is what the answer still lacks."""
+        """Return the same request, limited to the tokens that the answer still lacks."""
         written = request.sampling.max_new_tokens - request.limit
         length = length_of(self._workload, *self._keys[request.seed])
         sampling = dataclasses.replace(request.sampling, ignore_eos=True)
@@ -70,7 +70,7 @@ class GivenLengths:
 
 
 class GivenRewards(rewards.Rewards):
-    """Critiques of a given length by the real judge, numbers from the load. No two answers are the same."""
+    """The real judge writes critiques of a given length; the load sets rewards. Each answer is unique."""
 
     def __init__(self, c: Controller, workload: str):
         super().__init__(c.config, c.rewards.judges, [], c.report.decode)
@@ -92,7 +92,7 @@ class GivenRewards(rewards.Rewards):
 
 
 class Collector:
-    """Stands in for the run's report: keeps each step's metrics, and writes them at the end."""
+    """Replaces the run's report: keeps each step's metrics, and writes them at the end."""
 
     def __init__(self, c: Controller, out: Path):
         self.decode = c.report.decode
@@ -101,7 +101,7 @@ class Collector:
         self._rows: list[dict] = []
 
     def begin(self, side: Side, now: float) -> None:
-        """Label the steps from now on."""
+        """Label all steps from now on with a side."""
         self._labels = {"workload": side.workload, "side": side.name, "repeat": side.repeat}
         self._ended = now
 
@@ -113,7 +113,7 @@ class Collector:
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
-        """Gather and keep (collective)."""
+        """Gather and keep the step's metrics (collective)."""
         facts = local_facts(c, batch, samples, c.timeline.drain())
         gathered = await c.world.gather(facts)
         if not self._is_main:
@@ -123,7 +123,7 @@ class Collector:
         metrics = summarize(gathered) | serving_metrics(newest, c.config) | stats
         metrics["time/step_s"] = now - self._ended
         row = {"step": step, "split": str(newest.split), "metrics": metrics}
-        row["from_to"] = (self._ended, now)  # seconds on the timeline of the run
+        row["from_to"] = (self._ended, now)  # seconds on the run's timeline
         self._rows.append(self._labels | row)
         self._ended = now
 
@@ -135,14 +135,14 @@ class Collector:
 
 
 class MeasuredSides:
-    """Takes the place of controller.train: every side, in the order given."""
+    """Replaces controller.train: runs every side in the order given."""
 
     def __init__(self, sides: list[Side], out: Path):
         self._sides = sides
         self._out = out
 
     async def __call__(self, c: Controller) -> bool:
-        """Returns whether a stop ended it (collective)."""
+        """Return True if a stop ended it (collective)."""
         splits = {}
         for mode in modes.MODES.values():
             splits |= {str(split): split for split in mode.splits(c.devices.placement, c.config)}
@@ -155,7 +155,7 @@ class MeasuredSides:
 
 
 async def measure_side(c: Controller, side: Side) -> bool:
-    """Some steps of one side, under the first of its splits (collective)."""
+    """Run the steps of one side, starting with the first of its splits (collective)."""
     rollout = c.devices.rollout
     workload = WORKLOADS[side.workload]
     c.devices.next = c.devices.splits[0]
@@ -171,7 +171,7 @@ async def measure_side(c: Controller, side: Side) -> bool:
     was_stopped = await train(given)
     rollout.generate = generate
     if not was_stopped:
-        await c.devices.to_training()  # engines sleep, as `train` finds them
+        await c.devices.to_training()  # `train` expects sleeping engines
     return was_stopped
 
 

@@ -1,6 +1,6 @@
 """TRL's side of vs_trl.py: GRPOTrainer on the same model, problems, reward and batch.
 
-It runs in TRL's own environment, without anything of nanoYATT but the meter.
+It runs in TRL's own environment and uses nothing of nanoYATT but the meter.
 """
 
 import json
@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class MeasuredTrainer(GRPOTrainer):
-    """GRPOTrainer that tells the meter when generation, and all before the update, begins and ends."""
+    """GRPOTrainer that measures generation, and records when the update begins."""
 
     meter: Meter  # set after __init__
     update_began: float
@@ -38,14 +38,14 @@ class MeasuredTrainer(GRPOTrainer):
         return completions, logprobs
 
     def _prepare_inputs(self, generation_batch):
-        """Generates and scores a batch."""
+        """Generate and score a batch."""
         inputs = super()._prepare_inputs(generation_batch)
         self.update_began = time.monotonic()
         return inputs
 
 
 class StepClock(TrainerCallback):
-    """A row of the meter for each step, without logging: generation, scoring and the update."""
+    """Adds a row to the meter for each step: generation, scoring and the update, without logging."""
 
     def __init__(self, trainer: MeasuredTrainer):
         self._trainer = trainer
@@ -61,7 +61,7 @@ class StepClock(TrainerCallback):
 
 
 def grpo_config(settings: Namespace, folder: str) -> GRPOConfig:
-    """nanoYATT's settings in TRL's words: constant learning rate, clip-higher, no KL, one update a step."""
+    """Return nanoYATT's settings for TRL: constant learning rate, clip-higher, no KL, one update per step."""
     answers = settings.prompts * settings.answers
     return GRPOConfig(
         output_dir=folder,
@@ -78,8 +78,8 @@ def grpo_config(settings: Namespace, folder: str) -> GRPOConfig:
         beta=0.0,
         epsilon=0.2,
         epsilon_high=0.28,
-        gradient_checkpointing=False,  # on by default; off is faster
-        ddp_find_unused_parameters=False,  # on by default; off is faster
+        gradient_checkpointing=False,  # TRL's default is on; off is faster
+        ddp_find_unused_parameters=False,  # the same
         use_cpu=True,
         bf16=False,
         dataloader_pin_memory=False,
@@ -92,7 +92,7 @@ def grpo_config(settings: Namespace, folder: str) -> GRPOConfig:
 
 
 def rule(meter: Meter, eos: int) -> Callable:
-    """The reward of nanoYATT's side: 1 for the exact answer, behind the last ">", once it is finished."""
+    """Return the reward of nanoYATT's side: 1 for the exact answer after the last ">" of a finished text."""
 
     def reward(completions, completion_ids, answer, **columns) -> list[float]:
         rewards = []

@@ -2,15 +2,16 @@
 
     python bench/vs_trl.py                           3 repeats of each: a table, runs/vs_trl-demo/results.json
     python bench/vs_trl.py --repeats 1 --steps 4     a quick look
-    python bench/vs_trl.py --size larger             nine times the parameters, so that arithmetic counts
+    python bench/vs_trl.py --size larger             nine times the parameters, so that arithmetic matters
     python bench/vs_trl.py --model DIR --steps 3     any other model
 
-Model: the demo's actor, a larger one that has learnt the demo's task from examples, or any other. Task:
-addition, reward 1 for the exact answer. A step is 16 prompts x 8 answers of up to 72 tokens (of another model
-24) and one update on all of them, on two ranks. Every repeat is a fresh torchrun, whose first two steps don't
-count; sides alternate, after an unmeasured run of each, so that both find their files cached. Memory is of
-every process of a side: ranks, servers, schedulers, the launcher. TRL has an environment of its own, made on
-first use: .venv-trl. TRL's step is on_step_begin to on_step_end, ours one report to the next.
+The model is the demo's actor, a larger one that has learned the demo's task from examples, or any other. The
+task is addition; the exact answer earns a reward of 1. A step is 16 prompts x 8 answers of up to 72 tokens
+(24 with another model) and one update on all of them, on two ranks. Every repeat is a fresh torchrun, and its
+first two steps don't count. Sides alternate after one unmeasured run of each, so that the files of both are
+cached. Memory is the sum over every process of a side: ranks, servers, schedulers, the launcher. TRL has its
+own environment, .venv-trl, made on first use. TRL's step lasts from on_step_begin to on_step_end, ours from
+one report to the next.
 """
 
 import json
@@ -32,7 +33,7 @@ RUNS = ROOT / "runs"
 LARGER = RUNS / "vs_trl-larger-actor"
 UNTAUGHT = RUNS / "vs_trl-larger-new"
 LARGER_SHAPE = dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, head_dim=64)
-LARGER_STEPS = 150  # enough to end answers and to be right now and then
+LARGER_STEPS = 150  # enough for answers that end and are sometimes right
 TRL_VENV = ROOT / ".venv-trl"
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "psutil==7.2.2")
 RANKS = 2
@@ -40,30 +41,30 @@ LAUNCH = ("--standalone", "--nproc-per-node", RANKS)
 RUN_LIMIT_S = 900.0
 WARM_UP = 2  # steps
 SIDES = ("nanoYATT", "TRL")
-# at 5e-4 the larger model's reward falls on either side; other models don't know the task
+# 5e-4 makes the larger model's reward fall on both sides; other models don't know the task
 LR = {"demo": 5e-4, "larger": 1e-4, "other": 1e-6}
-PORT = 31000  # of nanoYATT's first engine
-PROMPTS = 16  # of a step
-ANSWERS = 8  # to a prompt
+PORT = 31000  # nanoYATT's first engine
+PROMPTS = 16  # per step
+ANSWERS = 8  # per prompt
 MAX_NEW_TOKENS = {"demo": 72, "larger": 72, "other": 24}
 
 
 def make_trl_environment() -> None:
-    """Make .venv-trl with TRL in it, unless it is there."""
+    """Make .venv-trl and install TRL in it, unless that is done."""
     done = TRL_VENV / "installed"
     if done.exists() and done.read_text() == str(TRL_PACKAGES):
         return
     print(f"installing {', '.join(TRL_PACKAGES)} into {TRL_VENV.name}", flush=True)
     pip = [TRL_VENV / "bin" / "python", "-m", "pip", "install", "--quiet"]
     run_to_its_end([sys.executable, "-m", "venv", TRL_VENV], limit_s=RUN_LIMIT_S)
-    # first and alone, else it is resolved anew
+    # first, in a command of its own; otherwise pip resolves its version again
     run_to_its_end([*pip, "torch==2.13.0"], limit_s=RUN_LIMIT_S)
     run_to_its_end([*pip, *TRL_PACKAGES], limit_s=RUN_LIMIT_S)
     done.write_text(str(TRL_PACKAGES))
 
 
 def make_model(settings: Namespace) -> Path:
-    """The demo's policy, a larger one, which learns the demo's task on first use, or --model."""
+    """Return the folder of the demo's policy, of the larger one (trained on first use), or of --model."""
     if settings.model:
         return settings.model.resolve()
     if settings.size == "demo":
@@ -78,7 +79,7 @@ def make_model(settings: Namespace) -> Path:
 
 
 def write_problems(settings: Namespace) -> Path:
-    """The problems of a run, in order, for TRL's environment."""
+    """Write a run's problems, in order, for TRL; return the file."""
     source = Addition(0, lambda *question: [])
     path = settings.out / "problems.jsonl"
     with path.open("w") as file:
@@ -89,7 +90,7 @@ def write_problems(settings: Namespace) -> Path:
 
 
 def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
-    """Start one fresh run; returns what its ranks measured, added up."""
+    """Start one fresh run; return the measurements of its ranks, merged."""
     folder = settings.out / f"{side}-{name}"
     folder.mkdir(parents=True)
     if side == "nanoYATT":
@@ -107,7 +108,7 @@ def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
 
 
 def merge(ranks: list[dict]) -> dict:
-    """One run from its ranks: tokens and memory add up, of seconds the slowest rank's count."""
+    """Merge a run's ranks: add up tokens and memory, and take the slowest rank's seconds."""
     rows = []
     for of_step in zip(*column(ranks, "rows"), strict=True):
         row = {name: max(column(of_step, name)) for name in ("step_s", "generate_s", "update_s")}
@@ -119,7 +120,7 @@ def merge(ranks: list[dict]) -> dict:
 
 
 def alternate(settings: Namespace) -> dict[str, list[dict]]:
-    """Run the repeats of each side, in turns, after an unmeasured run of each."""
+    """Alternate the repeats of both sides after an unmeasured run of each."""
     for side in SIDES:
         run_side(side, "unmeasured", 1, settings)
     results: dict[str, list[dict]] = {side: [] for side in SIDES}
@@ -136,7 +137,7 @@ def alternate(settings: Namespace) -> dict[str, list[dict]]:
 
 
 def summarize(run: dict) -> dict[str, float]:
-    """The table's figures of one run."""
+    """Return the table's figures of one run."""
     rows = run["rows"][WARM_UP:]
     total = {name: sum(column(rows, name)) for name in rows[0]}
     return {
@@ -152,7 +153,7 @@ def summarize(run: dict) -> dict[str, float]:
 
 
 def print_figures(summaries: dict[str, list[dict]]) -> None:
-    """Print medians over the repeats, smallest and largest; ratios are of neighbouring repeats."""
+    """Print the median, smallest and largest over the repeats; ratios compare neighboring repeats."""
     table = []
     for label in summaries["TRL"][0]:
         ours = column(summaries["nanoYATT"], label)
@@ -165,9 +166,9 @@ def print_figures(summaries: dict[str, list[dict]]) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, repeats=3, steps=12)  # steps: measured, of a repeat
-    parser.add_argument("--size", choices=("demo", "larger"), default="demo", help="of the model")
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory, in its place")
+    parser = parser_of(__doc__, repeats=3, steps=12)  # steps: the measured ones of a repeat
+    parser.add_argument("--size", choices=("demo", "larger"), default="demo", help="model size")
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory to use instead")
     settings = parser.parse_args()
     settings.size = "other" if settings.model else settings.size
     settings.out = RUNS / f"vs_trl-{settings.size}"

@@ -37,7 +37,7 @@ from inputs import tokenization
 from reporting.figure import INK, LOOKS, Picture, add_legend, draw_lanes, read_run
 from reporting.timeline import INSTANTS, Event, of_kind
 from sample import flat
-from scheduling.dynamic_sampling import MARGIN, DynamicSampler
+from scheduling.dynamic_sampling import MARGIN, FirstFinishedSampler
 
 STEP = 2  # the third: files count from 0
 PROMPT = 51  # the page follows it
@@ -103,7 +103,7 @@ def waves_of(samples: list[SimpleNamespace], per_kept: float, size: int) -> dict
     kept = {sample.prompt_id for sample in samples}
     first = range(min(kept), min(kept) + size)
     filtered = sorted({*first} - kept)
-    refill = DynamicSampler(size, per_kept).refill_size(len(filtered))
+    refill = FirstFinishedSampler(size, per_kept).refill_size(len(filtered))
     second = range(first.stop, first.stop + refill)
     counts = {"missing": len(filtered), "per_kept": per_kept, "margin": MARGIN, "refill": refill}
     waves = {"first": first, "filtered": filtered, "second": second}

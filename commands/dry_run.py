@@ -1,4 +1,4 @@
-"""Checks before a run: --dry-run, who would run where and, by --simulate, how fast; `check`, what is free."""
+"""Checks before a run: --dry-run prints what runs where, --simulate how fast, `check` what is free."""
 
 import os
 import platform
@@ -25,7 +25,7 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "
 
 
 def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
-    """Print the resolved run. UserError if --host isn't this machine's."""
+    """Print the resolved run. Raises UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
     lines = device_map(config, placement, splits)
     if extras.has("memory"):
@@ -37,7 +37,7 @@ def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
 
 
 def device_map(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
-    """A line a rank: its part of each model, and the servers that it owns in any of the splits."""
+    """Return a line per rank: its part of each model, and the servers that it owns in any of the splits."""
     lines = [f'  --placement "{placement}"']
     if others := list(map(str, splits[1:])):
         lines.append(f"  may move to {', '.join(others)}")
@@ -46,7 +46,7 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
         parts = []
         for name, shape in shapes.items():
             if rank in shape.ranks:
-                # Megatron's order: tensor-parallel ranks are neighbours
+                # Megatron's order: tensor-parallel ranks are neighbors
                 rest, tp = divmod(shape.ranks.index(rank), shape.tp)
                 pp, dp = divmod(rest, shape.dp)
                 parts.append(f"{name} dp {dp}, tp {tp}, pp {pp}")
@@ -58,16 +58,16 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
 
 
 def simulate(arguments: list[str]) -> NoReturn:
-    """Become the process that prints what the run would take under each plan."""
+    """Become the process that prints how long the run would take under each plan."""
     if "--dry-run" not in arguments:
-        raise UserError("--simulate starts nothing: it goes with --dry-run")
+        raise UserError("--simulate needs --dry-run: it starts nothing")
     paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.execv(sys.executable, [sys.executable, "-m", "simulation.plans", *arguments])
 
 
 class Row(NamedTuple):
-    """A line of `check`; one that isn't good is marked, and a run can't start."""
+    """A line of `check`. If it isn't good, it is marked, and a run can't start."""
 
     name: str
     text: str
@@ -75,14 +75,14 @@ class Row(NamedTuple):
 
 
 def check(config: Config) -> int:
-    """Print what is installed and what is free, with ! before what a run would miss. Returns a status."""
+    """Print what is installed and what is free, with ! before what a run lacks. Return an exit status."""
     from torch import cuda
 
     rendezvous.interface_of(config.host)
     count = cuda.device_count() if config.device == "cuda" else 0
     ranks = int(os.environ.get("WORLD_SIZE", count or 2))
     rows = packages()
-    if all(row.is_good for row in rows):  # else nothing reads a model's directory
+    if all(row.is_good for row in rows):  # otherwise nothing can read a model's directory
         from training import model
 
         placement, splits = lay_out(config, ranks)
@@ -113,7 +113,7 @@ def check(config: Config) -> int:
 
 
 def packages() -> list[Row]:
-    """The rows of Python, of packages beside their pins (the adapters in cpu/ need those), of the GPUs."""
+    """Return the rows on Python, packages and their pins (the adapters in cpu/ need these), and GPUs."""
     python = f"{sys.version.split()[0]}, {' '.join(platform.libc_ver())}"
     reason = supported.lacks()
     rows = [Row("Python, libc", reason or python, not reason)]
@@ -126,7 +126,7 @@ def packages() -> list[Row]:
     if "torch" in found:
         from torch import cuda
 
-        # it counts what torch can't use, too
+        # device_count includes GPUs that torch can't use
         count = cuda.device_count() if cuda.is_available() else 0
         names = [cuda.get_device_name(number) for number in range(count)]
         rows.append(Row("accelerator", ", ".join(names) or f"none, but {os.cpu_count()} cores"))
@@ -134,7 +134,7 @@ def packages() -> list[Row]:
 
 
 def graphics(config: Config) -> list[Row]:
-    """The rows of a run on GPUs: whether torch can use them, their mode, what compiles kernels."""
+    """Return the rows of a run on GPUs: if torch can use them, their mode, what compiles kernels."""
     if config.device == "cpu":
         return []
     from torch import cuda

@@ -1,4 +1,4 @@
-"""The memory that a run takes, about; one that needs more than there is ends before it starts anything."""
+"""An estimate of a run's memory; a run that needs more than there is ends before it starts anything."""
 
 import math
 import os
@@ -19,24 +19,24 @@ from scheduling.layout import Placement
 from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
 
-# of the host, for libraries: what runs once, a rank, an engine on a rank. On a CPU engines are forks of one
-# process, so that what they share counts once (measured); with CUDA each loads its own (an estimate)
+# bytes of libraries on the host: once, per rank, per engine on a rank. On a CPU engines are forks of one
+# process, so what they share counts once (measured); with CUDA each loads its own (an estimate)
 LIBRARIES = {"cpu": (740e6, 345e6, 170e6), "cuda": (200e6, 900e6, 4e9)}
-SHARED = 16e6  # of /dev/shm, besides what is on its way through it
-NCCL = 128e6  # of it, a rank with CUDA; an estimate
-# of devices, tried in their order where there is none; torch finds 85.0 in one that is sold as 80
+SHARED = 16e6  # bytes of /dev/shm besides the data that passes through
+NCCL = 128e6  # bytes of it per rank with CUDA; an estimate
+# sizes of devices, tried in order if there is none here; torch finds 85.0 GB in one sold as 80
 SIZES = (24e9, 48e9, 85e9, 141e9)
 PASSES = "--recompute -1, a smaller --max-tokens-per-micro-batch or --max-model-len, --tp with --sp"
 HINTS = {"memory": f"fewer ranks, {PASSES}", "/dev/shm": "docker run --shm-size"}
 HINTS["a host"] = "--mode partial, a larger --genrm-tp, --save-every 0"
 HINTS["the disk of --out"] = "a smaller --keep, --save-every 0, another --out"
-# a GPU's place; `with_recompute` fills as much of it
+# the place of a GPU's need; `with_recompute` fills the same part of it
 DEVICE = f"{FULL} of a device"
 HINTS[DEVICE] = f"more ranks, another --mem-fraction, {PASSES}"
 
 
 class Need(NamedTuple):
-    """The bytes that a run needs at a place and that are free there. parts: what for; of a device, when."""
+    """The bytes that a run needs at a place and that are free there. parts: by purpose, or phase of a GPU."""
 
     place: str
     needed: float
@@ -55,7 +55,7 @@ def gb(size: float) -> str:
 
 
 def host_parts(config: Config, placement: Placement, splits: list[Split], here: set[int]) -> dict:
-    """The bytes that the ranks of one machine, and their engines, take of its memory."""
+    """Return the bytes of memory that the ranks of one machine and their engines take."""
     from training.memory import engines_of, trainers_of
 
     once, rank, engine = LIBRARIES[config.device]
@@ -66,29 +66,29 @@ def host_parts(config: Config, placement: Placement, splits: list[Split], here: 
         role = name.split()[0]
         holders = len(here.intersection(model.ranks))
         if role in ROLES:
-            holders *= placement.tp(role)  # from those that lead engines to all
+            holders *= placement.tp(role)  # all of an engine's ranks, not only its lead
             parts["libraries"] += engine * holders
         waits = role != "rollout" or server.backs_up(role, config)
         for part, size in model.parts.items():
             size *= holders
             is_state = part in ("weights", "adapters", "optimizer")
-            # one model learns after the other, where the last one's passes were
+            # models train in turn, in the memory of the previous one's passes
             takes_turns = part in ("activations", "loss") and not schedule_of(config).fuses
-            # with CUDA the host has what sleeps, in pinned memory
+            # CUDA: sleeping weights and states are in the host's pinned memory
             if config.device == "cpu" or (waits and is_state):
                 parts[part] = max(parts[part], size) if takes_turns else parts[part] + size
-            # a process writes what the rank changes meanwhile; with adapters the weights don't change
+            # a saving process copies what the rank changes; with adapters, weights don't change
             is_saved = is_state and not (part == "weights" and "adapters" in model.parts)
             if saves and is_saved and "optimizer" in model.parts:
                 shape = placement.critic if name.endswith("critic") else placement.actor
-                # of weights on a GPU a rank copies only those that no other rank saves
+                # a rank copies from its GPU only the weights that no other rank saves
                 is_share = part == "weights" and config.device == "cuda"
                 parts["checkpoints"] += size / shape.dp if is_share else size
     return dict(parts)
 
 
 def checkpoint_bytes(config: Config, placement: Placement) -> float:
-    """The bytes of a checkpoint: of each trainer what it learns, and the optimizer's states."""
+    """Return the bytes of a checkpoint: what each trainer learns, and its optimizer's states."""
     from training.memory import trainers_of
 
     size = 0.0
@@ -101,21 +101,21 @@ def checkpoint_bytes(config: Config, placement: Placement) -> float:
 
 
 def disk_need(config: Config, placement: Placement) -> Need:
-    """The checkpoints that are kept, and the one that is written beside them; a short run has fewer."""
+    """Return the need for checkpoints: the kept ones and the one being written; a short run has fewer."""
     each = checkpoint_bytes(config, placement) if config.save_every else 0.0
-    due = ceil(config.steps / max(1, config.save_every))  # the last step has one
+    due = ceil(config.steps / max(1, config.save_every))  # the last step is always saved
     most = min(config.keep + 1, due)
     out = Path(config.out).absolute()
     folder = next(path for path in (out, *out.parents) if path.exists())
     needed = most * each
-    # a run that goes on replaces those that are there
+    # a resumed run replaces existing ones
     there = sum(file.stat().st_size for file in out.glob("checkpoints/**/*"))
     free = shutil.disk_usage(folder).free + min(there, needed)
     return Need("the disk of --out", needed, free, {"checkpoints": needed})
 
 
 def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[Need]:
-    """What a run needs of this machine, place by place; without CUDA's devices here they are of another."""
+    """Return a run's needs on this machine, place by place; without CUDA here, on another machine."""
     from torch import cuda
 
     from training.memory import bucket_bytes, peaks_of
@@ -123,7 +123,7 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     is_elsewhere = config.device == "cuda" and not cuda.is_available()
     first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", len(placement.everyone)))
-    here = {*range(first, first + ranks)}  # on this machine
+    here = {*range(first, first + ranks)}
     parts = host_parts(config, placement, splits, here)
     shared = {"NCCL": NCCL * ranks}
     if config.device == "cpu":
@@ -150,7 +150,7 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
 async def settled(
     config: Config, placement: Placement, splits: list[Split], world: World
 ) -> Config:
-    """Return the settings that the run's smallest GPU can do, the same on all ranks (collective)."""
+    """Return settings that fit the run's smallest GPU, the same on all ranks (collective)."""
     from training.memory import with_recompute
 
     if config.device == "cpu":
@@ -159,27 +159,27 @@ async def settled(
 
 
 def table(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
-    """The lines of --dry-run: a rank's part of each model, then what each place needs."""
+    """Return the lines of --dry-run: a rank's part of each model, then what each place needs."""
     from training.memory import engines_of, trainers_of, with_recompute
 
-    lines = ["  about MB of memory, of a rank's part or an engine on each of its ranks:"]
+    lines = ["  estimated MB of memory, for a rank's part or for an engine on each of its ranks:"]
     trainers = trainers_of(config, placement)
     for name, model in (trainers | engines_of(config, placement, splits)).items():
         each = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in model.parts.items())
         lines.append(f"    {name}: {each}; together {model.total / 1e6:.1f}")
-    lines.append("  about GB that are needed, what for, and whether those that are free will do:")
+    lines.append("  estimated GB that are needed, by purpose, and whether enough are free:")
     needs = needs_of(config, placement, splits)
     lines += [f"    {need}" for need in needs]
     if config.device == "cuda":
         size = needs[-1].free / FULL
         there = with_recompute(config, placement, splits, size)
         again = f"--recompute {there.recompute} and {there.kept_chunks} chunks of logits kept"
-        lines.append(f"  where {size / 1e9:.1f} GB of a device are free: {again}")
+        lines.append(f"  if {size / 1e9:.1f} GB of a device are free: {again}")
     return lines
 
 
 def check_fits(config: Config, placement: Placement, splits: list[Split]) -> None:
-    """Raise UserError, which names the place, if the run won't fit."""
+    """Raise UserError, naming the place, if the run won't fit."""
     for need in needs_of(config, placement, splits) if config.memory_check else ():
         if need.needed > need.free:
             name = max(need.parts, key=need.parts.get)

@@ -1,24 +1,24 @@
-"""Batch invariance without CUDA: the bits of a token don't depend on which other requests share its batch.
+"""Batch invariance without CUDA: a token's bits don't depend on the other requests in its batch.
 
-Nor on what the KV cache held, or on decode or prefill: the same prompt and seed give the same answer. SGLang
-ships this as GPU kernels. What it takes here was measured for float32 with torch 2.13 and its MKL, on one
-thread; tests/test_engine.py shows it. Attention is over the whole batch: a call per request costs more.
+They don't depend on the KV cache's contents or on decode or prefill either: the same prompt and seed give the
+same answer. SGLang ships GPU kernels for this. The sizes here were measured for float32 with torch 2.13 and
+its MKL on one thread (tests/test_engine.py). Attention is batched, as a call per request costs more.
 """
 
 import torch
 from torch.nn import functional as F
 
-LEAST = 4  # MKL multiplies fewer rows or columns by other code, whose sums differ in the last bits
-UNSPLIT = 192  # MKL cuts a longer sum into nearly equal parts, which then depend on all of it
+LEAST = 4  # MKL multiplies fewer rows or columns with other code: sums differ in the last bits
+UNSPLIT = 192  # MKL cuts a longer sum into nearly equal parts, which depend on its whole length
 
 
 def at_least_four(linear):
-    """Pad x [rows, width] and the weight in `linear(x, weight, bias)`: a row has the same bits beside any."""
+    """Pad x [rows, width] and weight in `linear(x, weight, bias)`: other rows don't change a row's bits."""
 
     def padded(x, weight, bias=None):
         rows = x.shape[0]
         columns = weight.shape[0]
-        if rows < LEAST and x.ndim == 2:  # [1, patches, width] of an image has four at least
+        if rows < LEAST and x.ndim == 2:  # an image's [1, patches, width] has at least four
             x = F.pad(x, (0, 0, 0, LEAST - rows))
         if columns < LEAST:
             weight = F.pad(weight, (0, 0, 0, LEAST - columns))
@@ -29,10 +29,10 @@ def at_least_four(linear):
 
 
 def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
-    """Group requests of equal padded lengths: of seq_lens [n] tokens, the last new_lens [n] queries.
+    """Group requests by padded length. The last new_lens [n] of their seq_lens [n] tokens are queries.
 
-    A request is padded by its own length only: bits don't depend on a longer neighbor. Returns of each group
-    the query tokens [b, q], padding included, KV slots [b, k], and an additive mask [b, 1, q, k].
+    A request's padding depends only on its own length, not on a longer neighbor. Returns for each group the
+    query tokens [b, q], padding included, KV slots [b, k], and an additive mask [b, 1, q, k].
     """
     members_of = {}
     for i, (length, new) in enumerate(zip(seq_lens.tolist(), new_lens.tolist(), strict=True)):
@@ -53,7 +53,7 @@ def group_by_length(req_to_token, req_pool_indices, seq_lens, new_lens):
 
 
 def padded_keys(length):
-    """The padded number of keys: a sum over them has the same bits in a decode step and in a prefill."""
+    """Return the padded number of keys, for which sums have the same bits in decode and prefill."""
     return round_up(length, 16) if length <= UNSPLIT else round_up(length, 512)
 
 
@@ -62,9 +62,9 @@ def round_up(length, multiple=16):
 
 
 def attend(query, k_cache, v_cache, groups, scaling, enable_gqa):
-    """Attend from query [tokens, heads, dim] to caches [slots, kv heads, dim]; returns as query."""
+    """Attend from query [tokens, heads, dim] to caches [slots, kv heads, dim]; return query's shape."""
 
-    def gather(cache, slots):  # as an embedding lookup: twice as fast as indexing
+    def gather(cache, slots):  # an embedding lookup: twice as fast as indexing
         found = F.embedding(slots, cache.flatten(1))
         return found.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
@@ -80,7 +80,7 @@ def attend(query, k_cache, v_cache, groups, scaling, enable_gqa):
 
 
 def batched_attention():
-    """Make SGLang's `torch_native` backend call once per group of requests. Its base needs the stand-ins."""
+    """Return SGLang's `torch_native` backend with one call per group of requests. Needs cpu/sglang.py."""
     from sglang.srt.layers.attention.torch_native_backend import KVWriteLoc, TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType
 
@@ -107,7 +107,7 @@ def batched_attention():
 
 
 def image_by_image(tower):
-    """Call `tower(self, patches, grids)` image by image: its attention sums over all that share a call."""
+    """Call `tower(self, patches, grids)` image by image: its attention sums over all images in a call."""
 
     def each(self, x, grid_thw):
         grids = torch.as_tensor(grid_thw)  # [images, 3]: frames, rows, columns of patches
@@ -118,7 +118,7 @@ def image_by_image(tower):
 
 
 def repair_sampling():
-    """Sample each request by its own rule: a greedy one would change the tokens of those beside it."""
+    """Sample each request by its own rule: a greedy one would change its neighbors' tokens."""
     from sglang.srt.layers.sampler import Sampler
 
     sample = Sampler._sample_from_probs
@@ -135,7 +135,7 @@ def repair_sampling():
 
 
 def install():
-    """Put all of this into SGLang: in the process that owns the model, before it is loaded, without CUDA."""
+    """Patch SGLang with all of this: in the process that owns the model, before loading it, without CUDA."""
     from sglang.srt import batch_invariant_ops
     from sglang.srt.layers import logits_processor
     from sglang.srt.layers.attention import attention_registry

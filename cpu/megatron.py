@@ -1,8 +1,8 @@
 """Run the real megatron.core on a machine without CUDA.
 
-Megatron-Core 0.16.1 without its optional kernels (Transformer Engine, Apex) is plain PyTorch that says "cuda"
-by name. `install()` adds an import hook that rewrites these names in megatron.core alone: with torch itself
-patched, every other library would see a CUDA that is not there.
+Megatron-Core 0.16.1 without its optional kernels (Transformer Engine, Apex) is plain PyTorch with hard-coded
+"cuda" names. `install()` adds an import hook that rewrites them only in megatron.core: if torch itself were
+patched, every other library would see a CUDA that isn't there.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-REWRITES = {  # of a module's source, in this order
+REWRITES = {  # pattern -> replacement in a module's source, in this order
     r"torch\.cuda\.(\w+Tensor)": r"torch.\1",
     r"from torch\.cuda import": "from _CpuDevice import",
     r"(?<!from )(?<!import )\btorch\.cuda(\.random)?\b": "_CpuDevice",
@@ -29,14 +29,14 @@ REWRITES = {  # of a module's source, in this order
 class CpuDevice:
     """The names of `torch.cuda` that training touches, as megatron.core sees them."""
 
-    # named in annotations and default arguments, never made here
+    # annotations and default arguments name these; none is ever created
     Stream = torch.Stream
     Event = torch.Event
     is_available = staticmethod(lambda: False)
     current_device = staticmethod(lambda: torch.device("cpu"))
     synchronize = empty_cache = _lazy_init = staticmethod(lambda *args: None)
     stream = device = staticmethod(lambda *args: contextlib.nullcontext())
-    default_generators: ClassVar = {torch.device("cpu"): torch.default_generator}  # by device
+    default_generators: ClassVar = {torch.device("cpu"): torch.default_generator}
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
@@ -44,7 +44,7 @@ class CpuDevice:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    # rewritten code is never written to a .pyc
+    # never writes rewritten code to a .pyc
     def get_code(self, fullname):
         path = self.get_filename(fullname)
         source = self.get_data(path).decode()
@@ -58,7 +58,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         module.__dict__["_CpuDevice"] = CpuDevice
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            module.disable_jit_fuser()  # it is torch.compile, which needs a C++ compiler on CPU
+            module.disable_jit_fuser()  # it uses torch.compile, which needs a C++ compiler on CPU
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -73,7 +73,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install() -> None:
     """Make megatron.core importable here, once, before its first import."""
-    # about packages that are missing on purpose
+    # Megatron warns about packages that are missing on purpose
     warnings.filterwarnings("ignore", module=r"megatron\.")
     if not torch.cuda.is_available():
         assert "megatron.core" not in sys.modules, "install() must come before megatron.core"

@@ -1,4 +1,4 @@
-"""Have the real SGLang 0.5.23 run without CUDA: what its wheel lacks there is filled in before its import."""
+"""Run the real SGLang 0.5.23 without CUDA: fill in what its wheel lacks before it is imported."""
 
 import importlib.machinery
 import importlib.util
@@ -13,11 +13,11 @@ import torch
 
 
 class StandInFinder:
-    """An import hook: `name` and `name.x` are SGLang's idle modules for Macs, in which any call decorates."""
+    """An import hook: `name` and `name.x` are SGLang's stubs for Macs: any call in them is a decorator."""
 
     def __init__(self, name):
         self.name = name
-        # `import sglang` would need them already
+        # `import sglang` would already need them
         file = Path(importlib.util.find_spec("sglang").origin).with_name("_platform_stubs.py")
         self.stubs = runpy.run_path(str(file))
 
@@ -33,7 +33,7 @@ class StandInFinder:
 
 
 def replace_triton():
-    """Stand in for triton, 700 MB of GPU compiler: kernels are declared at import by its decorators."""
+    """Stand in for triton, a 700 MB GPU compiler: its decorators declare kernels at import."""
     if importlib.util.find_spec("triton") is not None:
         return
     sys.meta_path.append(StandInFinder("triton"))
@@ -47,18 +47,18 @@ def replace_triton():
 
 
 def replace_torchvision():
-    """Stand in for torchvision: linked to CUDA, it breaks transformers. Videos need it, images don't."""
+    """Stand in for torchvision, which links to CUDA and breaks transformers. Only videos need it."""
     if importlib.util.find_spec("torchvision") is not None:
         return
     from transformers.processing_utils import ProcessorMixin
     from transformers.utils import import_utils
 
-    # cached: transformers must not see the stand-in
+    # caches the result: transformers must not see the stand-in
     assert not import_utils.is_torchvision_available()
-    # by `from ... import` transformers would give a dummy of it
+    # `from ... import` would return transformers' dummy of it
     videos = importlib.import_module("transformers.models.auto.video_processing_auto")
     videos.AutoVideoProcessor.from_pretrained = lambda *args, **kwargs: None
-    # a processor may be without one for videos
+    # a processor may lack one for videos
     check = ProcessorMixin.check_argument_for_proper_class
     ProcessorMixin.check_argument_for_proper_class = lambda self, name, part: (
         part and check(self, name, part)
@@ -66,16 +66,16 @@ def replace_torchvision():
     sys.meta_path.append(StandInFinder("torchvision"))
 
 
-# by models at their import, on which those that see depend
+# models name these at import, and vision models depend on such models
 NAMED_KERNELS = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
 NAMED_KERNELS += ("fused_sigmoid_mul_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
 NAMED_KERNELS += ("fused_gdn_gating_cpu", "fused_qkvzba_split_reshape_cat_contiguous_cpu")
-# an engine on arm64 calls them as it starts: threads on cores, memory that tensor-parallel ranks share
+# an engine on arm64 calls these at its start, to pin threads and share memory between ranks
 IDLE_KERNELS = ("init_cpu_threads_env", "initialize")
 
 
 def replace_sgl_kernel():
-    """Stand in for SGLang's compiled kernels. One, which fills the table of KV slots, is needed, in torch."""
+    """Stand in for SGLang's compiled kernels. Only the one that fills the table of KV slots is needed."""
 
     def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, starts, ends, slots, width):
         lengths = (ends - starts).tolist()
@@ -105,7 +105,7 @@ def unavailable_kernel(name):
 
 
 def murmur_hash32(seed, positions, columns):
-    """Hash seeds by MurmurHash3, as a GPU does: int64 seed, positions [n], columns [m] -> uint32 [n, m]."""
+    """Hash seeds with MurmurHash3, as on a GPU: int64 seed, positions [n], columns [m] -> uint32 [n, m]."""
 
     def rotate(x, bits):
         return (x << bits) | (x >> (32 - bits))
@@ -113,7 +113,7 @@ def murmur_hash32(seed, positions, columns):
     seed = seed.view(torch.int64).numpy()[:, None]
     blocks = (seed, seed >> 32, positions.numpy()[:, None], columns.numpy()[None, :])
     state = numpy.zeros_like(seed, dtype=numpy.uint32)
-    for block in blocks:  # of 32 bits; products wrap around
+    for block in blocks:  # 32 bits each; products wrap around
         block = rotate(block.astype(numpy.uint32) * 0xCC9E2D51, 15) * 0x1B873593
         state = rotate(state ^ block, 13) * 5 + 0xE6546B64
     state = state ^ 16  # 16 bytes were hashed
@@ -123,10 +123,10 @@ def murmur_hash32(seed, positions, columns):
 
 
 def install():
-    """Make `import sglang` work without CUDA. Once per process, before anything of sglang is imported."""
+    """Make `import sglang` work without CUDA. Call once per process, before importing any of sglang."""
     os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "all"}
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    os.environ["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"  # not no_grad: 0.9 x the CPU time
+    os.environ["SGLANG_ENABLE_TORCH_INFERENCE_MODE"] = "1"  # 0.9 x the CPU time of no_grad
     replace_triton()
     replace_torchvision()
     replace_sgl_kernel()

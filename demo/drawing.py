@@ -1,7 +1,6 @@
-"""The demo's problems to be seen: two numbers in a picture, one above the other, or in a clip, one by one.
+"""The demo's problems as images: two numbers in a picture, one above the other, or in a clip, in turn.
 
-A digit has a cell of 32 x 32 pixels, which is one feature of the demo's tower. Digits are moved a little in
-it, brighter or darker, under noise.
+A digit's cell of 32 x 32 pixels is one feature of the demo's tower. Its place, brightness and noise vary.
 """
 
 import io
@@ -9,9 +8,9 @@ import io
 import numpy as np
 from PIL import Image
 
-CELL = 32  # pixels of a digit's cell
-DOT = 4  # pixels of a dot of its glyph
-FRAMES = 4  # of each number in a clip: a second
+CELL = 32  # width and height of a digit's cell, in pixels
+DOT = 4  # pixels per dot of its glyph
+FRAMES = 4  # frames per number in a clip: a second
 DOTS = """
     .###. ..#.. .###. ##### ...#. ##### ..##. ##### .###. .###.
     #...# .##.. #...# ...#. ..##. #.... .#... ....# #...# #...#
@@ -27,7 +26,7 @@ GLYPHS = np.kron(INK.reshape(7, 10, 5).swapaxes(0, 1), np.ones((1, DOT, DOT)))
 
 
 def picture(a: int, b: int, key: str) -> bytes:
-    """Draw a PNG of `a` above `b`; places, brightness and noise follow from these and `key`."""
+    """Draw a PNG of `a` above `b`; places, brightness and noise depend only on these and `key`."""
     rng = np.random.default_rng(list(f"{a} {b} {key}".encode()))
     width = max(len(str(a)), len(str(b)))
     light = rng.normal(0.1, 0.1, (2 * CELL, width * CELL))
@@ -39,7 +38,7 @@ def picture(a: int, b: int, key: str) -> bytes:
 
 
 def clip(a: int, b: int, key: str) -> bytes:
-    """Draw an MP4 in which `a` is seen for a second, then `b`; all else as in `picture`, noise by frame."""
+    """Draw an MP4 that shows `a` for a second, then `b`; otherwise like `picture`, with noise per frame."""
     import av
 
     rng = np.random.default_rng(list(f"{a} {b} {key}".encode()))
@@ -62,7 +61,7 @@ def clip(a: int, b: int, key: str) -> bytes:
 
 
 def write(number: int, light: np.ndarray, rng: np.random.Generator) -> None:
-    """Add a number's digits, at the right, to the light of its row of cells: [CELL, columns]."""
+    """Add a number's digits, right-aligned, to its row of cells: light [CELL, columns]."""
     for place, digit in enumerate(reversed(str(number)), 1):
         top = rng.integers(5)
         left = light.shape[1] - place * CELL + rng.integers(4, 9)

@@ -1,6 +1,6 @@
 """The demo's task: `57+68=`, answered `>125` or, better, with the work shown: `7+8+0=15;5+6+1=12;>125`.
 
-For a model that sees the numbers are drawn, and the question is `<image>=`, or filmed: `<video>=`.
+A vision model gets the numbers as a picture, with the question `<image>=`, or as a clip: `<video>=`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from sample import Image, Prompt
 if TYPE_CHECKING:
     from images.reader import ImageReader, Media
 
-# digits of the longer summand: relative frequency
+# digits of the longer summand -> relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
-HELD_OUT = 200  # problems; independent of the seed, so that runs are compared on the same ones
-HELD_OUT_KEY = "held out"  # of their pictures and clips
+HELD_OUT = 200  # problems; they don't depend on the seed, so runs are compared on the same ones
+HELD_OUT_KEY = "held out"  # key for their pictures and clips
 
 
 def random_problem(rng: random.Random) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def random_problem(rng: random.Random) -> tuple[int, int]:
 
 
 def distinct_problems(count: int) -> dict[frozenset[int], tuple[int, int]]:
-    """Draw problems, by their summands: no two are the same sum, either way round."""
+    """Draw problems, keyed by their summands: a + b and b + a count as the same."""
     rng = random.Random("held out")
     found = {}
     while len(found) < count:
@@ -47,7 +47,7 @@ HELD_OUT_PROBLEMS = list(_HELD_OUT.values())
 
 
 def training_problem(rng: random.Random) -> tuple[int, int]:
-    """Draw a problem that isn't held out, nor its twin b + a."""
+    """Draw a problem; neither it nor its twin b + a is held out."""
     problem = random_problem(rng)
     while frozenset(problem) in _HELD_OUT:
         problem = random_problem(rng)
@@ -55,19 +55,19 @@ def training_problem(rng: random.Random) -> tuple[int, int]:
 
 
 class Shown(NamedTuple):
-    """A problem as a model is shown it: a text, and the files that stand in its places."""
+    """A problem as shown to a model: a text, and the files for its placeholders."""
 
     text: str
     media: Media
 
     def read(self, reader: ImageReader | None) -> tuple[str, tuple[Image, ...]]:
-        """Return the text with an IMAGE for each image, and these: a clip is several."""
+        """Return the text with an IMAGE for each image, and the images: a clip is several."""
         if reader is None:
             return self.text, ()
         return reader.fill(self.text, self.media, "a problem of the demo")
 
 
-Show = Callable[[int, int, str], Shown]  # of two summands, and what decides how they look
+Show = Callable[[int, int, str], Shown]  # takes two summands, and a key that decides how they look
 
 
 def written(a: int, b: int, key: str) -> Shown:
@@ -88,10 +88,10 @@ def filmed(a: int, b: int, key: str) -> Shown:
 
 @dataclass
 class Addition:
-    """The problems as a data.Source. show: how a model with a reader of images is shown them."""
+    """The problems as a data.Source. show: how to show them to a model with an image reader."""
 
     seed: int
-    encode: Callable[..., list[int]]  # of a text and the images in it
+    encode: Callable[..., list[int]]  # takes a text and the images in it
     reader: ImageReader | None = None
     show: Show = drawn
 
@@ -110,7 +110,7 @@ class Addition:
 
 @dataclass
 class HeldOut(Sequence[Prompt]):
-    """The held-out problems, each made when it is asked for."""
+    """The held-out problems, each made when it is accessed."""
 
     source: Addition
 
@@ -133,7 +133,7 @@ def columns(a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def shown_work(a: int, b: int) -> str:
-    """Write the work of 57 + 68 as `7+8+0=15;5+6+1=12;>125`."""
+    """Return the work of 57 + 68 as `7+8+0=15;5+6+1=12;>125`."""
     shown = (f"{x}+{y}+{carry}={total:02d};" for x, y, carry, total in columns(a, b))
     return "".join(shown) + f">{a + b}"
 
@@ -142,17 +142,17 @@ def shown_work(a: int, b: int) -> str:
 
 
 def addition_answer(text: str) -> str | None:
-    """Cut out what follows the last '>', up to 12 characters: `7+8+0=15;5+6+1=12;>125` -> `125`."""
+    """Return up to 12 characters after the last '>': `7+8+0=15;5+6+1=12;>125` -> `125`."""
     return text.rsplit(">", 1)[1][:12] if ">" in text else None
 
 
 def addition_prompt(question: str, answer: str) -> str:
-    """Write `57+68=>125?`, or `<image>=>125?` with a picture. The judge sees no working of the answer."""
+    """Return `57+68=>125?`, or `<image>=>125?` with a picture. The judge doesn't see the answer's work."""
     return f"{question}>{answer}?"
 
 
 def addition_parse(text: str) -> bool | None:
-    """Read the Y or N at the very end. A Y after an `x`, a digit that the judge flagged, is a reject."""
+    """Read the Y or N at the very end. A Y after an `x`, which flags a digit as wrong, is a rejection."""
     if text[-1:] not in ("Y", "N"):
         return None
     return text[-1] == "Y" and "x" not in text
@@ -163,7 +163,7 @@ FORMATS["addition"] = CRITIC
 
 
 def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
-    """Make examples for sft, which show their work; for rm also a wrong sum, with that work or without."""
+    """Return examples: for sft, with their work; for rm, also a wrong sum, with that work or without."""
     rng = random.Random(f"{command} {seed}")
     rows = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Engine: a handle on one SGLang server, which never sees text. Who launches it owns it."""
+"""Engine: a handle on one SGLang server, which sees only tokens. The rank that launches it owns it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-LOOK_S = 0.1  # between two looks at whether a server is ready, or down
-HEALTH_S = 3.0  # at least, for /health: SGLang looks at itself once a second
-WARM_UP_TOKENS = 2  # one that a prompt's pass gives, and one of a decoding step
+LOOK_S = 0.1  # interval between checks that a server is ready, or still up
+HEALTH_S = 3.0  # shortest timeout for /health: SGLang checks itself once a second
+WARM_UP_TOKENS = 2  # one from the prefill, one from a decode step
 
 
 class EngineLost(RunLost):
@@ -37,49 +37,49 @@ class EngineLost(RunLost):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The way to sample. Logprobs are under the temperature, before top_p; unscaled when greedy."""
+    """Sampling parameters. Logprobs are at the temperature, before top_p; unscaled when greedy."""
 
     temperature: float  # 0 is greedy
     max_new_tokens: int
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's EOS; they are part of the answer
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's EOS; they stay in the answer
     top_p: float = 1.0
-    ignore_eos: bool = False  # write max_new_tokens whatever comes, and end with "stop"
+    ignore_eos: bool = False  # always generate max_new_tokens, and finish with "stop"
 
 
 class Request(NamedTuple):
-    """A request for one answer. With --deterministic, prompt and seed alone decide its tokens."""
+    """A request for one answer. With --deterministic, its tokens depend only on prompt and seed."""
 
-    prompt: list[int]  # with a token for each feature of its images
+    prompt: list[int]  # includes a token for each feature of its images
     sampling: Sampling
-    limit: int  # the most new tokens
+    limit: int  # maximum number of new tokens
     seed: int | None = None  # 63 bits
     images: tuple[Image, ...] = ()
-    name: str = ""  # by which it can be aborted; no name begins with another
+    name: str = ""  # `abort_request` takes it; no name is a prefix of another
 
 
 def seed_of(*what: int | str) -> int:
-    """Return the seed of the answer that `what` names: 63 bits that nothing else decides (pure)."""
+    """Return a 63-bit seed that depends only on `what`, the name of an answer (pure)."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) >> 1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of an engine, or a part of it. Times are the event loop's, in seconds."""
+    """An engine's answer, or a part of one. Times are the event loop's, in seconds."""
 
-    index: int  # which of the prompts
+    index: int  # position of its prompt in the call
     tokens: list[int]
     logprobs: list[float]
-    finish: str  # stop | length | abort; empty while more is to come
-    versions: list[int]  # weight version that wrote each token
-    cached_tokens: int = 0  # of the prompt, found in the engine's KV cache
+    finish: str  # stop | length | abort; empty until the last part
+    versions: list[int]  # weight version that generated each token
+    cached_tokens: int = 0  # prompt tokens found in the engine's KV cache
     sent: float = 0.0
-    first_token: float = 0.0  # when it left the queue and its first token was there
+    first_token: float = 0.0  # arrival of the first token
     end: float = 0.0
-    score: float | None = None  # instead of tokens, from a scalar reward model
-    rank: int = 0  # of the engine that wrote its end
+    score: float | None = None  # a scalar reward model's output, instead of tokens
+    rank: int = 0  # rank of the engine that finished it
 
     def extended(self, part: Answer) -> Answer:
-        """Return this answer with the next part of it."""
+        """Return this answer with `part`, the next one, appended."""
         tokens = self.tokens + part.tokens
         logprobs = self.logprobs + part.logprobs
         versions = self.versions + part.versions
@@ -88,14 +88,14 @@ class Answer:
 
 
 class Engine:
-    """A handle on one SGLang server. Its owner, who launched it, may call all; others may ask.
+    """A handle on one SGLang server. The owner may call all methods, others `generate` and `abort_request`.
 
-    role, rank: whose it is and its (lead) rank. model: which of its role's models it serves. key:
-    what requests must show. capacity: requests of full length that fit, known when it is ready.
+    rank: its (lead) rank. model: index among its role's models. key: requests must carry it.
+    capacity: how many full-length requests fit at once, known when it is ready.
     """
 
-    module = "engines.server_main"  # that a server runs
-    flags: tuple[str, ...] = ()  # of the server, besides those of every role
+    module = "engines.server_main"  # the server runs it
+    flags: tuple[str, ...] = ()  # extra flags of the server
 
     def __init__(self, role: str, rank: int, url: str, key: str, model: int = 0, capacity: int = 0):
         self.role = role
@@ -108,17 +108,17 @@ class Engine:
         self._process: server.ServerProcess | None = None
         self._session: aiohttp.ClientSession | None = None
         self._tp = 1
-        self._shapes: dict[str, list[int]] = {}  # of the weights, by Hugging Face name
-        self._lost_s = 300.0  # of silence, after which it is lost; the deadline of every call
+        self._shapes: dict[str, list[int]] = {}  # shapes of the weights by Hugging Face name
+        self._lost_s = 300.0  # silence after which it counts as lost; also every call's timeout
         self._is_awake = False
-        self._events = 0  # of all streams: signs of life
-        self._has_aborted = False  # since it woke up
+        self._events = 0  # events in all streams so far: signs of life
+        self._has_aborted = False  # since it last woke up
 
     @classmethod
     def launch(
         cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str
     ) -> Self:
-        """Start a server, which dies with this thread; then await `ready`. UserError: no port."""
+        """Start a server that dies with this thread (see `ready`). Raises UserError if the port is taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key)
         with socket.socket() as probe:
             if probe.connect_ex((config.host, port)) == 0:
@@ -128,7 +128,7 @@ class Engine:
         engine._lost_s = config.engine_lost_s
         flags = server.server_flags(role, rank, port, model_dir, config)
         command = [cls.module, *flags, *cls.flags]
-        # no cache of image features: a push may bring another tower
+        # don't cache image features: a push may change the vision tower
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
         kind = server.ServerProcess
         if config.device == "cpu" and extras.has("fast CPU"):
@@ -140,7 +140,7 @@ class Engine:
         return engine
 
     async def ready(self, deadline_s: float) -> None:
-        """Wait until the server generates. UserError with its log's end if it dies or is slow."""
+        """Wait until the server generates. Raises UserError with its log's end if it dies or is too slow."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + deadline_s
         while not await self.is_healthy(self._lost_s, "/ready"):
@@ -161,24 +161,24 @@ class Engine:
             raise self._start_error(late) from None
         except EngineLost as error:
             raise UserError(f"while it started, {error}") from None
-        # else each sleep collects over all of SGLang's imports: 0.7 s
+        # otherwise the garbage collection in each sleep scans all that SGLang imported: 0.7 s
         await self._call("POST", "/freeze_gc")
 
     def _start_error(self, why: str) -> UserError:
         return UserError(f"the {self.name} {why}; {self._process.log_tail()}")
 
     async def _warm_up(self) -> None:
-        """Generate an answer of each kind: CUDA kernels are compiled, and later this would seem a hang."""
+        """Generate a greedy and a sampled answer: compiling CUDA kernels later would look like a hang."""
         kinds = [Sampling(heat, WARM_UP_TOKENS, ignore_eos=True) for heat in (0.0, 1.0)]
         requests = [Request([0] * 4, kind, WARM_UP_TOKENS, seed=0) for kind in kinds]
         async for _ in self.generate(requests):
             pass
 
     async def watch(self) -> NoReturn:
-        """Raise EngineLost once the process ends, or gives no sign of life for long while it is awake.
+        """Raise EngineLost once the process ends, or shows no sign of life for too long while awake.
 
-        Signs are events of a stream and a yes of /health, which is asked after some silence alone: SGLang
-        holds the reply for a second while it writes, and a pause would wait as long.
+        Signs of life are stream events and a healthy /health. We only call /health after some silence: while
+        SGLang generates, it delays that reply by a second, and a pause would wait as long.
         """
         clock = asyncio.get_running_loop().time
         patience_s = self._lost_s / 4
@@ -192,25 +192,25 @@ class Engine:
             is_alive = not self._is_awake or self._events != events
             if not is_alive and silent_s >= patience_s:
                 is_alive = await self.is_healthy(patience_s)
-            # at most: this process may have been stopped, and couldn't listen
+            # capped: this process may have been stopped, and received nothing meanwhile
             waited_s = min(clock() - start, LOOK_S + patience_s)
             silent_s = 0.0 if is_alive else silent_s + waited_s
         raise self.lost(f"gave no sign of life for {self._lost_s:g} s")
 
     def lost(self, how: str) -> EngineLost:
-        """Return the error to raise. The engine's owner adds the end of its log."""
+        """Return the error to raise. On the engine's owner it includes the end of the log."""
         log = f"; {self._process.log_end()}" if self._process else ""
         return EngineLost(f"the {self.name} {how}{log}")
 
     async def ready_asleep(self, deadline_s: float) -> None:
-        """Wait until `ready`, then sleep, which pins all weights' memory: both by the deadline."""
+        """Await `ready`, then sleep, which pins memory for all weights. The deadline covers both."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + deadline_s
         await self.ready(deadline_s)
         await self.sleep(deadline - clock())
 
     async def close(self) -> None:
-        """Close the connections; end the server and all of its processes if it is ours."""
+        """Close the connections. If the server is ours, end all of its processes."""
         if self._session:
             await self._session.close()
         if self._process:
@@ -218,39 +218,39 @@ class Engine:
             self._process.folder.cleanup()
 
     async def sleep(self, deadline_s: float = 0.0) -> None:
-        """Hand a device's memory back. Running answers are aborted: they come back with finish "abort"."""
+        """Release the device's memory. Answers in progress finish with "abort"."""
         self._is_awake = False
         if self._process.device == "cpu":
             return
-        if self._has_aborted:  # until an aborted request is out, pausing would take a second
+        if self._has_aborted:  # pausing before an aborted request has left would take a second
             await asyncio.sleep(0.1)
         self._has_aborted = False
-        # in other modes the idle scheduler spins
+        # other modes leave the idle scheduler spinning
         await self._call("POST", "/pause_generation", mode="abort")
         await self._call("POST", "/flush_cache?timeout=30")
         tags = ["kv_cache", "weights"]
         await self._call("POST", "/release_memory_occupation", deadline_s, tags=tags)
 
     async def wake_weights(self) -> None:
-        """Make room for the weights. They are as before with a backup (see cuda_flags), else to be loaded."""
+        """Allocate the weights. A backup (see cuda_flags) restores them; without one, load them next."""
         if self._process.device != "cpu":
             await self._call("POST", "/resume_memory_occupation", tags=["weights"])
 
     async def wake_kv_cache(self) -> None:
-        """Make room for the KV cache, once the actor is out; requests are welcome again."""
+        """Allocate the KV cache, once the actor has released its memory. Requests may come again."""
         if self._process.device != "cpu":
             await self._call("POST", "/resume_memory_occupation", tags=["kv_cache"])
             await self._call("POST", "/continue_generation")
         self._is_awake = True
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights, under Hugging Face names. UserError: one is unknown or missing."""
+        """Replace all weights, under Hugging Face names. Raises UserError if one is unknown or missing."""
         missing = set(self._shapes)
         body = {"load_format": "flattened_bucket", "flush_cache": False}
         body["weight_version"] = str(version)
         await self._call("POST", "/begin_weight_update")
         for bucket in wire.buckets(named_weights):
-            for name, tensor in bucket:  # SGLang skips an unknown name and dies of a wrong shape
+            for name, tensor in bucket:  # SGLang skips an unknown name and crashes on a wrong shape
                 shape = list(tensor.shape)
                 expected = self._shapes.get(name)
                 if shape != expected:
@@ -259,20 +259,20 @@ class Engine:
             body["serialized_named_tensors"] = wire.serialize_bucket(bucket, self._tp)
             await self._call("POST", "/update_weights_from_tensor", **body)
         if missing := missing - {"lm_head.weight"}:  # tied to the embedding
-            raise UserError(f"the {self.name} was pushed no {sorted(missing)}")
+            raise UserError(f"the push to the {self.name} lacked {sorted(missing)}")
         await self._call("POST", "/end_weight_update")
-        await self._call("POST", "/flush_cache?timeout=30")  # once, not in each bucket
+        await self._call("POST", "/flush_cache?timeout=30")  # once, not per bucket
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
-        """Request answers in one go: they share the KV cache of what their prompts have in common.
+        """Request answers in one call: they share the KV cache of their prompts' common prefix.
 
-        Yields an Answer of new tokens alone as they come, STREAM_INTERVAL at a time: `finish` is
-        empty but at the end. EngineLost if the connection breaks, UserError: the server refuses.
+        Yields each answer in parts of up to STREAM_INTERVAL new tokens; only the last part has a `finish`.
+        Raises EngineLost if the connection breaks, UserError if the server refuses.
         """
         clock = asyncio.get_running_loop().time
         sent = clock()
         written = Counter()  # index -> tokens so far
-        first_tokens = {}  # index -> when the first came
+        first_tokens = {}  # index -> when the first one came
         finished = 0
         params = []
         for request in requests:
@@ -287,29 +287,29 @@ class Engine:
                     raise UserError(f"the {self.name} refused: {event['error']['message']}")
                 part = read_part(event, written[event["index"]])
                 if part.finish == "length" and requests[part.index].sampling.ignore_eos:
-                    part = replace(part, finish="stop")  # nothing is missing
+                    part = replace(part, finish="stop")  # it is complete
                 written[part.index] += len(part.tokens)
                 finished += bool(part.finish)
                 first_token = first_tokens.setdefault(part.index, clock())
                 yield replace(part, sent=sent, first_token=first_token, end=clock(), rank=self.rank)
-        assert finished == len(requests), f"the {self.name} ended its reply before its answers"
+        assert finished == len(requests), f"the {self.name} closed its stream too early"
 
     async def abort(self) -> None:
-        """Abort every answer that the server writes, whoever asked: finish is "abort"."""
+        """Abort every answer in progress, whichever rank requested it: its finish is "abort"."""
         self._has_aborted = True
         await self._call("POST", "/abort_request", abort_all=True)
 
     async def abort_request(self, name: str) -> None:
-        """Abort one answer, if it isn't finished; its finish is "abort"."""
+        """Abort one answer if it hasn't finished: its finish is "abort"."""
         await self._call("POST", "/abort_request", rid=name)
 
     @asynccontextmanager
     async def _open(
         self, method: str, path: str, body: dict, deadline_s: float | None = None, also: int = 200
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a reply. EngineLost: none comes, or it breaks off; UserError: not 200 nor `also`."""
+        """Yield the response. Raises EngineLost if it fails or breaks off, UserError unless 200 or `also`."""
         if self._session is None:
-            # SGLang drops idle connections after 5 s: ours go before a request meets a closing one
+            # SGLang drops idle connections after 5 s; drop ours first, so no request meets a closing one
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
             headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
             self._session = aiohttp.ClientSession(self.url, connector=connector, headers=headers)
@@ -325,7 +325,7 @@ class Engine:
             raise self.lost(f"didn't answer {path}: {error!r}") from error
 
     async def is_healthy(self, deadline_s: float, path: str = "/health") -> bool:
-        """Ask whether it takes another step, or if idle generates a token. /ready: whether it has started."""
+        """True if /health sees a further step, or when idle a generated token. /ready: if it has started."""
         with suppress(EngineLost, UserError):
             async with self._open("GET", path, {}, max(HEALTH_S, deadline_s)):
                 return True
@@ -337,7 +337,7 @@ class Engine:
 
 
 def body_of(requests: list[Request]) -> dict[str, Any]:
-    """Write names, prompts with a token for each image, and images; one that all share only once."""
+    """Return names, prompts with one token per image, and images; an image that all share only once."""
     body: dict[str, Any] = {"input_ids": [request.prompt for request in requests]}
     if all(request.name for request in requests):
         body["rid"] = [request.name for request in requests]
@@ -352,20 +352,20 @@ def body_of(requests: list[Request]) -> dict[str, Any]:
 
 
 def read_part(event: dict, written: int) -> Answer:
-    """Read the new tokens in an event of an answer's stream, after `written` that came before."""
+    """Return the new tokens in an event of an answer's stream: those after the first `written`."""
     info = event["meta_info"]
     total = info["completion_tokens"]
-    # (logprob, token, None) of the new tokens; if it was aborted in the queue, of all so far
+    # (logprob, token, None) per new token, or per token so far if it was aborted in the queue
     rows = info["output_token_logprobs"]
     rows = rows[len(rows) - (total - written) :]
-    # the spans come at the end; until then the present weights wrote all, for they change asleep
+    # only the last event has spans; until then all is one version, as weights only change during sleep
     present = {"version": info["weight_version"], "start": 0, "end": total}
     versions = []
     for span in info.get("weight_versions") or [present]:
         versions += [int(span["version"])] * (span["end"] - span["start"])
     versions = versions[written:]
     finish = info["finish_reason"]["type"] if info["finish_reason"] else ""
-    # SGLang didn't look at the last token, maybe the answer's end: it is dropped, and written again
+    # SGLang hasn't checked if the last token ends the answer: drop it, and have it generated again
     if finish == "abort":
         rows = rows[:-1]
         versions = versions[:-1]

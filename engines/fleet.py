@@ -1,4 +1,4 @@
-"""Fleet: the servers of this rank from start to end, and a handle on those of every rank."""
+"""Fleet: starts and ends this rank's servers, and connects it to every rank's."""
 
 from __future__ import annotations
 
@@ -20,44 +20,40 @@ from scheduling.measured import ROLES
 if TYPE_CHECKING:
     from reporting.timeline import Timeline
 
-OWNER_S = 3.0  # for the owner of a lost engine to say how it ended
+OWNER_S = 3.0  # time that a lost engine's owner gets to report the cause
 
 
 class ServerSpec(NamedTuple):
-    """A server to be started on this rank."""
+    """A server to start on this rank."""
 
     role: str
     port: int
     model_dir: str
-    model: int = 0  # which of its role's models that is
+    model: int = 0  # index among its role's models
     engine: type[Engine] = Engine
 
 
 class Fleet(contextlib.AbstractAsyncContextManager):
-    """The servers of a run: `launch` them, build trainers meanwhile, await `ready`, `connect`.
-
-    `async with` ends what was started, whatever happens. All other methods are collective.
-    """
+    """A run's servers: `launch`, build trainers, `ready`, `connect` (collective). `async with` ends them."""
 
     def __init__(self, config: Config, world: World):
         self._config = config
         self._world = world
-        self._engines: list[Engine] = []  # those of this rank; once connected all
-        self._share = 0.0  # bytes of this rank's GPU for an engine that is awake
+        self._engines: list[Engine] = []  # this rank's; after `connect` every rank's
+        self._share = 0.0  # bytes of this rank's GPU that an awake engine takes
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     async def launch(self, specs: list[ServerSpec]) -> None:
-        """Start this rank's servers (collective). UserError if that fails.
+        """Start this rank's servers (collective). Raises UserError if that fails.
 
-        With CUDA one role after the other, each asleep before the next and before a trainer is built: an
-        engine takes its part of the memory that it finds. Of a role the first on each machine compiles
-        kernels, and the others find them in its caches. On a CPU all start at once.
+        With CUDA, roles start one by one: each sleeps before the next starts and before a trainer is built,
+        as an engine takes a fraction of the memory that it finds free. Each role's first server on a machine
+        compiles kernels, and the others find them cached. On a CPU all start at once.
         """
         if self._config.device == "cuda":
             self._share = self._config.mem_fraction * devices.free_bytes()
-        # rank 0's: what all servers want to see
         key = await self._world.broadcast(secrets.token_hex(32))
         for role in ROLES:
             of_role = [spec for spec in specs if spec.role == role]
@@ -74,7 +70,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             await self.ready()
 
     async def _is_first_here(self, specs: list[ServerSpec]) -> bool:
-        """True if no rank before this one, of its machine, has such servers (collective)."""
+        """True if no lower rank on this machine has such servers (collective)."""
         rank = self._world.rank
         first = rank - int(os.environ["LOCAL_RANK"])
         return not any((await self._world.gather(bool(specs)))[first:rank])
@@ -89,20 +85,20 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             self._engines.append(engine)
 
     async def ready(self) -> None:
-        """Wait until those that start are asleep (collective). UserError with the end of a log.
+        """Wait until all starting servers sleep (collective). Raises UserError with the end of a log.
 
-        An engine of several ranks says so when the first of them sleeps: so each rank looks at its own GPU.
+        An engine of several ranks reports that its first one sleeps, so each rank also checks its own GPU.
         """
         limit_s = self._config.engine_start_s
         starting = [engine for engine in self._engines if not engine.capacity]
         asleep = [engine.ready_asleep(limit_s) for engine in starting]
         await raise_on_all(self._world, asyncio.gather(*asleep))
         if self._config.device == "cuda" and self._config.memory_check:
-            room = self._world.run(devices.wait_for_room, self._share, "what starts next", limit_s)
+            room = self._world.run(devices.wait_for_room, self._share, "the next process", limit_s)
             await raise_on_all(self._world, room)
 
     async def connect(self, timeline: Timeline, serving: World | None = None) -> dict[str, Pool]:
-        """Return the pools by role, with a handle on every engine (collective). serving: ranks, or all."""
+        """Return pools by role with handles on all engines (collective). serving: ranks; all by default."""
         own = [(type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines]
         for rank, there in enumerate(await self._world.gather(own)):
             if rank != self._world.rank:
@@ -115,7 +111,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         return pools
 
     async def while_up(self, work: Coroutine) -> Any:
-        """Await the work, and return its result. EngineLost as soon as one of this rank's engines is lost."""
+        """Return the result of `work`. Raises EngineLost as soon as one of this rank's engines is lost."""
         mine = [engine for engine in self._engines if engine.rank == self._world.rank]
         works = [let_owner_speak_first(work), *(engine.watch() for engine in mine)]
         tasks = list(map(asyncio.ensure_future, works))
@@ -129,7 +125,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
 
 
 async def let_owner_speak_first(work: Coroutine) -> Any:
-    """Await the work. If it loses an engine, the owner, who knows how that ended, may say so first."""
+    """Await `work`. If it loses an engine, let the owner, which knows the cause, report it first."""
     try:
         return await work
     except EngineLost:

@@ -1,8 +1,4 @@
-"""A server that is forked from a process that has imported SGLang, once for a machine: without CUDA.
-
-With CUDA the imports ask for the devices, after which a process must not be forked; a way round that couldn't
-be tried.
-"""
+"""A server forked from a process that has imported SGLang: only without CUDA, whose imports forbid a fork."""
 
 import os
 import socket
@@ -18,8 +14,8 @@ FORKS = (sys.executable, "-m", "cpu.fast.forks")
 
 
 def forks_path() -> str:
-    """The fork server's socket, in the run's own folder: its ranks share it."""
-    # by a short name of the folder: a socket's path has 107 characters at most, and $TMPDIR may be long
+    """Return the path of the fork server's socket, in the private folder that the run's ranks share."""
+    # a short name of the folder: a socket's path has at most 107 characters, and $TMPDIR may be long
     return f"/proc/self/fd/{rendezvous.hold(rendezvous.private_folder())}/forks"
 
 
@@ -34,13 +30,13 @@ def start_forks() -> None:
     ):
         listener.bind(own)
         listener.listen()
-        os.rename(own, forks_path())  # over that of one that is gone
+        os.rename(own, forks_path())  # replaces a dead fork server's
         with starting_deaf():
             subprocess.Popen(FORKS, stdin=listener, stdout=log, stderr=log, **how)
 
 
 def ask_forks() -> socket.socket:
-    """Connect to the fork server. Who finds none starts it."""
+    """Connect to the fork server; start one if there is none."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if connection.connect_ex(forks_path()) != 0:
         start_forks()
@@ -49,7 +45,7 @@ def ask_forks() -> socket.socket:
 
 
 class ForkedServer(ServerProcess):
-    """A server that is the fork server's child. The process that asks for it ends as it does."""
+    """A server that the fork server forks. The process that requests it exits with the server's status."""
 
     def _popen(self, **how: Any) -> subprocess.Popen:
         command = [*FORKS, os.path.realpath(f"{forks_path()}.log"), *self._command]

@@ -1,4 +1,4 @@
-"""Pool: the engines of one role, as one controller uses them: ask, wake, push weights, abort."""
+"""Pool: one controller's view of a role's engines: send requests, wake, push weights, abort."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
     from reporting.timeline import Timeline
 
-QUEUED = 2  # open requests for each that an engine decodes; each is a connection, an open file
-WAIT_S = 0.05  # between two looks whether engines that are to sleep have finished
+QUEUED = 2  # open requests per slot of an engine's batch; each takes a connection and an open file
+WAIT_S = 0.05  # interval between checks that engines have finished and can sleep
 
 Verb = Callable[[Engine], Awaitable[None]]
 
 
 class EngineStatus(NamedTuple):
-    """What one controller knows about a role's engines; `total` adds up what all of them know."""
+    """One controller's knowledge about a role's engines; `total` sums it over controllers."""
 
-    outstanding: Counter[int]  # rank -> tokens that are awaited from its engine
-    parts: Counter[int]  # rank -> parts of answers that came from it since the last meeting
-    waiting: int = 0  # requests for which no engine is awake
+    outstanding: Counter[int]  # rank -> tokens awaited from its engine
+    parts: Counter[int]  # rank -> parts of answers received from it since the last meeting
+    waiting: int = 0  # requests that find no engine awake
 
     @staticmethod
     def total(statuses: list[EngineStatus]) -> EngineStatus:
@@ -40,10 +40,10 @@ class EngineStatus(NamedTuple):
 
 
 class Pool:
-    """A handle on each engine of a role; one of them may be this rank's own, to wake.
+    """Handles on a role's engines; one of them may be this rank's own.
 
-    Collective verbs act on each rank's own engine, if the split has it (`assign`). All ranks leave
-    them together, so that nobody asks an engine that sleeps. One that is lost ends the run.
+    Collective methods act on each rank's own engine if the split has it (`assign`), and return on all ranks
+    together, so that no request reaches a sleeping engine. A lost engine ends the run.
     """
 
     def __init__(self, engines: list[Engine], world: World, timeline: Timeline, config: Config):
@@ -52,42 +52,42 @@ class Pool:
         self.timeline = timeline
         self.config = config
         self.all_engines = engines
-        # requests of full length that an engine holds at once
+        # full-length requests that fit in an engine at once
         self.capacity = min((engine.capacity for engine in engines), default=1)
-        self.engines: list[Engine] = []  # of the split
-        self.own: Engine | None = None  # of these, this rank's
-        self.awake: tuple[int, ...] = ()  # ranks of engines that may be asked; none at first
-        self.woke_at = 0.0  # when the first of them woke, by the event loop's clock
-        self._serving: dict[int, list[Engine]] = {}  # these engines, by model
-        self._changed = asyncio.Event()  # set when they change, and when requests are aborted
+        self.engines: list[Engine] = []  # the split's engines
+        self.own: Engine | None = None  # this rank's, if the split has it
+        self.awake: tuple[int, ...] = ()  # ranks of the engines that accept requests
+        self.woke_at = 0.0  # event loop's time when the first of them woke
+        self._serving: dict[int, list[Engine]] = {}  # awake engines by model
+        self._changed = asyncio.Event()  # set when they change or requests are aborted
         self._load = Load(world)
-        self._silence = Silence()  # of this rank's engine
+        self._silence = Silence()  # how long this rank's engine has sent nothing
         self._aborts = 0  # calls of `abort`
-        self._served: list[tuple[int, tuple]] = []  # an engine's rank, a row for RequestStats.of
+        self._served: list[tuple[int, tuple]] = []  # (engine's rank, row for RequestStats.of)
         self._wakes = 0
         counts = Counter(engine.model for engine in engines)
-        most = QUEUED * config.max_running_requests  # of each engine
+        most = QUEUED * config.max_running_requests  # per engine
         self._turns = {model: asyncio.Semaphore(most * count) for model, count in counts.items()}
         self.assign(tuple(engine.rank for engine in engines))
 
     def assign(self, leads: tuple[int, ...]) -> None:
-        """Use the engines of these ranks and no others."""
-        assert not self.awake, "the split moves only while every engine sleeps"
+        """Use only the engines of these ranks."""
+        assert not self.awake, "the split can change only while every engine sleeps"
         chosen = set(leads)
         self.engines = [engine for engine in self.all_engines if engine.rank in chosen]
         self.own = next((engine for engine in self.engines if engine.rank == self.world.rank), None)
 
     async def generate(self, requests: list[Request], model: int = 0) -> AsyncIterator[Answer]:
-        """Yield an answer to each request, as they finish. All go to one engine, which caches the prompt.
+        """Yield the answers as they finish. All requests go to one engine, which caches the prompt.
 
-        If the engine is told to abort, the answers come as far as they are written, with finish "abort" and
-        maybe without a token; the caller asks for the rest (see the head of rollout.py). After `Pool.abort`
-        an answer without a token may be missing. EngineLost if the engine breaks off.
+        Aborted answers are incomplete or even empty, with finish "abort"; the caller requests the rest (see
+        the head of rollout.py). After `Pool.abort` an empty answer may be missing. Raises EngineLost if the
+        engine breaks off.
         """
         requests = [request._replace(name=uuid4().hex) for request in requests]
         written: dict[int, Answer] = {}  # index -> what came so far
         aborts = self._aborts
-        async with self._turns[model]:  # first: an engine that was chosen before might fall asleep
+        async with self._turns[model]:  # wait first: a chosen engine might fall asleep
             engine = await self._engine_for(model, aborts)
             if engine is None:
                 return
@@ -102,7 +102,7 @@ class Pool:
                             yield self._record(part, requests[part.index])
 
     async def _engine_for(self, model: int, aborts: int) -> Engine | None:
-        """Return the engine to ask; wait while none is awake. None if requests were aborted meanwhile."""
+        """Return the next request's engine; wait until one is awake. None if `abort` is called meanwhile."""
         self._load.waiting[model] += 1
         try:
             while model not in self._serving and self._aborts == aborts:
@@ -112,11 +112,11 @@ class Pool:
         return self.route(model) if self._aborts == aborts else None
 
     def route(self, model: int = 0) -> Engine | None:
-        """Return the engine to ask next; None if none is awake."""
+        """Return the next request's engine, or None if all of them sleep."""
         return self._load.choose(self._serving.get(model, []))
 
     def _mark_awake(self, leads: tuple[int, ...]) -> None:
-        """Set which engines may be asked, and wake the requests that wait for one."""
+        """Set which engines accept requests, and wake the requests that wait for one."""
         chosen = set(leads)  # thousands, in a simulation
         self.awake = leads
         self._serving = {}
@@ -132,7 +132,7 @@ class Pool:
     def _record(self, answer: Answer, request: Request) -> Answer:
         """Keep the answer's times and sizes for `pop_stats`, and return it."""
         tokens = len(answer.tokens)
-        begun = request.sampling.max_new_tokens - request.limit  # stands in its prompt
+        begun = request.sampling.max_new_tokens - request.limit  # already in the prompt
         prompt_tokens = len(request.prompt) - begun
         sizes = (begun + tokens, prompt_tokens, min(answer.cached_tokens, prompt_tokens))
         is_whole = answer.finish != "abort"
@@ -140,7 +140,7 @@ class Pool:
         return answer
 
     def pop_stats(self) -> RequestStats:
-        """Return the figures of the requests since the last call; the timeline gets them, too."""
+        """Return statistics of the requests since the last call, and add these to the timeline."""
         for rank, (sent, end, tokens, length, *_, is_whole) in self._served:
             kind = "span" if is_whole else "part"
             sizes = {"tokens": length, "begun": length - tokens}
@@ -151,31 +151,31 @@ class Pool:
         return stats
 
     async def abort(self) -> None:
-        """Abort what this controller asked for and this rank's engine writes. Not collective."""
+        """Abort this controller's waiting requests and all on this rank's engine. Not collective."""
         self._aborts += 1
         self._notify()
         if self.world.rank in self.awake:
             await self._on_own(lambda engine: engine.abort())
 
     def status(self) -> EngineStatus:
-        """Return what this controller brings to a meeting; `apply_status` takes the sum over all."""
+        """Return this controller's status for a meeting; `apply_status` takes the sum over all."""
         return EngineStatus(*self._load.report(), self._load.waiting.total())
 
     def apply_status(self, status: EngineStatus) -> None:
-        """Take the sum. EngineLost if this rank's engine owes tokens, and has written none for long."""
+        """Take the sum. Raises EngineLost if this rank's engine has long sent no outstanding tokens."""
         self._load.update(status.outstanding)
         owed = status.outstanding[self.world.rank]
         most_s = self.config.engine_lost_s
         if self._silence.is_too_long(most_s, owed > 0, status.parts[self.world.rank] > 0):
-            raise self.own.lost(f"owes {owed} tokens and wrote none for {most_s:g} s")
+            raise self.own.lost(f"has {owed} tokens outstanding and sent none for {most_s:g} s")
 
     async def wake(self) -> None:
         """Bring weights and KV cache of all engines back to the devices (collective)."""
         await self.set_awake(tuple(engine.rank for engine in self.engines))
 
     async def sleep(self) -> None:
-        """Free the device of this rank's engine: every rank does, between two meetings."""
-        assert not +self._load.outstanding, "an engine is to sleep that still has to write"
+        """Put this rank's engine to sleep: every rank does, between two meetings."""
+        assert not +self._load.outstanding, "an engine with outstanding tokens can't sleep"
         is_awake = self.world.rank in self.awake
         self._mark_awake(())
         self._load.forget()
@@ -184,11 +184,11 @@ class Pool:
                 await self._on_own(lambda engine: engine.sleep())
 
     async def set_awake(self, leads: tuple[int, ...], move: bool = False) -> None:
-        """Have the engines of these ranks awake and no others (collective).
+        """Have only the engines of these ranks awake (collective).
 
-        An engine that is to sleep finishes its answers first. With `move` it aborts them instead, and callers
-        ask the engines that are awake for the rest. Where engines join busy ones, `move` aborts the newest
-        requests of these, too, so that callers ask those that join.
+        A leaving engine first finishes its answers, or with `move` aborts them: then callers request the rest
+        from engines that are awake. If engines join busy ones, `move` also aborts the newest requests on the
+        busy ones, which callers then send to the joining ones.
         """
         leaving = set(self.awake) - set(leads)
         staying = set(self.awake) & set(leads)
@@ -202,9 +202,7 @@ class Pool:
             self._wakes += 1
             await self._on_each(lambda engine: engine.wake_weights(), joining)
             await self._on_each(lambda engine: engine.wake_kv_cache(), joining)
-        relieves = bool(
-            move and staying and joining
-        )  # those that join take work off those that stay
+        relieves = bool(move and staying and joining)
         moving = self._newest(staying, joining) if relieves else []
         if leads:
             takers = joining if relieves else set(leads)
@@ -220,7 +218,7 @@ class Pool:
             self.woke_at = asyncio.get_running_loop().time()
 
     async def _finish_and_sleep(self, leaving: set[int], aborts: bool) -> None:
-        """Put these engines to sleep once they have nothing to write, or have aborted it (collective)."""
+        """Put these engines to sleep once their answers are finished or aborted (collective)."""
         while await self._have_outstanding(leaving):
             if aborts and self.world.rank in leaving:
                 await self._on_own(lambda engine: engine.abort())
@@ -229,7 +227,7 @@ class Pool:
             await self._on_each(lambda engine: engine.sleep(), leaving)
 
     def _newest(self, staying: set[int], joining: set[int]) -> list[tuple[Engine, list[Request]]]:
-        """Choose this controller's newest calls of engines that stay: the part of those that join."""
+        """Return this controller's newest calls on staying engines: the joining engines' fair share."""
         joins = Counter(engine.model for engine in self.engines if engine.rank in joining)
         stays = Counter(engine.model for engine in self.engines if engine.rank in staying)
         of_all = [call for call in self._load.calls.values() if call[0].rank in staying]
@@ -237,19 +235,19 @@ class Pool:
         for model, count in joins.items():
             calls = [call for call in of_all if call[0].model == model]
             part = count / (count + stays[model])
-            # of few calls, too, all controllers together move that part
+            # rounded so that the controllers' total is right even if each has few calls
             most = int(part * len(calls) + (self.world.index + 0.5) / self.world.size)
             chosen += calls[len(calls) - most :]
         return chosen
 
     async def _have_outstanding(self, leads: set[int]) -> bool:
-        """Tell if any of these engines has tokens to write (collective). EngineLost as in a meeting."""
+        """True if any of these engines has outstanding tokens (collective). Raises as `apply_status` does."""
         status = await self.world.reduce(self.status(), EngineStatus.total)
         self.apply_status(status)
         return any(status.outstanding[rank] for rank in leads)
 
     async def wake_weights(self) -> None:
-        """Make room for the weights alone: the actor still holds its own memory. Not collective."""
+        """Allocate only the weights: the actor still holds its own memory. Not collective."""
         with self.timeline.span("switch"):
             await self._on_own(lambda engine: engine.wake_weights())
 
@@ -259,22 +257,22 @@ class Pool:
             try:
                 await self._on_own(lambda engine: engine.load_weights(named_weights, version))
             finally:
-                # gathering is collective: a rank without an engine, or with a lost one, takes part, too
+                # gathering is collective: a rank takes part even without an engine, or with a lost one
                 await self.world.run(deque, named_weights, 0)
 
     async def wake_kv_cache(self) -> None:
-        """Bring the KV cache back: requests may come (collective)."""
+        """Allocate the KV cache; requests may come from then on (collective)."""
         await self._on_each(lambda engine: engine.wake_kv_cache())
         self._mark_awake(tuple(engine.rank for engine in self.engines))
 
     async def _on_each(self, verb: Verb, ranks: set[int] | None = None) -> None:
-        """Await `verb` of each engine of the split, or of these ranks (collective)."""
+        """Await `verb` on each engine of the split, or only on those of `ranks` (collective)."""
         with self.timeline.span("switch"):
             if ranks is None or self.world.rank in ranks:
                 await self._on_own(verb)
             await self.world.barrier()
 
     async def _on_own(self, verb: Verb) -> None:
-        """Await `verb` of this rank's engine, if the split has one."""
+        """Await `verb` on this rank's engine, if the split has it."""
         if self.own:
             await verb(self.own)

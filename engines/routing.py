@@ -1,4 +1,4 @@
-"""Routing: which engine of a role is asked next, by how much each has to write."""
+"""Routing: choose the next request's engine by how many tokens each one has outstanding."""
 
 import asyncio
 import random
@@ -11,19 +11,19 @@ from runtime.world import World
 
 
 class Load:
-    """The tokens that engines still have to write: this controller's now, the rest as of the last meeting."""
+    """The engines' outstanding tokens: this controller's as of now, the others' as of the last meeting."""
 
     def __init__(self, world: World):
         self.outstanding: Counter[int] = Counter()  # engine's rank -> tokens this controller awaits
-        self.waiting: Counter[int] = Counter()  # model -> requests here that no engine can take
-        # what this controller awaits, in the order of asking; a call by the name of its first request
+        self.waiting: Counter[int] = Counter()  # model -> requests here that wait for an engine
+        # name of a call's first request -> this controller's open call, oldest first
         self.calls: dict[str, tuple[Engine, list[Request]]] = {}
-        self._dealt: dict[int, deque[Engine]] = {}  # model -> the engines that those ask next
+        self._dealt: dict[int, deque[Engine]] = {}  # model -> engines for those, in order
         self._world = world
         self.forget()
 
     def tokens(self, rank: int) -> int:
-        """Return the tokens that the engine of `rank` still has to write."""
+        """Return how many tokens the engine of `rank` has outstanding."""
         of_others = self._all[rank] - self._own[rank]
         return self.outstanding[rank] + of_others
 
@@ -31,7 +31,7 @@ class Load:
     def awaiting(
         self, engine: Engine, requests: list[Request]
     ) -> Iterator[Callable[[Answer], None]]:
-        """Count what the engine owes for these requests, less each part that the block notes."""
+        """Count these requests' tokens as outstanding until the block passes each part to `note`."""
         left = [len(request.prompt) + request.limit for request in requests]
         self.outstanding[engine.rank] += sum(left)
         self.calls[requests[0].name] = (engine, requests)
@@ -49,10 +49,10 @@ class Load:
             del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Return what `deal` chose of these engines, which are awake, else the less loaded of two, if any.
+        """Return the awake engine that `deal` chose, else the less loaded of two, or None without engines.
 
-        The two are the one whose turn it is and a random other: the least loaded of all would be the same for
-        all controllers until they meet. Each begins elsewhere: of two, who have four engines, with 0 and 2.
+        The two are the next in turn and a random other one: until the next meeting, all controllers would
+        choose the same least loaded engine. With four engines, two controllers begin with 0 and 2.
         """
         if not engines:
             return None
@@ -69,19 +69,19 @@ class Load:
         return min(pair, key=lambda engine: self.tokens(engine.rank))
 
     def report(self) -> tuple[Counter[int], Counter[int]]:
-        """Return what this controller awaits, and the parts that came since it told the last time."""
+        """Return this controller's outstanding tokens, and the parts received since the last report."""
         parts = self._parts
         self._parts = Counter()
         self._reported = +self.outstanding
         return self._reported, parts
 
     def update(self, of_all: Counter[int]) -> None:
-        """Note what all controllers awaited when they met, of which this one has told its own."""
+        """Note all controllers' outstanding tokens at a meeting, which include this one's last report."""
         self._all = of_all
         self._own = self._reported
 
     def forget(self) -> None:
-        """Start anew: a resumed run can't know what steered the requests of the step before."""
+        """Reset: a resumed run can't know what routed the previous step's requests."""
         self._parts = Counter()  # engine's rank -> parts of answers
         self._reported = Counter()
         self.update(Counter())
@@ -91,10 +91,10 @@ class Load:
     async def deal(self, engines: list[Engine], coming: Counter[int], world: World) -> None:
         """Deal the waiting requests to `engines` in turns, the least loaded first (collective).
 
-        coming: by model, requests that wait soon, because they are about to be aborted. Example: ranks 0 and
-        1 have 3 and 2 requests waiting for engines A and B. Rank 0 asks A, B, A; rank 1 continues with B, A.
+        coming: by model, requests about to be aborted, which will wait soon. Example: ranks 0 and 1 have
+        3 and 2 requests waiting for engines A and B. Rank 0 uses A, B, A; rank 1 continues with B, A.
         """
-        own = self.waiting + coming  # a copy: in one process it would change for the others
+        own = self.waiting + coming  # a copy: ranks in one process would share later changes
         queues = (own, +self.outstanding)
         waiting, outstanding = await world.reduce(queues, sum_counters)
         self._reported = +self.outstanding
@@ -112,7 +112,7 @@ class Load:
 
 
 def sum_counters(rows: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
-    """Return the sum of each column. `update` takes a fraction of the time of `+`."""
+    """Return the sum of each column. (`update` is much faster than `+`.)"""
     sums = tuple(map(Counter, rows[0]))
     for row in rows[1:]:
         for total, counter in zip(sums, row, strict=True):
@@ -121,13 +121,13 @@ def sum_counters(rows: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:
 
 
 class Silence:
-    """The time for which nothing has come although something is awaited, as meetings see it."""
+    """Measures, from meeting to meeting, how long nothing has come although something is awaited."""
 
     def __init__(self):
         self._since: float | None = None  # the first meeting of the silence
 
     def is_too_long(self, most_s: float, awaited: bool, came: bool) -> bool:
-        """Note what a meeting says, and tell if the silence lasts longer than `most_s`."""
+        """Note a meeting's result; return True if the silence has lasted longer than `most_s`."""
         now = asyncio.get_running_loop().time()
         if came or not awaited:
             self._since = None

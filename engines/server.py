@@ -1,4 +1,4 @@
-"""The process of an SGLang server: flags, life, end. sglang isn't imported here: that takes 6 s."""
+"""An SGLang server's process: flags, start, end. Doesn't import sglang, which takes 6 s."""
 
 import asyncio
 import contextlib
@@ -21,31 +21,31 @@ from runtime.parent import PARENT
 from runtime.shutdown import starting_deaf
 from scheduling.measured import ROLES
 
-STREAM_INTERVAL = 32  # tokens between two events of an answer, which are all that its engine tells
-KV_TOKENS = 32768  # at most in an engine's KV cache without CUDA, if its context isn't longer
-MOST_COLUMNS = 300  # of a line of its log that is quoted
-# what SGLang says of any end; of a process that a signal ended it says no more than its "exit code -9"
+STREAM_INTERVAL = 32  # tokens between two events of an answer; an engine sends nothing else
+KV_TOKENS = 32768  # largest KV cache of an engine without CUDA, unless its context is longer
+MOST_COLUMNS = 300  # longest quote from a log line
+# SGLang logs these at any end, whatever the cause; a signal leaves only its "exit code -9"
 FAREWELL = re.compile(r"exit code \d|SIGQUIT received|crash diagnostics|No live scheduler")
-LOG_START = "---- a server starts"  # a line of its log begins so
+LOG_START = "---- a server starts"  # a log line begins with this at each start
 ROOT = Path(__file__).parents[1]
 for_us_alone = partial(os.open, mode=0o600)
 
 
 def port_of(config: Config, rank: int, role: str) -> int:
-    """The port of the server of a role that a rank owns."""
+    """Return the port of a rank's server for a role."""
     return config.port + len(ROLES) * rank + ROLES.index(role)
 
 
 def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
-    """Return the server's command line. UserError if the device can't have such an engine."""
+    """Return the server's command line. Raises UserError if the device can't run such an engine."""
     context = context_length(model_dir, config)
     flags = {
         "model-path": Path(model_dir).resolve(),
         "weight-version": 0,
         "host": config.host,
         "port": port,
-        "load-format": "safetensors",  # by default it would take a .bin, too, which is a pickle
-        "served-model-name": os.getpid(),  # by which `ready` knows that the server is ours
+        "load-format": "safetensors",  # the default also accepts a .bin, which is a pickle
+        "served-model-name": os.getpid(),  # lets `ready` recognize our server
         "dtype": config.dtype,
         "random-seed": config.seed + rank,
         "context-length": context,
@@ -53,7 +53,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         "skip-tokenizer-init": None,  # tokens in, tokens out
         "stream-interval": STREAM_INTERVAL,
         "incremental-streaming-output": None,
-        # answers come to the judge one by one, and each prefill holds up all decoding: join them
+        # answers reach the judge one by one, and each prefill stalls all decoding: join prefills
         "prefill-decode-interval": 8,
         "prefill-decode-interval-min-bs": 16,
         "skip-server-warmup": None,
@@ -67,8 +67,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     else:
         flags |= cpu_flags(role, context, config)
     if sees(model_dir):
-        # pixels by Pillow, as the trainer's. Without that cache SGLang makes a text of Qwen2.5-VL's tokens
-        # and tokens of that, and fails where it spells out the image token; with it, tokens stay as they are
+        # Pillow decodes pixels, as in the trainer. Without this cache SGLang turns Qwen2.5-VL's tokens into
+        # text and back, and fails on a spelled-out image token
         flags |= {"image-processor-backend": "pil", "mm-preprocess-cache-size-mb": 64}
     command = []
     for flag, value in flags.items():
@@ -77,23 +77,25 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
 
 
 def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
-    """Return the flags of an engine on GPUs: one of several ranks has them from this rank's on."""
+    """Return the flags of an engine on GPUs: with several ranks, this rank's GPU and the following ones."""
     flags = {
         "base-gpu-id": os.environ["LOCAL_RANK"],
         "mem-fraction-static": config.mem_fraction,
-        # by default a GPU of less than 60 GB has graphs of at most 48 answers, and decodes more without
+        # the default on a GPU with less than 60 GB decodes more than 48 answers without a graph
         "cuda-graph-max-bs-decode": config.max_running_requests,
         "enable-memory-saver": None,
         # prefill graphs give wrong values (sgl-project/sglang#37606)
         "disable-prefill-cuda-graph": None,
-        "watchdog-timeout": config.timeout_s,  # of a pass, which may compile kernels
-        # attention, size of the KV cache, time of CUDA graphs; server_main.py drops the rest
+        "watchdog-timeout": config.timeout_s,  # limit for a pass, which may compile kernels
+        # logs the attention, KV cache size and CUDA graph time; server_main.py drops the rest
         "log-level": "info",
         "log-level-http": "error",
     }
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         flags["tp-size"] = tp
-    if head_dim(model_dir) % 32 or head_dim(model_dir) < 64:  # as the demo's 24: flashinfer can't
+    if (
+        head_dim(model_dir) % 32 or head_dim(model_dir) < 64
+    ):  # flashinfer can't, such as the demo's 24
         flags["attention-backend"] = "triton"
     if backs_up(role, config):
         flags["enable-weights-cpu-backup"] = None
@@ -101,25 +103,22 @@ def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
 
 
 def backs_up(role: str, config: Config) -> bool:
-    """True if an engine's weights wait on the host while it sleeps: nobody pushes them before it wakes.
-
-    A judge's never are pushed, a rollout engine's not between the waves of one step.
-    """
+    """True if the host keeps a sleeping engine's weights: a judge, or one that wakes without a push."""
     return role == "genrm" or config.mode != "partial" or config.evaluates
 
 
 def kv_tokens(context: int, config: Config) -> int:
-    """The tokens of a KV cache without CUDA: those of all requests that are decoded at once, if they fit."""
+    """Return the tokens in a KV cache without CUDA: all concurrent requests', up to a limit."""
     return max(context, min(KV_TOKENS, context * config.max_running_requests))
 
 
 def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
-    """Return the flags of an engine without CUDA. UserError if it is to span several ranks."""
+    """Return the flags of an engine without CUDA. Raises UserError if it should span several ranks."""
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
     return {
         "device": "cpu",
-        # cpu/invariance.py's attention; deterministic mode would look for a GPU's
+        # cpu/invariance.py patches its attention; deterministic mode would look for a GPU's
         "attention-backend": "torch_native",
         "disable-overlap-schedule": None,
         "max-total-tokens": kv_tokens(context, config),
@@ -127,10 +126,10 @@ def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
 
 
 def server_environment(key: str, private: str, device: str) -> dict[str, str]:
-    """Return our variables without the trainers' and torchrun's, from which SGLang would join our group.
+    """Return our environment without the trainers' and torchrun's variables, or SGLang would join our group.
 
-    key: what requests must show; anybody may read a command line. private: the server's own folder, for
-    sockets and the file by which its processes meet; by default they meet on a port that anybody reaches.
+    key: requests must carry it; it is no flag, as anybody can read a command line. private: the server's own
+    folder, for sockets and the rendezvous file; by default its processes meet on a port open to anybody.
     """
     ours = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
     ours += ("CUDA_DEVICE_MAX_CONNECTIONS",)
@@ -142,21 +141,21 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     environment["TMPDIR"] = private
     environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{private}/store"
     if device == "cuda":
-        # a sleeping engine's weights keep their pinned memory: pinning takes a second for 1 or 2 GB
+        # a sleeping engine keeps its weights' pinned memory, as pinning 1 or 2 GB takes a second
         environment["TMS_RETAIN_CPU_BACKUP"] = "1"
-        # actors and other engines share the devices, so that unequal free memory is no fault
+        # actors and other engines share the devices, so free memory may be unequal
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-        # it compiles kernels with `ninja`, which pip puts beside Python, in a folder outside PATH
+        # it compiles kernels with `ninja`; pip installs that next to Python, which PATH may not list
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
         environment["CUDA_HOME"] = cuda_home()
-        # the memory saver is loaded before Python, and needs libcudart, which may be pip's alone
+        # the memory saver is preloaded and needs libcudart, which only pip may have installed
         folders = [*cuda_libraries(), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         environment["LD_LIBRARY_PATH"] = ":".join(folders)
     else:
-        # glibc would hand large buffers back to the kernel, and fault their pages in at each step
+        # otherwise glibc returns large buffers to the kernel, and each step faults their pages in again
         environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 30)
         environment["MALLOC_TRIM_THRESHOLD_"] = str(1 << 30)
-        # on some processors MKL's products of few rows have other last bits unless it is strict
+        # unless MKL is strict, products of few rows differ in the last bits on some processors
         environment["MKL_CBWR"] = "AUTO,STRICT"
         environment["OMP_NUM_THREADS"] = "1"
     return environment
@@ -165,33 +164,30 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
 def head_dim(model_dir: str) -> int:
     """Return the width of an attention head."""
     found = read_model_config(model_dir)
-    found = found.get("text_config", found)  # of a model that sees
+    found = found.get("text_config", found)  # vision models have one
     return found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
 
 
 def context_length(model_dir: str | Path, config: Config) -> int:
-    """Return --max-model-len or what the model says: tokens of prompt and answer together."""
+    """Return --max-model-len or the model's own limit, in tokens of prompt and answer together."""
     if config.max_model_len:
         return config.max_model_len
     found = read_model_config(model_dir)
-    found = found.get("text_config", found)  # of a model that sees
+    found = found.get("text_config", found)  # vision models have one
     if "max_position_embeddings" not in found:
-        missing = f"{model_dir}/config.json names no max_position_embeddings"
-        raise UserError(f"{missing}: say --max-model-len")
+        missing = f"{model_dir}/config.json has no max_position_embeddings"
+        raise UserError(f"{missing}: set --max-model-len")
     return found["max_position_embeddings"]
 
 
 class ServerProcess:
-    """A server on this machine: a group of processes, a log, a private folder.
-
-    command: a module with a `main` and its flags.
-    """
+    """A server on this machine: a process group, a log, a private folder. command: a module, its flags."""
 
     def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
         self._command = command
         self._log = log
         self.device = device
-        # SGLang's sockets lie there, whose paths have 107 characters at most
+        # SGLang puts sockets there, and a socket's path has at most 107 characters
         how = {"prefix": "nanoyatt-", "dir": "/tmp" if len(tempfile.gettempdir()) > 57 else None}
         self.folder = tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True)
         self._environment = server_environment(key, self.folder.name, device) | environment
@@ -199,7 +195,7 @@ class ServerProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        """Start the server. What earlier ones said stays in the log: it may say why they ended."""
+        """Start the server. The log keeps earlier servers' lines, which may explain why they ended."""
         how = {"cwd": ROOT, "env": self._environment, "start_new_session": True}
         with open(self._log, "ab", buffering=0, opener=for_us_alone) as log, starting_deaf():
             log.write(f"{LOG_START}, {time.strftime('%F %T')}\n".encode())
@@ -216,7 +212,7 @@ class ServerProcess:
         return f"signal {-status}" if status < 0 else f"exit status {status}"
 
     async def kill(self) -> None:
-        """End the group, and return when it is gone."""
+        """Kill the process group, and return when it is gone."""
         process = self._process
         if process is None:
             return
@@ -225,7 +221,7 @@ class ServerProcess:
         process.kill()
         process.wait()
         try:
-            # multiprocessing's tracker, the last of them, removes the semaphores
+            # multiprocessing's tracker, which exits last, removes the semaphores
             await asyncio.sleep(0.5)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -235,7 +231,7 @@ class ServerProcess:
         return "\n".join((f"the end of {self._log}:", *self._log_lines()[-15:]))
 
     def log_end(self) -> str:
-        """Return where the log is, and the last line of it that isn't SGLang's own farewell, in one line."""
+        """Return one line: the log's path, and its last line that isn't an SGLang farewell."""
         lines = [line for line in self._log_lines() if line.strip() and not FAREWELL.search(line)]
         return f"the end of {self._log}: {lines[-1] if lines else 'nothing'}"
 

@@ -1,9 +1,9 @@
-"""The process of an engine: SGLang's own server, with what this device lacks filled in first.
+"""An engine's process: SGLang's own server, patched first for what this device lacks.
 
     python -m engines.server_main --model-path DIR ...    (in the repository's root; SGLang's own flags)
 
-or `main` in a process that has imported SGLang. With CUDA only the sampling of seeded answers is repaired,
-and no batch has a line in the log. The server dies with the process that started it.
+or `main` in a process that has imported SGLang. With CUDA, only seeded sampling is patched and batches aren't
+logged. The server dies with the process that started it.
 """
 
 import logging
@@ -21,17 +21,17 @@ from cpu import invariance, sglang
 from inputs.hf_directory import sees
 from runtime.parent import die_with_owner
 
-# a line for each batch, sleep or bucket of a push; the first one all settings, with the key
+# these log each batch, sleep and bucket of a push; the first one also all settings, with the key
 CHATTY = ("sglang.srt.entrypoints.engine", "sglang.srt.managers")
 
 
 def share_group():
-    """Have one group of this rank alone: SGLang's dozen have a thread each, awake 100 times a second."""
+    """Use one process group: SGLang's dozen would each have a thread that wakes 100 times a second."""
     torch.distributed.new_group = lambda *args, **kwargs: torch.distributed.group.WORLD
 
 
 def run_scheduler_process(server_args, *args, **kwargs):
-    """Run SGLang's child process that owns the model, with this device's parts."""
+    """Run SGLang's child process that owns the model, with this device's patches."""
     from sglang.srt.managers import scheduler
 
     if not torch.cuda.is_available() or "--enable-deterministic-inference" in sys.argv:
@@ -47,16 +47,16 @@ def run_scheduler_process(server_args, *args, **kwargs):
 
 
 def fork_children():
-    """Have SGLang's processes forked, before any thread runs: spawned, each would import torch and SGLang."""
+    """Make SGLang fork its processes, before any thread runs: a spawned one would import torch and SGLang."""
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force: set_start_method("fork", force)
     os.register_at_fork(after_in_child=die_with_owner)
 
 
 class KeyGuard:
-    """Refuses what comes without the key.
+    """Refuses requests without the key.
 
-    SGLang asks no websocket for it, leaves some paths open, and reads the path from a URL in which an older
+    SGLang checks no websocket, leaves some paths open, and takes the path from a URL into which an older
     Starlette puts the Host header.
     """
 
@@ -84,7 +84,7 @@ def main():
     from sglang.srt.utils import kill_process_tree
 
     http_server.app.add_middleware(KeyGuard, key=key)
-    # a GPU reads other pixels from a JPEG
+    # a GPU decodes a JPEG to different pixels
     base_processor.BaseMultimodalProcessor.gpu_image_decode = False
     if not torch.cuda.is_available():
         fork_children()
@@ -94,19 +94,19 @@ def main():
     if sees(settings.model_path):
         from images.reader import show_pairs
 
-        show_pairs()  # in this process, whose threads read images
+        show_pairs()  # threads of this process read images
     try:
         http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
-    finally:  # like SGLang's own main: with its port taken, this process would wait for its children
+    finally:  # as in SGLang's own main: if the port is taken, this process would wait for its children
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-# With CUDA SGLang spawns its children: such a child imports this file as __mp_main__ before SGLang.
+# With CUDA, SGLang spawns its children, which import this file as __mp_main__ before SGLang.
 if __name__ in ("__main__", "__mp_main__"):
-    # SGLang imports what a model's auto_map names, trusted or not; but only from this folder
+    # SGLang imports the code that a model's auto_map names, trusted or not, but only from this folder
     os.environ["HF_MODULES_CACHE"] = os.devnull
     die_with_owner()
-    # a server starts deaf to signals, of which multiprocessing unblocks some when it starts its tracker
+    # a server starts with signals blocked; multiprocessing unblocks some when it starts its tracker
     deaf = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_SETMASK, deaf)

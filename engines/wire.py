@@ -1,4 +1,4 @@
-"""The HTTP wire to an SGLang server: bodies in pieces, streams of events, buckets of weights."""
+"""HTTP to an SGLang server: bodies in pieces, event streams, buckets of weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUCKET_BYTES = 512 << 20  # weights travel in flat buckets of about this size
 
 
 async def in_pieces(body: dict) -> AsyncIterator[bytes]:
-    """Yield a body as JSON, each Image in it as base64; nothing holds all of them."""
+    """Yield a body as JSON, each Image in it as base64, without holding all images at once."""
     images: dict[str, Image] = {}
 
     def name_of(image: Image) -> str:
@@ -30,12 +30,12 @@ async def in_pieces(body: dict) -> AsyncIterator[bytes]:
         images[name] = image
         return name
 
-    # the names stand in for the images, each of which is read when its place is reached
+    # names stand in for the images; each image is read only when its name is reached
     text = json.dumps(body, default=name_of)
     parts = re.split(f"({'|'.join(images)})", text) if images else [text]
     for part in parts:
         if part in images:
-            # without it, SGLang takes a JPEG's for a path: it begins with a slash
+            # without this prefix SGLang takes a JPEG for a path: its base64 begins with a slash
             yield b"data:;base64,"
             yield base64.b64encode(images[part].read())
         else:
@@ -67,13 +67,13 @@ def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
 
 
 def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str]:
-    """Serialize as SGLang's "flattened_bucket" for each reader: a handle on flat bytes, where weights lie."""
+    """Return SGLang's "flattened_bucket" for each reader: a handle on flat bytes, each weight's place."""
     from multiprocessing.reduction import ForkingPickler
 
     import torch
     import torch.multiprocessing  # teaches ForkingPickler to send tensors as handles
 
-    # with the default, file descriptors, the receiver fails multiprocessing's handshake, and dies
+    # the default passes file descriptors: the receiver fails multiprocessing's handshake and dies
     torch.multiprocessing.set_sharing_strategy("file_system")
     metadata = []
     offset = 0
@@ -84,8 +84,8 @@ def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str
     with fixed_segments(bucket[0][1]):
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
     handles = []
-    for _ in range(readers):  # one each: CUDA takes the memory back once all were read
-        with starting_deaf():  # at first torch starts a process that owns the shared memory
+    for _ in range(readers):  # one each: CUDA frees the memory once all have been read
+        with starting_deaf():  # the first call starts torch's process that owns the shared memory
             payload = ForkingPickler.dumps(dict(flattened_tensor=flat, metadata=metadata))
         handles.append(base64.b64encode(payload).decode())
     return handles

@@ -1,19 +1,19 @@
-"""Episodes of several turns: an environment, the user's, answers the policy until it ends the episode.
+"""Multi-turn episodes: the user's environment replies to the policy until it ends the episode.
 
-    class Environment:                              # FILE.py, or FILE.py:Name; one object is one episode
-        def __init__(self, sample, *, seed): ...    # sample: a copy, as a rule sees it
-        def step(self, text): ...                   # a turn of the policy has ended
-        def score(self): ...                        # optional: a reward at the end, even after a limit
+    class Environment:                              # FILE.py, or FILE.py:Name; one object per episode
+        def __init__(self, sample, *, seed): ...    # sample: a copy, as rules get it
+        def step(self, text): ...                   # called after each turn of the policy
+        def score(self): ...                        # optional: a final reward, even if a limit ended it
         def close(self): ...                        # optional; always called once
 
-`step` returns a Step, or in short:
+`step` returns a Step, or a shorthand:
 
-    a text, or chat turns    a reply (a text is the user's turn): the policy goes on
-    a number                 the last reward: the episode is over
-    None                     it is over
+    a text, or chat turns    a reply (a text is a user turn); the policy continues
+    a number                 the final reward; the episode is over
+    None                     the episode is over
 
-An episode follows from its seed, which all answers to a prompt share, and from the policy's turns. After a
-restart one that was cut off is played again up to where it was.
+An episode must depend only on its seed, which all answers to a prompt share, and on the policy's turns:
+after a restart, an interrupted episode is replayed up to where it stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWN_METRICS = ("turns_mean", "tokens", "step_s", "reward_mean", "lost_frac")
 
 
 class Step(NamedTuple):
-    """What a turn of the policy leads to: a reply, or the end. metrics: numbers for environment/NAME."""
+    """The environment's response to one turn of the policy. metrics: numbers for environment/NAME."""
 
     reply: str | dict | list[dict] | None = None
     reward: float = 0.0
@@ -40,16 +40,16 @@ class Step(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number. A bool is none: people mean `done`."""
-    with suppress(OverflowError):  # no float holds every int
+    """Return whether a value is a finite number. A bool isn't: users who return one mean `done`."""
+    with suppress(OverflowError):  # an int can be too large for a float
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     return False
 
 
 def read_step(value: Any) -> Step:
-    """Read what `step` returned; a reply as chat turns. ValueError, which says what is wrong."""
+    """Convert what `step` returned to a Step, replies as chat turns. Raises ValueError if it is invalid."""
     if isinstance(value, bool):
-        raise ValueError("a bool is no reward; Step(done=True) ends an episode")
+        raise ValueError("a bool isn't a reward; Step(done=True) ends an episode")
     if value is None or isinstance(value, Real):
         value = Step(reward=0.0 if value is None else value, done=True)
     step = value if isinstance(value, Step) else Step(value)
@@ -65,7 +65,7 @@ def read_step(value: Any) -> Step:
 
 
 def read_reply(reply: Any) -> list[dict]:
-    """Return a copy of a reply's turns. ValueError for what no chat template can write."""
+    """Return a copy of a reply's turns. Raises ValueError if no chat template can render them."""
     turns = [reply] if isinstance(reply, dict) else as_turns(reply, "user")
     if not (is_chat(turns) and turns and turns[-1]["role"] in ("user", "tool")):
         raise ValueError("a Step, a text, chat turns, a finite number or None is needed")
@@ -74,4 +74,4 @@ def read_reply(reply: Any) -> list[dict]:
     try:
         return json.loads(json.dumps(turns, ensure_ascii=False).encode())
     except TypeError:
-        raise ValueError("turns hold what JSON has words for") from None
+        raise ValueError("turns may hold only JSON values") from None

@@ -1,4 +1,4 @@
-"""The episodes of a controller: their objects, the threads in which these run, and what becomes of them."""
+"""A controller's episodes: the user's objects, the threads that run them, and how they end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sample import Key, Reply, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-CLOSE_S = 5.0  # that the end of a run waits for objects to close
+CLOSE_S = 5.0  # how long the end of a run waits for objects to close
 RESERVED = {  # names that a class may not have -> what to do instead
     "reset": "an object is one episode, which begins in __init__",
     "start": "an object is one episode, which begins in __init__",
@@ -38,7 +38,7 @@ RESERVED = {  # names that a class may not have -> what to do instead
 
 
 class Taken(NamedTuple):
-    """What a step came to. finish: of the sample; "" with a reply, to which the policy answers."""
+    """The outcome of a step. finish: the sample's, or "" if there is a reply for the policy to answer."""
 
     finish: str
     reply: Reply | None = None
@@ -48,41 +48,41 @@ class Taken(NamedTuple):
 
 @dataclass
 class Episode:
-    """An instance of the user's class, and the step that it takes now."""
+    """An instance of the user's class, and its current step."""
 
-    instance: Any = None  # of the class, once it is made
+    instance: Any = None  # None until its first step
     step: asyncio.Task[Taken] | None = None
 
 
 @dataclass(eq=False)
 class Episodes:
-    """The user's class, and the episodes of this controller. The user's code never runs in its thread."""
+    """The user's class and this controller's episodes. User code never runs in the controller's thread."""
 
     kind: type
     code: UserCode
     tokenizer: Tokenizer
     config: Config
     stop_tokens: Collection[int]
-    failed: int = 0  # episodes that were lost, since the run's start
-    succeeded: int = 0  # episodes that were played to their end
-    seconds: list[float] = field(default_factory=list)  # of each step since they were last taken
+    failed: int = 0  # episodes lost since the run's start
+    succeeded: int = 0  # episodes played to the end
+    seconds: list[float] = field(default_factory=list)  # each step's, since the last `means`
     _episodes: dict[Key, Episode] = field(default_factory=dict)
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         at_once = self.config.max_running_requests
-        self._limit_s = 0.9 * self.config.timeout_s  # other ranks wait for all of it
+        self._limit_s = 0.9 * self.config.timeout_s  # other ranks wait for the whole timeout
         self._free = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once)
-        self._loop = asyncio.new_event_loop()  # for what is async, in a thread of its own
+        self._loop = asyncio.new_event_loop()  # runs async user code, in its own thread
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._going = asyncio.Event()  # set when those who wait for a step are to go
+        self._going = asyncio.Event()  # set to make every pending `answer` return
 
     async def answer(self, sample: Sample) -> None:
-        """Answer a turn that has ended: the sample goes on or is finished. As it was after `let_go`.
+        """Answer a finished turn, which continues or finishes the sample. `let_go` makes it return early.
 
-        A step that nobody waits for any more goes on, and the next call takes what it came to. UserError for
-        an error in the user's code, for what it may not return, and for no answer in time.
+        The step keeps running then, and the next call takes its result. Raises UserError if the user's code
+        fails, returns an invalid value or exceeds the time limit.
         """
         episode = self._episodes.setdefault(sample.key, Episode())
         if episode.step is None:
@@ -108,12 +108,12 @@ class Episodes:
             self._close(sample.key)
 
     def let_go(self) -> None:
-        """Have all who wait for a step return now."""
+        """Make every pending `answer` return now."""
         self._going.set()
         self._going = asyncio.Event()
 
     def keep(self, prompt_ids: Collection[int]) -> None:
-        """Close all episodes but those of these prompts, which go on in a later step."""
+        """Close all episodes except those of these prompts, which continue in a later step."""
         for key in [key for key in self._episodes if key[0] not in prompt_ids]:
             self._close(key)
         for task in [task for task in self._closing if task.done()]:
@@ -121,7 +121,7 @@ class Episodes:
             task.result()
 
     async def close(self) -> None:
-        """Close all objects; those that take too long are left. Not collective. UserError of one of them."""
+        """Close all objects, abandoning slow ones. Raises UserError if one fails. Not collective."""
         for key in [*self._episodes]:
             self._close(key)
         if self._closing:
@@ -130,12 +130,12 @@ class Episodes:
                 raise error
 
     def never_succeeded(self, failures: int) -> str:
-        """Return what ends the run after so many lost episodes, if none was played to its end."""
+        """Return the message that ends a run whose first episodes were all lost."""
         lost = f"{self.code.title} lost each of the first {failures} episodes"
         return f"{lost}: it raised ConnectionError or TimeoutError, or differed"
 
     def means(self, samples: list[Sample]) -> dict[str, list[float]]:
-        """The values of environment/* that are averaged over finished samples; of step_s, since last time."""
+        """Return the values to average for each environment/* metric. step_s: since the last call."""
         played = [sample for sample in samples if sample.finish != "lost"]
         found = {
             "environment/turns_mean": [1 + len(sample.replies) for sample in samples],
@@ -150,7 +150,7 @@ class Episodes:
         return found
 
     async def _step(self, episode: Episode, sample: Sample) -> Taken:
-        """Take a step. If the world can't be reached, the episode is lost."""
+        """Take a step. A ConnectionError or TimeoutError loses the episode."""
         try:
             if episode.instance is None:
                 await self._begin(episode, sample)
@@ -159,7 +159,7 @@ class Episodes:
             return Taken("lost")
 
     async def _begin(self, episode: Episode, sample: Sample) -> None:
-        """Begin an episode, and play it up to its last turn. ConnectionError: a reply differs."""
+        """Begin an episode and replay it up to its last turn. Raises ConnectionError if a reply differs."""
         own = deepcopy((sample.turns, sample.row))
         first = Sample(*sample.key, [*sample.prompt], sample.question, sample.answer_key)
         first.turns, first.row = own
@@ -169,10 +169,10 @@ class Episodes:
         for text, reply in zip(self._turns(sample), sample.replies, strict=False):
             again = self._read(await self._call(partial(episode.instance.step, text), sample))
             if again.done or self._tokens(sample, again.reply, reply.start) != reply.tokens:
-                raise ConnectionError("it isn't where it was")
+                raise ConnectionError("the replay differs")
 
     async def _take(self, instance: Any, sample: Sample) -> Taken:
-        """Have an object answer the last turn. One that the limit of tokens cut off it doesn't see."""
+        """Pass the last turn to the user's object, unless the token limit cut that turn off."""
         step = Step(done=True)
         finish = "length"
         is_cut = sample.begun == self.config.max_new_tokens
@@ -186,7 +186,7 @@ class Episodes:
         if not step.done:
             place = len(sample.response)
             tokens = self._tokens(sample, step.reply, place)
-            # one that leaves the next turn no room isn't cut: it would say something else
+            # a reply that leaves no room for the next turn is dropped: cutting it could change its meaning
             if sample.begun + len(tokens) < self.config.max_new_tokens:
                 return Taken("", Reply(place, tokens, step.reply), float(step.reward), step.metrics)
             finish = "length"
@@ -207,11 +207,11 @@ class Episodes:
                 await episode.step
         finally:
             if episode.instance is not None and "close" in dir(self.kind):
-                with suppress(ConnectionError, TimeoutError):  # it is gone
+                with suppress(ConnectionError, TimeoutError):  # it is already gone
                     await self._call(episode.instance.close, Sample(*key, []))
 
     async def _call(self, function: Callable[[], Any], sample: Sample) -> Any:
-        """Call the user's code in a thread, or what is async in the loop for that. UserError."""
+        """Run user code in a thread, async code in the loop. Raises UserError if it takes too long."""
         async with self._free:
             future = asyncio.wrap_future(
                 self._threads.submit(call, self.code, function, self._loop)
@@ -234,14 +234,14 @@ class Episodes:
         raise UserError(f"{self.code.title}: {method} returned {shown}: {why}")
 
     def _turns(self, sample: Sample) -> list[str]:
-        """The policy's turns without what ended each, but with other special tokens."""
+        """Return the policy's turns as text, without end tokens but with other special tokens."""
         ends = [*(reply.start for reply in sample.replies), len(sample.response)]
         starts = [0, *ends[:-1]]
         decode = partial(tokenization.decode, self.tokenizer, special=True)
         return [decode(sample.response[a : b - 1]) for a, b in zip(starts, ends, strict=True)]
 
     def _tokens(self, sample: Sample, turns: list[dict], place: int) -> list[int]:
-        """Encode a reply; before it stands the template's end of a turn, if the policy ended it otherwise."""
+        """Encode a reply, after the template's end of turn if the policy ended its turn otherwise."""
         title = self.code.title
         if not sample.turns and (len(turns) > 1 or turns[0]["role"] != "user"):
             role = turns[0]["role"]
@@ -252,7 +252,7 @@ class Episodes:
 
 
 def call(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> Any:
-    """Run the user's code in this thread; what it awaits in the loop, which another thread runs."""
+    """Run user code in this thread; if it is async, await it in the loop, which has its own thread."""
     with code:
         found = function()
     if not inspect.isawaitable(found):
@@ -266,7 +266,7 @@ def call(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEven
 
 
 def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) -> Episodes:
-    """Load the user's class. UserError for no file, no class, or a name in it that is reserved."""
+    """Load the user's class. Raises UserError if it can't be found or uses a reserved name."""
     title = f"--environment {config.environment}"
     specs = "FILE.py or FILE.py:Class"
     how = ("Environment", "class {}", inspect.isclass, specs)
@@ -282,10 +282,7 @@ def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) ->
 def chat_check(
     title: str, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> Callable[[Text, str], None]:
-    """Return a check of prompts, which looks at a chat of each sequence of roles.
-
-    UserError for a template that rewrites earlier turns. One that leaves out reasoning is named by a line.
-    """
+    """Return a check of prompts, which raises UserError if the template rewrites earlier turns."""
     seen = set()
 
     def check(prompt: Text, where: str) -> None:

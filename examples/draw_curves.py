@@ -22,9 +22,9 @@ def main() -> None:
         axes.plot(
             rewards.keys(), rewards.values(), **style, label=f"{name}: reward of step 1, 2, ..."
         )
-        label = f"{name}: held-out accuracy after so many steps"
+        label = f"{name}: held-out accuracy after that many steps"
         axes.plot(accuracies.keys(), accuracies.values(), "o--", **style, label=label)
-    axes.set(xlabel="step", ylabel="part of the answers that is right", ylim=(0, 1))
+    axes.set(xlabel="step", ylabel="fraction of answers that are right", ylim=(0, 1))
     axes.legend(fontsize=8)
     figure.savefig(picture, dpi=100)
 

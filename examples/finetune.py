@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/finetune.py sft --model DIR --data FILE      or rm
 
-No engine, no controller. Every rank reads the file and makes the same plan. An example is one Sample, or for
-a pair of answers two, the chosen one first, which stay in one micro-batch: the loss of a pair needs both.
+There is no engine and no controller: every rank reads the file and makes the same plan. An example is one
+Sample, or two for a pair of answers: the chosen one first, both in one micro-batch, as their loss needs both.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ if TYPE_CHECKING:
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
-GROUPS = ("run", "data", "training", "memory", "lora", "examples")  # of settings that are flags
+GROUPS = ("run", "data", "training", "memory", "lora", "examples")  # groups of settings with flags
 
 
 @dataclass(frozen=True)
 class FinetuneConfig(Config):
-    """The settings of a run of run.py that these commands have, and their own."""
+    """The settings of `sft` and `rm`: some of run.py's, and three of their own."""
 
     steps: int = setting(40, "batches to train on", "training", low=1)
-    batch_size: int = setting(32, "examples of a step: conversations, or pairs", "examples", low=1)
+    batch_size: int = setting(32, "examples per step: conversations, or pairs", "examples", low=1)
     weight_decay: float = setting(0.0, "AdamW", "examples")
 
 
 def read_answer(row: dict, answer: Any, tokenizer: Tokenizer, where: str) -> tuple:
-    """Return a row's prompt and an answer, both text or both chat turns. UserError says what is wrong."""
+    """Return a row's prompt and answer, both text or both chat turns. Raises UserError if one is wrong."""
     prompt = row.get("prompt")
     if isinstance(prompt, str) and isinstance(answer, str) and prompt and answer:
         last = answer
@@ -86,7 +86,7 @@ def read_answer(row: dict, answer: Any, tokenizer: Tokenizer, where: str) -> tup
 
 
 def parse_sft(row: dict, tokenizer: Tokenizer, where: str) -> Example:
-    """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}: the answer is learned."""
+    """Read {"messages"}, {"prompt", "response"} or {"prompt", "completion"}; the model learns the answer."""
     answers = [row[n] for n in ("messages", "response", "completion") if row.get(n) is not None]
     if len(answers) != 1:
         raise UserError(f"{where}: needs `messages`, or `prompt` and `response` or `completion`")
@@ -96,10 +96,7 @@ def parse_sft(row: dict, tokenizer: Tokenizer, where: str) -> Example:
 
 
 def parse_rm(row: dict, tokenizer: Tokenizer, where: str) -> Example:
-    """Read {"prompt", "chosen", "rejected"}, of which the first answer is liked better.
-
-    The scalar head is read at the last token, so each text has one target, of any value, behind it.
-    """
+    """Read {"prompt", "chosen", "rejected"}. A text ends in a dummy target: the head reads the last token."""
     if not {"chosen", "rejected"} <= row.keys():
         raise UserError(f"{where}: needs `prompt`, `chosen` and `rejected`")
     pairs = [read_answer(row, row[name], tokenizer, where) for name in ("chosen", "rejected")]
@@ -115,12 +112,12 @@ def parse_rm(row: dict, tokenizer: Tokenizer, where: str) -> Example:
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, config: FinetuneConfig) -> list[Example]:
-    """Read all rows. UserError with file and line for one that can't be used, or is too long."""
+    """Read all rows. Raises UserError with file and line if one can't be used or is too long."""
     examples = []
     for line, row in read_rows(path):
         where = f"{path}:{line}"
         for name in filter(row.get, PLACES):
-            raise UserError(f"{where}: it has {name}, and {config.command} learns from texts")
+            raise UserError(f"{where}: it has {name}, but {config.command} learns only from texts")
         example = TASKS[config.command].parse(row, tokenizer, where)
         if (tokens := room(example)) > config.max_tokens_per_micro_batch:
             raise UserError(f"{where}: {tokens} tokens don't fit into --max-tokens-per-micro-batch")
@@ -128,16 +125,16 @@ def read_examples(path: Path, tokenizer: Tokenizer, config: FinetuneConfig) -> l
     return examples
 
 
-def room(example: Example) -> int:  # in a micro-batch, in tokens
+def room(example: Example) -> int:  # tokens in a micro-batch
     return sum(packed_length(len(sample.prompt) + len(sample.response)) for sample in example)
 
 
 def pair_loss(critic: Critic, batch: MicroBatch, output: Tensor) -> LossSums:
-    """The mean of -log sigmoid(r(chosen) - r(rejected)) over pairs, by the conventions of TRL.
+    """Return the mean over pairs of -log sigmoid(r(chosen) - r(rejected)), by the conventions of TRL.
 
     r: the scalar head at the last token. InstructGPT (arXiv 2203.02155), section 3.5, equation 1.
     """
-    rewards = critic.read_targets(batch, output)  # of a pair the chosen first
+    rewards = critic.read_targets(batch, output)  # chosen, rejected, chosen, ...
     chosen = rewards[::2]
     rejected = rewards[1::2]
     margin = chosen - rejected
@@ -152,7 +149,7 @@ class Task(NamedTuple):
     parse: Callable[[dict, Tokenizer, str], Example]
     model: type[Trainer]
     loss: Callable[[Trainer, MicroBatch, Tensor], LossSums]
-    stats: tuple[str, ...] = ()  # of the loss
+    stats: tuple[str, ...] = ()  # what the loss adds up
 
 
 TASKS = {
@@ -171,7 +168,7 @@ class Learner:
         self.loss = partial(self.task.loss, self.trainer)
 
     def step(self, examples: list[Example]) -> dict[str, float]:
-        """Learn a batch; returns its metrics from before (collective)."""
+        """Learn from a batch; return its metrics from before the update (collective)."""
         lr = learning_rate(self.trainer.version, self.trainer.config)
         stats = self.trainer.optimizer_step(self._packed(examples), self.loss, self.task.stats, lr)
         self.trainer.version += 1
@@ -179,12 +176,12 @@ class Learner:
         return metrics | {"grad_norm": stats["grad_norm"], "skipped": stats["skipped"], "lr": lr}
 
     def measure(self, examples: list[Example]) -> dict[str, float]:
-        """The metrics of examples, without learning (collective)."""
+        """Return the metrics of examples without learning from them (collective)."""
         stats = self.trainer.measure(self._packed(examples), self.loss, self.task.stats)
         return means(stats, ("loss", *self.task.stats), "divisor")
 
     def _packed(self, examples: list[Example]) -> Packed:
-        """This rank's micro-batches."""
+        """Return this rank's micro-batches."""
         trainer = self.trainer
         rooms = {(n, 0): room(each) + 1 for n, each in enumerate(examples)}
         measure = Measure(rooms, trainer.cost)
@@ -196,7 +193,7 @@ class Learner:
 
 
 async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None]) -> None:
-    """Clear the folder that `train` writes to, on rank 0; without --data put the demo's examples in it."""
+    """Check the model; on rank 0, archive --out and, without --data, write the demo's examples to it."""
     is_scalar = config.command == "rm"
     if is_scalar:
         extras.need("scalar judges", "finetune.py rm")
@@ -214,7 +211,7 @@ async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None])
 
 
 def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank: int) -> None:
-    """Train as `config.command` says; leave metrics and a Hugging Face directory in --out (collective)."""
+    """Run `config.command`; leave metrics and a Hugging Face directory in --out (collective)."""
     say = progress.line
     name = config.command
     out = Path(config.out)
@@ -265,12 +262,12 @@ def shown(metrics: dict[str, float]) -> str:
 
 
 def set_padding(folder: Path, tokenizer: Tokenizer, examples: list[Example]) -> str:
-    """Pad with a special token that ends no example: transformers scores the last that isn't padding."""
+    """Set a padding token that ends no example: transformers scores the last token that isn't padding."""
     ends = {None, *(sample.prompt[-1] for samples in examples for sample in samples)}
     special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
     pads = [tokenizer.pad_token_id, *reversed(special)]
     tokenizer.pad_token_id = next((pad for pad in pads if pad not in ends), None)
-    Path(folder, "special_tokens_map.json").unlink(missing_ok=True)  # it would have the last word
+    Path(folder, "special_tokens_map.json").unlink(missing_ok=True)  # it would take precedence
     tokenizer.save_pretrained(folder)
     path = folder / "config.json"
     hf = json.loads(path.read_text()) | {"pad_token_id": tokenizer.pad_token_id}
@@ -281,10 +278,10 @@ def set_padding(folder: Path, tokenizer: Tokenizer, examples: list[Example]) -> 
 
 
 def parse_command(arguments: list[str]) -> FinetuneConfig:
-    """Read the command line: a row of TASKS, then its settings. UserError names the setting."""
+    """Read the command line: a row of TASKS, then its settings. Raises UserError that names the setting."""
     name = arguments[0] if arguments else ""
     if name not in TASKS:
-        raise UserError("the first word is sft or rm; finetune.py sft --help tells the rest")
+        raise UserError("the first word is sft or rm; finetune.py sft --help lists the settings")
     defaults = dict(command=name, lr=1e-5, lr_decay_to=0.1)
     config = parse_settings(FinetuneConfig, arguments[1:], __doc__, GROUPS, defaults)
     if name == "rm" and config.lora:
@@ -293,9 +290,9 @@ def parse_command(arguments: list[str]) -> FinetuneConfig:
 
 
 def start(arguments: list[str], stop: shutdown.Stop) -> str:
-    """Do what the command line asks for, as run.start."""
+    """Run the command line, as run.start does."""
     config = parse_command(arguments)
-    schedule_of(config)  # UserError for a bad one
+    schedule_of(config)  # raises UserError for a bad one
     placement = make_placement(config, run.launched("WORLD_SIZE") or 2)
     run.check_launcher(f"examples/finetune.py {config.command} ...")
     choose_device(config)
@@ -303,7 +300,7 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
 
 
 async def learn(config: FinetuneConfig, placement: Placement) -> str:
-    """Join the other ranks, train, part (collective: every rank)."""
+    """Join the other ranks, train, and leave (collective: every rank)."""
     async with run.joined(config) as (world, progress):
         await raise_on_all(world, prepare(config, world.rank, progress.line))
         await world.run(train, config, placement, progress, world.rank)

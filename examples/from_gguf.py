@@ -1,4 +1,4 @@
-"""Make a Hugging Face directory, in float32, of a GGUF file whose architecture transformers can read.
+"""Convert a GGUF file into a Hugging Face directory in float32, if transformers can read its architecture.
 
 pip install accelerate gguf
 python examples/from_gguf.py FILE.gguf DIR
@@ -18,7 +18,7 @@ def main() -> None:
     from_file = dict(gguf_file=file.name)
     AutoTokenizer.from_pretrained(file.parent, **from_file).save_pretrained(folder)
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, **from_file, dtype="float32")
-    # a model of its own, of plain numbers: the one that was loaded would be saved as a quantized one
+    # copy the weights into a new, plain model: the loaded one would be saved as quantized
     del loaded.config.quantization_config
     model = AutoModelForCausalLM.from_config(loaded.config, dtype="float32")
     model.load_state_dict(loaded.state_dict())

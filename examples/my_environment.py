@@ -1,4 +1,4 @@
-"""A calculator: an environment that answers the policy, for sums that the model can't add by itself.
+"""A calculator: an environment that answers the policy, for sums too large for the model alone.
 
 torchrun --nproc-per-node 2 run.py --preset tiny --model demo/models/calculator/actor \
     --data examples/my_sums.jsonl --environment examples/my_environment.py --judge-format addition --steps 10
@@ -14,7 +14,7 @@ from environment import Step
 
 
 class Environment:
-    """An episode, which is one problem."""
+    """One episode: one problem."""
 
     def __init__(self, sample, *, seed):
         self.right = f">{sample.answer_key}"
@@ -29,7 +29,7 @@ class Environment:
 
 
 def calculate(text):
-    """Return 14 for `2+3*4`. None for what isn't numbers with + - * between them: it is never run as code."""
+    """Return 14 for `2+3*4`; None unless the text is numbers with + - * between. Never runs it as code."""
     if not re.fullmatch("[0-9]{1,15}([-+*][0-9]{1,15}){0,9}", text):
         return None
     terms = re.findall("([-+]?)([0-9*]+)", text)

@@ -1,4 +1,4 @@
-"""A judge of your own that gives 0 to 10 points; a tenth of them is the reward.
+"""Your own judge, which gives 0 to 10 points; the reward is a tenth of the points.
 
 torchrun --nproc-per-node 2 examples/my_judge.py --model DIR --judge DIR --data FILE --judge-format points
 """
@@ -25,12 +25,12 @@ Response:
 {answer}"""
 
 
-def tenth_of_points(text):  # of a critique; None: it can't be read, and the answer is dropped
+def tenth_of_points(text):  # None if the critique can't be parsed; then the answer is dropped
     points = re.findall(r"points:[\s*]*(\d+(?:\.\d+)?)", text, re.IGNORECASE)
     return float(points[-1]) / 10 if points and float(points[-1]) <= 10 else None
 
 
-shown = partial(genrm.chat_prompt, instruction=GRADER)  # with the whole response, not its last line
+shown = partial(genrm.chat_prompt, instruction=GRADER)  # the judge sees the whole response
 graded = replace(genrm.FORMATS["chat"], prompt=shown, parse=tenth_of_points, full_response=True)
 genrm.FORMATS["points"] = graded
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A serving mode of your own: torchrun --nproc-per-node 2 examples/my_mode.py --mode by_group"""
+"""Your own serving mode: torchrun --nproc-per-node 2 examples/my_mode.py --mode by_group"""
 
 import sys
 from pathlib import Path
@@ -10,12 +10,12 @@ import rollout
 import run
 
 
-def splits(placement, config):  # how many ranks each role has: as in partial colocation
+def splits(placement, config):  # ranks per role, as in partial colocation
     found = modes.partial_colocation(placement, config)
     return [split._replace(mode="by_group") for split in found]
 
 
-async def judge_by_group(step):  # the loop, side by side like partial colocation
+async def judge_by_group(step):  # the roles run side by side, as in partial colocation
     devices = step.c.devices
     await devices.set_awake(devices.leads("rollout"), devices.leads("genrm"))
     while not step.is_over:
@@ -24,7 +24,7 @@ async def judge_by_group(step):  # the loop, side by side like partial colocatio
         await rollout.gather_finished_groups(step)
 
 
-async def serve_group(step, group):  # its answers are judged when all of them are there
+async def serve_group(step, group):  # judges a group's answers once all of them are finished
     await rollout.generate(step, group)
     await rollout.judge(step, group)
 

@@ -1,4 +1,4 @@
-"""A placement of your own.
+"""Your own placement.
 
 torchrun --nproc-per-node 3 examples/my_placement.py --placement last --algorithm ppo
 """
@@ -14,8 +14,8 @@ from apart import placements
 from scheduling.layout import Placement, Shape
 
 
-def critics_last(everyone, config):  # they have the last ranks; all others take turns on the rest
-    shape = Shape.of(config, everyone)  # --tp and --pp, as every model has them here
+def critics_last(everyone, config):  # critics get the last ranks; everything else shares the others
+    shape = Shape.of(config, everyone)  # --tp and --pp, the same for every model
     cut = len(everyone) - shape.unit
     actor = shape._replace(ranks=everyone[:cut])
     critic = shape._replace(ranks=everyone[cut:])

@@ -1,4 +1,4 @@
-"""A rule that reads the columns of its rows, beside another rule.
+"""A rule that reads the columns of its rows and runs together with another rule.
 
 torchrun --nproc-per-node 2 run.py --model demo/models/written/actor --data examples/my_rows.jsonl \
     --judge-format addition --rule right examples/my_rule_rows.py:tidy \
@@ -7,8 +7,8 @@ torchrun --nproc-per-node 2 run.py --model demo/models/written/actor --data exam
 
 
 def tidy(sample):
-    """1 for an answer that ends by itself in as many digits as its row says; sums alone are this rule's."""
+    """Return 1 for a finished answer with as many digits as its row specifies. Applies only to sums."""
     if sample.row["kind"] != "sum":
-        return None  # the reward is that of `right` alone
-    has_ended = sample.text.endswith("<eos>")  # `text` has the special tokens, `plain_text` hasn't
+        return None  # only `right` gives a reward
+    has_ended = sample.text.endswith("<eos>")  # `text` has the special tokens, `plain_text` doesn't
     return float(has_ended and len(sample.answer or "") == sample.row["digits"])

@@ -1,9 +1,9 @@
-"""An environment that asks a server over HTTP, for example a sandbox that runs what the policy writes.
+"""An environment that asks a server over HTTP, for example a sandbox that runs the policy's code.
 
-SANDBOX names the server, and SANDBOX_TIMEOUT_S is how long it may take. A turn that ends with ? is sent
-to it, and what it returns is the reply. `step` may block: it has a thread of its own. ConnectionError and
-TimeoutError may pass through: the episode is dropped and counted, and isn't worth 0. http.client raises
-them; urllib.request and other libraries have classes of their own.
+SANDBOX is the server's address, and SANDBOX_TIMEOUT_S its time limit. A turn that ends with ? is sent to the
+server, and the server's response is the reply. `step` may block because it runs in its own thread. Let
+ConnectionError and TimeoutError through: the episode is then dropped and counted instead of scored 0.
+http.client raises these two; convert the exceptions of urllib.request and other libraries.
 """
 
 import os
@@ -23,13 +23,13 @@ class Environment:
 
 
 def ask(text):
-    """Send the server a text, and return its own. ConnectionError or TimeoutError."""
+    """Send the server a text and return its reply. Raises ConnectionError or TimeoutError."""
     with closing(HTTPConnection(SERVER, timeout=TIMEOUT_S)) as connection:
         try:
             connection.request("POST", "/", text.encode())
             response = connection.getresponse()
             reply = response.read().decode()
-        except HTTPException as error:  # half an answer, or none
+        except HTTPException as error:  # an incomplete reply, or none
             raise ConnectionError(f"{SERVER}: {error}") from None
     if response.status != 200:
         raise ConnectionError(f"{SERVER}: status {response.status}: {reply}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Goes on from its checkpoint when a rank dies
+# Resumes from the last checkpoint when a rank dies
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"

@@ -2,11 +2,11 @@
 #SBATCH --job-name=nanoyatt --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 #SBATCH --signal=TERM@600 --requeue --open-mode=append
 # Several machines of 8 GPUs under Slurm: sbatch --nodes 8 examples/slurm.sh --steps 100
-# MODEL, JUDGE and DATA in the environment; they, this folder and --out lie on a disk that all machines share.
-# NETWORK is how the addresses of the private network begin (10.1.), where a machine has more than one.
+# Set MODEL, JUDGE and DATA in the environment. They, this folder and --out must be on a disk that all
+# machines share. If they have several networks, set NETWORK to the private one's address prefix (10.1.).
 # Not run on a cluster yet: tests/test_docs.py runs it with stand-ins for srun, scontrol and torchrun.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:?start it with sbatch}" # which runs a copy of this file
+cd "${SLURM_SUBMIT_DIR:?start it with sbatch}" # sbatch runs a copy of this file
 export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 read -r FIRST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -1,12 +1,12 @@
-"""Write eight functions of nanoYATT again, and find two bugs, in a checkout of your own.
+"""Rewrite eight functions of nanoYATT, and find two bugs, in your own checkout.
 
     python -m exercises list
-    python -m exercises start gae     # takes the function's body away, or plants the bug
-    python -m exercises check gae     # runs the project's own tests of it; `check all`: of every exercise
-    python -m exercises solve gae     # puts the original back, and shows how yours differs
+    python -m exercises start gae     # removes the function's body, or plants the bug
+    python -m exercises check gae     # runs the project's own tests of it; `check all` checks every exercise
+    python -m exercises solve gae     # restores the original, and shows how yours differs
 
-The originals are those of git's HEAD, so don't commit while an exercise is open. Exit status 1: a check
-fails; 2: a mistake of yours, told in one line.
+The originals come from git's HEAD, so don't commit while an exercise is open. The exit status is 1 if a check
+fails, and 2 for a mistake in the command or the checkout; one line describes it.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from tests.runs.planted_bugs import read_bugs
 
 ROOT = Path(__file__).parent.parent
 YOUR_TURN = "your turn: python -m exercises check"
-LONGEST_S = 600  # of a check: a loop that doesn't end fails, too
+LONGEST_S = 600  # time limit of a check, so that an endless loop fails
 ENDED = (0, 1, 2)  # pytest's exit statuses: passed, failed, a file couldn't be imported
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def git(*arguments: str) -> str:
-    """Return what a command of git prints, or raise UserError."""
+    """Return the output of a git command. Raises UserError if git is missing or fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     except FileNotFoundError:
@@ -42,7 +42,7 @@ def git(*arguments: str) -> str:
 
 
 def find(text: str, exercise: Exercise) -> Function:
-    """Return an exercise's function in the text of its file, or raise UserError."""
+    """Return an exercise's function in the text of its file. Raises UserError if it isn't there."""
     try:
         node = ast.parse(text)
     except SyntaxError as error:
@@ -71,7 +71,7 @@ def present(exercise: Exercise) -> str:
 
 
 def original(exercise: Exercise) -> str:
-    """Return the function as git has it in HEAD. UserError if it was committed without its body."""
+    """Return the function in git's HEAD. Raises UserError if it was committed without its body."""
     found = function_in(git("show", f"HEAD:./{exercise.file}"), exercise)
     if YOUR_TURN in found:
         raise UserError(f"git's HEAD has {exercise.function} without its body: undo that commit")
@@ -79,7 +79,7 @@ def original(exercise: Exercise) -> str:
 
 
 def opened(exercise: Exercise) -> str:
-    """Return the function for you to mend: its docstring alone, or all of it with the bug."""
+    """Return the function for you to fix: only its docstring, or all of it with the bug."""
     if exercise.bug:
         bug = next(b for b in read_bugs() if f"{b.module}.{b.name}" == exercise.bug)
         assert original(exercise).count(bug.old) == 1, f"{exercise.bug} isn't in one place"
@@ -93,7 +93,7 @@ def opened(exercise: Exercise) -> str:
 
 
 def put(exercise: Exercise, function: str) -> None:
-    """Write a function in the place of the present one; the rest of its file stays as it is."""
+    """Replace the current function with this one; leave the rest of its file alone."""
     path = ROOT / exercise.file
     text = path.read_text()
     lines = text.splitlines(keepends=True)
@@ -106,7 +106,7 @@ def notes_path() -> Path:
 
 
 def read_notes() -> dict[str, str]:
-    """Return of each exercise that was started the function that passed, at first ""."""
+    """Return {name: the function that passed, "" before} for every exercise that was started."""
     return json.loads(notes_path().read_text()) if notes_path().exists() else {}
 
 
@@ -115,7 +115,7 @@ def write_notes(notes: dict[str, str]) -> None:
 
 
 def state_of(exercise: Exercise, notes: dict[str, str]) -> str:
-    """Return not begun, begun, or passes: of the function as it is now."""
+    """Return the current function's state: "not begun", "begun" or "passes"."""
     if exercise.name not in notes:
         return "not begun"
     return "passes" if notes[exercise.name] == present(exercise) else "begun"
@@ -130,7 +130,7 @@ def show_list() -> None:
 
 
 def start(exercise: Exercise) -> None:
-    """Take the body away, or plant the bug, and say what is wanted. UserError if work could be lost."""
+    """Remove the body, or plant the bug, and print the task. Raises UserError if work could be lost."""
     if present(exercise) != original(exercise):
         what = f"{exercise.file} has changes where {exercise.name} begins"
         raise UserError(f"{what}: commit them, or undo them with `solve {exercise.name}`")
@@ -141,13 +141,13 @@ def start(exercise: Exercise) -> None:
         print(f"Find the bug without git diff. It takes about {exercise.minutes} minutes.")
     else:
         line = lines_of(find((ROOT / exercise.file).read_text(), exercise)).start + 1
-        print(f"Write {exercise.function}, {exercise.file}:{line}, as its docstring says.")
+        print(f"Write {exercise.function}, {exercise.file}:{line}. Its docstring describes it.")
         print(f"{exercise.source}. It takes about {exercise.minutes} minutes.")
     print(f"Then: python -m exercises check {exercise.name}")
 
 
 def failure_of(exercise: Exercise) -> str:
-    """Run an exercise's tests, and return what the first one says that fails; "" if all pass."""
+    """Run an exercise's tests; return the output of the first failing one, "" if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-qq", "-rN", "-n0", "--tb=short"]
     command += ["--no-header", "--disable-warnings", "-p", "no:cacheprovider"]
     file, *tests = exercise.tests.split()
@@ -157,13 +157,13 @@ def failure_of(exercise: Exercise) -> str:
     try:
         done = subprocess.run(command, stderr=subprocess.STDOUT, timeout=LONGEST_S, **how)
     except subprocess.TimeoutExpired:
-        return f"the tests haven't ended after {LONGEST_S} s"
+        return f"the tests didn't end within {LONGEST_S} s"
     assert done.returncode in ENDED, done.stdout
     return done.stdout if done.returncode else ""
 
 
 def check(exercise: Exercise, shows_failure: bool) -> bool:
-    """Run an exercise's tests, print in a line whether they pass, and tell so. Note it if it was begun."""
+    """Run an exercise's tests; print and return whether they pass, and note it if it was begun."""
     began = time.monotonic()
     failure = failure_of(exercise)
     seconds = time.monotonic() - began
@@ -176,12 +176,12 @@ def check(exercise: Exercise, shows_failure: bool) -> bool:
     print(f"{exercise.name:22}  {'fails' if failure else 'passes':6}  {seconds:3.0f} s", flush=True)
     begun = [name for name, note in notes.items() if not note and name != exercise.name]
     if failure and shows_failure and begun:
-        print(f"What else is begun may be why: {', '.join(begun)}")
+        print(f"Other open exercises may be the reason: {', '.join(begun)}")
     return not failure
 
 
 def solve(exercise: Exercise) -> None:
-    """Put the original back, and print how it differs from what was there."""
+    """Restore the original, and print how yours differs from it."""
     yours = present(exercise)
     wanted = original(exercise)
     put(exercise, wanted)
@@ -193,11 +193,11 @@ def solve(exercise: Exercise) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Do what the command line asks for. Returns the exit status."""
+    """Run the command line. Return the exit status."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("exercises", description=__doc__, formatter_class=style)
     parser.add_argument("command", choices=("list", "start", "check", "solve"))
-    parser.add_argument("name", nargs="?", help="of an exercise; `check all`: of every one")
+    parser.add_argument("name", nargs="?", help="an exercise; `check all` checks every one")
     asked = parser.parse_args(arguments)
     chosen = [exercise for exercise in EXERCISES if exercise.name == asked.name]
     if (asked.command, asked.name) == ("check", "all"):
@@ -206,7 +206,7 @@ def main(arguments: list[str]) -> int:
         if asked.command == "list":
             show_list()
         elif not chosen:
-            raise UserError(f"{asked.command} one of: {', '.join(e.name for e in EXERCISES)}")
+            raise UserError(f"{asked.command} needs one of: {', '.join(e.name for e in EXERCISES)}")
         elif asked.command == "check":
             passed = [check(exercise, shows_failure=len(chosen) == 1) for exercise in chosen]
             return 0 if all(passed) else 1

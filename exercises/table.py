@@ -1,4 +1,4 @@
-"""The exercises in the order in which a sample meets their functions, the bugs last: a row for each."""
+"""The exercises, one row each: functions in the order in which a sample passes through them, then bugs."""
 
 from typing import NamedTuple
 
@@ -7,29 +7,29 @@ class Exercise(NamedTuple):
     """A function to write, or a bug to find."""
 
     name: str
-    story: str  # where a sample is, and what the function decides there; of a bug, its symptom
+    story: str  # where a sample is, and what the function decides there; for a bug, its symptom
     source: str  # paper and section
     minutes: int
     file: str
-    function: str  # a method's name is Class.name
+    function: str  # Class.name for a method
     tests: str  # a file of tests/, then names of tests in it, the most readable first
-    bug: str = ""  # of tests/planted: list.name
+    bug: str = ""  # list.name in tests/planted
 
 
 EXERCISES = (
     Exercise(
         "next_wave",
-        "A step begins with prompts: when to draw more of them, and how many.",
+        "A step begins with prompts. Decide when to draw more of them, and how many.",
         "DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT (arXiv 2508.07970)",
         30,
         "scheduling/dynamic_sampling.py",
-        "DynamicSampler.next_draw",
+        "FirstFinishedSampler.next_draw",
         "test_dynamic_sampling.py test_next_wave test_experience_says_what_will_be_filtered"
         " test_in_order_a_step_is_as_wave_by_wave",
     ),
     Exercise(
         "route",
-        "A prompt goes to an engine, which writes its answers: to which one.",
+        "A prompt goes to an engine, which generates its answers. Choose the engine.",
         "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (2001), section 1",
         20,
         "engines/routing.py",
@@ -40,7 +40,7 @@ EXERCISES = (
     ),
     Exercise(
         "ranks_of_tail",
-        "Few answers are still being written: which ranks go on, while judges get the rest.",
+        "Few answers are unfinished. Choose the ranks that finish them while judges get the others.",
         "RLHFuse (arXiv 2409.13221), section 4",
         40,
         "fused/tail.py",
@@ -49,7 +49,7 @@ EXERCISES = (
     ),
     Exercise(
         "group_norm",
-        "An answer has its reward: how much better it is than its group.",
+        "An answer has its reward. Compute how much better it is than its group.",
         "GRPO (arXiv 2402.03300), section 4.1.2",
         5,
         "algorithms.py",
@@ -59,8 +59,8 @@ EXERCISES = (
     ),
     Exercise(
         "gae",
-        "A critic has valued every token: how much better each is than what was expected.",
-        "Generalised advantage estimation (arXiv 1506.02438), section 3, equation 16",
+        "A critic has valued every token. Compute how much better each is than expected.",
+        "Generalized advantage estimation (arXiv 1506.02438), section 3, equation 16",
         20,
         "algorithms.py",
         "gae",
@@ -68,7 +68,7 @@ EXERCISES = (
     ),
     Exercise(
         "karmarkar_karp",
-        "The samples move to the ranks that train: who gets which, so that all work equally long.",
+        "The samples move to the training ranks. Deal them so that all ranks take equally long.",
         "Karmarkar and Karp, The Differencing Method of Set Partitioning (1982)",
         45,
         "scheduling/balance.py",
@@ -77,7 +77,7 @@ EXERCISES = (
     ),
     Exercise(
         "clipped_loss",
-        "The policy learns: the loss of a token, and when its ratio is clipped.",
+        "The policy learns. Compute the loss of a token, and decide when its ratio is clipped.",
         "PPO (arXiv 1707.06347), section 3, equation 7; DAPO (arXiv 2503.14476), section 3.1",
         15,
         "algorithms.py",
@@ -87,7 +87,7 @@ EXERCISES = (
     ),
     Exercise(
         "resharding_groups",
-        "The new weights go back to the engines: which ranks put a whole copy together.",
+        "The new weights go back to the engines. Find the ranks that together hold a whole copy.",
         "HybridFlow (arXiv 2409.19256), section 5.3",
         25,
         "scheduling/layout.py",
@@ -107,7 +107,7 @@ EXERCISES = (
     ),
     Exercise(
         "bug_in_the_second_step",
-        "The first step goes well; in the second, answers say that weights 0 wrote them, not 1.",
+        "The first step is right; in the second, answers are labeled with weights 0 instead of 1.",
         "HybridFlow (arXiv 2409.19256), section 5.2",
         20,
         "engines/pool.py",

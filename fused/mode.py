@@ -1,6 +1,6 @@
-"""`--mode fused`: rollout holds all ranks until few answers are left, then genrm most of them.
+"""`--mode fused`: rollout holds all ranks until few answers are left, then genrm holds most of them.
 
-RLHFuse (arXiv 2409.13221), section 4. What is decided, and why: fused/tail.py.
+RLHFuse (arXiv 2409.13221), section 4. The decisions are in fused/tail.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def inter_stage_fusion(placement: Placement, config: Config) -> list[Split]:
-    """A split for each tail of the answers: 0 is full, 1 partial. RLHFuse (arXiv 2409.13221), section 4."""
+    """Return a split for each tail: 0 is like full mode, 1 like partial."""
     ranks = len(placement.engines)
     if ranks <= placement.unit:
         return []
@@ -28,10 +28,10 @@ def inter_stage_fusion(placement: Placement, config: Config) -> list[Split]:
 
 
 async def judge_beside_the_tail(step: RolloutStep) -> None:
-    """Inter-stage fusion: rollout holds all ranks, genrm most of them once few answers are left.
+    """Inter-stage fusion: rollout holds all ranks, then genrm holds most of them once few answers are left.
 
-    Critiques are asked for at once, and wait in the pool until judges wake. An answer that moves is aborted;
-    an engine that stays gets its prompt with the tokens so far, and prefills them: no KV cache moves.
+    Critiques are requested at once, and wait in the pool until judges wake. To move an answer, it is aborted,
+    and another engine prefills the prompt and the tokens so far: KV caches don't move.
     """
     c = step.c
     rollout = c.devices.rollout
@@ -49,7 +49,7 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
 async def follow_the_tail(
     c: Controller, left: Remaining, keep: int, outstanding: Counter[int]
 ) -> None:
-    """Share the ranks by the answers that are left (collective). See ranks_of_tail."""
+    """Divide the ranks by the answers that are left (collective). See ranks_of_tail."""
     devices = c.devices
     placement = devices.placement
     tp = placement.rollout_tp

@@ -1,7 +1,7 @@
-"""`--schedule fused`: pipes in one table; those in opposite directions fill each other's idle time. Pure.
+"""`--schedule fused`: all pipes in one table. Pipes in opposite directions fill each other's idle time. Pure.
 
-RLHFuse (arXiv 2409.13221), section 5; it searches by simulated annealing, here it is list scheduling.
-`python -m bench.schedules` shows what it gains.
+RLHFuse (arXiv 2409.13221), section 5, but with list scheduling instead of simulated annealing.
+`python -m bench.schedules` shows the gain.
 """
 
 import math
@@ -13,24 +13,24 @@ from typing import NamedTuple
 from scheduling import pipeline
 from scheduling.pipeline import SCHEDULES, Pipe, Schedule, Table, Task
 
-MOST_MEMORY = 1.5  # of a fused table, over `base_memory`
-TRIES = 400  # list schedules; a count and not a time, so that all ranks come to the same table
-STUCK = 10  # tries without a gain, then a fresh start
-NEAR = 0.025  # of the bound: how far a pipe's urgency is shifted, at most
-FAR = 0.25  # the same at a fresh start
-EPSILON = 1e-9  # part by which sums of floats may be off
-NOTHING = (math.inf, 0)  # the choice of a rank that can run no task now
+MOST_MEMORY = 1.5  # limit of a fused table, in multiples of `base_memory`
+TRIES = 400  # list schedules; a count instead of a time, so that all ranks find the same table
+STUCK = 10  # number of tries without a gain before a restart
+NEAR = 0.025  # largest random shift of a pipe's urgency, as a fraction of the bound
+FAR = 0.25  # the same after a restart
+EPSILON = 1e-9  # relative error of sums of floats
+NOTHING = (math.inf, 0)  # the choice of a rank that can't run any task now
 
 
 class Lane(NamedTuple):
-    """One direction of one stage. A micro-batch goes through the lanes of its pipe in order."""
+    """One direction of one stage. A micro-batch passes through its pipe's lanes in order."""
 
     pipe: int
     stage: int
     backward: bool
     rank: int
     duration: float
-    memory: float  # that a pass takes up; negative if it gives it back
+    memory: float  # change by a pass; negative if it frees memory
 
 
 class Tried(NamedTuple):
@@ -38,21 +38,21 @@ class Tried(NamedTuple):
 
     latency: float
     ends: list[list[float]]  # [lane][micro-batch]
-    order: list[int]  # the lane of each task; all that a task needs stands before it
+    order: list[int]  # the lane of each task; a task comes after all that it needs
 
 
 def fused(pipes: Sequence[Pipe]) -> Table:
-    """All pipes at once, in MOST_MEMORY times `base_memory`; never slower than `one_after_another`."""
+    """Return a table of all pipes, in MOST_MEMORY * `base_memory`, no slower than `one_after_another`."""
     return [list(tasks) for tasks in search(tuple(pipes))]
 
 
 @lru_cache(maxsize=64)
 def search(pipes: tuple[Pipe, ...]) -> Table:
-    """The fastest of TRIES list schedules, or the first that meets `bound`: the same on every rank.
+    """Return the fastest of TRIES list schedules, or the first that meets `bound`: the same on every rank.
 
-    A try looks at the last good schedule from its end, where forward passes are backward ones: what ended
-    last is most urgent, and gaps close as it is built anew (forward-backward improvement of project
-    scheduling: Li and Willis, 1992). Chance shifts the pipes' urgency against each other.
+    Each try reverses the last good schedule in time and rebuilds it: the tasks that ended last are the most
+    urgent, and gaps close (forward-backward improvement in project scheduling: Li and Willis, 1992). Random
+    shifts change the pipes' relative urgency.
     """
     best = pipeline.one_after_another(pipes)
     fastest = pipeline.evaluate(pipes, best).latency
@@ -68,9 +68,8 @@ def search(pipes: tuple[Pipe, ...]) -> Table:
             now = Tried(math.inf, alone(pipes, lanes), [])
             reach = FAR * target
             stuck = 0
-        # not gauss: logarithms may differ in the last digit between machines, and then their tables would
+        # not rng.gauss: logarithms may differ in the last digit between machines, and so would the tables
         shifts = [rng.uniform(-reach, reach) for _ in pipes]
-        # seen from the end what gave memory back takes it up
         mirrored = [lane._replace(memory=-lane.memory) for lane in reversed(lanes)]
         urgency = []
         for lane, ends in zip(mirrored, reversed(now.ends), strict=True):
@@ -88,7 +87,7 @@ def search(pipes: tuple[Pipe, ...]) -> Table:
 
 
 def lanes_of(pipes: tuple[Pipe, ...]) -> list[Lane]:
-    """All lanes: the stages of each pipe, forward, then back."""
+    """Return all lanes: each pipe's stages, forward and then backward."""
     lanes = []
     for number, pipe in enumerate(pipes):
         stages = list(enumerate(pipe.ranks))
@@ -100,9 +99,9 @@ def lanes_of(pipes: tuple[Pipe, ...]) -> list[Lane]:
 
 
 def alone(pipes: tuple[Pipe, ...], lanes: list[Lane]) -> list[list[float]]:
-    """The ends of each lane's passes if each pipe had its ranks for itself: [lane][micro-batch]."""
+    """Return the end of each pass if each pipe had its ranks to itself: [lane][micro-batch]."""
     ends = []
-    first = [0.0] * len(pipes)  # when a pipe's first micro-batch is through the lanes so far
+    first = [0.0] * len(pipes)  # when each pipe's first micro-batch has passed the lanes so far
     for lane in lanes:
         pipe = pipes[lane.pipe]
         first[lane.pipe] += lane.duration
@@ -112,11 +111,11 @@ def alone(pipes: tuple[Pipe, ...], lanes: list[Lane]) -> list[list[float]]:
 
 
 class LaneState(NamedTuple):
-    """A lane while a list schedule is built. Its lists grow; [micro-batch]."""
+    """A lane in a partial list schedule. Its lists are [micro-batch], and the first two grow."""
 
     number: int  # among all lanes
-    ends: list[float]  # of the passes that were placed
-    ready: list[float]  # the ends of the lane before, which its passes wait for
+    ends: list[float]  # the ends of its passes that are placed
+    ready: list[float]  # the ends in the previous lane, which its passes wait for
     urgency: list[float]  # the lowest is the most urgent
     duration: float
     memory: float
@@ -125,9 +124,9 @@ class LaneState(NamedTuple):
 def list_schedule(
     lanes: list[Lane], urgency: list[list[float]], patience: float, most_memory: float
 ) -> Tried | None:
-    """Let the rank that can begin first run its next task, as `choose` says, until all are placed.
+    """Place tasks until none is left: always the one that can start first among the ranks' choices.
 
-    None if that ends with the memory of all ranks taken up. A task takes about 8 us.
+    Returns None if memory runs out on all ranks. A task takes about 8 us.
     """
     ranks = range(1 + max(lane.rank for lane in lanes))
     ends = [[] for _ in lanes]
@@ -136,7 +135,7 @@ def list_schedule(
         follows = k > 0 and lanes[k - 1].pipe == lane.pipe
         ready = ends[k - 1] if follows else [0.0] * len(urgency[k])
         here[lane.rank].append(LaneState(k, ends[k], ready, urgency[k], lane.duration, lane.memory))
-    free = [0.0 for _ in ranks]  # when each rank has run all that was placed on it
+    free = [0.0 for _ in ranks]  # when each rank becomes free
     room = [most_memory * (1 + EPSILON) for _ in ranks]
     choices = [choose(here[rank], 0.0, room[rank], patience) for rank in ranks]
     order = []
@@ -154,13 +153,13 @@ def list_schedule(
 
 
 def choose(here: list[LaneState], free: float, room: float, patience: float) -> tuple[float, int]:
-    """The start of a rank's next task, and its lane: the most urgent that may start soon, or NOTHING.
+    """Return the start and the lane of a rank's next task: the most urgent that may start soon, or NOTHING.
 
-    patience, 0 to 1: the part of the time until another task would have ended that the rank may wait.
+    patience, 0 to 1: how long the rank may wait, as a fraction of the time until a task could end.
     """
     able = []
-    earliest = math.inf  # start of any task
-    soonest = math.inf  # end of any task
+    earliest = math.inf  # the first start of any task
+    soonest = math.inf  # the first end of any task
     for k, ends, ready, urgency, duration, memory in here:
         i = len(ends)
         if i < len(ready) and memory <= room:
@@ -176,7 +175,7 @@ def choose(here: list[LaneState], free: float, room: float, patience: float) -> 
 
 
 def table_of(pipes: tuple[Pipe, ...], lanes: list[Lane], order: list[int]) -> Table:
-    """The tasks of each rank; `lanes` that are mirrored start with a backward one."""
+    """Return each rank's tasks. Mirrored `lanes` start with a backward one."""
     table = pipeline.empty_table(pipes)
     done = [0] * len(lanes)
     for k in reversed(order) if lanes[0].backward else order:

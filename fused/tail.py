@@ -1,4 +1,4 @@
-"""Inter-stage fusion (RLHFuse, arXiv 2409.13221, section 4): who has ranks in the tail; which tail. Pure."""
+"""Inter-stage fusion (RLHFuse, arXiv 2409.13221, section 4): the ranks in the tail, and its length. Pure."""
 
 import math
 from collections import Counter, deque
@@ -17,7 +17,7 @@ from scheduling.measured import (
 
 Ranks = tuple[int, ...]
 TAILS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)  # --rebalance chooses from these
-RECENT = 3  # steps that say how fast tokens come: what a start took is soon forgotten
+RECENT = 3  # steps from which to estimate speed: a slow start is soon forgotten
 
 
 class TokenLatency(NamedTuple):
@@ -27,15 +27,15 @@ class TokenLatency(NamedTuple):
     per_request: float
 
     def seconds(self, in_flight: float, capacity: int) -> float:
-        """Seconds a token, while an engine has so many requests and decodes `capacity` of them at once."""
+        """Return seconds per token while an engine has `in_flight` requests, `capacity` at once."""
         return self.fixed * max(1.0, in_flight / capacity) + self.per_request * in_flight
 
 
 def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
-    """Return what the newest steps of fused mode, else of all, say: half of a token's seconds are fixed.
+    """Estimate the latency from the newest steps of fused mode or, without any, of any mode.
 
-    Where requests come one by one, each prompt holds up those that are written: so modes aren't mixed. No
-    time, if the role was never asked.
+    Assumes that half of the time is fixed. Modes aren't mixed, because a trickle of prompts interrupts
+    decoding. Returns zeros if the role had no requests.
     """
     fused = [step for step in history if step.split.mode == "fused"] or history
     seconds = []
@@ -52,8 +52,8 @@ def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
 
 
 def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
-    """The engines that the tail needs: for its KV caches, and for its pace."""
-    # with more answers than this an engine's step takes twice as long as an empty one
+    """Return how many engines the tail needs for its KV caches and its speed."""
+    # with this many answers an engine's step takes twice as long as with none
     at_once = latency.fixed / latency.per_request if latency.per_request else math.inf
     return max(1, math.ceil(unwritten / max(1.0, min(capacity, at_once))))
 
@@ -68,16 +68,16 @@ def ranks_of_tail(
     writers: dict[int, int],
     judges: dict[int, int],
 ) -> Ranks:
-    """Return the ranks that rollout has from now on; genrm has the rest. The first rule that fits decides:
+    """Return the ranks that rollout has from now on; genrm has the rest. The first rule that applies decides:
 
-    1. Every answer is written: rollout has none.
+    1. Every answer is written: rollout gets none.
     2. Rollout has none, and answers are being judged: still none, so the next wave waits.
-    3. More than `tail` of the answers begun are unwritten, and rollout has all, or none is being judged: all.
-    4. Both roles have ranks: they stay as they are.
-    5. The tail begins: rollout keeps the units with most tokens outstanding, up to `most_ranks`.
+    3. More than `tail` of the answers are unwritten, and rollout has all ranks or none is being judged: all.
+    4. Both roles have ranks: no change.
+    5. The tail begins: rollout keeps the units with the most tokens outstanding, up to `most_ranks`.
 
-    units: the ranks, in parts that change hands. held: the ranks that rollout has now. outstanding: tokens
-    that each rank's engine has still to write. writers, judges: lead rank -> model of each engine.
+    units: groups of ranks that move together. held: rollout's ranks now. outstanding: tokens that each rank's
+    engine has yet to write. writers, judges: lead rank -> model of each engine.
     """
     everyone = tuple(rank for unit in units for rank in unit)
     is_tail = left.unwritten <= tail * left.begun
@@ -93,11 +93,11 @@ def ranks_of_tail(
         writes = writers.keys() & {*unit}
         if writes and len(kept) < most_ranks and can_share(more, writers, judges):
             kept = more
-    return tuple(sorted(kept)) or everyone  # all, if an engine of each role can't be apart
+    return tuple(sorted(kept)) or everyone  # all, if the roles can't be separated
 
 
 def can_share(ranks: set[int], writers: dict[int, int], judges: dict[int, int]) -> bool:
-    """Tell whether somebody writes on these ranks, and every judge has an engine on the others."""
+    """Return whether these ranks have a rollout engine, and the others an engine for every judge."""
     models = {model for lead, model in judges.items() if lead not in ranks}
     return bool(ranks & writers.keys()) and models == {*judges.values()}
 
@@ -106,23 +106,23 @@ Cohorts = list[tuple[float, float]]  # seconds, answers
 
 
 class FluidModel(NamedTuple):
-    """Seconds that a step is served with a tail: all requests of an engine gain their tokens in step."""
+    """Predicts the serving time with a tail. All requests of an engine progress at the same speed."""
 
-    engines: tuple[int, int]  # of both roles, if each has all ranks
+    engines: tuple[int, int]  # number of engines of each role if it has all ranks
     rollout: TokenLatency
     genrm: TokenLatency
     capacity: int
-    swap_s: float  # for ranks to change hands
+    swap_s: float  # the time of a swap
 
     def seconds(self, tail: float, lengths: tuple[int, ...], judged: float, tokens: float) -> float:
-        """lengths: `histogram` of the answers, which so many critiques of so many tokens judge."""
+        """Return the time for answers with this `histogram`, and `judged` critiques of `tokens` tokens."""
         written, cut, kept = self._written(lengths, tail * sum(lengths))
         each = judged / sum(lengths)
         arrivals = [(max(cut, time), answers * each) for time, answers in written]
         return self._judged(arrivals, tokens, self.engines[1] * (1 - kept / self.engines[0]))
 
     def _written(self, lengths: tuple[float, ...], of_tail: float) -> tuple[Cohorts, float, int]:
-        """Answers when they are written; when genrm gets ranks; the engines that are kept from it."""
+        """Return when answers are written, when genrm gets ranks, and how many engines rollout keeps."""
         now = tokens = 0.0
         left = sum(lengths)
         engines = self.engines[0]
@@ -140,8 +140,8 @@ class FluidModel(NamedTuple):
         return written, min(cut, now + self.swap_s), kept
 
     def _judged(self, arrivals: Cohorts, tokens: float, engines: float) -> float:
-        """The time of the last critique. So many engines judge; once the last answers come, all do."""
-        now = in_flight = depth = 0.0  # depth: tokens that each has gained so far
+        """Return the time of the last critique. `engines` judge; after the last answers, all engines do."""
+        now = in_flight = depth = 0.0  # depth: tokens that each critique has gained so far
         queue = deque()
         for time, critiques in [*arrivals, (math.inf, 0.0)]:
             while queue:
@@ -167,7 +167,7 @@ class FluidModel(NamedTuple):
 def best_tail(
     history: list[StepStats], splits: list[Split], capacity: int, tp: dict[str, int]
 ) -> Decision:
-    """Return the split whose tail would serve the newest steps fastest: theirs, if the gain is small."""
+    """Return the split whose tail would serve the newest steps fastest, or theirs if the gain is small."""
     now = history[-1].split
     newest = newest_of_split(history)[:RECENT]
     if len(newest) < RECENT:

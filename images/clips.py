@@ -1,7 +1,7 @@
-"""Clips: the frames of a video that a model is shown, two and two; each pair is a small file of its own.
+"""Clips: the frames of a video that a model sees, stored as pairs in small files.
 
-A pair goes the way of an image. Its two frames fill one patch of time, as those of the models' own videos do.
-The same file gives the same bytes in every process and thread.
+A pair is handled like an image. Its two frames fill one temporal patch, as in the models' own processors.
+Decoding is deterministic: a file gives the same bytes in every process and thread.
 """
 
 import io
@@ -17,42 +17,42 @@ from typing import Any, BinaryIO, NamedTuple
 
 from runtime.errors import UserError
 
-# ffmpeg's readers of MP4, MOV, WebM and MKV; that of a playlist would open other files, and addresses
+# ffmpeg's demuxers for MP4, MOV, WebM and MKV; one for playlists would open other files, and URLs
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm"
-LEAST_FRAMES = 4  # shown, if there are so many; as in the models' own processors
+LEAST_FRAMES = 4  # shown if the clip has that many; as in the models' own processors
 MOST_SECONDS = 1800
-MOST_PIXELS = 30_000_000_000  # of all frames: eight minutes of 1080p, which take two to decode
+MOST_PIXELS = 30_000_000_000  # in a clip: 8 minutes of 1080p, which take 2 minutes to decode
 MOST_OF_A_FRAME = 89_478_485  # pixels, as Pillow thinks safe
-CUT_SECONDS = 0.5  # that may be missing of what the header says
-HDR = (16, 18)  # transfer functions PQ and HLG, for screens that are brighter than white
-KEPT_BYTES = 512 << 20  # of pairs: engines and trainer ask for those of a step several times
-# a display matrix: degrees against the clock
+CUT_SECONDS = 0.5  # how much shorter than its header a clip may be
+HDR = (16, 18)  # transfer functions PQ and HLG
+KEPT_BYTES = 512 << 20  # cached pairs: engines and trainer request a step's several times
+# display matrix -> degrees counterclockwise
 TURNS = {(1, 0, 0, 1): 0, (0, -1, 1, 0): 90, (-1, 0, 0, -1): 180, (0, 1, -1, 0): 270}
-# of swscale: bicubic, ACCURATE_RND, BITEXACT. Else each kind of processor rounds in its own way
+# swscale's bicubic, ACCURATE_RND and BITEXACT; without them rounding depends on the CPU
 EXACT = 0x4 | 0x40000 | 0x80000
 File = bytes | Path
 
 
 class Pair(NamedTuple):
-    seconds: float  # between its frames, from the clip's start
+    seconds: float  # midway between its frames, from the clip's start
     sides: tuple[int, int]  # height and width of its frames
-    file: bytes  # a TIFF of two
+    file: bytes  # a TIFF with two frames
 
 
 @dataclass
 class Clips:
-    """The clips that a process reads, each decoded once while its pairs are kept. For threads."""
+    """A process's clips, each decoded only once while its pairs are cached. Thread-safe."""
 
-    fps: float  # frames shown of a second
-    most: int  # frames shown of a clip
-    # of height, width, number of pairs, `where`: sides that fit. UserError
+    fps: float  # frames shown per second
+    most: int  # frames shown per clip
+    # (height, width, number of pairs, `where`) -> sides that fit; raises UserError
     fit: Callable[[int, int, int, str], tuple[int, int]]
-    # by SHA-256, the latest last: the lock of the thread that decodes a clip, its pairs
+    # SHA-256 -> (the lock of the thread that decodes, the pairs); least recently used first
     _kept: dict[bytes, tuple[Lock, list[Pair]]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     def pairs(self, digest: bytes, file: Callable[[], File], where: str) -> list[Pair]:
-        """Return a clip's pairs. UserError, which says `where`, for what isn't whole or allowed."""
+        """Return a clip's pairs. Raises UserError, naming `where`, if it is damaged or not allowed."""
         with self._lock:
             lock, pairs = self._kept[digest] = self._kept.pop(digest, (Lock(), []))
             size = sum(len(pair.file) for _, kept in self._kept.values() for pair in kept)
@@ -65,7 +65,7 @@ class Clips:
         return pairs
 
     def bound(self, file: File, where: str) -> list[Pair]:
-        """Return as many empty pairs as may be shown, of their sides, by the header. UserError."""
+        """Return the most pairs that the header allows, of the right sides but empty. Raises UserError."""
         with opened(file, where) as (container, stream):
             seconds = container.duration / 1e6 if container.duration else MOST_SECONDS
             frames = min(max(int(seconds * self.fps) + 1, LEAST_FRAMES), self.most)
@@ -88,7 +88,7 @@ class Clips:
                     found[frame.pts] = picture(frame, sides, where)
                 if len(found) == len(wanted):
                     break
-            check(container, stream, where)  # what no header says, the first frame does
+            check(container, stream, where)  # some facts are known only after the first frame
         if missing := len(wanted) - len(found):
             raise UserError(f"{where}: damaged: {missing} of {len(wanted)} frames can't be read")
         pairs = []
@@ -106,7 +106,7 @@ def open_file(file: File) -> BinaryIO:
 
 @contextmanager
 def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
-    """Open a clip: PyAV's container and video stream. UserError for what `check` or ffmpeg refuses."""
+    """Open a clip: PyAV's container and video stream. Raises UserError if `check` or ffmpeg refuses it."""
     import av
 
     only = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
@@ -119,7 +119,7 @@ def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
                 raise UserError(f"{where}: it has no video stream that can be decoded")
             check(container, moving[0], where)
             context = moving[0].codec_context
-            context.thread_count = 1  # damaged ones, too, give the same bytes everywhere
+            context.thread_count = 1  # so that even damaged clips give the same bytes everywhere
             context.options = {"err_detect": "explode", "max_pixels": str(MOST_OF_A_FRAME)}
             yield container, moving[0]
     except (av.FFmpegError, OSError) as error:
@@ -128,18 +128,18 @@ def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
 
 
 def sides_of(stream: Any) -> tuple[int, int]:
-    """Height and width before any turn, of square pixels."""
+    """Return height and width in square pixels, before rotation."""
     return stream.height, round(stream.width * (stream.sample_aspect_ratio or 1))
 
 
 def frames_in(container: Any, stream: Any) -> int:
-    """The number of frames by the header; 0 if it doesn't say."""
+    """Return the number of frames according to the header, 0 if unknown."""
     seconds = (container.duration or 0) / 1e6
     return stream.frames or round(seconds * (stream.average_rate or 0))
 
 
 def check(container: Any, stream: Any, where: str, counted: int = 0) -> None:
-    """Raise UserError for a clip that would take too long or too much memory, or is HDR."""
+    """Raise UserError if a clip would take too long or too much memory, or is HDR."""
     pixels = stream.width * stream.height
     seconds = (container.duration or 0) / 1e6
     frames = counted or frames_in(container, stream)
@@ -156,7 +156,7 @@ def check(container: Any, stream: Any, where: str, counted: int = 0) -> None:
 
 
 def frame_times(container: Any, stream: Any, where: str) -> list[int]:
-    """The times of all frames, in the stream's time base, without decoding. UserError if some lack."""
+    """Return all frames' times in the stream's time base. Raises UserError if the clip is cut off."""
     times = set()
     end = 0
     for packet in container.demux():
@@ -172,12 +172,9 @@ def frame_times(container: Any, stream: Any, where: str) -> list[int]:
 
 
 def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tuple[int, Fraction]]:
-    """Choose what is seen at even times, from the first frame to the last: (frame, its time).
-
-    unit: seconds of one of the times. A frame that lasts longer than others is shown again, at a later time.
-    """
+    """Sample frames evenly, long ones repeatedly: (frame, its time). unit: seconds per unit of `times`."""
     span = times[-1] - times[0]
-    each = Fraction(span, max(1, len(times) - 1))  # on average; the last one lasts as long
+    each = Fraction(span, max(1, len(times) - 1))  # average duration, assumed for the last one
     count = min(max(int(len(times) * each * unit * Fraction(fps)), LEAST_FRAMES), most, len(times))
     found = []
     for number in range(count):
@@ -191,17 +188,17 @@ def chosen(times: list[int], unit: Fraction, fps: float, most: int) -> list[tupl
 
 
 def picture(frame: Any, sides: tuple[int, int], where: str) -> Any:
-    """A frame in RGB, of this height and width, then turned as it is to be shown. UserError."""
+    """Convert a frame to RGB, resize it, then rotate it for display. Raises UserError if it can't."""
     from PIL.Image import Resampling
 
     colors = {"src_colorspace": frame.colorspace, "src_color_range": frame.color_range}
-    # another space than its own: PyAV would take all for BT.601
+    # without an explicit space PyAV would treat all as BT.601
     image = frame.to_image(interpolation=EXACT, dst_colorspace=0, **colors)
-    image = image.resize(sides[::-1], Resampling.BICUBIC)  # as the models' own processors
+    image = image.resize(sides[::-1], Resampling.BICUBIC)  # as in the models' own processors
     if matrix := frame.side_data.get("DISPLAYMATRIX"):
         # x and y go to (a x + c y, b x + d y)
         a, b, _, c, d, *_ = (number / 65536 for number in struct.unpack("=9i", bytes(matrix)))
         if (a, b, c, d) not in TURNS:
-            raise UserError(f"{where}: mirrored, bent or turned by no quarter; convert it")
+            raise UserError(f"{where}: it is mirrored, skewed or tilted; convert it")
         image = image.rotate(TURNS[a, b, c, d], expand=True)
     return image

@@ -1,6 +1,6 @@
-"""An image and its tokens, as Qwen-VL writes them: a prompt has one for each of an image's features.
+"""Image tokens as Qwen-VL writes them: a prompt has one token per feature of an image.
 
-An engine is sent one token for each image and expands it by itself; trainers, lengths and balance see all.
+Engines receive one token per image and expand it themselves; everything else works on all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,9 @@ from sample import Image
 
 
 def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:
-    """Replace the one token of each image by one for each feature."""
+    """Replace each image's single token with one per feature."""
     expanded = list(tokens)
-    at = -1  # the last token that is done
+    at = -1  # the last token processed
     for image in images:
         at = expanded.index(image.token, at + 1)
         expanded[at : at + 1] = [image.token] * image.features
@@ -22,7 +22,7 @@ def expand(tokens: list[int], images: Sequence[Image]) -> list[int]:
 
 
 def collapse(tokens: list[int], images: Sequence[Image]) -> list[int]:
-    """The inverse of `expand`."""
+    """Undo `expand`."""
     collapsed = list(tokens)
     at = -1
     for image in images:
@@ -34,7 +34,7 @@ def collapse(tokens: list[int], images: Sequence[Image]) -> list[int]:
 def positions(tokens: Sequence[int], images: Sequence[Image]) -> Iterator[tuple[int, int, int]]:
     """Yield frame, row and column of each token of an expanded sequence (Qwen2-VL, 2409.12191, section 2.1).
 
-    Text counts on in all three; an image spans its shape, and what follows starts behind its longest side.
+    Text advances all three; an image spans its shape, and the next token comes after its longest side.
     """
     start = 0  # the position of the next token of text
     at = 0  # the index of the next token

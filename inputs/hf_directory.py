@@ -1,4 +1,4 @@
-"""Reads a model's Hugging Face directory: its JSON, and the heads of tensor files. No code of it runs."""
+"""Reads a Hugging Face model directory: JSON and the headers of tensor files. Never runs its code."""
 
 import json
 import re
@@ -12,17 +12,17 @@ from runtime.errors import UserError
 
 
 class Family(NamedTuple):
-    """The marks of an architecture."""
+    """The facts that distinguish an architecture."""
 
-    architecture: str  # transformers' class of a model that writes
-    layers: dict[str, bool]  # settings of Megatron's
-    text: str = "model."  # the names of the text model's tensors begin so
-    tower: str = ""  # and those of the image tower, if there is one
+    architecture: str  # transformers' class for generation
+    layers: dict[str, bool]  # Megatron settings
+    text: str = "model."  # prefix of the text model's tensor names
+    tower: str = ""  # prefix of the image tower's, if it has one
 
 
 BIAS = {"add_qkv_bias": True}
 NORM = {"qk_layernorm": True}
-FAMILIES = {  # by config.json's model_type
+FAMILIES = {  # model_type in config.json -> its family
     "qwen2": Family("Qwen2ForCausalLM", BIAS),
     "qwen3": Family("Qwen3ForCausalLM", NORM),
     "llama": Family("LlamaForCausalLM", {}),
@@ -32,16 +32,16 @@ FAMILIES = {  # by config.json's model_type
     ),
 }
 VISION_FAMILIES = [name for name, family in FAMILIES.items() if family.tower]
-# names files with classes, or one that transformers reads in config.json's place
+# keys that name files with classes, or a file that transformers reads instead of config.json
 CODE = re.compile(r'"(auto_map|configuration_files)": (?!null)')
-FLOATS = ("F64", "F32", "F16", "BF16")  # types of tensors; all others need a scale
+FLOATS = ("F64", "F32", "F16", "BF16")  # tensor types; all others need a scale
 INDEX = "model.safetensors.index.json"
-HEAD = "score.weight"  # the tensor of a model that ends in a number: a value, a reward
+HEAD = "score.weight"  # a scalar model's last tensor: it gives a value or a reward
 
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Make one line, which begins with `where`, of what a library says of a file that it can't read."""
+    """Turn a library's error about a file into a one-line UserError that begins with `where`."""
     from huggingface_hub.errors import StrictDataclassError
 
     known = (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError, ArithmeticError)
@@ -54,7 +54,7 @@ def readable(where: str) -> Iterator[None]:
 
 
 def read_object(path: Path, where: str) -> dict:
-    """Return what a JSON file holds. UserError, which begins with `where`, if that is no object."""
+    """Return the object in a JSON file. Raises UserError, beginning with `where`, if there is none."""
     with readable(f"{where}: {path.name} is not valid JSON"):
         found = json.loads(path.read_text())
     if not isinstance(found, dict):
@@ -63,12 +63,12 @@ def read_object(path: Path, where: str) -> dict:
 
 
 def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
-    """Return config.json. UserErrors, also if any *config.json names code, name setting and directory."""
+    """Return config.json. Raises UserError if it can't be read, or if any *config.json names code."""
     where = f"{setting} {model_dir}".strip()
     found = {}
-    for path in sorted(Path(model_dir).glob("*config.json")):  # also a tokenizer's, processors'
+    for path in sorted(Path(model_dir).glob("*config.json")):  # also tokenizer's, processors'
         found[path.name] = read_object(path, where)
-        text = json.dumps(found[path.name])  # escapes quotes within a text, which so can't match
+        text = json.dumps(found[path.name])  # quotes inside strings are escaped and can't match
         if named := CODE.search(text):
             raise UserError(f"{where}: {path.name} has {named[1]}: a model's own code never runs")
     if "adapter_config.json" in found:
@@ -80,16 +80,15 @@ def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
 
 
 def sees(model_dir: str | Path) -> bool:
-    """Tell if the model reads images; no, if there is none in the directory."""
+    """Return whether the model reads images; False if the directory has no model."""
     is_here = Path(model_dir, "config.json").is_file()
     return is_here and read_model_config(model_dir).get("model_type") in VISION_FAMILIES
 
 
 def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
-    """Return the open file of each tensor by its name; only heads are read. UserErrors name the directory.
+    """Map each tensor's name to its open file, of those that SGLang would take. Raises UserError.
 
-    Files are those that the index names, or the only one, as for SGLang. framework: "pt" to load tensors;
-    torch maps whole files, which a host may have no memory for.
+    Reads only headers. framework: "pt" to load tensors; torch maps whole files, so needs more host memory.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -102,14 +101,14 @@ def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[s
             raise UserError(f"{where}: {INDEX} has no weight_map")
         named = {*map(str, weight_map.values())}
     elif strays := found - named:
-        raise UserError(f"{where}: without {INDEX} nobody knows if {min(strays)} belongs to it")
+        raise UserError(f"{where}: without {INDEX} it's unclear if {min(strays)} belongs to it")
     if missing := named - found:
         raise UserError(f"{where}: no {min(missing)} in it")
     files = {}
     for name in sorted(named):
         try:
             file = safe_open(Path(model_dir, name), framework=framework)
-        except (SafetensorError, OSError) as error:  # as of a download that broke off
+        except (SafetensorError, OSError) as error:  # such as an interrupted download
             raise UserError(f"{where}: {name} is damaged or incomplete: {error}") from None
         if twice := files.keys() & file.keys():
             raise UserError(f"{where}: {min(twice)} is in {name} and in another file")
@@ -118,12 +117,12 @@ def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[s
 
 
 def check_tensors(files: dict, where: str, shapes: dict[str, list[int]], optional: set) -> None:
-    """Raise UserError if a tensor is quantized, unknown, of another shape or, unless optional, missing."""
+    """Raise UserError if a tensor is quantized, unknown, of the wrong shape or, unless optional, missing."""
     for name, file in sorted(files.items()):
         tensor = file.get_slice(name)
         if (kind := tensor.get_dtype()) not in FLOATS:
             raise UserError(f"{where}: {name} is {kind}: quantized weights can't be taken")
-        if name.endswith("inv_freq"):  # it is made anew
+        if name.endswith("inv_freq"):  # it is recomputed
             continue
         if name not in shapes:
             raise UserError(f"{where}: nothing here reads {name}, one of its tensors")
@@ -133,8 +132,8 @@ def check_tensors(files: dict, where: str, shapes: dict[str, list[int]], optiona
         raise UserError(f"{where}: its safetensors files lack {min(missing)}")
 
 
-@cache  # --recompute -1 asks at each try, and a large model has many files
+@cache  # --recompute -1 calls it repeatedly, and large models have many files
 def checkpoint_shapes(model_dir: str | Path) -> dict[str, list[int]]:
-    """Return the shape of every tensor by its name."""
+    """Map every tensor's name to its shape."""
     files = tensor_files(model_dir).items()
     return {name: file.get_slice(name).get_shape() for name, file in files}

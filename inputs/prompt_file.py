@@ -1,4 +1,4 @@
-"""A file of prompts: its rows are checked at the start, and read when they are drawn."""
+"""A file of prompts: all rows are checked at the start, and each is encoded when it is drawn."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ class PromptRow(NamedTuple):
     where: str  # file and line
     prompt: Text
     answer_key: str | None
-    media: dict[str, Callable[[], list]] | None  # what gives its images and clips, by place
-    row: dict[str, Any]  # all columns but media that are bytes
+    media: dict[str, Callable[[], list]] | None  # IMAGE or VIDEO -> a function that reads the files
+    row: dict[str, Any]  # all columns except media bytes
 
 
 @dataclass(eq=False)
 class PromptFile(Sequence[Prompt]):
-    """The prompts of a file, each encoded when it is drawn: the tokens of all could fill the memory.
+    """The prompts of a file, encoded only when drawn: the tokens of all of them could fill the memory.
 
-    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and maybe `answer`, `images`,
-    `videos`. UserError for what can't be used: file and line.
+    Rows have `messages` (chat turns) or `prompt` (plain text, or chat turns), and optionally `answer`,
+    `images`, `videos`. Raises UserError, naming file and line, if a row is invalid.
     """
 
     path: Path
     tokenizer: Tokenizer
-    max_tokens: int  # of a prompt: room in the context; longer ones are left out
+    max_tokens: int  # longest prompt that fits the context; longer ones are left out
     say: Callable[[str], None] = print
-    reader: ImageReader | None = None  # of a model that sees
+    reader: ImageReader | None = None  # for models with vision
     read_key: ReadKey = str  # as JudgeFormat.read_key
-    needs: dict[str, ReadKey] = field(default_factory=dict)  # what needs keys -> how it reads them
+    needs: dict[str, ReadKey] = field(default_factory=dict)  # a setting -> how it reads its keys
     setting: str = "--data"  # or --eval-data
-    checks: Sequence[Callable[[Text, str], None]] = ()  # by judges; UserError, which says where
-    keeps_turns: bool = False  # even of a chat of one turn; any row may be held out
+    checks: Sequence[Callable[[Text, str], None]] = ()  # the judges'; they raise UserError
+    keeps_turns: bool = False  # also for one-turn chats; rows without a key may be held out
 
     def __post_init__(self):
-        self._frame = len(encode(self.tokenizer, "x"))  # with what stands before a text
+        self._frame = len(encode(self.tokenizer, "x"))  # includes what the tokenizer adds to a text
         rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
         self._rows = [row for row in rows if self._most_tokens(row) <= self.max_tokens]
         if not self._rows:
@@ -61,7 +61,7 @@ class PromptFile(Sequence[Prompt]):
             self.say(f"{longer} of {len(rows)} prompts in {self.path} are left out: over {room}")
 
     def _row(self, line: int, row: dict) -> PromptRow:
-        """Check all of a row that can be checked before its media are read. UserError."""
+        """Check a row as far as possible without reading its media. Raises UserError."""
         where = f"{self.path}:{line}"
         prompt = prompt_of(row, where, self.reader is not None)
         check_prompt(self.tokenizer, prompt, where)
@@ -69,12 +69,12 @@ class PromptFile(Sequence[Prompt]):
             check(prompt, where)
         media = self.reader and self.reader.media_of(row, prompt, self.path.parent, where)
         for name in filter(row.get, () if self.reader else PLACES):
-            raise UserError(f"{where}: it has {name}, and --model reads text alone")
+            raise UserError(f"{where}: it has {name}, and --model only reads text")
         columns = {name: value for name, value in row.items() if not callable(value)}
         return PromptRow(where, prompt, self._key(row, where), media, columns)
 
     def _key(self, row: dict, where: str) -> str | None:
-        """Read the answer key in the form of final answers. UserError for one that isn't as needed."""
+        """Return the key in the form of final answers. Raises UserError if it is missing or unreadable."""
         key = answer_key(row.get("answer"), where)
         if key is None and self.needs:
             missing = f"`answer` is missing, for {' and '.join(self.needs)}"
@@ -86,7 +86,7 @@ class PromptFile(Sequence[Prompt]):
         return key and self.read_key(key)
 
     def _read(self, row: PromptRow, decodes: bool = True) -> tuple[Text, list[int], tuple]:
-        """Return a row's prompt with its media in place, its tokens, its images: see ImageReader.fill."""
+        """Return a row's prompt with its media filled in, its tokens, and its images."""
         text = row.prompt
         images = ()
         if self.reader:
@@ -94,12 +94,12 @@ class PromptFile(Sequence[Prompt]):
         return text, encode_prompt(self.tokenizer, self.reader, text, images, row.where), images
 
     def _files(self, number: int) -> list:
-        """The files of a prompt's images and clips."""
+        """Return the files of a prompt's images and clips."""
         media = self._rows[number].media or {}
         return [file for files in media.values() for file in files()]
 
     def _most_tokens(self, row: PromptRow) -> int:
-        """Bound a prompt's tokens by its bytes, and clips' headers; where that is too much, count them."""
+        """Bound a prompt's tokens by its bytes and clips' headers; if the bound is too large, count them."""
         if self.reader and row.media[VIDEO]():
             most = len(self._read(row, decodes=False)[1])
         else:
@@ -115,7 +115,7 @@ class PromptFile(Sequence[Prompt]):
         return len(self._rows)
 
     def shuffled(self, seed: int, held_out: int) -> Shuffled:
-        """Return the rows to train on, with up to `held_out` prompts aside that have a key."""
+        """Return the training rows; up to `held_out` prompts with a key are in its `held_out`."""
         prompts = identities([row.prompt for row in self._rows], self._files)
         keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
         kept = () if self.keeps_turns else keyless
@@ -130,7 +130,7 @@ class PromptFile(Sequence[Prompt]):
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]
         text, tokens, images = self._read(row)
-        # `_most_tokens` thought too little of a template or normaliser
+        # a template or normalizer can exceed the bound of `_most_tokens`
         if len(tokens) > self.max_tokens:
             room = f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
             raise UserError(f"{row.where}: the prompt has {len(tokens)} tokens, but {room}")

@@ -1,4 +1,4 @@
-"""Rows of a user's file, JSONL or Parquet, and the prompts in them. Errors name the file and the line."""
+"""Rows of a user's JSONL or Parquet file, and the prompts in them. Errors name the file and the line."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from typing import Any
 from inputs.templates import IMAGE, VIDEO
 from runtime.errors import UserError
 
-PLACES = {"images": IMAGE, "videos": VIDEO}  # by the column with the files
+PLACES = {"images": IMAGE, "videos": VIDEO}  # column with the files -> placeholder in the text
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
-ROLES = ("system", "developer", "user", "assistant", "tool")  # a template may write any other, too
+ROLES = ("system", "developer", "user", "assistant", "tool")  # a template might accept any other
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
 TEXTS = ("messages", "prompt", "chosen", "rejected", "response", "completion")  # or chat turns
-# by JSON, and by str() of Python or of NumPy
+# turns written by JSON, or by str() of Python or NumPy
 TURNS_AS_TEXT = re.compile(r"""(?s)\s*(array\()?\[?\s*\{.*["'](role|from)["']\s*:.*\}.*""")
-UNREAD = {  # columns of other trainers -> where what they say belongs
+UNREAD = {  # other trainers' columns -> where their contents go here
     "system": "a turn of the system is",
     "system_prompt": "a turn of the system is",
     "chat_template_kwargs": "--template NAME=VALUE is, for all rows",
@@ -29,9 +29,9 @@ UNREAD = {  # columns of other trainers -> where what they say belongs
 
 
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
-    """Read (number from 1, row) of a .jsonl/.json (object a line) or .parquet file. UserError says where.
+    """Read a .jsonl, .json (one object per line) or .parquet file: (number from 1, row). Raises UserError.
 
-    A row holds what JSON has words for, without null fields; for bytes of media a function that reads them.
+    A row has JSON values, without null fields, and for bytes of media a function that reads them.
     """
     if not path.is_file():
         raise UserError(f"{setting} {path}: no such file")
@@ -39,7 +39,7 @@ def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
         raise UserError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
     if path.suffix == ".parquet":
         rows = list(_parquet_rows(path))
-    else:  # by line: the errors of datasets.load_dataset don't say which line is at fault
+    else:  # not datasets.load_dataset, whose errors don't name the line
         lines = enumerate(path.read_bytes().splitlines(), 1)
         rows = [(number, _row(line, f"{path}:{number}")) for number, line in lines if line.strip()]
     if not rows:
@@ -48,7 +48,7 @@ def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
 
 
 def _row(line: bytes, where: str) -> dict:
-    """Read an object of JSON on a line. UserError for turns that are stored as text, and for UNREAD."""
+    """Read a line's JSON object. Raises UserError if turns are stored as text, or for UNREAD columns."""
     try:
         row = _json(line)
     except (ValueError, RecursionError) as error:
@@ -65,27 +65,27 @@ def _row(line: bytes, where: str) -> dict:
 
 
 def _json(text: bytes | str) -> Any:
-    """Read JSON. ValueError or RecursionError for what is none, or what UTF-8 can't hold."""
+    """Read JSON. Raises ValueError or RecursionError if it is invalid or can't be encoded in UTF-8."""
     found = json.loads(text, object_pairs_hook=_object)
-    json.dumps(found, ensure_ascii=False).encode()  # fails for half a character, as "\ud83d" is
+    json.dumps(found, ensure_ascii=False).encode()  # fails for lone surrogates such as "\ud83d"
     return found
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
-    """Make a dict of a JSON object's fields that aren't null. ValueError if two have one name."""
+    """Make a dict of a JSON object's non-null fields. Raises ValueError if two have the same name."""
     names = [name for name, _ in pairs]
     if len({*names}) < len(names):
-        raise ValueError(f"a name stands twice in one object: {names}")
+        raise ValueError(f"a name appears twice in one object: {names}")
     return {name: value for name, value in pairs if value is not None}
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """Read each row as the same row in JSON is read."""
+    """Read each row as if it were written in JSON."""
     import pyarrow.parquet
     from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
-    media = {}  # column -> its bytes, maybe more than the memory holds
+    media = {}  # column -> its bytes, which may exceed the memory
     try:
         file = pyarrow.parquet.ParquetFile(path)
         kinds = {field.name: field.type for field in file.schema_arrow}
@@ -122,7 +122,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _shortest(value: Any, kind: Any) -> Any:
-    """Read floats of 16 and 32 bits as they are written: 0.1, not 0.10000000149. kind: an Arrow DataType."""
+    """Shorten 16- and 32-bit floats to what was written: 0.1, not 0.10000000149. kind: an Arrow DataType."""
     if isinstance(value, list):
         return [_shortest(each, kind.value_type) for each in value]
     if isinstance(value, dict) and str(kind).startswith("map<"):
@@ -134,7 +134,7 @@ def _shortest(value: Any, kind: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Say in JSON's words what Parquet has others for. ValueError for a type that is unknown here."""
+    """Convert a Parquet value that JSON lacks. Raises ValueError if its type is unknown."""
     match value:
         case bytes():
             return value.decode()
@@ -146,11 +146,11 @@ def _as_json(value: Any) -> Any:
 
 
 def prompt_of(row: dict, where: str, sees: bool) -> Text:
-    """The prompt of a row of `PromptFile`, with IMAGE and VIDEO for such parts. UserError says `where`."""
+    """Return a row's prompt, with IMAGE and VIDEO in place of media. Raises UserError, naming `where`."""
     messages = row.get("messages")
     prompt = row.get("prompt")
     if messages and prompt and as_turns(prompt, "user") != messages:
-        raise UserError(f"{where}: `messages` and `prompt` say different things; leave one out")
+        raise UserError(f"{where}: `messages` and `prompt` differ; leave one out")
     prompt = read_turns(messages or prompt, where, sees)
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
         raise UserError(f"{where}: needs `messages` ({TURNS}) or `prompt` (text, or such a list)")
@@ -162,8 +162,8 @@ def prompt_of(row: dict, where: str, sees: bool) -> Text:
 
 
 def with_tools(prompt: Text, row: dict, where: str) -> Text:
-    """Put a row's `tools` into its first turn, from where the chat template gets them. UserError."""
-    places = (row, *as_turns(prompt, "user"))  # some have them in a turn
+    """Move a row's `tools` into its first turn, where `render` looks for them. Raises UserError."""
+    places = (row, *as_turns(prompt, "user"))  # some rows have them in a turn
     given = [place["tools"] for place in places if place.get("tools")]
     if not given:
         return prompt
@@ -176,7 +176,7 @@ def with_tools(prompt: Text, row: dict, where: str) -> Text:
 
 
 def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
-    """Read the contents and tool calls of chat turns; a turn with calls needs no content. UserError."""
+    """Read chat turns' contents and tool calls; with calls, content is optional. Raises UserError."""
     if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         return turns
     read = [dict(turn) for turn in turns]
@@ -189,7 +189,7 @@ def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
 
 
 def read_conversation(prompt: Any, answer: Any, where: str) -> list[dict]:
-    """Read a conversation whose last turn is learned, from a row's two parts. UserError."""
+    """Join a row's prompt and answer into a conversation whose last turn is learned. Raises UserError."""
     before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
     turns = read_turns(as_turns(answer, "assistant"), where)
     if not (is_chat(before) and is_chat(turns) and turns):
@@ -205,20 +205,20 @@ def read_conversation(prompt: Any, answer: Any, where: str) -> list[dict]:
 
 
 def joined_turns(before: list[dict], turns: list[dict], where: str) -> list[dict]:
-    """Return a prompt's turns, then an answer's, which may begin with all of them, or the last. UserError."""
+    """Join a prompt's and an answer's turns, which may repeat all or the last of them. Raises UserError."""
     first = turns[0]
     is_headed = first["role"] in ("system", "developer")
     if is_headed and turns[1 : 1 + len(before)] == before:
-        return turns  # a prompt without the instructions
+        return turns  # the prompt lacks the instructions
     new = next(n for n in range(len(before) + 1) if before[n:] == turns[: len(before) - n])
     is_whole = 0 < new == len(before) and first["role"] != "assistant"
     if is_whole and (is_headed or first in before or before[-1]["role"] == "user"):
-        raise UserError(f"{where}: `prompt` contradicts how the conversation beside it begins")
+        raise UserError(f"{where}: `prompt` contradicts the beginning of the conversation")
     return before[:new] + turns
 
 
 def read_functions(items: Any, field: str, where: str) -> list[dict]:
-    """Read tools or tool calls; arguments may be JSON: templates take the object. UserError."""
+    """Read tools or tool calls, and parse arguments given as JSON for the template. Raises UserError."""
     read = []
     for item in items if isinstance(items, list) else [None]:
         arguments = None
@@ -237,7 +237,7 @@ def read_functions(items: Any, field: str, where: str) -> list[dict]:
 
 
 def read_content(content: Any, where: str, sees: bool) -> Any:
-    """Make one text of a content that is a list of parts: texts, and media if the model sees. UserError."""
+    """Join a list of parts, texts and media (if the model `sees`), into one text. Raises UserError."""
     if not isinstance(content, list):
         return content
     whole = ""
@@ -255,26 +255,26 @@ def read_content(content: Any, where: str, sees: bool) -> Any:
 
 
 def is_chat(turns: Any) -> bool:
-    """Tell if `turns` is a list of {"role": one of ROLES, "content": text}."""
+    """Return whether `turns` is a list of {"role": one of ROLES, "content": text}."""
     if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         return False
     return all(t.get("role") in ROLES and isinstance(t.get("content"), str) for t in turns)
 
 
 def as_turns(text: Text, role: str) -> list[dict]:
-    """Chat turns; a text is one turn of `role`."""
+    """Return chat turns as they are, a text as one turn of `role`."""
     return [{"role": role, "content": text}] if isinstance(text, str) else text
 
 
 def transcript(prompt: Text) -> str:
-    """Write chat turns as text: the words of a lone one; of several, each behind its role."""
+    """Write chat turns as text: one turn as its content only, several with their roles in front."""
     turns = as_turns(prompt, "user")
     labelled = [f"{turn['role']}: {turn['content']}{turn.get('tool_calls', '')}" for turn in turns]
     return "\n".join(labelled) if len(turns) > 1 else turns[0]["content"]
 
 
 def answer_key(answer: Any, where: str) -> str | None:
-    """Read a row's `answer` as text: of a last `#### 72` 72, of 56.0, as a gap makes it, 56. UserError."""
+    """Return a row's `answer` as text: "... #### 72" gives 72, and 56.0 gives 56. Raises UserError."""
     if answer is None or answer != answer:
         return None
     text = ""
@@ -284,6 +284,6 @@ def answer_key(answer: Any, where: str) -> str | None:
         text = f"{Decimal(str(answer or 0)):f}".removesuffix(".0")
     last = text.rpartition("####")[2].strip()
     if not last:
-        empty = "; nothing stands behind its last ####" if text else ""
+        empty = "; nothing follows its last ####" if text else ""
         raise UserError(f"{where}: `answer` is text or a number, not {answer!r:.60}{empty}")
     return text if "\n" in last else last

@@ -1,4 +1,4 @@
-"""Rows in random order without end; some are held out, by their prompts."""
+"""An endless random order of rows, with some prompts held out."""
 
 import json
 import random
@@ -12,10 +12,10 @@ from inputs.rows import Text, as_turns
 
 
 class Shuffled:
-    """Rows without end, every epoch in another order; some, at most a tenth, held out. The seed decides.
+    """Rows without end, reshuffled every epoch; at most a tenth are held out. The seed decides everything.
 
-    prompts: of the rows, unless these are; one is held out with all its rows, and one of those measures it.
-    keyless: numbers of rows that can't.
+    prompts: one per row, by default the rows; a prompt is held out with all its rows, and one of them
+    measures it. keyless: numbers of rows that can't measure.
     """
 
     def __init__(self, rows: Sequence, seed: int, held_out=0, name="epoch", prompts=(), keyless=()):
@@ -33,7 +33,7 @@ class Shuffled:
         self.repeats = len(rows) - len(counts)
         self._rows = rows
         self._others = [n for n, prompt in enumerate(prompts) if prompt not in aside]
-        self.count = len(self._others)  # of an epoch
+        self.count = len(self._others)  # per epoch
         self._name = f"{name} {seed}"
 
     def training(self, number: int) -> Any:
@@ -42,7 +42,7 @@ class Shuffled:
         return self._rows[self._others[order[position]]]
 
 
-@lru_cache(maxsize=8)  # a carried prompt may be of the epoch before
+@lru_cache(maxsize=8)  # a carried prompt may be from the previous epoch
 def _shuffled(count: int, seed: str) -> list[int]:
     order = list(range(count))
     random.Random(seed).shuffle(order)
@@ -50,7 +50,7 @@ def _shuffled(count: int, seed: str) -> list[int]:
 
 
 def identities(prompts: Iterable[Text], files: Callable = lambda number: ()) -> list[bytes]:
-    """Digest each prompt and its `files`, by its number: they are read only where turns are the same."""
+    """Digest each prompt with its `files(number)`, which are only read if other prompts have equal turns."""
     turns = [json.dumps(as_turns(prompt, "user"), sort_keys=True) for prompt in prompts]
     counts = Counter(turns)
     found = []

@@ -1,4 +1,4 @@
-"""Chat templates: what they are given, and whether what they render holds what matters most."""
+"""Chat templates: settings, rendering, and a check that nothing important was left out."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from runtime.errors import UserError
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-# the place of an image or a clip in the texts of rows, whatever a model's own tokens are called
+# placeholders for an image and a clip in rows' texts, whatever the model's own tokens are
 IMAGE = "<image>"
 VIDEO = "<video>"
-TODAY = datetime(2024, 7, 26)  # for a template that asks for the clock: Llama-3.2's own default
-PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # as transformers'
-MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag of transformers' own
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # by the program
-OF_CALLS = (TypeError, ValueError, ArithmeticError, RecursionError)  # of what a template calls
-NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not what a turn says
-CHECKED = ("system", "developer", "tool")  # turns that a template may not leave out, nor the last
+TODAY = datetime(2024, 7, 26)  # for templates that read the clock: Llama-3.2's default
+PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # as in transformers
+MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag only transformers knows
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # set by the program
+OF_CALLS = (TypeError, ValueError, ArithmeticError, RecursionError)  # raised by a template's calls
+NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not contents of a turn
+CHECKED = ("system", "developer", "tool")  # roles that a template may not leave out
 
 
 def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Callable) -> None:
-    """Put --template's NAME=VALUE before all templates. UserError for a NAME that none of them mentions."""
+    """Prepend --template's NAME=VALUE to all templates. Raises UserError if none mentions a NAME."""
     settings = dict(text.partition("=")[::2] for text in given)
     before = "".join(f"{{% set {name} = {literal(text)} +%}}" for name, text in settings.items())
     mentioned: set[str] = set()
@@ -40,7 +40,7 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
             templates = {"default": templates}
         source = "".join(templates.values())
         if "strftime_now" in source and "date_string" not in settings:
-            other = "; --template date_string=... says another" * ("date_string" in source)
+            other = "; --template date_string=... sets another" * ("date_string" in source)
             fixed = f"the date in its chat template is always {TODAY:%d %b %Y}"
             say(f"{tokenizer.name_or_path}: {fixed}{other}")
         if templates and settings:
@@ -53,7 +53,7 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
 
 
 def literal(text: str) -> str:
-    """Write a setting's value for a template: read as JSON or a word of Python's, else as text."""
+    """Return a setting's value as a template literal: JSON or a Python constant if it is one, else text."""
     if text.capitalize() in ("True", "False", "None"):
         return text.capitalize()
     with suppress(json.JSONDecodeError):
@@ -61,15 +61,15 @@ def literal(text: str) -> str:
     return repr(text)
 
 
-@lru_cache(maxsize=8)  # it takes long to ask a tokenizer
+@lru_cache(maxsize=8)  # looking up a tokenizer's tokens is slow
 def broken_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """Map what spells out a special token to what doesn't."""
+    """Map the spelling of each special token to one that isn't special."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
 
 
 def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
-    """Put a space in what spells out a special token, `< |im_end|>`: else a text could end its turn."""
+    """Put a space into spelled-out special tokens, `< |im_end|>`, so that a text can't end its own turn."""
     broken = broken_tokens(tokenizer)
     while found := [name for name in broken if name in text and name not in broken[name]]:
         for name in found:
@@ -80,10 +80,10 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 def render(
     tokenizer: Tokenizer, turns: list, where: str, is_complete=False, is_learned=False, image=IMAGE
 ) -> str:
-    """Render chat turns, the first with the `tools`. UserError: no template, or it leaves something out.
+    """Render chat turns and the first one's `tools`. Raises UserError if the template leaves something out.
 
-    is_complete: the last is an answer. is_learned: it may spell special tokens, which no other turn can.
-    IMAGE becomes `image`, as in Qwen's templates.
+    is_complete: the last turn is an answer. is_learned: it may spell out special tokens, unlike the others.
+    image: replaces IMAGE, as in Qwen's templates.
     """
     name = tokenizer.name_or_path
     if tokenizer.chat_template is None:
@@ -108,12 +108,8 @@ def render(
 
 
 def left_out(apply: Callable, turns: list[dict], tools: list | None, is_learned: bool) -> str:
-    """Return what `apply` leaves out of tools, calls, CHECKED turns and the last; "" if nothing.
-
-    Its turns have marks: a text whose mark is rendered is, too. A last turn that is learned is marked behind
-    all that it says.
-    """
-    problems: dict[str, str] = {}  # by mark
+    """Render marked texts; return what is left out of tools, calls, CHECKED roles, the last turn, or ""."""
+    problems: dict[str, str] = {}  # mark -> problem if it is missing
 
     def mark(problem: str, text: str) -> str:
         if not text.strip():
@@ -147,7 +143,7 @@ def left_out(apply: Callable, turns: list[dict], tools: list | None, is_learned:
 
 
 def map_texts(change: Callable[[str], str], value: Any) -> Any:
-    """Change every text in a JSON value, and every name in its objects."""
+    """Apply `change` to every text in a JSON value, and to every name in its objects."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Tokens: a model's tokenizer, and texts, chats and images as the model is given them."""
+"""Tokenizers, and the encoding of texts, chats and images."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:  # it takes seconds to import
 
     from images.reader import ImageReader
 
-Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with what ends it
+Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with the end token
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
-    """Load a directory's tokenizer; code that it brings along never runs. UserError if none loads."""
+    """Load a directory's tokenizer without running any code of its own. Raises UserError if it can't."""
     from transformers import AutoTokenizer
 
     options = {"local_files_only": True, "trust_remote_code": False}
@@ -36,7 +36,7 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
 
 
 def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
-    """The reader of a model; None if it reads text alone. sampling: of clips, as ImageReader takes it."""
+    """Return a model's image reader, None if it only reads text. sampling: ImageReader's fps and frames."""
     if not sees(model_dir):
         return None
     need("images", model_dir)
@@ -46,21 +46,21 @@ def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
 
 
 def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenizer]:
-    """Load the policy's, then the judges', with --template's settings. UserError."""
+    """Load the policy's tokenizer, then the judges', with --template's settings. Raises UserError."""
     tokenizers = [load_tokenizer(model) for model in (config.model, *config.judge_models)]
     apply_settings(tokenizers, config.template, say)
     return tokenizers
 
 
-@lru_cache(maxsize=8)  # rendered once for a model, not for each of its rows
+@lru_cache(maxsize=8)  # rendered once per model, not once per row
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """Find the token by which the chat template ends an answer: special, or named as an end; or None."""
+    """Return the special or end-of-sequence token that ends an answer in the chat template, or None."""
     if tokenizer.chat_template is None:
         return None
     turns = as_turns("Is it?", "user") + as_turns("yes", "assistant")
     try:
         text = render(tokenizer, turns, "a prompt", is_complete=True)
-    except UserError:  # rows of text need no template
+    except UserError:  # rows with plain text need no template
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ends = special | named_ends(tokenizer.name_or_path)
@@ -69,19 +69,19 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def check_end(tokenizer: Tokenizer, text: str, where: str, name: str) -> None:
-    """Raise UserError if a text, of this name, ends with what ends an answer, which comes by itself."""
+    """Raise UserError if a text, called `name`, ends with an end token: that is added later."""
     stop = {tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
     if text.endswith(tuple(map(tokenizer.decode, stop))):
         raise UserError(f"{where}: the {name} ends with what ends an answer: {text[-20:]!r}")
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
-    """Raise UserError, which says `where`, if no answer can follow the prompt, or none could end."""
+    """Raise UserError, naming `where`, if no answer can follow the prompt or no answer could end."""
     end = end_of_turn(tokenizer)
     if isinstance(prompt, str):
         check_end(tokenizer, prompt, where, "prompt")
     elif end is None and tokenizer.chat_template is not None:
-        render(tokenizer, prompt, where)  # UserError, if that is why
+        render(tokenizer, prompt, where)  # raises UserError if the template is at fault
         path = tokenizer.name_or_path
         raise UserError(f"{where}: the chat template in {path} ends no answer with a special token")
 
@@ -89,7 +89,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
 def encode_prompt(
     tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text, images=(), where="a prompt"
 ) -> list[int]:
-    """Encode a prompt; each IMAGE is one of `images`, if the model sees. UserError for too few or many."""
+    """Encode a prompt with its images. Raises UserError if there aren't as many as IMAGEs in the text."""
     if reader is None:
         return encode(tokenizer, prompt, where)
     image = "".join(tokenizer.convert_ids_to_tokens(reader.placeholder))
@@ -100,38 +100,38 @@ def encode_prompt(
 def encode(
     tokenizer: Tokenizer, prompt: Text, where="a prompt", is_complete=False, image: str = IMAGE
 ) -> list[int]:
-    """Encode text, or chat turns as `render` writes them. UserError."""
+    """Encode text, or chat turns as `render` writes them. Raises UserError."""
     if isinstance(prompt, str):
         text = prompt.replace(IMAGE, image)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         framed = tokenizer(text)["input_ids"]
-        # behind a BOS that the tokenizer adds, unless the text spells it; no EOS: it is to go on
+        # keep a BOS that the tokenizer adds, unless the text has it, but no EOS: an answer follows
         return framed[: framed.index(tokens[0])] + tokens if tokens else framed
     text = render(tokenizer, prompt, where, is_complete, image=image)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a prompt") -> Pair:
-    """Encode two texts, or two lists of turns. UserError if the template doesn't put one behind the other."""
+    """Encode two texts, or two lists of turns. Raises UserError if they aren't adjacent when rendered."""
     start = encode(tokenizer, prompt, where)
     if isinstance(prompt, str):
-        # encoded apart: a token across the border would be none of a prompt's
+        # encode separately: a prompt never has a token that spans the border
         answer = tokenizer(response, add_special_tokens=False)["input_ids"]
         return start, [*answer, tokenizer.eos_token_id]
     text = render(tokenizer, prompt + response, where, is_complete=True, is_learned=True)
     both = tokenizer(text, add_special_tokens=False)["input_ids"]
     if both[: len(start)] != start or both == start:
-        raise UserError(f"{where}: the chat template doesn't put the answer behind its prompt")
+        raise UserError(f"{where}: the chat template doesn't put the answer after its prompt")
     return start, both[len(start) :]
 
 
 def encode_reply(
     tokenizer: Tokenizer, prompt: list[dict], reply: list[dict], where: str
 ) -> list[int]:
-    """Encode what stands between the end of a turn of the policy and the start of its next. UserError.
+    """Encode what comes between two turns of the policy. Raises UserError if the template rewrites turns.
 
-    prompt: the chat turns before the episode; none: it was a text. A short answer stands in for what the
-    policy has written, which is neither rendered nor encoded again.
+    prompt: the chat turns before the episode; empty if it was a text. A short answer stands in for the
+    policy's own turns, which are never rendered or encoded again.
     """
     if not prompt:
         text = break_special_tokens(tokenizer, reply[-1]["content"])
@@ -140,7 +140,7 @@ def encode_reply(
     text = render(tokenizer, [*prompt, *as_turns("yes", "assistant"), *reply], where)
     answer = text.find("yes", len(before))
     end = end_of_turn(tokenizer)
-    # from there on only: prompts may be long
+    # skip the prompt, which may be long
     tokens = tokenizer(text[answer:], add_special_tokens=False)["input_ids"]
     if not text.startswith(before) or answer < 0 or end not in tokens:
         rewrites = "rewrites earlier turns when others follow, so that no episode can go on"
@@ -149,12 +149,12 @@ def encode_reply(
 
 
 def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> str:
-    """Return the text of tokens, `special` ones among them or left out."""
+    """Decode tokens, keeping or dropping `special` ones."""
     return tokenizer.decode(tokens, skip_special_tokens=not special)
 
 
 def named_ends(model_dir: str) -> set[int]:
-    """The end-of-sequence tokens of a directory's generation_config.json, if it has one."""
+    """Return the end-of-sequence tokens in a directory's generation_config.json, if it has one."""
     path = Path(model_dir, "generation_config.json")
     named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     ends = named if isinstance(named, list) else [named]
@@ -166,7 +166,7 @@ def named_ends(model_dir: str) -> set[int]:
 def stop_tokens(
     model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None, say=lambda line: None
 ) -> tuple[int, ...]:
-    """The ids that end an answer: of a sequence, a turn, generation_config.json's, an image's."""
+    """Return all ids that end an answer: of sequence, of turn, in generation_config.json, of images."""
     end = end_of_turn(tokenizer)
     stop = ({tokenizer.eos_token_id, end} | named_ends(model_dir)) - {None}
     if not stop:

@@ -1,6 +1,6 @@
-"""Pictures of rows as the papers draw them: an outline is published, filled simulated, hatched fitted.
+"""Draws rows as the papers do: outlined bars are published, filled ones simulated, hatched ones fitted.
 
-A template has columns of a row, and {0}, {1} ... for the words of its setting: "{0} on {gpus} GPUs".
+A template names columns of a row, and {0}, {1} ... for the words of its setting: "{0} on {gpus} GPUs".
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from papers.tables import ROOT, Row, errors, read_constants
 
 COLORS = ("#3c9d4e", "#2a78b8", "#e08a1e")
 COLOR_OF = read_constants(ROOT / "prose" / "colors.toml")["parts"]
-GREYS = ("#8a8a8a", "#b5b5b5", "#5f5f5f")  # of what isn't simulated
+GREYS = ("#8a8a8a", "#b5b5b5", "#5f5f5f")  # for parts that aren't simulated
 PALE = "#e6e6e6"
 HATCHED = dict(facecolor=PALE, hatch="/////", linewidth=0.6)
 CLAIMED = dict(color="#f6dc9a", zorder=0)
 SIDES = ("published", "simulated")
 FITTED = ("fitted", "follows")
-FORMULA = "without controllers"  # in the name of a strip
-TICKS = (-50, -20, -10, 0, 10, 20, 50, 200)  # of the strip chart, per cent
-USUAL = dict(group="", per=1, legend=[], second="simulated", even=None)  # even: where a line is
-Marks = dict[tuple[Row, str], str]  # texts at rows, by side
-Colors = dict[str, str]  # by text
-About = dict[str, Any]  # how a figure is drawn, in papers/prose: templates and words
+FORMULA = "without controllers"  # marks labels of strips that aren't simulated
+TICKS = (-50, -20, -10, 0, 10, 20, 50, 200)  # percent, on the strip chart
+USUAL = dict(group="", per=1, legend=[], second="simulated", even=None)  # even: y of a dotted line
+Marks = dict[tuple[Row, str], str]  # (row, side) -> text
+Colors = dict[str, str]  # part -> color
+About = dict[str, Any]  # how to draw a figure, from papers/prose: templates and words
 
 
 def words(template: str, row: Row) -> str:
@@ -35,7 +35,7 @@ def words(template: str, row: Row) -> str:
 
 
 def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
-    """The rows by their text, in the order in which texts appear."""
+    """Group rows by their text, in order of first appearance."""
     groups = {}
     for row in rows:
         groups.setdefault(words(template, row), []).append(row)
@@ -45,14 +45,17 @@ def grouped(rows: Iterable[Row], template: str) -> dict[str, list[Row]]:
 def draw(
     rows: list[Row], marks: Marks, published: str, claimed: list[float], about: About
 ) -> Figure:
-    """Draw a figure's panels, by the templates of `about`. published: the word for it; claimed: a band."""
+    """Draw a figure's panels by the templates of `about`.
+
+    published: the word for that side; claimed: values that span a shaded band.
+    """
     about = {"part": about["bar"], **USUAL, **about}
     palettes = {True: iter(COLORS), False: iter(GREYS)}
     colors = {}
     for name, own in grouped(rows, about["part"]).items():
         other = palettes[any(row.simulated for row in own)]
         colors[name] = COLOR_OF.get(name) or next(other)
-    several = len(colors) > 1  # to be told apart
+    several = len(colors) > 1
     handles = [Patch(color=color, label=name) for name, color in colors.items() if several]
     key = GREYS[2] if several else next(iter(colors.values()))
     if about["how"] == "bars" and any(row.published for row in rows):
@@ -85,7 +88,7 @@ def draw(
 
 
 def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
-    """How a bar is drawn."""
+    """Return the style of a bar."""
     if side == "published":
         return dict(fill=False, edgecolor=color, linewidth=1.5)
     if row.kind in FITTED:
@@ -94,7 +97,7 @@ def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
 
 
 def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
-    """Draw groups of bars, each a stack of its parts."""
+    """Draw groups of bars. Each bar is a stack of its parts."""
     groups = grouped(rows, about["group"])
     for place, members in enumerate(groups.values()):
         stacks = grouped(members, about["bar"]).values()
@@ -113,7 +116,7 @@ def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About
                 look |= dict(ha="center", textcoords="offset points")
                 if mark and row == stack[-1]:
                     axes.annotate(mark, (left, top), (0, 2), va="bottom", **look)
-                elif mark:  # on its own part, below the next
+                elif mark:  # inside its own part
                     look["bbox"] = dict(facecolor="white", linewidth=0, pad=0.6)
                     axes.annotate(mark, (left, top), (0, -4), va="top", **look)
     many = dict(fontsize=8, rotation=45, ha="right", rotation_mode="anchor")
@@ -122,7 +125,7 @@ def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About
 
 
 def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
-    """Draw lines over a number, dashed for what was published."""
+    """Draw lines over a number: dashed for published values, solid for simulated ones."""
     for name, members in grouped(rows, about["bar"]).items():
         for side, style in zip(SIDES, ("--", "-"), strict=True):
             own = [row for row in members if row.at(side)]
@@ -138,14 +141,14 @@ def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: Abou
 
 
 def strip_chart(strips: dict[str, list[Row]]) -> Figure:
-    """Draw every error, a line of dots for each strip; beyond 20 per cent the scale is logarithmic."""
+    """Draw every error as a dot, with a row per strip. Beyond 20 percent the scale is logarithmic."""
     figure = Figure(figsize=(13, 1.2 + 0.42 * len(strips)), dpi=100, layout="constrained")
     axes = figure.subplots()
     for y, (name, rows) in enumerate(strips.items()):
         for place, row in enumerate(sorted(rows, key=lambda row: row.error)):
             look = dict(color=GREYS[0] if FORMULA in name else COLORS[0], ms=4.5)
             look["fillstyle"] = "none" if row.kind in FITTED else "full"
-            # equal ones are seen side by side
+            # spread equal errors vertically, so that each dot shows
             axes.plot(100 * row.error, y + 0.7 * (0.618 * place % 1 - 0.5), "o", **look)
     axes.set_xscale("symlog", linthresh=20, linscale=0.7)
     axes.set_xticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
@@ -161,9 +164,11 @@ def strip_chart(strips: dict[str, list[Row]]) -> Figure:
         each.spines[["top", "left", "right"]].set_visible(False)
         each.tick_params(axis="y", length=0)
     meaning = "error: simulated minus published, % of published (scale compressed beyond 20 %)"
-    axes.set_xlabel(f"{meaning}\nright of 0: tokens/s and samples/s too fast, seconds too slow")
-    kinds = "filled: predicted;   hollow: fitted, or follows from fitted ones;   grey dots: not simulated"
-    figure.suptitle(f"{kinds}, a formula or a search;   grey band: within 10 %", fontsize=10)
+    axes.set_xlabel(f"{meaning}\nright of 0: tokens/s and samples/s too high, seconds too long")
+    kinds = (
+        "filled: predicted;   hollow: fitted, or follows from fitted points;   gray dots: a formula"
+    )
+    figure.suptitle(f"{kinds} or search, not simulated;   gray band: within 10 %", fontsize=10)
     return figure
 
 

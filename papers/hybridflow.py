@@ -1,10 +1,11 @@
-"""HybridFlow (arXiv 2409.19256): figures 9 to 16 and table 2, published beside simulated.
+"""HybridFlow (arXiv 2409.19256): compares figures 9 to 16 and table 2 with the simulation.
 
-    python papers/hybridflow.py                                       all, in five minutes
-    python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points, of the same columns
+    python papers/hybridflow.py                                       everything, in five minutes
+    python papers/hybridflow.py --figure 9 11 --published FILE.csv    other points with the same columns
 
-Figures 9, 11, 12 and 13 are simulated, in sizes by papers/mapping.py; others are closed forms. The rows have
-HybridFlow's order: answers are scored while reference and critic read them. This program scores them before.
+Figures 9, 11, 12 and 13 are simulated, with sizes from papers/mapping.py. The others are closed forms. Rows
+follow HybridFlow's order: answers are scored while reference and critic read them. This program scores them
+earlier.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from simulation.costs import Decode, Device, Model
 from simulation.engine import Moves
 
 QUICK = 16  # GPUs
-GRAIN = 16  # all lengths are alike: finer ones change nothing
+GRAIN = 16  # all lengths are equal, so a finer grain changes nothing
 MEETING_S = 10.0
 PPO = ("actor", "critic", "reference", "reward")
 SAFE = (*PPO, "cost")
-LEARNT = ("actor", "critic", "reference")  # by trainers; the others score
+LEARNT = ("actor", "critic", "reference")  # run by trainers; the other roles score
 PLACEMENTS = {
     "colocate": (PPO,),
     "split": (("actor", "reference"), ("critic", "reward")),
     "standalone": tuple((role,) for role in PPO),
-    "HybridFlow": (),  # the best of all
+    "HybridFlow": (),  # the search chooses
 }
-SYSTEMS = ("DS-Chat", "HybridFlow-V", "HybridFlow")  # of table 2
+SYSTEMS = ("DS-Chat", "HybridFlow-V", "HybridFlow")  # in table 2
 SETTING_OF_TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"
-NO_ROOM = "by papers/mapping.py's account of memory it has no room"
-GENERATION = "the engines' constants were fitted on all of them"
-OTHER = "another program; no seconds of its stages are published"
-REMAX = """published, 7B on 16 GPUs takes 42 s longer than PPO, though no critic learns and its second \
+NO_ROOM = "papers/mapping.py finds too little memory for it"
+GENERATION = "the engines' constants were fitted on all of these"
+OTHER = "another program; the times of its stages aren't published"
+REMAX = """7B on 16 GPUs is published as 42 s slower than PPO, but it trains no critic, and its second \
 generation takes 34 s by figure 15"""
 
 
@@ -53,15 +54,15 @@ class Cost(NamedTuple):
     """The cost of resharding for a rank, in fractions of the model's bytes M."""
 
     received: Fraction
-    peak: Fraction  # of the weights that it generates with and what they are made of
-    redundant: Fraction  # its shard, if it lies outside of its part
+    peak: Fraction  # generation weights and the buffers that they are built from
+    redundant: Fraction  # its training shard, if its generation part doesn't include that
 
 
 def table_2(pp: int, tp: int, copies: int, parts: int) -> dict[str, Cost]:
-    """Compute table 2, for training by `pp` stages of `tp` shards in so many copies, and engines of `parts`.
+    """Compute table 2 for training in `copies` of `pp` stages with `tp` shards, and engines of `parts`.
 
-    Stages are taken for equal, and all tensors for cut by tensor parallelism. DeepSpeed-Chat gathers the
-    model over all ranks, HybridFlow-V over each model-parallel group.
+    Assumes equal stages, and that tensor parallelism splits every tensor. DeepSpeed-Chat gathers the model
+    over all ranks, HybridFlow-V over each model-parallel group.
     """
     part = Fraction(1, parts)
     shard = Fraction(1, pp * tp)
@@ -73,7 +74,7 @@ def table_2(pp: int, tp: int, copies: int, parts: int) -> dict[str, Cost]:
 
 
 class Setting(NamedTuple):
-    """What a point is about, in the order in which papers/mapping.py takes it. models: by role."""
+    """A point's setting, in the order of the arguments in papers/mapping.py. models: role -> model."""
 
     models: dict[str, Model]
     gpus: int
@@ -82,7 +83,7 @@ class Setting(NamedTuple):
 
 
 def shapes_of(found: Mapping) -> dict[str, Shape]:
-    """The ranks and sizes of each role. The actor's set has the first ranks, then comes the scorers'."""
+    """Return the ranks and sizes of each role. The actor's set has the first ranks, the scorers' the next."""
     shapes = {}
     first = 0
     served = ("actor", "reward")
@@ -94,27 +95,27 @@ def shapes_of(found: Mapping) -> dict[str, Shape]:
 
 
 def step_s(at: Setting, found: Mapping) -> float:
-    """Simulate a step. Returns its seconds."""
+    """Simulate a step and return its seconds."""
     models, gpus, task, speeds = at
     sizes = {role: each for choice in found.choices for role, each in choice.sizes.items()}
     (own,) = (choice for choice in found.choices if "actor" in choice.sizes)
     shapes = shapes_of(found)
     text = task.prompt + task.answer
-    more = task.trained / text  # tokens that passes read for each that an engine has
+    more = task.trained / text  # tokens read by passes / tokens held by engines
     passes = {}
     for role in LEARNT:
         passes[role] = coarse(mapping.passes(models[role], sizes[role], speeds), more)
     scorers = tuple(role for role in models if role not in LEARNT)
-    # HybridFlow's order: scoring costs what it adds to the stage in which reference and critic read
+    # HybridFlow's order: scoring costs the time that it adds to the stage of reference and critic
     readers = ("reference", "critic")
     reading_s = {r: mapping.passes_s(models[r], sizes[r], task, speeds)[0] for r in readers}
     unscored = [sum(map(reading_s.get, c.sizes.keys() & reading_s.keys())) for c in found.choices]
     _, preparation_s, _ = found.stages
     added_s = preparation_s - max(unscored)
     together = shapes["actor"].ranks == shapes["reward"].ranks
-    # HybridFlow's stages don't overlap; judges on ranks of their own would score while others write
+    # HybridFlow's stages don't overlap, but judges on their own ranks would score while others write
     after_s = 0.0 if together else added_s
-    # of one GPU, a sequence, by each scorer
+    # GPU-seconds per sequence and scorer
     scoring_s = (added_s - after_s) / len(scorers) * len(shapes["reward"].ranks) / task.sequences
     push_s = mapping.reshard_s(models["actor"], sizes["actor"], speeds)
     parts = sizes["actor"].parts
@@ -142,17 +143,20 @@ def step_s(at: Setting, found: Mapping) -> float:
     settings |= dict(updates_per_step=task.updates, steps=1)
     settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
     step = Simulation(mode, gpus, work, cluster, **settings).run()[0]
-    return step.ended_s - push_s + after_s  # it begins with a push, and ends with one
+    return step.ended_s - push_s + after_s  # the simulated step pushes at its start and its end
 
 
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
-    """Read a point. Its setting's first word is a model, or the actor's + the critic's; else UserError."""
+    """Read a point's setting. Its first word is a model, or ACTOR+CRITIC.
+
+    Raises UserError for an unknown model or number of GPUs.
+    """
     of = {name: values(table) for name, table in paper.constants.items()}
     first, _, second = point.setting.partition(" ")[0].partition("+")
     names = {role: first if role in ("actor", "reference") else second or first for role in roles}
     models = {role: Model(*known(point, name, of["models"])) for role, name in names.items()}
     if not point.gpus.isdecimal() or not int(point.gpus):
-        raise UserError(f"{point.where}: {point.gpus} is no number of GPUs")
+        raise UserError(f"{point.where}: {point.gpus} isn't a number of GPUs")
     generation = of["generation"]
     task = Task(prompt=generation.pop("prompt"), **of["task"])
     device = Device(**of["device"], **of["transition"])
@@ -161,19 +165,19 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
 
 
 def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
-    """The points of these systems, in a quick run the small ones."""
+    """Return the points of these systems; with --quick, only the small ones."""
     points = [point for point in paper.of(figure) if point.system in systems]
     return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
 
 
 def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
-    """The rows of all systems `but` these."""
+    """Return `not modelled` rows for all systems except `but`."""
     points = [point for point in paper.of(figure) if point.system not in but]
     return [paper.row(point, None, "not modelled", why) for point in points]
 
 
 def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> list[Row]:
-    """Tokens/s of each placement in its best sizes."""
+    """Return the rows of a figure in tokens/s. Each placement has its best sizes."""
     rows = []
     for point in asked(paper, figure, placements):
         placement = placements[point.system]
@@ -187,13 +191,13 @@ def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> l
 
 
 def transitions(paper: Paper) -> list[Row]:
-    """Seconds from training to generation: table 2's volumes, then an engine's part from the host."""
+    """Return the rows of figure 14, in seconds: table 2's volumes, then an engine's part from the host."""
     rows = []
     for point in asked(paper, "14", SYSTEMS):
         models, gpus, _, speeds = setting_of(paper, point)
         pp, tp, parts = known(point, point.setting, values(paper.constants["sizes"]))
         if gpus % (pp * tp):
-            raise UserError(f"{point.where}: {pp} x {tp} parts don't divide {gpus} GPUs")
+            raise UserError(f"{point.where}: {gpus} GPUs can't be divided into {pp} x {tp} parts")
         gathering = gpus if point.system == "DS-Chat" else pp * tp
         cost = table_2(pp, tp, gpus // (pp * tp), parts)[point.system]
         seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
@@ -203,12 +207,12 @@ def transitions(paper: Paper) -> list[Row]:
 
 
 def rows_of_table_2(paper: Paper) -> list[Row]:
-    """The rows of table 2, by its closed form."""
+    """Return the rows of table 2 from its closed form."""
     rows = []
     for point in asked(paper, "table 2", SYSTEMS):
         sizes = re.fullmatch(SETTING_OF_TABLE_2, point.setting)
         if not sizes:
-            raise UserError(f"{point.where}: its setting isn't as `p=1 t=8 d=2 t_g=2`")
+            raise UserError(f"{point.where}: its setting must look like `p=1 t=8 d=2 t_g=2`")
         cost = table_2(*map(int, sizes.groups()))[point.system]
         part = float(known(point, point.metric, cost._asdict()))
         rows.append(paper.row(point, part, "closed form"))
@@ -223,7 +227,7 @@ FIGURES = {
     "13": partial(throughput, figure="13", placements=PLACEMENTS),
     "14": transitions,
     "15": partial(not_modelled, figure="15", why=GENERATION),
-    "16": partial(not_modelled, figure="16", why="seconds of HybridFlow's own search program"),
+    "16": partial(not_modelled, figure="16", why="times of HybridFlow's own search program"),
     "table 2": rows_of_table_2,
 }
 

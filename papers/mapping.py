@@ -1,8 +1,8 @@
-"""HybridFlow's mapping: which models share devices, and how each is cut, for the least seconds a step. Pure.
+"""HybridFlow's mapping: which models share devices, and each model's sizes, for the fastest step. Pure.
 
-HybridFlow (arXiv 2409.19256), section 6. Algorithm 1 goes through all partitions of the models into sets
-that share devices, and all numbers of devices for the sets; algorithm 2 finds a model's sizes on its devices.
-A stage of the step takes what its models of one set take together, and of several sets the slowest.
+HybridFlow (arXiv 2409.19256), section 6. Algorithm 1 tries all partitions of the models into sets that share
+devices, and all numbers of devices for these sets. Algorithm 2 finds a model's sizes on its devices. In a
+stage of the step, models of one set run one after the other; the slowest set decides the time.
 """
 
 import math
@@ -16,14 +16,14 @@ from runtime.errors import UserError
 from simulation.costs import BF16_BYTES, Decode, Device, Model, Passes, decode_of, passes_of
 
 STAGES = ("generation", "preparation", "training")
-LEARNERS = ("actor", "critic")  # ends of the roles that are trained; all others only read
-FINEST = 16  # parts of the devices that sets are dealt: more take minutes
+LEARNERS = ("actor", "critic")  # suffixes of trained roles; the other roles only read
+FINEST = 16  # parts into which devices are divided among sets; more would take minutes
 
 Placement = tuple[tuple[str, ...], ...]  # sets of roles
 
 
 class Task(NamedTuple):
-    """A step's sequences, all of a length: engines read `prompt` tokens, passes `trained` of each."""
+    """A step's sequences, all equally long. Engines read `prompt` tokens of each, passes `trained`."""
 
     sequences: int
     prompt: int
@@ -33,17 +33,17 @@ class Task(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """The speeds that devices reach. A model that is `half` wide reaches half of `mfu`."""
+    """The speeds that devices reach. A model of hidden size `half` reaches half of `mfu`."""
 
     device: Device
     mfu: float = 0.5
     half: float = 0.0
-    hbm: float = 0.9  # part of the bandwidth
-    layer_s: float = 0.0  # in a decode step; this and the next as in decode_of
+    hbm: float = 0.9  # fraction of the bandwidth
+    layer_s: float = 0.0  # in a decode step; see decode_of, also for reduce_s
     reduce_s: float = 0.0
-    update_s: float = 0.0  # of a model, beside what its copies send
+    update_s: float = 0.0  # seconds of a model's update, without communication
     reserve: float = 5e9  # bytes of a device for everything else
-    machine: int = 8  # devices that `link` connects
+    machine: int = 8  # devices connected by `link`
 
     def mfu_of(self, model: Model) -> float:
         return self.mfu * model.hidden / (model.hidden + self.half)
@@ -53,7 +53,7 @@ class Speeds(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Pipeline stages, shards of each, copies of all; of the actor also the parts of an engine (t_g)."""
+    """Pipeline stages, tensor shards, copies; for the actor also parts of an engine (t_g)."""
 
     pp: int
     tp: int
@@ -62,21 +62,21 @@ class Sizes(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The sizes of models that share devices, and what they come to."""
+    """Sizes of models that share devices, and their costs."""
 
-    held: float  # bytes of each device, throughout
-    stages: tuple[float, ...]  # seconds of STAGES
-    sizes: dict[str, Sizes]  # by role
+    held: float  # bytes used on each device throughout
+    stages: tuple[float, ...]  # seconds, in the order of STAGES
+    sizes: dict[str, Sizes]  # role -> sizes
 
 
 class Mapping(NamedTuple):
-    seconds: float  # of a step
+    seconds: float  # for a step
     stages: tuple[float, ...]
-    choices: tuple[Choice, ...]  # of each set
+    choices: tuple[Choice, ...]  # one for each set
 
 
 def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
-    """A trainer of these sizes."""
+    """Return the costs of a trainer with these sizes."""
     pp, tp, dp, _ = sizes
     sent = model.updated_bytes(pp * tp, dp)
     update = speeds.update_s + sent / speeds.band(pp * tp * dp)
@@ -85,16 +85,16 @@ def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
 
 
 def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[float, float]:
-    """Seconds to read a step's sequences, and to learn from them, a mini-batch after the other."""
+    """Return the seconds to read a step's sequences, and to learn from all of its mini-batches."""
     costs = passes(model, sizes, speeds)
     own = task.sequences / task.updates / sizes.dp
-    ends = (sizes.pp - 1) / max(1.0, own)  # filling and draining, with a sequence a micro-batch
+    ends = (sizes.pp - 1) / max(1.0, own)  # filling and draining, with one sequence per micro-batch
     reading = task.updates * own * costs.cost(task.trained) * (1 + ends)
     return reading, (1 + costs.backward) * reading + task.updates * costs.update
 
 
 def engine(model: Model, parts: int, held: float, speeds: Speeds) -> Decode:
-    """An engine beside what holds so many bytes of each device. UserError if that leaves no room."""
+    """Return an engine on devices with `held` bytes in use. Raises UserError if that leaves no room."""
     memory = 1 - held / speeds.device.memory
     rates = dict(weights=speeds.hbm, kv=speeds.hbm, prefill=speeds.mfu_of(model))
     more = dict(layer_s=speeds.layer_s, reduce_s=speeds.reduce_s)
@@ -102,7 +102,7 @@ def engine(model: Model, parts: int, held: float, speeds: Speeds) -> Decode:
 
 
 def generate_s(decode: Decode, sequences: int, task: Task) -> float:
-    """Seconds of one engine, in as many rounds as its room makes necessary. UserError if one has none."""
+    """Return one engine's seconds, in as many rounds as its KV cache needs. Raises UserError without room."""
     at_once = min(decode.most, int(decode.kv_tokens // (task.prompt + task.answer)))
     if not at_once:
         raise UserError("the KV cache has no room for a sequence")
@@ -112,7 +112,7 @@ def generate_s(decode: Decode, sequences: int, task: Task) -> float:
 
 
 def reshard_s(model: Model, sizes: Sizes, speeds: Speeds) -> float:
-    """A rank receives what table 2 says; its engine's part comes to it through the host's memory."""
+    """Return the seconds to receive table 2's bytes, then to load the engine's part from host memory."""
     part = 1 / sizes.parts
     ranks = sizes.pp * sizes.tp
     return model.bytes * ((part - 1 / ranks) / speeds.band(ranks) + part / speeds.device.host)
@@ -121,14 +121,17 @@ def reshard_s(model: Model, sizes: Sizes, speeds: Speeds) -> float:
 def choices_of(
     role: str, model: Model, devices: int, held: float, task: Task, speeds: Speeds
 ) -> Iterator[Choice]:
-    """Algorithm 2, beside what others hold: shards stay in a machine, at most as many stages as machines."""
+    """Yield a model's choices by algorithm 2. held: bytes that other models use on each device.
+
+    Tensor shards stay within a machine, and there are at most as many stages as machines.
+    """
     learns = role.endswith(LEARNERS)
     most = max(1, devices // speeds.machine)
     for tp, pp in product(powers_of_2(speeds.machine), range(1, most + 1)):
         dp, rest = divmod(devices, pp * tp)
         if rest or model.layers % pp or model.cuts % tp or dp > task.sequences:
             continue
-        # weights; of a learner gradients, and the optimizer's states, which its copies share
+        # weights; if it learns, also gradients, and optimizer states divided among copies
         own = held + model.params / (pp * tp) * (BF16_BYTES + learns * (4 + 12 / dp))
         reading, learning = passes_s(model, Sizes(pp, tp, dp), task, speeds)
         if role != "actor":
@@ -146,9 +149,10 @@ def choices_of(
 
 @cache
 def choice_of_set(models: tuple[tuple[str, Model], ...], devices: int, task: Task, speeds: Speeds):
-    """The fastest Choice of models that share devices, None if they don't fit.
+    """Return the fastest Choice of models that share devices, or None if they don't fit.
 
-    The actor comes last and serves in what the others leave: their shards are tried at 1, 2, 4 ... at least.
+    The actor comes last and serves in the remaining memory. The other models are tried with at least 1, 2,
+    4 ... parts.
     """
     in_order = sorted(models, key=lambda item: item[0] == "actor")
     found = []
@@ -169,7 +173,7 @@ def choice_of_set(models: tuple[tuple[str, Model], ...], devices: int, task: Tas
 
 
 def placements(roles: tuple[str, ...]) -> Iterator[Placement]:
-    """All partitions: 15 of four roles."""
+    """Yield all partitions of the roles; four roles have 15."""
     for smaller in placements(roles[1:]) if roles[1:] else [()]:
         yield (roles[:1], *smaller)
         for number, group in enumerate(smaller):
@@ -179,7 +183,7 @@ def placements(roles: tuple[str, ...]) -> Iterator[Placement]:
 def best_of(
     placement: Placement, models: dict[str, Model], devices: int, task: Task, speeds: Speeds
 ):
-    """The fastest Mapping of one placement, None if it doesn't fit. Algorithm 1, the inner loops."""
+    """Return a placement's fastest Mapping, or None if it doesn't fit: algorithm 1's inner loops."""
     unit = 1 << max(0, (devices // FINEST).bit_length() - 1)
     found = []
     for cuts in combinations(range(unit, devices, unit), len(placement) - 1):
@@ -194,7 +198,7 @@ def best_of(
 
 
 def search(models: dict[str, Model], devices: int, task: Task, speeds: Speeds) -> list[Mapping]:
-    """Algorithm 1: the best of each placement that fits, the fastest first."""
+    """Return the best Mapping of each placement that fits, fastest first: algorithm 1."""
     every = placements(tuple(models))
     found = [best_of(placement, models, devices, task, speeds) for placement in every]
     return sorted((mapping for mapping in found if mapping), key=lambda mapping: mapping.seconds)

@@ -1,11 +1,11 @@
-"""The same workloads on real engines and on the virtual clock: does the simulation say what was measured?
+"""Runs the same workloads on real engines and on the virtual clock, and compares their times.
 
-    python papers/measured.py            papers/published/measured_*.csv beside what the clock says
-    python papers/measured.py --real     measure again, about 20 minutes of an idle machine, then the same
+    python papers/measured.py            compare papers/published/measured_*.csv with the simulation
+    python papers/measured.py --real     measure again first: about 20 minutes on an idle machine
 
-Four ranks serve bench/modes.py's workloads with a pace (a decode step of 20 ms, and 1 ms a sequence). One
-constant was fitted, on the workload `short` alone. Paced engines test scheduling, not hardware. The page has
-the figures of papers/plans.py, too, which measures them itself.
+Four ranks serve bench/modes.py's workloads at a set pace (20 ms for a decode step, and 1 ms for each sequence
+in it). One constant was fitted, only on the workload `short`. Paced engines test scheduling, not hardware.
+The page also has the figures of papers/plans.py, which measures them itself.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NAMES = ("short", "tail", "resample", "judge-heavy")
 SIDES = ("full", "1|3", "2|2", "3|1", "fused 0.2")
 RANKS = 4
 STEPS = 5  # the first isn't counted
-MOST = 200  # tokens of an answer
+MOST = 200  # tokens in an answer
 
 
 @dataclass(frozen=True)
 class GivenLengths(Lengths):
-    """The lengths of the answers of a workload of bench/modes.py."""
+    """The answer lengths of a workload in bench/modes.py."""
 
     name: str = "short"
 
@@ -48,7 +48,7 @@ class GivenLengths(Lengths):
 
 @dataclass(frozen=True)
 class GivenWork(Workload):
-    """A workload of bench/modes.py, whose answers are right where they are right there."""
+    """A workload in bench/modes.py. The same answers are right here and there."""
 
     name: str = "short"
 
@@ -64,7 +64,7 @@ def serving_s(
     first_counted: int = 1,
     rebalance: bool = False,
 ) -> float:
-    """Seconds of serving a step of a workload, in the median. side: as bench/modes.py names it."""
+    """Return the median seconds that serving a step takes. side: a name in bench/modes.py."""
     at = constants["set_up"]
     read_s = at["fixed"] + at["each"]
     decode = Decode(at["fixed"], at["each"], read=read_s, apart=at["apart"])
@@ -89,13 +89,13 @@ def serving_s(
 
 
 def rows_of(name: str, paper: Paper) -> list[Row]:
-    """The rows of a workload."""
+    """Return the rows of a workload."""
     points = paper.of(name)[:: 2 if paper.quick else 1]
     return [paper.row(p, serving_s(paper.constants, name, p.setting)) for p in points]
 
 
 def measure(quick: bool) -> None:
-    """Measure as bench/modes.py does, in a quick run the first workload alone."""
+    """Measure as bench/modes.py does; if quick, only the first workload."""
     at = read_constants(ROOT / "measured.toml")["set_up"]
     pace = f"{1000 * at['fixed']:g},{1000 * at['each']:g}"
     loads = NAMES[: 1 if quick else None]

@@ -1,9 +1,9 @@
-"""A published row on your own GPUs: what to type for it; its number beside both.
+"""Compares your own GPUs with a published row and its simulation.
 
-    python papers/own_runs.py                    the rows: what to type for each, and what is assumed
-    python papers/own_runs.py ROW RUN [BASE]     what runs came to: printed, and kept beside the published
+    python papers/own_runs.py                    list the rows: commands to type, and assumptions
+    python papers/own_runs.py ROW RUN [BASE]     print and keep the result of your runs
 
-RUN and BASE are the folders (--out) of a row's lines. Steps count after the first three.
+RUN and BASE are the folders (--out) of a row's commands. The first three steps don't count.
 """
 
 import json
@@ -29,30 +29,33 @@ FIGURES = {
     "rlhfuse": rlhfuse.figures(),
     "wechat_yatt": wechat_yatt.FIGURES,
 }
-WARM_UP = 3  # steps, in which kernels are compiled
-# settings that a row is about: of a step's samples, of how it is served and trained on
+WARM_UP = 3  # steps that compile kernels
+# settings that decide a row's number: the samples of a step, and how it serves and trains
 SAMPLES = ("prompts_per_step", "answers_per_prompt", "max_new_tokens", "answer_tokens")
 LOOP = ("algorithm", "mode", "tail", "schedule", "updates_per_step")
 
 
 def own_rows() -> dict[str, dict]:
-    """By row of COMMANDS: the numbers `published`, `simulated`, `measured`, their `unit`, and the `run`."""
+    """Return row of COMMANDS -> its numbers `published`, `simulated`, `measured`, their `unit`, the `run`."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 
 def measured(point: Point, folder: Path, line: str) -> tuple[float, str]:
-    """A run's number in a point's unit, and what the run was. UserError if there is none."""
+    """Return a run's number in a point's unit, and the run's description.
+
+    Raises UserError if the folder has no such run, or no step that counts.
+    """
     is_decode = point.figure == "h20"
     name = "decode.json" if is_decode else "config.json"
     if not (folder / name).is_file():
         raise UserError(
-            f"{folder}: no {name} in it: name the folder that a run of this point wrote"
+            f"{folder}: no {name} in it: give the folder that a run of this point wrote"
         )
     found = read_object(folder / name, str(folder))
     if is_decode:
         return found[point.metric], found["run"]
     if "device_name" not in found:
-        raise UserError(f"{folder} is of an older version, which names no device")
+        raise UserError(f"{folder} is from an older version, which doesn't record the device")
     rows = [row for row in complete_rows(folder / "metrics.jsonl") if "time/step_s" in row]
     counted = rows[WARM_UP:]
     if not counted:
@@ -65,18 +68,21 @@ def measured(point: Point, folder: Path, line: str) -> tuple[float, str]:
     unlike = [name for name in LOOP + SAMPLES if as_text(found[name]) != as_text(asked[name])]
     others = " ".join(f"--{dashed(name)} {as_text(found[name])}" for name in unlike)
     run = f"{Path(found['model']).name} on {found['ranks']} x {found['device_name']}"
-    run += f", {len(counted)} steps" + f", unlike the line to type: {others}" * bool(others)
+    run += f", {len(counted)} steps" + f", unlike the command: {others}" * bool(others)
     return size / sum(row["time/step_s"] for row in counted), run
 
 
 def add(name: str, folders: list[Path]) -> dict:
-    """Put the number of runs beside a row, a ratio if it has two points, and keep it. UserError."""
+    """Keep the number of a row's runs, or their ratio if there are two.
+
+    Raises UserError if the row is unknown, or if its folders are missing or not usable.
+    """
     rows = read_constants(COMMANDS)
     if name not in rows:
-        raise UserError(f"{name} is none of {', '.join(rows)}")
+        raise UserError(f"{name} isn't one of {', '.join(rows)}")
     row = rows[name]
     if len(folders) != len(row["lines"]):
-        raise UserError(f"{name} takes {len(row['lines'])} folders, one of each line to type")
+        raise UserError(f"{name} takes {len(row['lines'])} folders, one for each command")
     files = (ROOT / "published").glob(f"{row['paper']}_*.csv")
     points = {point.name: point for file in files for point in read_points(file)}
     constants = read_constants(ROOT / f"{row['paper']}.toml")
@@ -96,7 +102,7 @@ def add(name: str, folders: list[Path]) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    """Return a status: 2 for a row or a folder that can't be used."""
+    """Return a status: 2 if the row or a folder can't be used."""
     if not arguments:
         for name, row in read_constants(COMMANDS).items():
             print(name, *row["lines"], row["assumed"], "", sep="\n")

@@ -1,11 +1,11 @@
-"""What --simulate --like says of other plans than the one that it knows, beside what these took.
+"""Compares what --simulate --like predicts for other plans with how long they took.
 
-    python papers/plans.py --real [--out DIR]      measure on an idle machine, half an hour
-    python papers/measured.py                      the rows, as a part of its page
+    python papers/plans.py --real [--out DIR]      measure: half an hour on an idle machine
+    python papers/measured.py                      make the rows, as part of its page
 
-Four paced ranks (a decode step of 40 ms, and 2 ms a sequence; 0.8 ms to learn from a token forward) run the
-demo and PPO under each plan. The folder of one run of each, `colocate: full`, is all that --like is given:
-its row is fitted, all others are predicted. A plan whose run is in DIR isn't measured again.
+Four ranks run the demo and PPO under each plan at a set pace: 40 ms for a decode step, 2 ms for each sequence
+in it, and 0.8 ms for a token forward in training. --like gets only the folders of the two `colocate: full`
+runs. Their rows are fitted; all others are predicted. A plan with a finished run in DIR isn't measured again.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from simulation.finished import Known, read_run
 from simulation.plans import Plan, costs_like, simulate
 
 POINTS = ROOT / "published" / "measured_plans.csv"
-KNOWN = ROOT / "published" / "measured_plans.json"  # what --like knows, by figure
+KNOWN = ROOT / "published" / "measured_plans.json"  # figure -> what --like knows
 RANKS = 4
 STEPS = 7  # the first isn't counted
-PACE_MS = "40,2"  # of engines: see bench/paced_server.py
-LEARNING_S = 0.0008  # of a token forward
-# nothing is learnt, so that all steps have one load
+PACE_MS = "40,2"  # engines' pace: see bench/paced_server.py
+LEARNING_S = 0.0008  # per token forward
+# the learning rate is almost 0, so that all steps have the same load
 COMMON = ["--lr", "1e-12", "--save-every", "0", "--eval-every", "1000", "--steps", str(STEPS)]
 PPO = ["--algorithm", "ppo"]
 APART = ["--mode", "full", "--placement", "standalone"]
-PLANS = {  # figure -> plan -> words of run.py; the first one's run is what --like is given
+PLANS = {  # figure -> plan -> arguments of run.py; --like gets the first one's run
     "plans, demo": {
         "colocate: full": ["--mode", "full"],
         **{f"colocate: {n}|{4 - n}": ["--rollout-ranks", str(n)] for n in (1, 2, 3)},
@@ -65,7 +65,7 @@ PLANS = {  # figure -> plan -> words of run.py; the first one's run is what --li
 
 
 def rows_of(figure: str, paper: Paper) -> list[Row]:
-    """The rows of a figure. That of the run that --like is given is fitted."""
+    """Return the rows of a figure. The run that --like gets is fitted."""
     known = json.loads(KNOWN.read_text())
     rows = []
     for point in paper.of(figure)[:: 2 if paper.quick else 1]:
@@ -84,7 +84,7 @@ FIGURES = {figure: partial(rows_of, figure) for figure in PLANS}
 
 
 def at_pace(work: Callable, forwards: int) -> Callable:
-    """Return a trainer's work that lasts as long as so many passes forward."""
+    """Return a trainer's work, slowed down to the time of `forwards` forward passes."""
 
     def paced_work(mini_batches: MiniBatches, *more: Any) -> Any:
         tokens = sum(len(sample.prompt) + len(sample.response) for sample in flat(mini_batches))
@@ -97,7 +97,7 @@ def at_pace(work: Callable, forwards: int) -> Callable:
 
 
 async def paced(c: Controller) -> bool:
-    """Train as controller.train does, whose place this takes, but at a pace."""
+    """Replace controller.train: train like it, but at a set pace."""
     for model in (c.devices.actor, *c.devices.critics):
         model.update = at_pace(model.update, 3)
     for critic in c.devices.critics:
@@ -106,7 +106,7 @@ async def paced(c: Controller) -> bool:
 
 
 def measure(figure: str, name: str, out: Path, port: int) -> None:
-    """Run a plan, unless its run is in `out`. Keep its point, and of the run for --like what that tells."""
+    """Run a plan unless `out` has its run. Keep its point, and for the first plan also what --like reads."""
     rows = [*complete_rows(out / "metrics.jsonl")]
     if not rows or rows[-1]["step"] < STEPS:
         words = [*COMMON, *PLANS[figure][name], "--resume", "never", "--out", out, "--port", port]
@@ -114,9 +114,9 @@ def measure(figure: str, name: str, out: Path, port: int) -> None:
         rows = [*complete_rows(out / "metrics.jsonl")]
     seconds = [row["time/step_s"] for row in rows if 0 < row["step"] < STEPS]
     if "ahead" in name:
-        seconds.pop()  # the last step serves no other
+        seconds.pop()  # the last step serves nothing
     what = (figure, "nanoYATT", name, str(RANKS), "step", "s")
-    middle = statistics.fmean(seconds)  # some steps have one wave more
+    middle = statistics.fmean(seconds)  # some steps have an extra wave
     keep_measured(POINTS, what, seconds, middle, "papers/plans.py --real")
     if name == next(iter(PLANS[figure])):
         known = json.loads(KNOWN.read_text()) if KNOWN.exists() else {}
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # this is a rank of a run
+    if "RANK" in os.environ:  # this process is a rank of a run
         controller.train = paced
         Engine.module = "bench.paced_server"
         run.main(sys.argv[1:])

@@ -1,11 +1,11 @@
-"""RLHFuse (arXiv 2409.13221): what its two fusions gain, by the same controllers on a virtual clock.
+"""RLHFuse (arXiv 2409.13221): simulates what its two fusions gain, with the real controllers.
 
-    python papers/rlhfuse.py [--figure 9] [--quick] [--write]    all in five minutes
+    python papers/rlhfuse.py [--figure 9] [--quick] [--write]    everything, in five minutes
 
-Figures 8 and 9 are `--mode fused --tail R` on simulated engines of 8 H100; Base is R = 0, and where the paper
-searches for the best R, so does this. What it calls inference (reference, reward and critic on each answer)
-is one judge, who takes as long over every answer. A fused update gains what the product's own schedule does
-on the instance of table 3 that belongs to the two models. Layouts and lengths were fitted: rlhfuse.toml.
+Figures 8 and 9 are `--mode fused --tail R` on simulated engines of 8 H100. Base is R = 0; where the paper
+searches for the best R, so does this. The paper's inference (reference, reward and critic on each answer) is
+one judge that takes the same time for every answer. A fused update gains as much as the product's schedule
+does on the instance of table 3 for the two models. Layouts and lengths were fitted: rlhfuse.toml.
 """
 
 from __future__ import annotations
@@ -33,40 +33,42 @@ from simulation.cluster import Cluster, Lengths, Simulation, Workload
 from simulation.costs import Decode, Device, Model, Passes, decode_of
 
 INSTANCES = ROOT / "published" / "rlhfuse_table3.json"
-QUICK = ("1024 33/65", "33B/13B 8/4 16/8")  # settings that are left with --quick
+QUICK = ("1024 33/65", "33B/13B 8/4 16/8")  # settings that --quick keeps
 QUICK_TAILS = (0.2, 0.3)
-ANSWERS = 2  # of a prompt: fewer the product doesn't take
-ORDERS = 4  # of the answers, where a point names its tail: else the search would take minutes
+ANSWERS = 2  # per prompt; the product accepts no fewer
+ORDERS = (
+    4  # shuffles of the answers, for points that name a tail; a search over tails has time for one
+)
 
 
 class Setting(NamedTuple):
-    most: int  # tokens of an answer
+    most: int  # tokens in an answer
     actor: str  # billions of parameters
     critic: str
     tail: float | None = None
-    # seconds are the mean over so many orders of the answers: which rank has the longest is chance
+    # average over this many shuffles of the answers, since the rank with the longest one is random
     orders: int = 1
 
 
 def setting_of(point: Point) -> Setting:
-    """Read a point's setting. UserError for another form."""
+    """Read a point's setting. Raises UserError if its form is wrong."""
     pattern = r"(\d+) (?=13/33|33/13|33/65|65/33)(\d\d)/(\d\d)(?: tail (0(?:\.\d+)?))?"
     match = re.fullmatch(pattern, point.setting)
     if not match:
         form = "`1024 33/65` or `1024 33/65 tail 0.2`"
-        raise UserError(f"{point.where}: `{point.setting}` isn't as {form}")
+        raise UserError(f"{point.where}: `{point.setting}` doesn't look like {form}")
     most, actor, critic, tail = match.groups()
     return Setting(int(most), actor, critic, tail and float(tail), ORDERS if tail else 1)
 
 
 @dataclass(frozen=True)
 class Quantiles(Lengths):
-    """Lengths of the `count` answers of a step that are quantiles of the log-normal, so that none is luck."""
+    """Lengths of a step's `count` answers: quantiles of a log-normal, which removes sampling noise."""
 
     count: int = 1
 
     def of(self, *text: int) -> int:
-        """The tokens of (seed, prompt, index). An odd factor makes an order of any even count."""
+        """Return the tokens of (seed, prompt, index). An odd factor permutes any even count."""
         seed, prompt_id, index = text
         place = (197 + 66 * seed) * (ANSWERS * prompt_id + index) % self.count
         deviations = NormalDist().inv_cdf((place + 0.5) / self.count)
@@ -74,7 +76,7 @@ class Quantiles(Lengths):
 
 
 def inference_s(constants: Constants, setting: Setting) -> float:
-    """Seconds of a batch on all devices: a reference like the actor, a reward model and a critic alike."""
+    """Return a batch's seconds on all devices: reference as the actor, reward model as the critic."""
     fitted = constants["inference"]
     models = constants["models"]
     params = models[setting.actor]["params"] + 2 * models[setting.critic]["params"]
@@ -83,7 +85,7 @@ def inference_s(constants: Constants, setting: Setting) -> float:
 
 
 def training_s(constants: Constants, model: str, most: int) -> float:
-    """Seconds of one model over a batch. More parameters are on more stages, too: hence the square."""
+    """Return one model's seconds over a batch. More parameters also have more stages: hence the square."""
     fitted = constants["training"]
     params = constants["models"][model]["params"]
     by_params = fitted["once"] + fitted["per_1e20_params2"] * (params / 1e10) ** 2
@@ -91,7 +93,7 @@ def training_s(constants: Constants, model: str, most: int) -> float:
 
 
 def read_instances(path: Path) -> dict[str, list[Pipe]]:
-    """The instances of a file such as papers/published/rlhfuse_table3.json, by name."""
+    """Read instances by name from a file such as papers/published/rlhfuse_table3.json."""
     found = {}
     for instance in json.loads(path.read_text()):
         rows = (row | {"ranks": tuple(row["ranks"])} for row in instance["pipes"])
@@ -100,18 +102,18 @@ def read_instances(path: Path) -> dict[str, list[Pipe]]:
 
 
 def gain(name: str) -> dict[str, float]:
-    """The gain of the product's fused schedule, on an instance of table 3, over one model after the other."""
+    """Return the fused schedule's gain over one model after the other, on an instance of table 3."""
     pipes = read_instances(INSTANCES).get(name)
     if not pipes:
-        raise UserError(f"`{name}` is no instance of {INSTANCES}")
+        raise UserError(f"`{name}` isn't an instance in {INSTANCES}")
     latency, memory, _ = pipeline.evaluate(pipes, fused_pipelines.fused(pipes))
-    # all other pipes are copies, which run at the same time
+    # the other pipes are copies that run at the same time
     serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])
     return {"speed-up": serial / latency, "memory": memory / pipeline.base_memory(pipes)}
 
 
 def speed_up(constants: Constants, setting: Setting) -> float:
-    """The gain of fused training: micro-batches of one sample, models copied to fill the devices."""
+    """Return the gain of fused training, with one sample per micro-batch and copies on all devices."""
     system = constants["system"]
     large, small = sorted((setting.actor, setting.critic), reverse=True)
     stages = [constants["stages"][model] for model in (large, small)]
@@ -120,7 +122,7 @@ def speed_up(constants: Constants, setting: Setting) -> float:
 
 
 def cluster_of(constants: Constants, setting: Setting) -> Cluster:
-    """The engines and trainers; a rank is the devices of one engine. KV caches move with their answers."""
+    """Return the engines and trainers. A rank is one engine's devices. KV caches move with their answers."""
     system = constants["system"]
     grain = max(1, setting.most // 256)
     rollout = decode_of(
@@ -130,7 +132,7 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
         prefill=math.inf,
         **values(constants["decode"]),
     )
-    longest = system["prompt"] + setting.most + 8 * grain  # tokens, and some that `config_of` adds
+    longest = system["prompt"] + setting.most + 8 * grain  # includes what `config_of` adds
     rollout = replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest)
     judgement_s = inference_s(constants, setting) * system["gpus"] / system["tp"] / system["batch"]
     updates = system["batch"] / system["mini_batch"]
@@ -145,7 +147,7 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
 
 
 def simulate(constants: Constants, setting: Setting) -> dict[str, float]:
-    """Seconds of the stages of a step of the real controllers, which take turns if the tail is 0."""
+    """Return the seconds of a step's stages. With a tail of 0 they run one after the other."""
     system = constants["system"]
     cluster = cluster_of(constants, setting)
     spread = (constants["fusion"]["median"], constants["lengths"]["sigma"])
@@ -175,7 +177,7 @@ def simulate(constants: Constants, setting: Setting) -> dict[str, float]:
 
 
 def fastest(steps: dict[Setting, dict], paper: Paper, point: Point) -> Setting:
-    """The setting with its tail: 0 for Base, and the fastest of a few where none is named."""
+    """Return the setting with its tail: 0 for Base, or the fastest of a few if none is named."""
     setting = setting_of(point)
     tails = QUICK_TAILS if paper.quick else TAILS
     if paper.quick:
@@ -192,7 +194,7 @@ def fastest(steps: dict[Setting, dict], paper: Paper, point: Point) -> Setting:
 
 
 def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
-    """The rows of a figure. steps: what was simulated so far."""
+    """Return the rows of a figure. steps: cache of simulated steps."""
     rows = []
     for point in chosen(paper, figure):
         setting = fastest(steps, paper, point)
@@ -203,7 +205,7 @@ def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
 
 
 def table_3(paper: Paper) -> list[Row]:
-    """The gains by the product's own search for a schedule, which bounds the memory: it isn't the least."""
+    """Return the gains of the product's schedule search. It bounds the memory but doesn't minimize it."""
     rows = []
     for point in chosen(paper, "table 3"):
         found = known(point, point.metric, gain(point.setting))
@@ -216,7 +218,7 @@ def chosen(paper: Paper, figure: str) -> list[Point]:
 
 
 def figures() -> dict[str, Callable[[Paper], list[Row]]]:
-    steps = {}  # that were simulated: several figures look at them
+    steps = {}  # simulated steps, which several figures use
     of_steps = {name: partial(rows_of, name, steps) for name in ("7", "8", "9")}
     return of_steps | {"table 3": table_3}
 

@@ -1,10 +1,10 @@
-"""What was published beside what was simulated: points, constants, rows, and the files that they are in.
+"""Published points, the constants fitted on them, and the rows that compare them with the simulation.
 
-Published points are in one CSV a figure, a number a row; constants in TOML, each table with its source or the
-points that it was fitted on: their rows are `fitted`. Rows that are made of these, or have the value of one,
-are `follows`, others `predicted`; `closed form`: a formula, without controllers; `simulated`: nothing is
-published; `not modelled`, with the reason. Rows are kept in docs/papers/rows, of which papers/pages.py makes
-the pages.
+Each figure has a CSV of published points, one per row. Constants are in TOML; each table names its source or
+the points that it was fitted on. A row's kind is `fitted` (on this point), `follows` (computed from fitted
+points or equal to one), `predicted` (neither), `closed form` (a formula without controllers), `simulated`
+(nothing is published) or `not modelled` (its note has the reason). Rows are kept in docs/papers/rows;
+papers/pages.py makes the pages from them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from runtime.errors import UserError
 ROOT = Path(__file__).parent
 DOCS = ROOT.parent / "docs" / "papers"
 COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
-Constants = dict[str, dict[str, Any]]  # by table
-Figures = dict[str, Callable[["Paper"], list["Row"]]]  # by name
+Constants = dict[str, dict[str, Any]]  # table -> its keys
+Figures = dict[str, Callable[["Paper"], list["Row"]]]  # name -> maker of its rows
 
 
 class Point(namedtuple("Point", f"{COLUMNS},where", defaults=[""])):
-    """A published number: the text of its CSV's columns, its file and line. precision: relative.
+    """A published number: the text of its CSV's columns, and its file and line.
 
-    label: P is stated, FIG digitised, CALC worked out, 2ND from others, RUN run here.
+    precision: relative. label: P (stated), FIG (digitized), CALC (computed), 2ND (from a third party) or RUN
+    (measured here).
     """
 
     @property
     def name(self) -> str:
-        """The name that `fitted_on` calls it by."""
+        """The name by which `fitted_on` lists it."""
         return f"{self.figure}:{self.system}:{self.setting}@{self.gpus}:{self.metric}"
 
 
@@ -49,8 +50,8 @@ class Row(NamedTuple):
     setting: str
     gpus: str
     metric: str
-    published: float | None  # None if it isn't
-    simulated: float | None  # None if it isn't modelled
+    published: float | None  # None: nothing is published
+    simulated: float | None  # None: not modelled
     unit: str
     kind: str
     note: str = ""
@@ -63,7 +64,7 @@ class Row(NamedTuple):
 
     @property
     def devices(self) -> str:
-        """For example `1 GPU`, `64 GPUs`; this program's own points were measured on ranks."""
+        """For example `1 GPU` or `64 GPUs`; for this program's own points, `4 ranks`."""
         unit = "rank" if self.system == "nanoYATT" else "GPU"
         return f"{self.gpus} {unit}{'s' * (self.gpus != '1')}"
 
@@ -73,7 +74,7 @@ class Row(NamedTuple):
         return f"{figure}: {self.system}, {self.setting}, {self.devices}, {self.metric}"
 
     def at(self, side: str) -> float | None:
-        """The value of `published` or `simulated`."""
+        """Return the value of `published` or `simulated`."""
         return self._asdict()[side]
 
 
@@ -81,12 +82,12 @@ class Paper(NamedTuple):
     points: list[Point]
     constants: Constants
     quick: bool = False  # --quick: fewer points
-    every: bool = False  # --all: more points than a page has
+    every: bool = False  # --all: more points than the page shows
 
     def row(
         self, point: Point, simulated: float | None, kind: str = "predicted", note: str = ""
     ) -> Row:
-        """The row of a point; `predicted` only if neither it nor its like was fitted."""
+        """Return a point's row. `predicted` becomes `fitted` or `follows` if a constant was fitted on it."""
         if kind == "predicted" and point.name in fitted_on(self.constants, "follows"):
             kind = "follows"
         if kind == "predicted" and point.name in fitted_on(self.constants):
@@ -98,18 +99,18 @@ class Paper(NamedTuple):
 
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
-    """The constants of a table, without their sources."""
+    """Return the constants of a table, without their sources."""
     sources = ("source", "fitted_on", "follows")
     return {name: value for name, value in table.items() if name not in sources}
 
 
 def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
-    """The names of the points that any table was fitted on. key: `follows`, for those that follow from it."""
+    """Return the names of all points that constants were fitted on; key `follows`: that follow from those."""
     return {name for table in constants.values() for name in table.get(key, ())}
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read one CSV. UserError, which names the line, for one that is no point of a number above 0."""
+    """Read one CSV. Raises UserError, which names the line, unless each line is a point above 0."""
     points = []
     with path.open(newline="", encoding="utf-8") as file:
         lines = csv.DictReader(file, restval="")
@@ -117,7 +118,7 @@ def read_points(path: Path) -> list[Point]:
             for cells in lines:
                 point = Point(**cells, where=f"{path}:{lines.line_num}")
                 if not 0 < float(point.value) < float("inf"):
-                    raise ValueError(f"{point.value}: no number above 0")
+                    raise ValueError(f"{point.value} isn't a number above 0")
                 points.append(point)
         except (TypeError, ValueError, csv.Error) as error:
             raise UserError(f"{path}:{lines.line_num}: {error} (columns: {COLUMNS})") from None
@@ -127,9 +128,9 @@ def read_points(path: Path) -> list[Point]:
 def keep_measured(
     path: Path, what: tuple[str, ...], seconds: list[float], middle: float, source: str
 ) -> None:
-    """Put a measured point into a CSV, where it replaces that of its name.
+    """Put a measured point into a CSV, replacing a point of the same name.
 
-    what: its cells from figure to unit; middle: of the seconds; source: the command that measured.
+    what: its cells from figure to unit; middle: median or mean seconds; source: the measuring command.
     """
     points = {point.name: point for point in read_points(path)} if path.exists() else {}
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -143,17 +144,17 @@ def keep_measured(
 
 def known(point: Point, name: str, table: dict[str, Any]) -> Any:
     if name not in table:
-        raise UserError(f"{point.where}: {name} is none of {', '.join(table)}")
+        raise UserError(f"{point.where}: {name} isn't one of {', '.join(table)}")
     return table[name]
 
 
 def read_constants(path: Path) -> Constants:
-    """Read a TOML, each table with what it was fitted on or where it is from."""
+    """Read a TOML file of constants."""
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
-    """Write a CSV, its numbers to six digits."""
+    """Write a CSV with numbers to six digits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file, lineterminator="\n")
@@ -163,7 +164,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read what `write_rows` wrote."""
+    """Read the CSV that `write_rows` wrote."""
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
@@ -175,7 +176,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def table_of(rows: list[Row], published: str = "published") -> list[str]:
-    """Return Markdown, without columns that are empty. published: the word for it."""
+    """Return a Markdown table without empty columns. published: that column's header."""
     names = ("figure", "system", "setting", "on", "metric", published, "simulated", "error", "kind")
     several = len({row.figure for row in rows}) > 1
     table = []
@@ -203,7 +204,7 @@ def percent(part: float, form: str = ".0f") -> str:
 
 
 def errors(rows: Iterable[Row]) -> str:
-    """How far rows are from what was published: predicted ones, or all where none is. Empty without any."""
+    """Summarize the errors of predicted rows, or of all rows if none is predicted; "" without any."""
     known = [row for row in rows if row.error is not None]
     own = [row for row in known if row.kind == "predicted"] or known
     if not own:
@@ -219,32 +220,32 @@ def errors(rows: Iterable[Row]) -> str:
 def command(
     name: str, doc: str, figures: Figures, given: list[str], measure: Any = None, every: str = ""
 ) -> int:
-    """Print a paper's rows; with --write, write docs/papers/rows/NAME.csv, too. Returns a status.
+    """Print a paper's rows; --write also writes docs/papers/rows/NAME.csv. Returns a status.
 
-    figures: make a figure's rows, or raise UserError for a point. measure: --real calls it, with --quick.
-    every: what --all adds.
+    figures: each makes a figure's rows or raises UserError; measure: called by --real, with the value of
+    --quick; every: help text of --all.
     """
-    others = "CSVs of the same columns, instead of papers/published"
+    others = "CSVs with the same columns, instead of papers/published"
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
     parser.set_defaults(all=False, real=False)
     parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
     parser.add_argument("--published", type=Path, nargs="+", help=others)
     parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
-    parser.add_argument("--write", action="store_true", help="docs/papers/rows, too")
+    parser.add_argument("--write", action="store_true", help="also write docs/papers/rows")
     if every:
         parser.add_argument("--all", action="store_true", help=every)
     if measure:
         parser.add_argument("--real", action="store_true", help="measure on this machine first")
     chosen = parser.parse_args(given)
     if chosen.write and (chosen.published or chosen.quick or chosen.all):
-        parser.error("--write is for the usual points: not with --published, --quick or --all")
+        parser.error("--write works only without --published, --quick and --all")
     if chosen.real:
         measure(chosen.quick)
     try:
         files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
         points = [point for file in files for point in read_points(file)]
         if unknown := [point for point in points if point.figure not in figures]:
-            raise UserError(f"{unknown[0].where}: its figure is none of {', '.join(figures)}")
+            raise UserError(f"{unknown[0].where}: its figure isn't one of {', '.join(figures)}")
         constants = read_constants(ROOT / f"{name}.toml")
         paper = Paper(points, constants, chosen.quick, chosen.all)
         rows = [row for figure in chosen.figure for row in figures[figure](paper)]

@@ -1,10 +1,11 @@
-"""WeChat-YATT (arXiv 2508.07970): when partial colocation beats full, and parallel controllers a central one.
+"""WeChat-YATT (arXiv 2508.07970): when do partial colocation and parallel controllers save time?
 
     python papers/wechat_yatt.py [--figure partial] [--quick] [--all] [--write]
 
-The paper names no model, length, batch or cluster, so its three percentages (`claims`) are lines in pictures
-and no targets. Assumed: 64 H20 devices, a 7B policy, 128 prompts of 8 answers, judges of 7B, 32B and 72B.
-The engines' pace was fitted to throughputs that WeChat-YATT's repository gives for an H20 (figure h20).
+We know three of the paper's percentages (`claims`), from a third party's summary, and none of its settings.
+The percentages are therefore lines in pictures, not targets. We assume 64 H20 devices, a 7B policy, 128
+prompts of 8 answers, and judges of 7B, 32B and 72B. The engines' pace was fitted to throughputs on an H20
+from WeChat-YATT's repository (figure h20).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from simulation.meetings import SimulatedWorld
 
 class Judge(NamedTuple):
     model: Model
-    tp: int  # ranks of an engine
+    tp: int  # ranks per engine
 
 
 RANKS = 64
@@ -40,22 +41,22 @@ JUDGES = {
     "32B": Judge(Model(32.5e9, 64, 5120, 1024), 4),
     "72B": Judge(Model(72.7e9, 80, 8192, 1024), 8),
 }
-MODELS = {  # of figure h20
+MODELS = {  # in figure h20
     "1.5B": Model(1.54e9, 28, 1536, 256),
     "32B": JUDGES["32B"].model,
     "30B-A3B": Model(30.5e9, 48, 2048, 512, active=3.3e9),
 }
-CONTEXTS = {"fastest": 100, "slowest": 2048}  # tokens: at an answer's begin, at its end
+CONTEXTS = {"fastest": 100, "slowest": 2048}  # tokens: early in an answer, and at its end
 KEEPS = (1.0, 0.5)
 MORE_KEEPS = (1.0, 0.7, 0.5)
 SWAPS_S = (1, 20)
 SPLITS = (8, 16, 24, 32, 40)
-# of a sample's media: generation, judging, reference, old log-probabilities, training
+# times that a sample's media pass: generation, judging, reference, old log-probabilities, training
 DISPATCHES = 5
 
 
 def engine_of(constants: Constants, model: Model, tp: int) -> Decode:
-    """An engine of tp H20s."""
+    """Return an engine of tp H20s."""
     h20 = Device(**values(constants["h20"]))
     assumed = {name: constants["assumed"][name] for name in ("weights", "prefill")}
     return decode_of(model, h20, tp, **assumed, **values(constants["engine"]))
@@ -64,7 +65,7 @@ def engine_of(constants: Constants, model: Model, tp: int) -> Decode:
 def simulate(
     constants: Constants, judge: str, mode: str, swap_s: float, keep: float = 1.0, **settings: Any
 ) -> StepFacts:
-    """A step of our workload. swap_s: a role sleeps and another wakes."""
+    """Simulate a step of our workload. swap_s: seconds until one role sleeps and the other is awake."""
     assumed = constants["assumed"]
     model, tp = JUDGES[judge]
     decode = {"rollout": engine_of(constants, POLICY, 1), "genrm": engine_of(constants, model, tp)}
@@ -78,13 +79,13 @@ def simulate(
 
 
 def partial_s(constants: Constants, judge: str, swap_s: float, keep: float, split: int) -> float:
-    """Seconds of serving. split: rollout's ranks."""
+    """Return the seconds of serving. split: number of writing ranks."""
     step = simulate(constants, judge, "partial", swap_s, keep, rollout_ranks=split)
     return step.seconds["serve"]
 
 
 def partial(paper: Paper) -> list[Row]:
-    """Partial over full, in the best split and in halves, by judge, part of groups kept and swap."""
+    """Return partial / full for the best split and for halves, by judge, groups kept and swap time."""
     keeps = MORE_KEEPS if paper.every else KEEPS
     cells = [("32B", 1.0)] if paper.quick else itertools.product(JUDGES, keeps)
     splits = SPLITS[2:4] if paper.quick else SPLITS
@@ -111,7 +112,7 @@ class Link:
 
     def __init__(self, bytes_per_s: float):
         self._bytes_per_s = bytes_per_s
-        self._free = 0.0  # the time from which on it is free
+        self._free = 0.0  # time at which it becomes free
 
     async def carry(self, size: float) -> None:
         now = asyncio.get_running_loop().time()
@@ -122,7 +123,7 @@ class Link:
 def step_s(
     constants: Constants, carried: Callable[[float], Any], media: float, dispatches: int
 ) -> float:
-    """A step in full colocation whose samples' media are `carried` at each of so many dispatches."""
+    """Return a step's seconds in full colocation. Media are `carried` at each of `dispatches`."""
     generate = SimulatedEngine.generate
     exchange = SimulatedWorld.exchange
 
@@ -146,26 +147,26 @@ def step_s(
 
 
 def central(paper: Paper) -> list[Row]:
-    """Parallel controllers against one that every sample's media pass: a scenario over its bytes and rate."""
+    """Return parallel / central step times, by MB per sample and rate of the central process."""
     network = paper.constants["h20"]["network"]
     sizes_mb = (15,) if paper.quick else (0.05, 1, 4, 15)
     rates = (0.3e9,) if paper.quick else (0.3e9, 1e9, 3e9)
-    beside = {}  # seconds without a central process, by MB a sample
+    parallel_s = {}  # MB per sample -> seconds without a central process
     for mb in sizes_mb:
-        beside[mb] = step_s(
+        parallel_s[mb] = step_s(
             paper.constants, lambda size: asyncio.sleep(size / network), mb * 1e6, 1
         )
     rows = []
     for rate, mb in itertools.product(rates, sizes_mb):
         central_s = step_s(paper.constants, Link(rate).carry, mb * 1e6, DISPATCHES)
         cell = f"{mb:g} MB a sample, a central process of {rate / 1e9:g} GB/s"
-        what = ("parallel", cell, str(RANKS), "step", None, beside[mb] / central_s)
+        what = ("parallel", cell, str(RANKS), "step", None, parallel_s[mb] / central_s)
         rows.append(Row("central", *what, "x central", "simulated"))
     return rows
 
 
 def h20(paper: Paper) -> list[Row]:
-    """Tokens a second of an engine, by the closed form of a decode step."""
+    """Return an engine's tokens/s, by the closed form of a decode step."""
     rows = []
     for point in paper.of("h20"):
         name, tp, batch, *_ = point.setting.split()
@@ -186,5 +187,5 @@ FIGURES = dict(claims=claims, partial=partial, central=central, h20=h20)
 
 
 if __name__ == "__main__":
-    every = "partial colocation with 70 % of groups kept, too"
+    every = "add partial colocation with 70 % of the groups kept"
     sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:], every=every))

@@ -1,4 +1,4 @@
-"""The report of an evaluation: a row a prompt in OUT/answers.jsonl, the figures in metrics.jsonl."""
+"""An evaluation's report: a row per prompt in OUT/answers.jsonl, the metrics in metrics.jsonl."""
 
 import math
 from collections.abc import Callable
@@ -16,25 +16,25 @@ ROWS = "answers.jsonl"
 
 
 def make_ready(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
-    """Move aside what an earlier run left in --out, on rank 0. UserError if there are weights."""
+    """Move an earlier run in --out aside, on rank 0. Raises UserError if there are weights."""
     for weights in (*out.glob("checkpoints/step_*"), *out.glob("hf*")):
-        why = f"{weights.relative_to(out)} is of a run, and --steps 0 only evaluates --model"
+        why = f"{weights.relative_to(out)} belongs to a run, and --steps 0 only evaluates --model"
         raise UserError(f"--out {out}: {why}: name another folder")
     return out_folder.make_ready(out, say)
 
 
 @dataclass
 class AnswersReport(Report):
-    """The report of one evaluation. A row is written as soon as its prompt has all of its answers."""
+    """One evaluation's report. It writes a prompt's row as soon as all of its answers are there."""
 
-    prompts: int = 0  # of all ranks
+    prompts: int = 0  # total of all ranks
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.progress.resume_at(0, math.ceil(self.prompts / self.world.size))
 
     def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
-        """Write the row of a prompt. RunLost if the disk is full."""
+        """Write a prompt's row. Raises RunLost if the disk is full."""
         texts = [self.decode(sample.tokens[len(sample.prompt) :]) for sample in samples]
         greedy, *sampled = texts
         row = {"prompt": number, "question": samples[0].question, "answer": samples[0].answer_key}
@@ -49,7 +49,7 @@ class AnswersReport(Report):
     def evaluation(
         self, step: int, right: list[tuple[bool, int]], earned: list[float], now: float
     ) -> None:
-        """Take the figures of all rows, once every rank has written its own."""
+        """Compute metrics from all rows, once every rank has written its own."""
         if self.world.rank:
             return
         super().evaluation(step, right, earned, now)
@@ -63,7 +63,7 @@ class AnswersReport(Report):
         self._evaluated["eval/tokens_per_s"] = sum(row["tokens"] for row in rows) / now
 
     def close(self) -> None:
-        """Write the row of metrics. There is no step for trace and picture."""
+        """Write the row of metrics. Without a step there is no trace or picture."""
         if self._writer:
             self._writer.write(0, self._evaluated)
             self._writer.close()

@@ -1,4 +1,4 @@
-"""The description of a run: for people, at its start; and in config.json, to make its numbers again."""
+"""Descriptions of a run: a text at its start, and in config.json what its numbers depend on."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "numpy")
 
 
 def describe(config: Config, placement: Placement, split: Split) -> str:
-    """Say who runs where, what a step is, and which settings were chosen."""
+    """Return a text on what runs where, the size of a step, and the settings that aren't defaults."""
     ranks = len(placement.everyone)
     prompts = config.prompts_per_step
     answers = config.answers_per_prompt
@@ -35,13 +35,13 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
 
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:
-        text += "\n  tokens differ from run to run, also of one seed; --deterministic: they don't,"
-        text += " and engines decode 25 to 45 % slower (SGLang's figures)"
+        text += "\n  tokens differ between runs even with one seed; with --deterministic they don't"
+        text += ", but engines decode 25 to 45 % slower (SGLang's numbers)"
     return text
 
 
 def run_metadata(config: Config) -> dict:
-    """Return every setting, those of the algorithm, versions and commit."""
+    """Return every setting, including the algorithm's, versions and commit."""
     from torch import cuda
 
     in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)

@@ -1,8 +1,8 @@
-"""Figure: the paper's picture from measured spans, and below it the life of every answer.
+"""Figure: the paper's picture drawn from measured spans, and below it the life of every answer.
 
-Above, a lane per rank and a colour per model; an engine's shade is occupancy: requests in flight over those
-that it can decode at once. Below, a thin row per answer of a step: the long tail and what over-dispatch cuts
-off are to be seen there. Waves, pushes of weights and changes of the split are marked over the lanes.
+Above, a lane per rank and a color per model; an engine's shade is occupancy: requests in flight / requests
+that it can decode at once. Below, a thin row per answer of a step shows the long tail, and what over-dispatch
+cuts off. Waves, weight pushes and changes of the split are marked above the lanes.
 
     python -m reporting.figure RUN --steps 10 14      counted from 1, as in the log
 """
@@ -23,13 +23,13 @@ from matplotlib.patches import Patch
 from reporting.timeline import INSTANTS, LANES, MARKS, WORK, Event, Stretch, lanes, of_kind, read
 from runtime.errors import UserError
 
-ROW = 0.011  # inches of an answer's row
-MOST = 2.75  # inches of all rows: where there are more answers, rows are thinner
+ROW = 0.011  # inches per answer's row
+MOST = 2.75  # inches for all rows: with more answers, rows get thinner
 INK = "#333333"
 GREY = "#6b7178"
-PALEST = 0.3  # of an engine's shades
-UPPER = -1.14  # the highest of three rows of texts over the lanes; lane 0 lies at 0
-LOOKS = {  # name of a span, a pass or a state of an answer -> its colour, what the legend says
+PALEST = 0.3  # lightest shade of an engine
+UPPER = -1.14  # the highest of three rows of texts above the lanes; lane 0 is at 0
+LOOKS = {  # name of a span, a pass or an answer's state -> its color and its text in the legend
     "rollout": ("#2a78b8", "rollout writes"),
     "decoding": ("#2a78b8", ""),
     "genrm": ("#e08a1e", "genrm judges"),
@@ -46,8 +46,8 @@ LOOKS = {  # name of a span, a pass or a state of an answer -> its colour, what 
     "aborted": ("#d62f2f", "answer is cut off"),
     "resumed": ("#123f69", "answer goes on"),
 }
-LABELS = {  # kind of mark -> height of its text, the side of its time that it stands on, its colour
-    "weights": (UPPER, "right", LOOKS["sync"][0]),  # the next step begins right behind it
+LABELS = {  # kind of mark -> its text's height, side of the mark, and color
+    "weights": (UPPER, "right", LOOKS["sync"][0]),  # the next step begins right after it
     "split": (-0.87, "right", INK),
     "tail": (-0.87, "left", INK),
     "wave": (-0.6, "left", GREY),
@@ -55,7 +55,7 @@ LABELS = {  # kind of mark -> height of its text, the side of its time that it s
 
 
 class Picture(NamedTuple):
-    """The events that a figure shows. capacity: answers that an engine decodes at once, full shade."""
+    """The events that a figure shows. capacity: answers that an engine decodes at once, in full shade."""
 
     title: str
     events: list[Event]
@@ -67,7 +67,7 @@ class Picture(NamedTuple):
 
     @property
     def lanes(self) -> dict[tuple[int, str], list[Stretch]]:
-        """(rank, name) -> stretches. Training is drawn where a model had passes."""
+        """(rank, name) -> stretches. Training is only drawn for ranks that had passes."""
         passes = of_kind(self.events, "pass")
         trained = {each.rank for each in passes}
         spans = [span for span in self.spans if span.name != "train" or span.rank in trained]
@@ -75,27 +75,27 @@ class Picture(NamedTuple):
 
     @property
     def begins(self) -> dict[int, float]:
-        """The time at which each step begins."""
+        """Step -> the time at which it begins."""
         last_first = sorted(self.spans, key=lambda span: span.start, reverse=True)
         return {span.step: span.start for span in last_first}
 
     @property
     def marks(self) -> list[Event]:
-        """The lowest rank's, as all make them at once; a tail when both roles have ranks.
+        """The lowest rank's marks, as all ranks make them at once; a tail only if both roles have ranks.
 
-        Not wave 1, nor a wave of which no answer was begun: the step was complete.
+        Leaves out wave 1, and a wave that began no answer because the step was complete.
         """
         marks = of_kind(self.events, *MARKS)
         lowest = min((mark.rank for mark in marks), default=0)
         shared = [mark for mark in marks if mark.kind != "tail" or "0" not in mark.name.split("|")]
         written = [s for s in of_kind(self.events, "sample") if s.name in ("decoding", "resumed")]
-        begun = {s.step: s.start for s in sorted(written, key=lambda s: s.start)}  # the last one
+        begun = {s.step: s.start for s in sorted(written, key=lambda s: s.start)}  # the last start
         shared = [m for m in shared if m.kind != "wave" or m.start <= begun.get(m.step, m.start)]
         return [mark for mark in shared if mark.rank == lowest and mark.name != "wave 1"]
 
 
 def of_steps(events: list[Event], first: int, last: int) -> list[Event]:
-    """Return what is drawn of the steps `first` to `last`; negative numbers count back from the last, -1."""
+    """Return the events to draw of steps `first` to `last`; negative numbers count back from the last, -1."""
     events = [event for event in events if event.kind != "span" or event.name in LANES]
     trained = [span.step for span in of_kind(events, "span") if span.name == "train"]
     # an evaluation after the last trained step belongs to none
@@ -106,9 +106,9 @@ def of_steps(events: list[Event], first: int, last: int) -> list[Event]:
 
 
 def read_run(out: Path, first: int, last: int) -> Picture:
-    """Return the picture of these steps of a run. UserError when `out` is no run."""
+    """Return the picture of these steps of a run. Raises UserError if `out` isn't a run's folder."""
     if not (out / "config.json").is_file():
-        raise UserError(f"{out} is not what a run left behind: it has no config.json")
+        raise UserError(f"{out} is not a run's folder: it has no config.json")
     config = json.loads((out / "config.json").read_text())
     events = of_steps(read(out / "spans", first, last), first, last)
     title = f"{out}: {config['mode']} mode, {config['placement']}, {config['ranks']} ranks"
@@ -116,7 +116,7 @@ def read_run(out: Path, first: int, last: int) -> Picture:
 
 
 def rows_of(samples: list[Event]) -> list[tuple[int, Event]]:
-    """Return the row of every stretch. In each step an answer has a row, from the top as first ones end."""
+    """Return every stretch with its row. In each step an answer has a row, the first to end at the top."""
     steps = defaultdict(dict)  # step -> answer -> its row
     rows = []
     for sample in sorted(samples, key=lambda s: s.end):
@@ -126,7 +126,7 @@ def rows_of(samples: list[Event]) -> list[tuple[int, Event]]:
 
 
 def make_figure(picture: Picture) -> Figure:
-    """Draw a panel of the lanes and, where there are any, one of the answers."""
+    """Draw a panel of the lanes and, if there are answers, one of these."""
     ranks = {span.rank for span in picture.spans}
     rows = rows_of(of_kind(picture.events, "sample"))
     answers_height = min(MOST, ROW * (1 + max((row for row, _ in rows), default=0)))
@@ -148,7 +148,7 @@ def make_figure(picture: Picture) -> Figure:
 
 
 def add_legend(figure: Figure, drawn: set[str]) -> None:
-    """Say below the panels what each colour is that was drawn, what white is, and an engine's shade."""
+    """Explain below the panels the colors that were drawn, white, and an engine's shades."""
     said = {text: Patch(color=color) for name, (color, text) in LOOKS.items() if name in drawn}
     said.pop("", None)
     said["rank waits"] = Patch(facecolor="white", edgecolor=GREY)
@@ -159,7 +159,7 @@ def add_legend(figure: Figure, drawn: set[str]) -> None:
 
 
 def draw_lanes(axes: Axes, picture: Picture) -> None:
-    """Draw a lane for each rank; over them where steps begin, and the marks."""
+    """Draw a lane for each rank; above them the steps' beginnings and the marks."""
     ranks = sorted({span.rank for span in picture.spans})
     _draw_begins(axes, picture)
     for (rank, name), stretches in picture.lanes.items():
@@ -180,7 +180,7 @@ def draw_lanes(axes: Axes, picture: Picture) -> None:
 
 
 def _draw_begins(axes: Axes, picture: Picture) -> None:
-    """Draw a line where a step begins, a dotted one where a wave does; no frame."""
+    """Draw a line where a step begins, and a dotted one where a wave does; drop the frame."""
     axes.set_frame_on(False)
     axes.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     axes.margins(x=0.004)
@@ -191,14 +191,14 @@ def _draw_begins(axes: Axes, picture: Picture) -> None:
 
 
 def _draw_answers(axes: Axes, rows: list[tuple[int, Event]], height: float) -> None:
-    """Draw a thin row for each answer, coloured by state; `height` inches for all of them."""
+    """Draw a thin row for each answer, colored by state; all rows are `height` inches high."""
     count = 1 + max(row for row, _ in rows)
     for state, (color, _) in LOOKS.items():
         shown = [(row, sample.start, sample.end) for row, sample in rows if sample.name == state]
         y, start, end = numpy.array(shown).reshape(-1, 3).T
         if state in INSTANTS:
             axes.vlines(start, y - 0.6, y + 0.6, color=color, linewidth=1.6)
-        else:  # the width in points, 72 an inch: rows touch
+        else:  # width in points, 72 per inch: rows touch
             axes.hlines(y, start, end, color=color, linewidth=max(0.5, 130 * height / count))
     axes.set_ylim(count + 0.5, -1.5)
     axes.set_yticks([])
@@ -208,7 +208,7 @@ def _draw_answers(axes: Axes, rows: list[tuple[int, Event]], height: float) -> N
 def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder that a run left behind")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder")
     steps = dict(type=int, nargs=2, default=(-4, -1), help="first and last, from 1; -1: the last")
     parser.add_argument("--steps", **steps)
     parser.add_argument("--figure", type=Path, default=Path("timeline.png"), help="[timeline.png]")

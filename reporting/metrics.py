@@ -1,7 +1,7 @@
-"""Metrics and texts of a step.
+"""A step's metrics and sample texts.
 
-Controllers send small facts to rank 0, which works out the metrics and writes them. Files under --out:
-metrics.jsonl (an object a step), history.jsonl (what it measured while it served), samples.jsonl,
+Controllers send small facts to rank 0, which computes the metrics and writes them. Files under --out:
+metrics.jsonl (one object per step), history.jsonl (measurements while serving), samples.jsonl,
 tensorboard/; at the end trace.json and timeline.png.
 """
 
@@ -38,37 +38,31 @@ if TYPE_CHECKING:
     from rollout import RolloutBatch
     from training.teacher import Difference
 
-STEPS_TRACED = 10  # the last ones, in trace.json
+STEPS_TRACED = 10  # trace.json has the last ones
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 TEXTS = ("question", "answer_key", "response", "critique")
 PHASES = ("serve", "read", "rollout", "genrm")  # time/*_s
 PHASES += ("train", "reference", "switch", "sync", "save")
-# no costs, judges, keys
+# missing without costs, judges, keys
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
-Metrics = dict[str, float | str]  # by name; texts such as a split's
-Shown = tuple[Sample, "list[Difference] | None"]  # where it differs most from a teacher
+Metrics = dict[str, float | str]  # name -> value; some are texts, such as the split
+Shown = tuple[Sample, "list[Difference] | None"]  # its largest differences from a teacher
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard's files under `out`. Metrics that are texts are no curves.
-
-    purge_step: where this try begins. TensorBoard forgets what an earlier one wrote from there on.
-    """
+    """Writes metrics.jsonl and TensorBoard's files, from which it drops earlier data from `purge_step` on."""
 
     def __init__(self, out: Path, purge_step: int = 0):
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and one rank writes
+        from torch.utils.tensorboard import SummaryWriter  # slow to import; only rank 0 writes
 
         self._path = out / "metrics.jsonl"
         with atomic_files.writing(out / "tensorboard") as path:
             self._board = SummaryWriter(str(path), purge_step=purge_step)
 
     def write(self, step: int, metrics: Metrics, samples: str = "") -> None:
-        """Write row k: what k steps came to, and the step that followed. RunLost if the disk is full.
-
-        samples: Markdown that TensorBoard shows as the step's text.
-        """
+        """Write row k: the evaluation after k steps and the next step. Raises RunLost if the disk is full."""
         row = {"step": step}
         for name, value in sorted(metrics.items()):
             is_exact = isinstance(value, str) or float(value).is_integer()
@@ -83,8 +77,8 @@ class MetricsWriter:
             self._board.flush()
 
     def show(self, step: int, path: Path) -> None:
-        """Add a PNG to TensorBoard's images. OSError if the disk is full."""
-        from PIL import Image  # only rank 0 shows one
+        """Add a PNG to TensorBoard's images. Raises OSError if the disk is full."""
+        from PIL import Image  # only rank 0 needs it
 
         pixels = numpy.asarray(Image.open(path))
         self._board.add_image(path.stem, pixels, step, dataformats="HWC")
@@ -94,41 +88,41 @@ class MetricsWriter:
 
 
 def as_markdown(row: dict[str, Any]) -> str:
-    """Return a row of samples.jsonl for people. Its texts are indented: nothing in them is markup."""
+    """Return a row of samples.jsonl as Markdown. Its texts are indented, so they aren't parsed as markup."""
     texts = [f"{name}:\n\n{indent(row[name], '    ')}" for name in TEXTS if row[name]]
     return "\n\n".join([f"## prompt {row['prompt_id']}: reward {row['reward']:g}", *texts])
 
 
 @dataclass
 class Report:
-    """The metrics, texts and pictures of a run. `step` is collective; only rank 0 writes."""
+    """A run's metrics, texts and pictures. `step` is collective; only rank 0 writes."""
 
     config: Config
     world: World
     out: Path
     progress: Progress
     decode: Callable[[list[int]], str]  # the policy's tokens -> text
-    found: ResumePoint | None = None  # the checkpoint that the run continues from
+    found: ResumePoint | None = None  # the checkpoint that the run resumes from
 
     def __post_init__(self) -> None:
         begin, ended = (self.found.step, self.found.ended_s) if self.found else (0, 0.0)
-        # waits for the other metrics of its step: one row a step
+        # kept until the step's other metrics are there: one row per step
         self._evaluated: dict[str, float] = {}
-        self._ended = ended  # when the step before did, on the timeline's clock
+        self._ended = ended  # end of the previous step, on the timeline's clock
         self._writer = MetricsWriter(self.out, begin) if self.world.rank == 0 else None
-        self._writing: Awaitable[None] | None = None  # the rows of the newest step
+        self._writing: Awaitable[None] | None = None  # writes the newest step's rows
         if begin:
             self.progress.resume_at(begin)
 
     def answers(self, number: int, samples: list[Sample], right: list[bool]) -> None:
-        """Take the answers to a held-out prompt, the greedy one first, and which of them are right."""
+        """Take the answers to a held-out prompt, greedy first, and which of them are right."""
 
     def evaluation(
         self, step: int, right: list[tuple[bool, int]], earned: list[float], now: float
     ) -> None:
-        """Take which answers, greedy and sampled, are right after `step` steps. The step begins now.
+        """Take the evaluation after `step` steps; the next step begins now.
 
-        earned: the rewards of greedy answers by an environment.
+        right: per prompt, if greedy is right and how many samples are. earned: an environment's rewards.
         """
         self._evaluated = {}
         if right:
@@ -143,10 +137,7 @@ class Report:
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
     ) -> None:
-        """Write a step's metrics while the next is served (collective).
-
-        samples: what this rank trained on; stats: further metrics. RunLost as `written`.
-        """
+        """Write a step's metrics while the next is served (collective). Raises RunLost like `written`."""
         facts = local_facts(c, batch, samples, c.timeline.drain())
         now = c.timeline.now()
         gathered = await self.world.gather_on_0(facts)
@@ -162,7 +153,7 @@ class Report:
             "perf/tokens_per_s": metrics["rollout/tokens"] / (now - self._ended),
             "perf/prompt_and_answer_tokens_per_s": read_and_written / (now - self._ended),
         }
-        # of each group its first answer, then of each its second, ...
+        # each group's first answer, then each group's second, ...
         own = batch.kept[: len(batch.kept) - batch.from_others]
         shown = sorted(own, key=lambda sample: sample.index)[: self.config.log_samples]
         await self.written()
@@ -173,13 +164,13 @@ class Report:
         self._evaluated = {}
         self._ended = now
         if c.checkpoints.saving:
-            await self.written()  # the checkpoint is named once the step's rows are there
+            await self.written()  # the checkpoint gets its name after the step's rows
         self.progress.step(step, metrics)
         if metrics["rollout/truncated_frac"] == 1:
             limit = self.config.max_new_tokens
             self.note(f"step {step + 1}: all answers were cut off after --max-new-tokens {limit}")
         if batch.missing_groups:
-            lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are lacking"
+            lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are missing"
             why = f"after {batch.waves} waves: too many had equal rewards"
             self.note(f"step {step + 1}: {lacking} {why}")
 
@@ -188,7 +179,7 @@ class Report:
         for sample, different in shown:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
             row["response"] = self.decode(sample.tokens[len(sample.prompt) :])
-            if sample.replies:  # the policy's turns and the replies, by turns
+            if sample.replies:  # the policy's turns alternate with replies
                 parts = parts_of(sample.response, sample.replies)
                 row["turns"] = [self.decode(part) for part, _ in parts]
             if different:
@@ -201,7 +192,7 @@ class Report:
         self._writer.write(step, metrics, "\n\n".join(map(as_markdown, rows)))
 
     async def written(self) -> None:
-        """Return once all rows are written. Not collective. RunLost if the disk is full."""
+        """Return once all rows are written. Not collective. Raises RunLost if the disk is full."""
         if self._writing:
             await self._writing
 
@@ -209,7 +200,7 @@ class Report:
         self.progress.line(text)
 
     def dump(self, samples: list[Sample]) -> Path:
-        """Add whole samples to skipped_samples.jsonl, from any rank; returns its path."""
+        """Append whole samples to skipped_samples.jsonl, on any rank; return its path."""
         path = self.out / "skipped_samples.jsonl"
         rows = [vars(s) | {"text": self.decode(s.response), "media": None} for s in samples]
         atomic_files.append(path, rows)
@@ -219,13 +210,13 @@ class Report:
         """Write the last row, then trace and picture. Call it after a barrier: it reads all ranks' spans."""
         if not self._writer:
             return
-        # first: a run that has it did all its steps, and isn't gone on with
+        # first: a run that has this row did all its steps, and isn't resumed
         self._writer.write(self.config.steps, self._evaluated)
         picture = self.out / "timeline.png"
         try:
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
             if has("figure"):
-                from reporting import figure  # matplotlib is slow to import, and one rank draws
+                from reporting import figure  # matplotlib is slow to import; only one rank draws
 
                 figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
                 self._writer.show(self.config.steps, picture)
@@ -235,7 +226,7 @@ class Report:
 
 
 def pass_at_k(samples: int, right: list[int]) -> dict[str, float]:
-    """Return the unbiased pass@k of Codex (arXiv 2107.03374), equation 1. right: answers to each prompt."""
+    """Return the unbiased pass@k of Codex (arXiv 2107.03374), equation 1. right: right answers by prompt."""
     metrics = {}
     for k in sorted({2**power for power in range(samples.bit_length())} | {samples} - {0}):
         passed = (1 - comb(samples - count, k) / comb(samples, k) for count in right)
@@ -244,24 +235,24 @@ def pass_at_k(samples: int, right: list[int]) -> dict[str, float]:
 
 
 class Facts(NamedTuple):
-    """The facts that one controller saw in a step, by how they are reduced over the controllers."""
+    """One controller's facts about a step, by how they are reduced over the controllers."""
 
-    means: dict[str, list[float]]  # of all values of all controllers
+    means: dict[str, list[float]]  # averaged over all controllers' values
     sums: dict[str, int]
     maxima: dict[str, float]
-    latencies: list[float]  # of judgements, seconds
-    differences: dict[Key, list[Difference]]  # from a teacher
+    latencies: list[float]  # seconds per judgement
+    differences: dict[Key, list[Difference]]  # largest ones from a teacher
 
 
 def local_facts(
     c: Controller, batch: RolloutBatch, samples: list[Sample], events: list[tl.Event]
 ) -> Facts:
-    """Return this controller's facts: `batch` is what it had written, `samples` are those it trained on."""
+    """Return this controller's facts: it collected `batch` and trained on `samples`."""
     filtered = [sample for group in batch.filtered for sample in group]
-    # a carried group's are counted when it comes again: how many are finished by now is up to timing
+    # a carried group counts when it comes again: how much of it is finished by now depends on timing
     finished = batch.kept + batch.dropped + filtered
     judged = [s for s in finished if s.reward is not None]
-    rewards = defaultdict(set)  # of each group
+    rewards = defaultdict(set)  # group -> its different rewards
     for sample in judged:
         rewards[sample.prompt_id].add(sample.reward)
     keyed = [s for s in judged if s.answer_key is not None]
@@ -300,7 +291,7 @@ def local_facts(
     maxima = {f"time/{name}_s": tl.seconds(events, name) for name in PHASES}
     maxima |= {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
-        "rollout/waves": float(batch.waves),  # as all other controllers
+        "rollout/waves": float(batch.waves),  # same on all controllers
         "sync/received_mb": c.devices.received_bytes / 1e6,
     }
     if c.config.device == "cuda":
@@ -315,14 +306,14 @@ def local_facts(
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:
-    """Return the metrics of a step from every controller's facts. Times are the slowest controller's."""
+    """Return a step's metrics from every controller's facts. Times are the slowest controller's."""
     metrics = {}
     for name in dict.fromkeys(chain.from_iterable(each.means for each in facts)):
         values = [value for each in facts for value in each.means.get(name, ())]
         if values or name not in MAY_LACK:
             metrics[name] = fmean(values) if values else 0.0
     if not {"genrm/accept_frac", "rollout/correct_frac"} <= metrics.keys():
-        # nobody accepts, or no answer key tells what is false
+        # there is no judge, or no answer key to check it
         del metrics["genrm/false_positive_frac"]
     for name in facts[0].sums:
         metrics[name] = float(sum(each.sums[name] for each in facts))
@@ -336,7 +327,7 @@ def summarize(facts: list[Facts]) -> dict[str, float]:
 
 
 def serving_metrics(stats: StepStats, config: Config) -> dict[str, float]:
-    """Return the requests' metrics. Occupancy: those in flight over those that engines decode at once."""
+    """Return the requests' metrics. Occupancy: requests in flight / requests that engines decode at once."""
     metrics = {
         "time/swap_s": stats.swap_s,
         "split/swaps": float(stats.rollout.wakes + stats.genrm.wakes),

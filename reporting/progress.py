@@ -12,17 +12,17 @@ PHASES["evaluate"] = "evaluating"
 
 
 class Progress:
-    """The bar: what the run is doing, how it does, and the time left. Other ranks than 0 are silent."""
+    """The bar: what the run is doing, how far it is, and the time left. Only rank 0 prints."""
 
     def __init__(self, steps: int, is_main: bool):
         self._steps = steps
         self._is_main = is_main
-        self.what = "starting"  # the run is doing
-        off = None if is_main else True  # None: no bar in a log file, only the lines
+        self.what = "starting"
+        off = None if is_main else True  # None: only the lines in a log file, no bar
         self._bar = tqdm(total=steps, bar_format=BAR, disable=off, dynamic_ncols=True, leave=False)
 
     def resume_at(self, done: int, total: int | None = None) -> None:
-        """Count on, the time from now; with `total` other things than steps."""
+        """Continue at `done`, timing from now. total: how many things to count instead of steps."""
         self._bar.reset(total)
         self._bar.initial = self._bar.n = done
 
@@ -34,7 +34,7 @@ class Progress:
         self._bar.set_description_str(what)
 
     def phase(self, name: str, step: int) -> None:
-        """Show the phase of a step in the bar, as its span opens."""
+        """Show a step's phase in the bar when its span opens."""
         if name in PHASES:
             self.doing(f"step {step + 1}: {PHASES[name]}")
 

@@ -1,9 +1,9 @@
 """Timeline: what every rank did when, on one clock.
 
-A span of an engine is one request, from sent to finished: it is busy while requests are in flight. What it
-wrote of one that it was made to leave is a part: who goes on with it has the span. Spans of the controller
-(train, switch, sync) are opened around the work. Every rank writes its events of a step to
-OUT/spans/rank<r>.<step>.jsonl; those of the last STEPS_KEPT steps stay.
+An engine's span is one request, from sent to finished: the engine is busy while requests are in flight. An
+engine that a request leaves unfinished has a part, and the one that finishes it the span. Controllers open
+spans (train, switch, sync) around their work. Every rank writes a step's events to
+OUT/spans/rank<r>.<step>.jsonl, and keeps those of the last STEPS_KEPT steps.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from training.executor import Pass
 
 LANES = ("rollout", "genrm", "train", "sync", "switch")  # names of the spans that are drawn
-INSTANTS = ("moved", "aborted", "done")  # the other states of an answer last
+INSTANTS = ("moved", "aborted", "done")  # states of an answer without a duration
 MARKS = ("wave", "weights", "split", "tail")
 WORK = ("span", "part")  # kinds that keep a lane busy
 STEPS_KEPT = 100
-MICRO = 1e6  # microseconds of a second
+MICRO = 1e6  # microseconds per second
 
 
 class Event(NamedTuple):
-    """Something that a rank saw in a training step. Times in seconds since the run's start.
+    """Something that a rank saw in a training step. Times are in seconds since the run's start.
 
     kind             name                                         args
-    span             what was at work: a role's engine, `train`   of an engine: tokens, of them begun before
-    part             a role's engine                              tokens so far, of them begun before
+    span             a role, for its engine, or `train` etc.      an engine's tokens; begun: earlier ones
+    part             a role, for its engine                       tokens so far; begun: earlier ones
     sample           state of an answer                           answer: `12.3`, number 3 to prompt 12
     pass             model of a pipeline's pass                   stage, backward, micro_batch
-    wave, weights    `wave 2`, `v3`: the end is the start
-    split, tail      ranks of the two roles from then on: `3|1`
+    wave, weights    `wave 2`, `v3`; ends when it starts
+    split, tail      the two roles' ranks from then on: `3|1`
     """
 
     kind: str
     name: str
-    rank: int  # whose engine or trainer was at work
+    rank: int  # owner of the engine or trainer that worked
     start: float
     end: float
     step: int
@@ -51,11 +51,11 @@ class Event(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Seconds in which at least one span of a lane was open."""
+    """A time, in seconds, during which at least one span of a lane was open."""
 
     start: float
     end: float
-    in_flight: float  # how many were open, in the mean
+    in_flight: float  # mean number of open spans
 
 
 def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
@@ -64,12 +64,12 @@ def of_kind(events: Iterable[Event], *kinds: str) -> list[Event]:
 
 @dataclass
 class Timeline:
-    """The events that one controller sees: its own work, the requests that it sent, how its answers fare."""
+    """The events that one controller sees: its own work, the requests it sent, its answers' states."""
 
     rank: int
     clock: Callable[[], float]  # the event loop's
-    folder: Path | None = None  # of the rank's files
-    on_open: Callable[[str, int], None] = lambda name, step: None  # told of each span that opens
+    folder: Path | None = None  # the rank writes its files there
+    on_open: Callable[[str, int], None] = lambda name, step: None  # called when a span opens
     step: int = 0
     events: list[Event] = field(default_factory=list)
 
@@ -77,14 +77,14 @@ class Timeline:
         self._zero = self.clock()
 
     def start(self, ran_s: float = 0.0) -> None:
-        """Set the clock to 0, or to where a resumed run's stood. All ranks call it right after a barrier."""
+        """Set the clock to 0, or to a resumed run's time. All ranks call it right after a barrier."""
         self._zero = self.clock() - ran_s
 
     def now(self) -> float:
         return self.clock() - self._zero
 
     def add(self, kind: str, name: str, rank: int, start: float, end: float, **args: Any) -> None:
-        """Add an event; times of the event loop's clock, as in all methods below."""
+        """Add an event. Here and in all methods below, times are the event loop's."""
         times = (start - self._zero, end - self._zero)
         self.events.append(Event(kind, name, rank, *times, self.step, args or None))
 
@@ -100,11 +100,11 @@ class Timeline:
     def sample(
         self, state: str, prompt_id: int, index: int, rank: int, start: float, end: float
     ) -> None:
-        """Add one stretch in the life of an answer, on the engine of `rank`."""
+        """Add one stretch of an answer's life, on the engine of `rank`."""
         self.add("sample", state, rank, start, end, answer=f"{prompt_id}.{index}")
 
     def mark(self, kind: str, text: str) -> None:
-        """Add what happens on every rank, now. kind: one of MARKS."""
+        """Add an event that happens on every rank now. kind: one of MARKS."""
         now = self.clock()
         self.add(kind, text, self.rank, now, now)
 
@@ -114,7 +114,7 @@ class Timeline:
             self.add("pass", model, self.rank, start, end, **what)
 
     def drain(self) -> list[Event]:
-        """Return the events since the last call. They go to a file, and are forgotten here."""
+        """Return the events since the last call; write them to a file and drop them here."""
         events = self.events
         self.events = []
         if self.folder and events:
@@ -125,19 +125,19 @@ class Timeline:
 
 
 def files_in(folder: Path) -> list[tuple[int, Path]]:
-    """All ranks' files by their steps."""
+    """Return all ranks' (step, file), in the order of steps."""
     return sorted((int(path.stem.split(".")[1]), path) for path in folder.glob("rank*.*.jsonl"))
 
 
 def events_in(path: Path) -> Iterator[Event]:
-    """Yield the events of a file, but for lines that a crash of the machine spoiled."""
+    """Yield the events of a file, except for lines that a machine's crash damaged."""
     for line in path.open(errors="replace"):
         with suppress(ValueError, LookupError, TypeError):
             yield Event(*json.loads(line))
 
 
 def read(folder: Path, first: int = 0, last: int = -1) -> list[Event]:
-    """Return all ranks' events of these steps. Below 0: up to the last, from so many before it."""
+    """Return all ranks' events of these steps. last < 0: the newest; first < 0: counts back from it."""
     files = files_in(folder)
     newest = files[-1][0] if files else 0
     first = first if first >= 0 else newest + first
@@ -146,7 +146,7 @@ def read(folder: Path, first: int = 0, last: int = -1) -> list[Event]:
 
 
 def truncate(folder: Path, step: int) -> float:
-    """Drop the events of `step` and later ones. Returns when the one before ended (s)."""
+    """Drop the events of `step` and later ones. Return when the previous step ended, in seconds."""
     for number, path in files_in(folder):
         if number >= step:
             path.unlink()
@@ -155,10 +155,10 @@ def truncate(folder: Path, step: int) -> float:
 
 
 def busy(spans: Iterable[Event]) -> list[Stretch]:
-    """Return every stretch with a span in flight."""
+    """Return every stretch during which a span was open."""
     edges = []
     for span in spans:
-        if span.end > span.start:  # else it kept nobody busy
+        if span.end > span.start:  # otherwise nothing was busy
             edges += [(span.start, 1), (span.end, -1)]
     stretches = []
     in_flight = 0
@@ -182,7 +182,7 @@ def seconds(events: Iterable[Event], name: str) -> float:
 
 
 def lanes(spans: Iterable[Event]) -> dict[tuple[int, str], list[Stretch]]:
-    """Return (rank, name) -> busy stretches; requests of all controllers to one engine fall together."""
+    """Return (rank, name) -> busy stretches, which merge all controllers' requests to an engine."""
     grouped = defaultdict(list)
     for span in spans:
         grouped[span.rank, span.name].append(span)
@@ -190,7 +190,7 @@ def lanes(spans: Iterable[Event]) -> dict[tuple[int, str], list[Stretch]]:
 
 
 def write_trace(events: list[Event], path: Path) -> None:
-    """Write a Chrome/Perfetto trace: a process for each rank, a thread for each role, tracks of answers."""
+    """Write a Chrome/Perfetto trace: a process per rank, a thread per role, and tracks of answers."""
     rows = list(_trace_rows(events))
     for rank in sorted({row["pid"] for row in rows}):
         row = {"ph": "M", "pid": rank}
@@ -208,7 +208,7 @@ def _trace_rows(events: list[Event]) -> Iterator[dict]:
         for stretch in stretches:
             args = {"in_flight": round(stretch.in_flight, 2)}
             yield _complete(name, rank, threads.index(name), stretch, args)
-    # readers keep this order at one time
+    # viewers keep this order at equal times
     for sample in sorted(of_kind(events, "sample"), key=lambda s: (s.start, s.end)):
         row = {"name": sample.name, "cat": "sample", "id": sample.args["answer"]}
         row |= {"pid": sample.rank, "tid": 0}

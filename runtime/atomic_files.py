@@ -1,4 +1,4 @@
-"""Files, folders and rows that are there whole or not at all, whenever the machine stops."""
+"""Files, folders and rows that exist completely or not at all, whenever the machine stops."""
 
 import contextlib
 import fcntl
@@ -14,18 +14,17 @@ from typing import Any
 from runtime.errors import RunLost, UserError
 
 CHECKSUMS = "SHA256SUMS"
-PARTIAL = ".partial-"  # in the name of a folder that is being written or removed
+PARTIAL = ".partial-"  # marks the name of a folder that is being written or removed
 
 
 def sync(path: Path) -> None:
-    """Put a file on the disk, or the names in a folder."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def sha256(path: Path) -> str:
-    """Return a file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -51,7 +50,7 @@ def verify(folder: Path, rank: int = 0, size: int = 1) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step of a checkpoint by its name; None of another folder, also of one being written."""
+    """Return the step in a checkpoint's name; None for another folder, or one still being written."""
     number = folder.name.removeprefix("step_")
     return int(number) if folder.name != number and number.isdecimal() and folder.is_dir() else None
 
@@ -63,7 +62,7 @@ def steps_in(checkpoints: Path) -> list[int]:
 
 
 def remove_atomically(folder: Path) -> None:
-    """Remove a checkpoint. It loses its name before its first file goes."""
+    """Remove a checkpoint: rename it before the first file is removed."""
     if folder.exists():
         gone = folder.with_name(f"{folder.name}{PARTIAL}{os.getpid()}.old")
         folder.rename(gone)
@@ -71,24 +70,24 @@ def remove_atomically(folder: Path) -> None:
 
 
 def append(path: Path, rows: Iterable[Any]) -> None:
-    """Add rows to a JSONL file that several ranks may add to: all or none. RunLost if the disk is full."""
+    """Append all rows or none to a JSONL file that ranks may share. Raises RunLost if the disk is full."""
     left = memoryview("".join(json.dumps(finite(row)) + "\n" for row in rows).encode())
     with writing(path), path.open("ab", buffering=0) as file:
-        with contextlib.suppress(OSError):  # of a disk that has no locks
+        with contextlib.suppress(OSError):  # the disk has no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         end = file.seek(0, os.SEEK_END)
         try:
-            while left:  # a disk that is almost full takes a part, and refuses only the rest
+            while left:  # an almost full disk accepts a part and refuses only the rest
                 left = left[file.write(left) :]
         except OSError:
-            with contextlib.suppress(OSError):  # the first error says why
+            with contextlib.suppress(OSError):  # report only the first error
                 file.truncate(end)
             raise
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A block that writes a file or folder. RunLost if the disk is full."""
+    """Wrap a block that writes a file or folder. Raises RunLost if the disk is full."""
     try:
         yield path
     except OSError as error:
@@ -96,7 +95,7 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 def finite(value: Any) -> Any:
-    """Return what a row holds with None for each float that isn't finite: JSON has none."""
+    """Return `value` with None for each float that isn't finite, as JSON has none."""
     if isinstance(value, dict):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -105,7 +104,7 @@ def finite(value: Any) -> Any:
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
-    """Drop the rows of a JSONL file that `keep` refuses, and a last one that was cut short."""
+    """Drop the rows of a JSONL file that `keep` rejects, and an incomplete last one."""
     if path.exists():
         new = path.with_name(f"{path.name}.new")
         new.write_text("".join(json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)))
@@ -113,7 +112,7 @@ def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
 
 
 def complete_rows(path: Path) -> Iterator[Any]:
-    """Yield the rows of a JSONL file, but one at its end that was cut short. UserError: it is no JSON."""
+    """Yield a JSONL file's rows, except an incomplete last one. Raises UserError if one isn't JSON."""
     for number, line in enumerate(path.open() if path.exists() else (), 1):
         if line.endswith("\n"):
             try:

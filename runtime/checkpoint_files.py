@@ -1,4 +1,4 @@
-"""The files of a checkpoint: a rank writes its own; once all have, the folder gets its name."""
+"""A checkpoint's files: each rank writes its own; once all have, the folder gets its name."""
 
 import json
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from pathlib import Path
 from runtime import atomic_files
 from runtime.atomic_files import steps_in, sync
 
-# what a rank has written: descriptions of its shards by folder, SHA-256 by file
+# a rank's written files: descriptions of its shards by folder, SHA-256 by file
 Part = tuple[dict[str, list], dict[str, str]]
 
 
 def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> Part:
-    """Write one rank's files in the forked process: JSON by file, shards by folder, exports by path."""
+    """Write one rank's files: `state` by file, `shards` by folder, `hf` exports by path."""
     described = {name: write() for name, write in shards.items()}
     for name, value in state.items():
         (folder / name).write_text(json.dumps(value))
@@ -25,7 +25,7 @@ def write_part(folder: Path, rank: int, state: dict, shards: dict, hf: dict) -> 
 
 
 def sync_and_hash(folder: Path, patterns: list[str]) -> dict[str, str]:
-    """Put files of a checkpoint on the disk; return their SHA-256 by name."""
+    """Flush a checkpoint's files to disk; return their SHA-256 by name."""
     checksums = {}
     for pattern in patterns:
         for path in folder.glob(pattern):
@@ -42,7 +42,7 @@ def make_folders(folder: Path, *names: str) -> None:
 def complete_folders(
     folder: Path, step: int, complete: dict[str, Callable], parts: list[Part], keep: int
 ) -> None:
-    """Give the folders their names: their files are on the disk. Rank 0 may die between any two lines."""
+    """Name the folders once their files are on disk. Rank 0 may die between any two lines."""
     checkpoints = folder.parent
     checksums = {}
     for _, of_rank in parts:
@@ -56,7 +56,7 @@ def complete_folders(
         sync(path)
     for unnamed in (*checkpoints.parent.glob(f"hf*/{folder.name}"), folder):
         target = unnamed.with_name(f"step_{step}")
-        atomic_files.remove_atomically(target)  # damaged, or of a save that failed later
+        atomic_files.remove_atomically(target)  # damaged, or left by a save that failed later
         unnamed.rename(target)
         sync(target.parent)
     older = [each for each in steps_in(checkpoints) if each < step]

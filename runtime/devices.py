@@ -1,4 +1,4 @@
-"""The GPUs of this machine: what a run does before it uses them, and what kernels are compiled with."""
+"""This machine's GPUs: what a run sets up before using them, and the toolkit that compiles kernels."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 
     from config import Config
 
-DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... where there is a driver for them
+DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... if there is a driver
 DRIVER = Path("/sys/module/nvidia/version")
 OLDEST_DRIVER = 580
 VISIBLE = re.compile(r"\d|GPU-|MIG-")  # how CUDA_VISIBLE_DEVICES begins if it shows a device
 CUDA_FOLDER = Path("/usr/local/cuda")  # where SGLang looks last
-OLDEST_NVCC = (12, 8)  # older ones lack flags that SGLang and flashinfer give
-LDCONFIG = "/sbin/ldconfig"  # knows where the driver's libraries are
-LIBCUDART = "libcudart.so.13"  # that SGLang's wheels are linked with
-# of torch's allocator; the second is the older name
+OLDEST_NVCC = (12, 8)  # older ones lack flags that SGLang and flashinfer use
+LDCONFIG = "/sbin/ldconfig"  # lists the driver's libraries
+LIBCUDART = "libcudart.so.13"  # SGLang's wheels are linked with it
+# settings of torch's allocator; the second is the older name
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# a tensor that is pinned on the host would take up to twice its size: the next power of two
+# otherwise a tensor pinned on the host takes the next power of two, up to twice its size
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
-# part of a GPU's free memory that a run may take: an allocator leaves gaps, and a forecast may miss
+# usable fraction of a GPU's free memory: an allocator leaves gaps, and a forecast may be wrong
 FULL = 0.9
-# what else raises UserError if a run on this machine's GPUs would fail: an extra adds to it
+# more checks, which raise UserError if a run on this machine's GPUs would fail; extras add theirs
 PREFLIGHT: list[Callable[[Config], None]] = []
 
 
 def default_device() -> str:
-    """Return cuda where torch finds a device, cpu where there is none. UserError: torch can't use it."""
-    # told at once: importing torch takes a second, in which engines may start
-    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # of Linux; of WSL
+    """Return cuda if torch finds a device, cpu if there is none. Raises UserError if torch can't use it."""
+    # check files first: importing torch takes a second, during which engines can start
+    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # Linux; WSL
     if not devices or not shows_devices():
         return "cpu"
     from torch import cuda
@@ -52,19 +52,19 @@ def default_device() -> str:
 
 
 def shows_devices() -> bool:
-    """Tell whether CUDA_VISIBLE_DEVICES leaves a device: one that it hides isn't there."""
+    """True unless CUDA_VISIBLE_DEVICES hides every device."""
     return VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0")) is not None
 
 
 def why_unusable() -> str:
-    """Say why torch finds no device although the machine has one; empty if it has none, or hides it."""
+    """Return why torch can't use this machine's device; empty if it can, or if none is there or visible."""
     import torch
 
     devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
     if torch.cuda.is_available() or not devices or not shows_devices():
         return ""
     driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
-    reason = f"its driver is {driver}, and nvidia-smi may say more"
+    reason = f"its driver is {driver}; nvidia-smi may show more"
     if driver[:1].isdigit() and int(driver.partition(".")[0]) < OLDEST_DRIVER:
         reason = f"CUDA 13 needs driver {OLDEST_DRIVER} or newer, and this is {driver}"
     if not torch.version.cuda:
@@ -73,7 +73,7 @@ def why_unusable() -> str:
 
 
 def choose_device(config: Config) -> None:
-    """Prepare this process and all that it starts for --device. UserError for what would fail with it."""
+    """Set up this process and its children for --device. Raises UserError if the run would fail on it."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
@@ -81,11 +81,11 @@ def choose_device(config: Config) -> None:
     if config.command == "rl" and "expandable_segments:True" in "".join(settings):
         raise UserError(f"{' or '.join(ALLOCATOR)}: with expandable_segments engines can't sleep")
     os.environ["PYTORCH_ALLOC_CONF"] = ",".join([PIN_EXACTLY, *settings])  # the last one wins
-    # processes that compile, of each rank and server; torch's default is one a core
+    # each rank's and server's compiling processes; torch's default is one per core
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
     if config.deterministic:  # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if config.sp:  # so that a tensor-parallel rank's messages start before the products beside them
+    if config.sp:  # starts a tensor-parallel rank's messages before the products that overlap them
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from torch import cuda
 
@@ -94,35 +94,31 @@ def choose_device(config: Config) -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     devices = cuda.device_count()
     if ranks > devices:
-        needed = f"{ranks} here, on a machine of {devices}: start fewer, or say --device cpu"
-        raise UserError(f"--device cuda: a rank needs a device of its own, and there are {needed}")
+        needed = f"{ranks} ranks need as many devices, and this machine has {devices}"
+        raise UserError(f"--device cuda: {needed}: start fewer ranks, or set --device cpu")
     for look in PREFLIGHT:
         look(config)
 
 
 def free_bytes() -> int:
-    """Return what is free of this rank's GPU."""
+    """Return the free bytes of this rank's GPU."""
     from torch import cuda
 
     return cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))[0]
 
 
 def wait_for_room(needed: float, who: str, limit_s: float) -> None:
-    """Wait until others have freed enough of this rank's GPU. Raises UserError if `who` still lacks room."""
+    """Wait until this rank's GPU has `needed` bytes free. Raises UserError if it never does in time."""
     deadline = time.monotonic() + limit_s
     while (free := free_bytes()) < needed:
         if time.monotonic() > deadline:
-            most = f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+            most = f"{needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} are free"
             raise UserError(f"{who} needs {most}: lower --mem-fraction, or raise --tp or --pp")
         time.sleep(0.1)
 
 
 def grow_segments(is_on: bool) -> None:
-    """Have torch's allocator grow its segments, or take new ones of a fixed size, from now on.
-
-    Micro-batches differ in length, and would cut fixed segments into pieces that fit nothing. A user's own
-    choice in PYTORCH_ALLOC_CONF stays.
-    """
+    """Let torch's segments grow (micro-batches vary in length) or not, unless PYTORCH_ALLOC_CONF decides."""
     import torch
 
     settings = os.environ["PYTORCH_ALLOC_CONF"]
@@ -132,7 +128,7 @@ def grow_segments(is_on: bool) -> None:
 
 @contextmanager
 def fixed_segments(tensor: Tensor) -> Iterator[None]:
-    """Have what is allocated meanwhile lie where CUDA IPC can send it: not in a segment that grows."""
+    """Allocate in fixed segments inside the block, as CUDA IPC can't send from one that grows."""
     if tensor.is_cuda:
         grow_segments(False)
     try:
@@ -143,7 +139,7 @@ def fixed_segments(tensor: Tensor) -> Iterator[None]:
 
 
 def fragments() -> int:
-    """Return the bytes that torch held and nothing used, at the peaks since the last call."""
+    """Return torch's peak of reserved bytes minus that of allocated ones, since the last call."""
     from torch import cuda
 
     stats = cuda.memory_stats()
@@ -152,7 +148,7 @@ def fragments() -> int:
 
 
 def toolkits() -> dict[Path, tuple[int, int]]:
-    """Return where an nvcc is, and its version: in what CUDA_HOME names, else PATH's, /usr/local's, pip's."""
+    """Return each nvcc's folder and version: only CUDA_HOME's, or else those of PATH, /usr/local and pip."""
     folders = [CUDA_FOLDER, *(Path(folder).parent for folder in cuda_libraries())]
     if on_path := shutil.which("nvcc"):
         folders.insert(0, Path(on_path).resolve().parents[1])
@@ -168,14 +164,14 @@ def toolkits() -> dict[Path, tuple[int, int]]:
 
 
 def cuda_home() -> str:
-    """Return the toolkit that engines compile with, empty if there is none; pip's as a folder of links.
+    """Return the toolkit that engines compile with, or ""; for pip's, a folder of links (untested on GPUs).
 
     SGLang and flashinfer link with -L$CUDA_HOME/lib64 -lcudart and -L$CUDA_HOME/lib64/stubs -lcuda, but pip
-    has lib/libcudart.so.13, and libcuda is the driver's. The links stay beside pip's folder: engines cache
-    kernels by the path. Kernels made so haven't run on a GPU yet. UserError.
+    has lib/libcudart.so.13, and libcuda is the driver's. Engines cache kernels by path, so the links stay.
+    Raises UserError if they can't be made.
     """
     new_enough = {home: found for home, found in toolkits().items() if found >= OLDEST_NVCC}
-    # one of another major version goes last: torch's libraries are of CUDA 13
+    # prefer CUDA 13: torch's libraries are built for it
     home = min(new_enough, key=lambda home: new_enough[home][0] != 13, default=None)
     if home is None or str(home / "lib") not in cuda_libraries():
         return str(home or "")
@@ -188,7 +184,7 @@ def cuda_home() -> str:
     try:
         (links / "lib64" / "stubs").mkdir(parents=True, exist_ok=True)
         for name, target in targets.items():
-            with suppress(FileExistsError):  # of an earlier run, or another rank's
+            with suppress(FileExistsError):  # left by an earlier run or another rank
                 (links / name).symlink_to(target)
     except OSError as error:
         raise UserError(f"{links}: {error.strerror}: set CUDA_HOME to a CUDA toolkit") from None
@@ -196,7 +192,7 @@ def cuda_home() -> str:
 
 
 def cuda_libraries() -> list[str]:
-    """The folders of the CUDA runtime of pip. Torch knows them, the loader of a preload doesn't."""
+    """Return the folders of pip's CUDA runtime, which torch finds but LD_PRELOAD's loader doesn't."""
     package = importlib.util.find_spec("nvidia")
     roots = map(Path, package.submodule_search_locations if package else ())
     return sorted({str(file.parent) for root in roots for file in root.glob(f"*/lib/{LIBCUDART}")})

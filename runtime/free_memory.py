@@ -1,4 +1,4 @@
-"""The memory that this machine, or the container that we run in, has left."""
+"""The memory that this machine, or our container, has left."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ import psutil
 
 GROUPS = Path("/proc/self/cgroup")  # lines number:controllers:path
 LIMITS = Path("/sys/fs/cgroup")
-# of a group's folder: its limit, what it takes, and the statistic of files that the kernel would drop
+# files in a group's folder with its limit and usage, and the statistic of droppable file pages
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def free_memory() -> float:
-    """Bytes that this process and others beside it may still take: the machine's, or less by a limit."""
+    """Return the bytes that processes here can still take: the machine's, or fewer under a limit."""
     left = [psutil.virtual_memory().available]
     for line in GROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -20,7 +20,7 @@ def free_memory() -> float:
             home = LIMITS / controllers
             folder = home / path.lstrip("/")
             names = VERSION_1 if controllers else VERSION_2
-            # a container may see its own group as the outermost one, under whatever path
+            # a container may see its own group as the outermost one, whatever its path
             for group in (folder, *folder.parents):
                 if group.is_relative_to(home) and (group / names[0]).is_file():
                     left.append(left_in(group, *names))

@@ -1,4 +1,4 @@
-"""The tools that a run on GPUs needs beside Python. What is missing is named before anything starts."""
+"""The tools besides Python that a run on GPUs needs; they are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runtime.errors import UserError
 if TYPE_CHECKING:
     from config import Config
 
-PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # not installed where there is no GPU
+PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # only installed for GPUs
 
 
 def look(config: Config) -> None:
-    """Raise UserError if a tool is missing, or if a GPU can't be shared by trainer and engines."""
+    """Raise UserError if a tool is missing, or if trainer and engines can't share a GPU."""
     missing = [f"{tool.name} ({tool.install})" for tool in tools(config) if not tool.is_there]
     if missing:
         needed = ", ".join(missing)
@@ -38,7 +38,7 @@ PREFLIGHT.append(look)
 
 
 class Tool(NamedTuple):
-    """Something that a run needs beside Python: its name, how to get it."""
+    """A tool that a run needs besides Python, and how to get it."""
 
     name: str
     install: str
@@ -47,7 +47,7 @@ class Tool(NamedTuple):
 
 
 def tools(config: Config) -> list[Tool]:
-    """The tools that torch compiles kernels with, and engines, if the run starts any."""
+    """Return the tools with which torch compiles kernels, and engines do if the run starts any."""
     headers = Path(sysconfig.get_paths()["include"])
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev, for {headers}"
     has_headers = Path(headers, "Python.h").is_file()
@@ -79,7 +79,7 @@ def has_cpp20() -> bool:
 
 
 def compute_modes() -> list[str]:
-    """The mode of each GPU: Default, Exclusive_Process, Prohibited; empty without the driver's tool."""
+    """Return each GPU's mode: Default, Exclusive_Process, Prohibited; empty without the driver's tool."""
     if not (tool := shutil.which("nvidia-smi")):
         return []
     query = [tool, "--query-gpu=compute_mode", "--format=csv,noheader"]

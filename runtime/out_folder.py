@@ -1,7 +1,7 @@
-"""OUT, the folder of a run: the lock on it, and how an earlier run's files are moved out of the way.
+"""OUT, a run's folder: its lock, and moving an earlier run's files out of the way.
 
-One program at a time writes there: it holds the kernel's lock on OUT/lock, also between machines where their
-disk knows such locks. The file stays: to remove it would let two in.
+Only one program at a time writes there. It holds the kernel's lock on OUT/lock, which works across machines
+if their disk supports it. The file stays, as removing it would let two programs in.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from filelock import AsyncFileLock, Timeout
 from runtime.errors import UserError
 
 LOCK = "lock"
-ENDING_S = 5.0  # for a process that was killed to be gone
+ENDING_S = 5.0  # time that a killed process takes to be gone
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.asynccontextmanager
 async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
-    """Make a run's folder and hold the lock on it. UserError if that can't be, or somebody else does."""
+    """Make a run's folder and hold its lock. Raises UserError if that fails or another program holds it."""
     lock = AsyncFileLock(out / LOCK, ENDING_S, run_in_executor=False, fallback_to_soft=False)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -42,9 +42,9 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
 
 
 class NoSaves:
-    """Stands in for checkpoint.Checkpoints where nothing is saved."""
+    """Stands in for checkpoint.Checkpoints when nothing is saved."""
 
-    point = None  # that the run continues from
+    point = None  # checkpoint that the run resumes from
     newest = None
     saving = None
 
@@ -56,7 +56,7 @@ class NoSaves:
 
 
 def make_ready(out: Path, say: Callable[[str], None]) -> NoSaves:
-    """Move an earlier run aside, and make the folders of a new one. UserError."""
+    """Move an earlier run aside, and make a new one's folders. Raises UserError if the move fails."""
     archive(out, say)
     for name in ("spans", "logs"):
         (out / name).mkdir(parents=True, exist_ok=True)
@@ -64,18 +64,18 @@ def make_ready(out: Path, say: Callable[[str], None]) -> NoSaves:
 
 
 def archive(out: Path, say: Callable[[str], None]) -> None:
-    """Move what an earlier run left, if there is anything. UserError where it can't be moved."""
+    """Move an earlier run's files, if any. Raises UserError if they can't be moved."""
     left = ("metrics.jsonl", "checkpoints", "answers.jsonl", "spans/rank*", "hf*")
     if not any(any(out.glob(name)) for name in left):
         return
-    there = out.resolve()  # behind a link: files stay on their disk
+    there = out.resolve()  # follow a link, so that files stay on their disk
     try:
-        # relative paths would lead to what was moved
+        # relative paths would lead into the moved files
         if Path.cwd().is_relative_to(there) or there.is_mount():
-            raise OSError(errno.EBUSY, "it is the working directory, or a disk's own")
+            raise OSError(errno.EBUSY, "it is the working directory or a mount point")
         target = next_free(there)
         target.mkdir()
-        for path in sorted(there.iterdir()):  # `checkpoints` early: without them nothing goes on
+        for path in sorted(there.iterdir()):  # `checkpoints` goes early: no run resumes without it
             if path.name != LOCK:
                 path.rename(target / path.name)
     except OSError as error:
@@ -85,6 +85,6 @@ def archive(out: Path, say: Callable[[str], None]) -> None:
 
 
 def next_free(path: Path) -> Path:
-    """Return the path with the first number behind it that isn't taken."""
+    """Return `path` with the first free number appended."""
     numbered = (path.with_name(f"{path.name}-{i}") for i in range(1, 10**6))
     return next(path for path in numbered if not path.exists())

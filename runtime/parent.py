@@ -1,4 +1,4 @@
-"""A process ends with the one that started it. Imports nearly nothing: engines begin with it."""
+"""Make a process end with the one that started it. Imports almost nothing, as engines begin with it."""
 
 import ctypes
 import os
@@ -6,7 +6,7 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-PARENT = "NANOYATT_PARENT"  # of a server's processes: the id of the one that started it
+PARENT = "NANOYATT_PARENT"  # id of the process that started this server
 
 
 def die_with_parent(number: int) -> None:
@@ -15,7 +15,7 @@ def die_with_parent(number: int) -> None:
 
 
 def die_with_owner() -> None:
-    """Ask for a SIGKILL when the thread that started this process ends, or end if it has already."""
+    """Ask for a SIGKILL when the thread that started this process ends; exit if it already has."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != int(os.environ.get(PARENT, os.getppid())):
         print("the process that started this one is gone", file=sys.stderr, flush=True)

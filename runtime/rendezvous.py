@@ -1,4 +1,4 @@
-"""Rendezvous: how the ranks meet, on loopback by default. They unpickle what others send: no stranger may."""
+"""Rendezvous: how the ranks meet, by default on loopback. They unpickle messages: no stranger may connect."""
 
 import contextlib
 import fcntl
@@ -26,11 +26,11 @@ def join(config: Config) -> World:
 
     torch.manual_seed(config.seed)
     cuda = torch.cuda.is_available()
-    if not cuda:  # ranks and engines share the cores: more threads spin on each other's
+    if not cuda:  # ranks and engines share the cores: more threads would spin against each other
         torch.set_num_threads(1)
     else:
         devices.grow_segments(True)
-        # FlashAttention's backward pass adds in any order unless all of torch is asked not to
+        # otherwise FlashAttention's backward pass adds in any order
         torch.use_deterministic_algorithms(config.deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -44,18 +44,18 @@ def join(config: Config) -> World:
 
 
 def init_method(config: Config) -> dict:
-    """Let init_process_group find the ranks, which connect between addresses of --host only, or UserError.
+    """Return init_process_group's arguments; ranks connect only via --host. Raises UserError if they can't.
 
-    Through a file that nobody else may read, or between machines a store of rank 0's: torchrun's own listens
-    on every interface, and who writes to it can have the ranks connect to him.
+    On one machine they meet in a private file, on several in a store on rank 0. torchrun's own store listens
+    on every interface, and whoever writes to it can redirect the ranks' connections.
     """
     import torch.distributed as dist
 
     interface = interface_of(config.host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else eth1 would take eth10, too
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without = eth1 would match eth10
     check_interfaces(os.environ["GLOO_SOCKET_IFNAME"])
-    # its buffers stay on the device; SGLang does without, too
+    # its buffers would stay on the device; SGLang also runs without it
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
@@ -67,17 +67,17 @@ def init_method(config: Config) -> dict:
 
 
 def store_of_machines(config: Config, rank: int, size: int) -> dict:
-    """The arguments of a TCPStore of several machines, on rank 0's --host and the port below --port."""
+    """Return TCPStore's arguments for several machines: rank 0's --host and the port below --port."""
     host = config.host
     port = config.port - 1
-    first = os.environ["MASTER_ADDR"]  # rank 0's
+    first = os.environ["MASTER_ADDR"]  # rank 0's address
     if ipaddress.ip_address(host).is_loopback:
-        raise UserError(f"--host {host}: several machines can't meet there, name one of each")
+        raise UserError(f"--host {host}: several machines can't meet there: name each one's own")
     place = {"host_name": first, "port": port, "world_size": size, "is_master": rank == 0}
     if rank == 0:
         if first != host:
             raise UserError(f"--host {host}: torchrun names {first}: give it --local-addr {host}")
-        try:  # left to itself, a store would listen on every interface
+        try:  # a store would listen on every interface by default
             place["master_listen_fd"] = socket.create_server((host, port)).detach()
         except OSError as error:
             raise UserError(f"the ranks' store: {error.strerror}: choose another --port") from None
@@ -85,7 +85,7 @@ def store_of_machines(config: Config, rank: int, size: int) -> dict:
 
 
 def interface_of(host: str) -> str:
-    """The network interface that has this address. Raises UserError if none of this machine has."""
+    """Return the network interface that has this address. Raises UserError if this machine has none."""
     found = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
     names = {entry.address: name for name, entry in found if entry.family == socket.AF_INET}
     if host not in names:
@@ -95,7 +95,7 @@ def interface_of(host: str) -> str:
 
 
 def check_interfaces(names: str) -> None:
-    """Raise UserError if GLOO_SOCKET_IFNAME names what this machine doesn't have."""
+    """Raise UserError if GLOO_SOCKET_IFNAME names an interface that this machine lacks."""
     known = psutil.net_if_addrs()
     if not {*names.split(",")} <= known.keys():
         there = ", ".join(known)
@@ -103,7 +103,7 @@ def check_interfaces(names: str) -> None:
 
 
 def private_folder() -> Path:
-    """The run's own folder, which nobody else may enter. Raises UserError if somebody else made it first."""
+    """Return the run's own folder, which nobody else may enter. Raises UserError if somebody else may."""
     folder = launcher_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     facts = folder.lstat()
@@ -115,25 +115,25 @@ def private_folder() -> Path:
 
 @functools.cache
 def hold(folder: Path) -> int:
-    """The lock on the run's own folder, which all of its ranks share and each loses when it ends."""
+    """Share the lock on the run's own folder until this rank ends; return the descriptor."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
 
-@functools.cache  # a rank whose launcher died has another parent
+@functools.cache  # the parent changes if the launcher dies
 def launcher_folder() -> Path:
-    """The folder of all ranks that one torchrun started, another one after a restart. Without it our own."""
+    """Return the path that all ranks of one torchrun attempt share; without torchrun, one of our own."""
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # ticks since the boot
+    # start time in ticks since boot
     born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
     return Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}-{attempt}")
 
 
 def close() -> None:
-    """Remove the run's own folder, if this rank is the last: the others still read there who was late."""
-    # who asks in vain has lost his shared lock, too, so that the last to ask finds none
+    """Remove the run's own folder if this rank is the last: the others still read there who was late."""
+    # even a failed attempt drops the shared lock, so the last rank to try finds no other
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(hold(launcher_folder()), fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(launcher_folder(), ignore_errors=True)

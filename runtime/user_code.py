@@ -1,4 +1,4 @@
-"""Code of users, from their own files: how it is loaded, and what an error in it becomes."""
+"""Users' own code: how it is loaded from their files, and how its errors are reported."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from runtime.errors import UserError
 
 @dataclass(frozen=True)
 class UserCode(AbstractContextManager):
-    """A block that runs the user's code: an error in it becomes one line with its name, file and line."""
+    """A block that runs a user's code: an error in it becomes a UserError with its title, file and line."""
 
-    title: str  # as it was named: --rule my.py:score
+    title: str  # as the user named it: --rule my.py:score
     file: str = ""
-    passes: tuple[type[Exception], ...] = ()  # errors that come out as they are
+    passes: tuple[type[Exception], ...] = ()  # errors that stay as they are
     pid: int = field(default_factory=os.getpid)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None):
         if os.getpid() != self.pid:
-            # a child that the code forked came back here, and must not go on as a rank
+            # this is a child that the code forked: it must not continue as a rank
             status = error.code if isinstance(error, SystemExit) else error
             os._exit(status if isinstance(status, int) else int(status is not None))
         if isinstance(error, Exception | SystemExit) and not isinstance(error, self.passes):
@@ -41,14 +41,14 @@ class UserCode(AbstractContextManager):
 def load(
     title: str, spec: str, name: str, kind: str, fits: Callable[[Any], bool], specs: str
 ) -> tuple[Any, UserCode]:
-    """Run a file, and find what it calls `name`, or `other` of `my.py:other`. UserError.
+    """Run a file; return its `name`, or `other` for `my.py:other`. Raises UserError if it has none.
 
-    title: what asks for it. kind: what it is, as `class {}`; `fits` checks that. specs: how it is spelled.
+    title: the setting. kind: a description like `class {}`, which `fits` checks. specs: valid forms of spec.
     """
     named = f"{spec}:{name}" if spec.endswith(".py") else spec
     path, _, name = named.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"{title}: no such file; say {specs}")
+        raise UserError(f"{title}: no such file; use {specs}")
     code = UserCode(title, str(Path(path).resolve()))
     with code:
         module = module_of(Path(code.file))
@@ -59,7 +59,7 @@ def load(
 
 
 def module_of(path: Path) -> ModuleType:
-    """Import a file, as processes that its code starts will: by its name, if no other module has that."""
+    """Import a file under its own name if that is free, as processes that its code starts will do."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None

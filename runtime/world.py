@@ -1,4 +1,4 @@
-"""World: the other controllers, met in small gloo collectives, and a thread for work that blocks."""
+"""World: small gloo collectives with the other controllers, and a thread for blocking work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import psutil
 
 from runtime.errors import UserError
 
-WAIT_S = 0.02  # between two looks whether all ranks are there
-# gloo's words where a rank hangs or is gone
+WAIT_S = 0.02  # interval between checks that all ranks are there
+# gloo's errors contain these if a rank hangs or is gone
 BROKEN = ("imed out", "closed by peer", "reset by peer")
 
 
 class World:
-    """The parallel controllers' collectives, over a gloo group of their own; ONE thread keeps their order."""
+    """The controllers' collectives, over a gloo group of their own; ONE thread keeps them in order."""
 
     def __init__(self, device: str, timeout_s: float):
         import torch
@@ -34,25 +34,25 @@ class World:
         self.device = device
         self._timeout_s = timeout_s
         self._store = dist.distributed_c10d._get_default_store()
-        self._waits = 0  # for all
+        self._waits = 0  # calls of `wait_for_all`
         self.is_parted = False
         self._join(range(dist.get_world_size()))
-        # the current CUDA device is a property of the thread: `enter_device` sets it for the one that asks
+        # every thread has its own current CUDA device: this one calls `enter_device` first
         self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
 
     def _join(self, *parts: Sequence[int]) -> None:
-        """Make a group of each set of ranks; take part in this rank's (collective: every rank)."""
+        """Make a group for each set of ranks, and join this rank's (collective: every rank)."""
         timeout = timedelta(seconds=self._timeout_s)
         for ranks in parts:
             group = self._dist.new_group(ranks, backend="gloo", timeout=timeout)
             if self.rank in ranks:
                 self._group = group
-                self.ranks = ranks  # all of the run, or those of a `part`
+                self.ranks = ranks  # the run's, or a `part`'s
                 self.size = len(ranks)
-                self.index = ranks.index(self.rank)  # among them
+                self.index = ranks.index(self.rank)  # position among them
 
     def part(self, ranks: Sequence[int]) -> World:
-        """Return the World of these ranks; the ranks that aren't named form a second one (collective)."""
+        """Return the World of these ranks; all others form a second one (collective)."""
         others = [rank for rank in self.ranks if rank not in ranks]
         if not others:
             return self
@@ -62,23 +62,23 @@ class World:
         return part
 
     async def wait_for_all(self) -> None:
-        """Return once every rank is here, however long a part works (collective); at once without parts."""
+        """Return once every rank calls it, however long a part works (collective); at once without parts."""
         if not self.is_parted:
             return
         self._waits += 1
         name = f"wait {self._waits}"
         if self._store.add(name, 1) == self.size:
             self._store.set(f"{name} is over", "")
-        while not self._store.check([f"{name} is over"]):  # unlike `add` it writes nothing
+        while not self._store.check([f"{name} is over"]):  # unlike `add`, `check` writes nothing
             await asyncio.sleep(WAIT_S)
 
     def enter_device(self) -> None:
-        """Make this rank's GPU the calling thread's current one; nothing on CPU. Not collective."""
+        """Make this rank's GPU the calling thread's current one; no-op on CPU. Not collective."""
         if self.device.startswith("cuda"):
             self._torch.cuda.set_device(self.device)
 
     async def run(self, function: Callable, *args: Any) -> Any:
-        """Run a blocking function off the event loop, after what was asked before it. Not collective."""
+        """Run a blocking function off the event loop, after all earlier calls. Not collective."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, function, *args)
 
@@ -89,13 +89,13 @@ class World:
         return values
 
     async def gather_on_0(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank, on the first; nothing on the others (collective)."""
+        """Return every rank's `value`, by rank, on the first rank; [] on the others (collective)."""
         values = None if self.index else [None] * self.size
         await self.run(self._dist.gather_object, value, values, self.ranks[0], self._group)
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        """Return `total` of every rank's `value`, pair by pair, then of such totals (collective)."""
+        """Combine every rank's `value` pairwise with `total`, in a binary tree (collective)."""
         return await self.run(self._reduce, value, total)
 
     def _reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
@@ -114,7 +114,7 @@ class World:
         return box[0]
 
     async def broadcast(self, value: Any) -> Any:
-        """Return the value of the first rank (collective)."""
+        """Return the first rank's value (collective)."""
         box = [value]
         await self.run(self._dist.broadcast_object_list, box, self.ranks[0], self._group)
         return box[0]
@@ -124,7 +124,7 @@ class World:
         await self.run(self._dist.barrier, self._group)
 
     async def exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
-        """Send `outgoing[r]` to rank r; return what came, by sender (collective). None sends nothing."""
+        """Send `outgoing[r]` to rank r; return values by sender (collective). A None isn't sent."""
         received = await self.run(self._exchange, outgoing | {self.rank: None})
         received[self.rank] = outgoing.get(self.rank)
         return {rank: value for rank, value in received.items() if value is not None}
@@ -149,7 +149,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if any(words in str(error) for words in BROKEN):  # also of Megatron's collectives
+            if any(words in str(error) for words in BROKEN):  # or from Megatron's collectives
                 waited = f"rank {self.rank} waited in vain for the others"
                 error.add_note(f"{waited}, for {self._timeout_s:g} s at most ({phase()})")
             raise
@@ -160,7 +160,7 @@ class World:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process of this machine runs: a zombie only waits for its parent."""
+    """True if a process of this machine runs; a zombie, which only waits for its parent, doesn't."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -168,7 +168,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
-    """Await what may meet a user's error on one rank alone; then all raise the UserError (collective)."""
+    """Await `work`, which may raise UserError on only some ranks; then all raise it (collective)."""
     error = ""
     try:
         await work

@@ -1,4 +1,4 @@
-"""The deal: samples to micro-batches of equal work, micro-batches to data-parallel ranks. Pure."""
+"""Pack samples into micro-batches of equal work, and deal these to data-parallel ranks. Pure."""
 
 import heapq
 from collections.abc import Callable
@@ -9,34 +9,34 @@ import numpy as np
 from config import Config
 from sample import Key
 
-Packing = list[list[int]]  # micro-batches of samples: their places in the list of lengths
+Packing = list[list[int]]  # micro-batches of samples, which are indices into the list of lengths
 
 
 class Prefix(NamedTuple):
-    """The part of a prompt that its answers share: a micro-batch computes it once for all of them."""
+    """The part of a prompt that its answers share. A micro-batch computes it only once."""
 
     tokens: int = 0
-    cost: int = 0  # with that of its images
+    cost: int = 0  # including its images
 
 
 class Measure(NamedTuple):
-    """Lengths and costs. tokens: of each sample, prompt and response together; cost(tokens): its work."""
+    """The lengths and costs of samples."""
 
-    tokens: dict[Key, int]
-    cost: Callable[[int], int]
-    prefixes: dict[int, Prefix] | None = None  # by prompt_id
+    tokens: dict[Key, int]  # prompt and response of each sample
+    cost: Callable[[int], int]  # tokens -> work
+    prefixes: dict[int, Prefix] | None = None  # prompt_id -> prefix
 
     def prefix(self, key: Key) -> Prefix:
         return self.prefixes[key[0]] if self.prefixes else Prefix()
 
     def length(self, keys: list[Key]) -> int:
-        """The tokens of samples in one micro-batch."""
+        """Return the tokens of samples in one micro-batch."""
         prefixes = {key[0]: self.prefix(key).tokens for key in keys}
         own = (packed_length(self.tokens[key]) - self.prefix(key).tokens for key in keys)
         return sum(prefixes.values()) + sum(own)
 
     def work(self, keys: list[Key]) -> int:
-        """The work on samples in one micro-batch."""
+        """Return the work on samples in one micro-batch."""
         prefixes = {key[0]: self.prefix(key).cost for key in keys}
         own = (self.cost(self.tokens[key]) - self.cost(self.prefix(key).tokens) for key in keys)
         return sum(prefixes.values()) + sum(own)
@@ -48,9 +48,9 @@ class Measure(NamedTuple):
 def plan_batch(measure: Measure, config: Config, dp_size: int) -> list[list[list[list[Key]]]]:
     """Plan what each data-parallel rank trains on: keys as [rank][mini-batch][micro-batch][sample].
 
-    The answers of a group spread over all mini-batches. Of each every rank gets the same number of
-    micro-batches, as pipelines need it, which come close in work; some are empty if there are fewer samples.
-    A mini-batch is dealt answer by answer or in whole groups: whichever leaves the slowest rank less work.
+    A group's answers are spread over all mini-batches. In each one, every rank gets the same number of
+    micro-batches (pipelines require it) with nearly equal work; some may be empty. A mini-batch is dealt by
+    answers or by whole groups, whichever gives the slowest rank less work.
     """
     keys = sorted(measure.tokens)
     updates = config.updates_per_step
@@ -67,7 +67,7 @@ def plan_batch(measure: Measure, config: Config, dp_size: int) -> list[list[list
 
 
 def whole_groups(keys: list[Key], measure: Measure, budget: int) -> list[list[Key]]:
-    """Put answers that share a prefix together, as many as the budget has room for."""
+    """Put answers that share a prefix into one unit, as many as fit the budget."""
     units: list[list[Key]] = []
     for key in keys:
         is_next = units and units[-1][0][0] == key[0] and measure.prefix(key).tokens
@@ -81,7 +81,7 @@ def whole_groups(keys: list[Key], measure: Measure, budget: int) -> list[list[Ke
 def deal_units(
     units: list[list[Key]], measure: Measure, budget: int, dp_size: int
 ) -> list[list[list[Key]]]:
-    """Deal units, which stay whole, in equal work: [rank][micro-batch][sample]."""
+    """Deal whole units in equal work: [rank][micro-batch][sample]."""
     lengths = list(map(measure.length, units))
     packing = pack_evenly(lengths, list(map(measure.work, units)), budget, dp_size)
     micro_batches = [[key for n in numbers for key in units[n]] for numbers in packing]
@@ -92,10 +92,9 @@ def deal_units(
 def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> Packing:
     """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost.
 
-    Their number is a multiple of `multiple`, near the fewest possible where sequences are short, and always
-    less than twice that plus `multiple`. The more even of `karmarkar_karp` and `spread`, which gets along
-    with a few long sequences among many short ones, is taken. Where one sequence is over the budget, all may
-    be as long as it.
+    Their number is a multiple of `multiple`. It is near the minimum if sequences are short, and always below
+    twice the minimum plus `multiple`. Returns the more even packing of `karmarkar_karp` and `spread`, which
+    copes with a few long sequences. A sequence above the budget raises the budget to its length.
     """
     budget = max(budget, *lengths, 1)
 
@@ -104,11 +103,11 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
         return [packing for packing in tried if packing and max(sums(lengths, packing)) <= budget]
 
     fewest = max(-(-sum(lengths) // budget), 1)
-    for most in range(1, 5):  # over budget / (most + 1), at most `most` fit into a micro-batch
+    for most in range(1, 5):  # at most `most` sequences above budget / (most + 1) fit together
         long = sum((most + 1) * length > budget for length in lengths)
         fewest = max(fewest, -(-long // most))
     count = -(-fewest // multiple) * multiple  # rounded up
-    while not (found := fitting(count)):  # it ends: in twice the fewest `spread` finds room for all
+    while not (found := fitting(count)):  # ends at the latest at 2 * fewest: then `spread` fits
         count += multiple
     return min(found, key=lambda packing: max(sums(costs, packing)))
 
@@ -121,11 +120,11 @@ def sums(values: list[int], packing: list[list[int]]) -> list[int]:
 def karmarkar_karp(costs: list[int], shares: int) -> Packing:
     """Deal samples into shares, equal in number to within one and nearly equal in cost.
 
-    Largest differencing (Karmarkar and Karp, 1982): partial deals of one sample a share are merged, the two
-    most uneven first, one's dearest share with the other's cheapest. Samples ascend in a share.
+    Largest differencing (Karmarkar and Karp, 1982): start with deals of one sample per share. Merge the two
+    most uneven deals, the costliest share of one with the cheapest of the other. Each share is sorted.
     """
     by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
-    # a heap of (cheapest less dearest share, against ties, [(cost, samples)], dearest first)
+    # heap of (cheapest minus costliest share, tie-breaker, [(cost, samples)] with the costliest first)
     deals = []
     for start in range(0, max(len(costs), 1), shares):
         dealt = [(costs[sample], [sample]) for sample in by_cost[start : start + shares]]
@@ -143,7 +142,7 @@ def karmarkar_karp(costs: list[int], shares: int) -> Packing:
 
 
 def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> Packing:
-    """Pack longest first, each where there is room and least work (Graham, 1969); or return []."""
+    """Pack the longest first, each where it fits and work is least (Graham, 1969). [] if one doesn't fit."""
     micro_batches = [[] for _ in range(count)]
     room = np.full(count, budget)
     work = np.zeros(count, np.array(costs).dtype)
@@ -151,7 +150,7 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> Pac
         able = np.flatnonzero(room >= lengths[sample])
         if not len(able):
             return []
-        best = able[work[able].argmin()]  # of several the first
+        best = able[work[able].argmin()]  # the first, if several are equal
         micro_batches[best].append(sample)
         room[best] -= lengths[sample]
         work[best] += costs[sample]
@@ -159,5 +158,5 @@ def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> Pac
 
 
 def packed_length(tokens: int) -> int:
-    """Return the room in a micro-batch: the last token is only a target."""
+    """Return a sample's length in a micro-batch, where its last token is only a target."""
     return tokens - 1

@@ -1,4 +1,4 @@
-"""The deal of a step's samples: who trains each model on which of them. Pure."""
+"""The deal of a step's samples: which ranks train which model on which samples. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from scheduling.layout import Shape
 if TYPE_CHECKING:
     from training.trainer import Trainer
 
-MiniBatches = list[list[list[Sample]]]  # of one data-parallel rank: mini-batches of micro-batches
+MiniBatches = list[list[list[Sample]]]  # one data-parallel rank's mini-batches of micro-batches
 
 
 class Sizes(NamedTuple):
-    """The sizes of the samples that a controller holds, as it tells the others."""
+    """The sizes of a controller's samples, which it sends to the others."""
 
     # prompt_id -> tokens of each answer, 0 for one that isn't trained on
     lengths: dict[int, list[int]]
-    prefixes: dict[int, Prefix]  # by prompt_id
-    costs: list[float]  # of the samples, where they are a signal
+    prefixes: dict[int, Prefix]  # prompt_id -> prefix
+    costs: list[float]  # the samples' costs, if cost is a signal
 
     @staticmethod
     def of(
@@ -46,20 +46,17 @@ class Sizes(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """The decision who trains a model of one shape on which sample."""
+    """The assignment of samples to the ranks of models of one shape."""
 
     plan: list[list[list[list[Key]]]]  # [dp_rank][mini-batch][micro-batch][sample]
     copies: dict[Key, list[int]]  # sample -> ranks of the copy that gets it, lead first
-    work: list[int]  # a data-parallel rank's multiply-adds in a forward pass
+    work: list[int]  # multiply-adds of each data-parallel rank's forward passes
 
 
 def deal(
     sizes: list[Sizes], shapes: list[Shape], cost: Callable[[int], int], config: Config
 ) -> tuple[dict[Key, int], dict[Shape, Deal]]:
-    """Deal all samples in equal work for each shape, from what each rank holds. cost(tokens): work.
-
-    Returns the rank that has each sample, and the deals.
-    """
+    """Deal all samples in equal work, for each shape. Returns each sample's owner, and the deals."""
     tokens = {}
     owners = {}
     prefixes = {}
@@ -83,14 +80,14 @@ def deal(
 
 @dataclass
 class Shares:
-    """The samples that this rank reads or trains on, and which models elsewhere do."""
+    """The samples that this rank's models read or train on, with the deals of all models."""
 
     deals: dict[Shape, Deal]
-    samples: dict[Key, Sample]  # this rank's, of all its models
-    costs: list[float]  # of all samples of the step, where they are a signal
+    samples: dict[Key, Sample]  # this rank's samples, for all its models
+    costs: list[float]  # the costs of all samples of the step, if cost is a signal
 
     def of(self, model: Trainer) -> MiniBatches:
-        """Return this rank's mini-batches for a model; none for one that other ranks hold."""
+        """Return this rank's mini-batches for a model; none if only other ranks hold the model."""
         if not model.holds:
             return []
         mini_batches = []
@@ -99,6 +96,6 @@ class Shares:
         return mini_batches
 
     def imbalance(self, model: Trainer) -> float:
-        """The most work of a data-parallel rank of a model, over the mean."""
+        """Return the largest work of a model's data-parallel ranks, divided by the mean."""
         work = self.deals[model.shape].work
         return max(work) / max(1, fmean(work))

@@ -1,8 +1,8 @@
 """Dynamic sampling: which prompts make up a step, how many are drawn next. Pure.
 
-Groups whose rewards are all equal teach nothing: they are filtered, and others are drawn in their place.
-Source: DAPO (arXiv 2503.14476), section 3.2; in waves: WeChat-YATT. What a step still needs, beyond groups in
-flight, is estimated from experience (`groups_per_kept`), so that a refill begins before all are judged.
+Groups with equal rewards teach nothing, so they are filtered and replaced. Source: DAPO (arXiv 2503.14476),
+section 3.2; in waves: WeChat-YATT. How many to draw is estimated from experience (`groups_per_kept`), so that
+a refill can begin before all groups are judged.
 """
 
 import math
@@ -10,25 +10,24 @@ from bisect import bisect
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-MARGIN = 1.2  # a refill, over what should do by experience
-SHARE_GENERATED = 0.25  # of the groups: from then on experience alone may begin a refill
-MAX_GROUPS_PER_KEPT = 10.0  # that one step can show
+MARGIN = 1.2  # draw 20% more than the moving average predicts
+SHARE_GENERATED = 0.25  # the fraction of groups generated before the average may cause a refill
+MAX_GROUPS_PER_KEPT = 10.0  # limits one step's influence on the average
 
 
 class Draw(NamedTuple):
     """Prompts to draw now. A wave may be drawn in several parts."""
 
-    wave: int  # which they belong to, from 0
-    size: int  # prompts
+    wave: int  # counted from 0
+    size: int  # number of prompts
 
 
-class DynamicSampler:
-    """The prompts of one step; with --over-dispatch the first `target` informative groups that finish.
+class FirstFinishedSampler:
+    """Chooses a step's prompts; with --over-dispatch, the first `target` informative groups that finish.
 
-    A wave after the first replaces groups that were filtered: a replacement belongs to the wave after that of
-    the group it replaces. Each rank has a sampler, and all are told the same, so all draw the same prompts.
-    groups_per_kept: groups that it took to keep one, by experience. over_dispatch: size of the first wave,
-    over `target`. max_refills: waves after the first.
+    Later waves replace filtered groups: a replacement is in the wave after that of the group it replaces.
+    Every rank has a sampler with the same inputs, so all draw the same prompts. groups_per_kept: groups per
+    group kept, by experience. over_dispatch: size of wave 1 divided by `target`. max_refills: later waves.
     """
 
     def __init__(self, target: int, groups_per_kept=1.0, over_dispatch=1.0, max_refills=3):
@@ -38,15 +37,15 @@ class DynamicSampler:
         self.max_refills = max_refills
         self.wave_of: dict[int, int] = {}  # prompt_id -> wave, in the order of drawing
         self.finished: dict[int, bool] = {}  # prompt_id -> whether the group is informative
-        self.to_replace: list[int] = []  # filtered since the last wave
-        self.num_generated = 0  # groups of which every answer is finished, judged or not
+        self.to_replace: list[int] = []  # filtered since the last draw
+        self.num_generated = 0  # groups with only finished answers, judged or not
 
     def add(self, prompt_ids: list[int], wave: int) -> None:
         self.wave_of |= dict.fromkeys(prompt_ids, wave)
         self.to_replace = []
 
     def record(self, finished: dict[int, bool]) -> None:
-        """Note groups that finished on any controller: prompt_id -> whether it is informative."""
+        """Record groups that finished on any controller: prompt_id -> whether it is informative."""
         self.finished |= finished
         self.to_replace += [p for p, is_informative in finished.items() if not is_informative]
 
@@ -67,29 +66,28 @@ class DynamicSampler:
         return len(self.chosen()) == self.target
 
     def candidates(self) -> list[int]:
-        """Finished prompts that the batch is chosen from, in the order of drawing."""
+        """Return the finished prompts to choose the batch from, in the order of drawing."""
         return [prompt_id for prompt_id in self.wave_of if prompt_id in self.finished]
 
     def chosen(self) -> list[int]:
-        """The batch so far, in the order of drawing."""
+        """Return the batch so far, in the order of drawing."""
         return list(islice(filter(self.finished.get, self.candidates()), self.target))
 
     def used(self) -> list[int]:
-        """Prompts that are trained on or filtered in this step."""
+        """Return the prompts that are trained on or filtered in this step."""
         batch = set(self.chosen())
         return [p for p in self.candidates() if p in batch or not self.finished[p]]
 
     def carried(self) -> list[int]:
-        """Prompts that come first in the next step: unfinished, or not needed."""
+        """Return the prompts that come first in the next step: unfinished, or not needed."""
         used = set(self.used())
         return [prompt_id for prompt_id in self.wave_of if prompt_id not in used]
 
     def next_draw(self) -> Draw | None:
-        """Return the prompts to draw now; None if nothing is missing, it is too early, or no wave is left.
+        """Return what to draw now; None if nothing is missing, it is too early, or no wave is left.
 
-        The first draw is a whole wave. Later, missing is what `target` lacks beyond informative groups and
-        those in flight that experience says will be kept. While no group is to be replaced, it is too early
-        until SHARE_GENERATED of the groups are generated.
+        The first draw is a whole wave. Later ones replace what `target` lacks beyond informative groups and
+        the expected yield of those in flight. Before SHARE_GENERATED a draw needs a group to replace.
         """
         if not self.wave_of:
             return Draw(0, self.first_size)
@@ -101,7 +99,7 @@ class DynamicSampler:
         return self.refill(self.refill_size(missing))
 
     def refill(self, size: int) -> Draw | None:
-        """The draw of `size` prompts, in the wave that replaces the earliest of the groups to replace."""
+        """Return a draw in the wave after that of the earliest group to replace."""
         newest = max(self.wave_of.values())
         wave = 1 + min((self.wave_of[prompt_id] for prompt_id in self.to_replace), default=newest)
         return Draw(wave, size) if wave <= self.max_refills else None
@@ -110,7 +108,7 @@ class DynamicSampler:
         return math.ceil(missing * MARGIN * self.groups_per_kept)
 
     def updated_groups_per_kept(self) -> float:
-        """The moving average after this step, which counts a tenth (WeChat-YATT)."""
+        """Return the moving average after this step, which has a weight of 0.1 (WeChat-YATT)."""
         groups, kept = self.groups_and_kept()
         return 0.9 * self.groups_per_kept + 0.1 * min(groups / max(1, kept), MAX_GROUPS_PER_KEPT)
 
@@ -118,33 +116,33 @@ class DynamicSampler:
         return len(self.finished), self.num_informative
 
 
-class OrderedSampler(DynamicSampler):
+class OrderedSampler(FirstFinishedSampler):
     """The default: draws early, but chooses as if each wave had finished before the next was drawn.
 
     So the batch doesn't depend on ranks, mode or timing. Example, with target 4 and max_refills 1:
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
-        If 3 is filtered, too, 2 groups are missing: refill_size(2) = 3, wave_ends() = [4, 7].
-        By experience 1 is missing: refill_size(1) = 2. Prompts 4 and 5 are drawn: 6 is within 7.
+        If 3 were also filtered, 2 groups would be missing: refill_size(2) = 3, wave_ends() = [4, 7].
+        By experience 1 is missing: refill_size(1) = 2. So 4 and 5 are drawn, which stays within 7.
         Both finish and are informative, but 3 comes before them: the batch isn't complete.
-        Then 3 finishes and is informative, so 1 was missing: wave_ends() = [4, 6].
+        Then 3 finishes and is informative, so only 1 was missing: wave_ends() = [4, 6].
         The batch is 0, 2, 3, 4, as if 4 and 5 had been drawn now; 5 comes first in the next step.
     """
 
     @property
     def waves(self) -> int:
-        """The waves so far, as if each had been drawn once the one before it was finished."""
+        """The number of waves so far, as if each had been drawn after the one before had finished."""
         return len(self.wave_ends())
 
     @property
     def is_complete(self) -> bool:
-        """True also once every group of its last possible wave is finished: the batch stays short."""
+        """True if the batch is full, or if all possible waves are finished and it stays short."""
         return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
 
     def wave_ends(self) -> list[int]:
-        """How many prompts are drawn in all by the end of each wave: [waves].
+        """Return the total number of prompts drawn by the end of each wave: [waves].
 
-        A wave replaces what the waves before it lack. A prompt in flight counts as filtered: an end is then
-        the most prompts that may be needed, and falls once its group turns out to be informative.
+        A wave replaces what earlier waves lack. Prompts in flight count as filtered, so an end is the most
+        prompts that may be needed; it falls when a group turns out to be informative.
         """
         kept = [self.finished.get(prompt_id, False) for prompt_id in self.wave_of]
         ends = [self.first_size]
@@ -156,12 +154,12 @@ class OrderedSampler(DynamicSampler):
         return ends
 
     def candidates(self) -> list[int]:
-        """Finished prompts in the order of drawing, up to the first in flight or the end of the waves."""
+        """Return finished prompts in the order of drawing, up to one in flight or the end of the waves."""
         drawn = islice(self.wave_of, self.wave_ends()[-1])
         return list(takewhile(self.finished.__contains__, drawn))
 
     def used(self) -> list[int]:
-        """The candidates up to the last one of the batch; all of them while the batch isn't full."""
+        """Return the candidates up to the batch's last one; all candidates while the batch isn't full."""
         candidates = self.candidates()
         chosen = self.chosen()
         if len(chosen) < self.target:
@@ -169,7 +167,7 @@ class OrderedSampler(DynamicSampler):
         return candidates[: candidates.index(chosen[-1]) + 1]
 
     def refill(self, size: int) -> Draw | None:
-        """The prompts to draw early, no more than may be needed."""
+        """Return an early draw of no more prompts than may be needed."""
         drawn = len(self.wave_of)
         ends = self.wave_ends()
         if drawn >= ends[-1]:

@@ -1,4 +1,4 @@
-"""Placements: which ranks hold which model, how they cut it, and how people write that. Pure."""
+"""Placements: which ranks hold which model, how they shard it, and the text that describes it. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = ("tp", "pp")
 
 
 class Shape(NamedTuple):
-    """The ranks that hold a model, in Megatron's order: shards are neighbours, stages farthest apart."""
+    """The ranks that hold a model, in Megatron's order: shards are adjacent, stages farthest apart."""
 
     ranks: tuple[int, ...]  # any of the run's
     tp: int = 1
@@ -23,12 +23,12 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(config: Config, ranks: tuple[int, ...]) -> Shape:
-        """The layout of a model on `ranks` with the sizes of a config."""
+        """Return the shape of a model on `ranks` with a config's sizes."""
         return Shape(ranks, config.tp, config.pp)
 
     @property
     def unit(self) -> int:
-        """The ranks of one copy of the model."""
+        """The number of ranks of one copy of the model."""
         return self.tp * self.pp
 
     @property
@@ -37,34 +37,31 @@ class Shape(NamedTuple):
 
     @property
     def copies(self) -> list[list[int]]:
-        """The model-parallel group of each data-parallel rank, its lead first: [dp][unit].
-
-        From one rank to the next tp changes first, then dp and pp.
-        """
+        """The ranks of each copy, its lead first, in Megatron's order tp-dp-pp: [dp][unit]."""
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
             copies[place // self.tp % self.dp].append(rank)
         return copies
 
     def sized(self, config: Config) -> Config:
-        """The settings of a model that is cut like this."""
+        """Return the settings of a model with this shape."""
         return replace(config, tp=self.tp, pp=self.pp, sp=config.sp and self.tp > 1)
 
     def position_of(self, rank: int) -> tuple[int, bool] | None:
-        """A rank's dp_rank, and whether it is the lead of its copy; None if it doesn't hold the model."""
+        """Return a rank's dp_rank, and whether it leads its copy; None if it doesn't hold the model."""
         for dp_rank, copy in enumerate(self.copies):
             if rank in copy:
                 return dp_rank, rank == copy[0]
         return None
 
     def __str__(self) -> str:
-        """Return the words that --placement reads, whatever its default is: 0-3:tp2, or 0-3:tp1."""
+        """Return the text that --placement reads, independent of defaults: 0-3:tp2, or 0-3:tp1."""
         sizes = [f":{name}{size}" for name, size in zip(SIZES, self[1:], strict=True) if size > 1]
         return ranks_in_words(self.ranks) + ("".join(sizes) or ":tp1")
 
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """Write ascending ranks as people do: 0-3,6."""
+    """Write ascending ranks as in 0-3,6."""
     words = []
     for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0]):
         first, *_, last = [rank for _, rank in run] * 2
@@ -75,20 +72,20 @@ def ranks_in_words(ranks: tuple[int, ...]) -> str:
 class Placement(NamedTuple):
     """The ranks of the engines and of each model that is trained, or read for training.
 
-    A split says how many of the engines' ranks each role has: rollout the first ones, genrm the last ones.
-    The first rank of an engine, its lead, owns its server.
+    A split gives the first of the engines' ranks to rollout, and the last ones to genrm. The first rank of an
+    engine is its lead, which owns its server.
     """
 
     engines: tuple[int, ...]
     actor: Shape
-    critic: Shape  # of every critic
+    critic: Shape  # the same for every critic
     reference: Shape
-    rollout_tp: int = 1  # ranks of one rollout engine
+    rollout_tp: int = 1  # ranks per rollout engine
     genrm_tp: int = 1
 
     @property
     def everyone(self) -> tuple[int, ...]:
-        """All ranks of the run: each holds something."""
+        """All ranks of the run. Each holds a model or an engine."""
         return tuple(sorted({*self.engines} | self.learners))
 
     @property
@@ -96,7 +93,7 @@ class Placement(NamedTuple):
         return self.actor, self.critic, self.reference
 
     def tp(self, role: str) -> int:
-        """The ranks of one engine of `role`."""
+        """Return the number of ranks of one engine of `role`."""
         return {"rollout": self.rollout_tp, "genrm": self.genrm_tp}[role]
 
     def ranks(self, role: str, split: Split) -> tuple[int, ...]:
@@ -105,16 +102,16 @@ class Placement(NamedTuple):
         return self.engines[len(self.engines) - split.genrm :]
 
     def leads(self, role: str, split: Split) -> tuple[int, ...]:
-        """The ranks that own a server of `role`."""
+        """Return the ranks that own a server of `role`."""
         return self.ranks(role, split)[:: self.tp(role)]
 
     def judge_of(self, lead: int, judges: int) -> int:
-        """The number of the judge model of the genrm engine that `lead` owns: judges are dealt in turn."""
+        """Return the number of the judge that `lead`'s genrm engine serves: judges are dealt in turn."""
         return self.engines.index(lead) // self.genrm_tp % judges
 
     @property
     def unit(self) -> int:
-        """The least number of ranks that cuts no engine of either role."""
+        """The least number of ranks that doesn't split an engine of either role."""
         return math.lcm(self.rollout_tp, self.genrm_tp)
 
     @property
@@ -124,10 +121,7 @@ class Placement(NamedTuple):
         return [self.engines[start : start + self.unit] for start in starts]
 
     def serves_all(self, split: Split, judges: int) -> bool:
-        """Tell if each judge has an engine, and the ranks of each engine are neighbours.
-
-        Neighbours begin with a multiple of their number: they are of one machine.
-        """
+        """Return whether each judge has an engine, and each engine has aligned ranks on one machine."""
         for role in ROLES:
             ranks = self.ranks(role, split)
             tp = self.tp(role)
@@ -137,7 +131,7 @@ class Placement(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """The actor's, and by name those of models that aren't where it is."""
+        """The shapes of the actor, and of models that aren't on the actor's ranks, by name."""
         shapes = {"actor": self.actor}
         others = {"critic": self.critic, "reference": self.reference}
         return shapes | {name: shape for name, shape in others.items() if shape != self.actor}
@@ -153,27 +147,27 @@ class Placement(NamedTuple):
         return bool(self.engines) and not self.learners & {*self.engines}
 
     def actor_is_reference(self, config: Config) -> bool:
-        """True if the reference of a KL is the actor without its adapters, which needs no second model."""
+        """Return whether the actor without its adapters is the reference, so no second model is needed."""
         return config.lora > 0 and not config.teacher and self.reference == self.actor
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """The ranks whose controllers serve: those of the engines if these are apart, else all."""
+        """The ranks whose controllers serve: those of the engines if they are apart, otherwise all."""
         return self.engines if self.is_apart else self.everyone
 
     def in_words(self, split: Split) -> str:
-        """Say who serves and who trains: rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2."""
+        """Describe the ranks: rollout on ranks 0-1, genrm on ranks 2, actor on ranks 0-2."""
         ranks_of = {role: self.ranks(role, split) for role in ROLES}
         ranks_of |= {name: shape.ranks for name, shape in self.shapes.items()}
         return ", ".join(f"{who} on ranks {ranks_in_words(r)}" for who, r in ranks_of.items() if r)
 
     def problems(self, world_size: int) -> Iterator[str]:
-        """Yield what can't be on so many ranks, a sentence each."""
+        """Yield each problem of this placement on `world_size` ranks, as a sentence."""
         names = ("engines", "actor", "critic", "reference")
         for name, shape in zip(names, (Shape(self.engines), *self.models), strict=True):
             ranks = shape.ranks
             if [*ranks] != sorted({*ranks}):
-                yield f"the ranks of {name} aren't each named once, in order"
+                yield f"the ranks of {name} aren't in ascending order, each named once"
             if ranks and max(ranks) >= world_size:
                 yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
             if not ranks and name != "engines":
@@ -185,6 +179,6 @@ class Placement(NamedTuple):
             yield f"rank {min(idle)} holds nothing"
 
     def __str__(self) -> str:
-        """Return the words that --placement reads."""
+        """Return the text that --placement reads."""
         models = f"actor={self.actor} critic={self.critic} reference={self.reference}"
         return f"engines={ranks_in_words(self.engines)} {models}"

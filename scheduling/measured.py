@@ -1,4 +1,4 @@
-"""What a step of serving took, and the rules that choose the next split by it. Pure."""
+"""Measurements of a step of serving, and the table of rules that choose the next split from them. Pure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from itertools import compress, takewhile, zip_longest
 from typing import NamedTuple
 
 ROLES = ("rollout", "genrm")
-LEAST_GAIN = 0.05  # what is faster by a smaller part isn't worth a move
-# a part of a request, by one engine: sent, end, tokens that it wrote; then tokens of the answer
-# so far, of the request's own prompt, and of that in a cache; whether the answer is whole now
+LEAST_GAIN = 0.05  # a smaller gain in speed isn't worth a move
+# one engine's part of a request: time sent, time ended, tokens written; then the answer's tokens so far, the
+# prompt's tokens, and those that the cache had; whether the answer is complete
 Part = tuple[float, float, int, int, int, int, bool]
 
 
 class Split(NamedTuple):
-    """The ranks that serve each role. As text `full`, `fused 0.2`, or their ranks, `3|1`."""
+    """The number of ranks that serve each role. As text: `full`, `fused 0.2`, or the ranks, `3|1`."""
 
-    mode: str  # full: the roles take turns; partial: side by side; fused: one, then the other
+    mode: str  # full: the roles take turns; partial: in parallel; fused: one, then the other
     rollout: int
     genrm: int
-    tail: float = 0.0  # fused: part of the answers that are written beside the judging
+    tail: float = 0.0  # fused: fraction of the answers that are written while others are judged
 
     def __str__(self) -> str:
         ranks = f"{self.rollout}|{self.genrm}"
@@ -38,14 +38,14 @@ class RequestStats:
     longest: int = 0  # tokens of the longest answer
     request_s: float = 0.0  # seconds from sent to finished, summed over the requests
     in_flight: float = 0.0  # requests in flight as a request sees them: mean over request-seconds
-    prompt_tokens: int = 0  # of whole requests: one that moves is counted once
+    prompt_tokens: int = 0  # prompts of completed requests, each counted once even if it moves
     cached_tokens: int = 0
     requests: int = 0
-    wakes: int = 0  # times that the role's engines woke up while serving
+    wakes: int = 0  # how often the role's engines woke while serving
 
     @staticmethod
     def of(parts: Iterable[Part], wakes: int = 0) -> RequestStats:
-        """Sum up what one controller requested."""
+        """Summarize one controller's requests."""
         columns = [*zip(*parts, strict=True)] or [()] * 7
         sent, ends, tokens, lengths, *sizes, are_whole = columns
         edges = [(time, 1) for time in sent] + [(time, -1) for time in ends]
@@ -63,7 +63,7 @@ class RequestStats:
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:
-        """Add up all controllers' requests. Each sees its own part of what is in flight."""
+        """Add up all controllers' requests. Each controller sees only its own requests in flight."""
         sums = RequestStats(*map(sum, zip(*map(astuple, parts), strict=True)))
         longest = max(part.longest for part in parts)
         return replace(sums, longest=longest, wakes=parts[0].wakes)  # all wake engines together
@@ -78,12 +78,12 @@ class StepStats:
     genrm: RequestStats
     waves: int
     serve_s: float
-    swap_s: float  # of these, sleeping and waking between roles
-    lengths: tuple[float, ...] = ()  # of the answers: see `histogram`
+    swap_s: float  # the part of serve_s in which roles were swapped
+    lengths: tuple[float, ...] = ()  # the lengths of answers: see `histogram`
 
     @staticmethod
     def total(parts: list[StepStats]) -> StepStats:
-        """Join what all controllers measured. Times are the slowest one's."""
+        """Combine all controllers' measurements. Times are those of the slowest one."""
         rollout = RequestStats.total([part.rollout for part in parts])
         genrm = RequestStats.total([part.genrm for part in parts])
         serve_s = max(part.serve_s for part in parts)
@@ -93,14 +93,14 @@ class StepStats:
 
     @staticmethod
     def of_json(row: dict) -> StepStats:
-        """Return the inverse of asdict."""
+        """Read the JSON of `asdict`."""
         fields = {role: RequestStats(**row[role]) for role in ROLES}
         fields |= {"split": Split(*row["split"]), "lengths": tuple(row["lengths"])}
         return StepStats(**row | fields)
 
     @property
     def answer_tokens(self) -> float:
-        """Tokens of an answer, in the mean, as exact as the bins are."""
+        """The mean number of tokens of an answer, as exact as the bins."""
         tokens = sum(number * 2 ** (place / 4) for place, number in enumerate(self.lengths))
         return tokens / max(1, sum(self.lengths))
 
@@ -108,35 +108,35 @@ class StepStats:
         return self.split._asdict()[role], vars(self)[role]
 
     def engine_load(self, role: str, tp: int) -> float:
-        """Requests in flight in each engine of a role, in the mean over the phase. tp: its ranks."""
+        """Return the mean number of requests in flight per engine of a role. tp: ranks per engine."""
         ranks, stats = self.ranks_and_stats(role)
         return stats.request_s / max(1e-9, ranks // tp * self.serve_s)
 
 
 def histogram(lengths: Iterable[int]) -> tuple[int, ...]:
-    """Answers in each bin, 4 an octave, up to the longest."""
+    """Count the answers in bins of length, 4 bins per doubling, up to the longest."""
     counts = Counter(round(4 * math.log2(max(1, length))) for length in lengths)
     return tuple(counts[number] for number in range(1 + max(counts, default=0)))
 
 
 class Decision(NamedTuple):
-    split: Split  # of the next step
-    reason: str  # for people
+    split: Split  # the next step's
+    reason: str  # for the log
 
 
 # mode -> the rule of --rebalance: (history, splits, capacity, tp) -> Decision
-# history: newest last; splits: all that the run may take; capacity, tp: requests and ranks of an engine
+# history: newest last; splits: all that the run may use; capacity, tp: requests and ranks of an engine
 MOVES: dict[str, Callable[..., Decision]] = {}
 
 
 def newest_of_split(history: list[StepStats]) -> list[StepStats]:
-    """The steps since the split moved, newest first."""
+    """Return the steps since the split last changed, newest first."""
     return [*takewhile(lambda step: step.split == history[-1].split, reversed(history))]
 
 
 class Remaining(NamedTuple):
-    """The answers that a step has left, over all controllers."""
+    """The step's remaining answers, over all controllers."""
 
     unwritten: int = 0
-    judging: int = 0  # with those that wait for genrm
-    begun: int = 0  # in the step so far
+    judging: int = 0  # including those that wait for genrm
+    begun: int = 0  # all answers of the step so far

@@ -1,6 +1,6 @@
-"""Pipeline schedules: in which order each rank runs the forward and backward passes of its stages. Pure.
+"""Pipeline schedules: the order in which each rank runs the forward and backward passes of its stages. Pure.
 
-A schedule makes a `Table` of the `Pipe`s that an optimizer step trains; one executor runs any table.
+A schedule turns the `Pipe`s of an optimizer step into a `Table`; one executor runs any table.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from runtime.errors import UserError
 
 
 class Pipe(NamedTuple):
-    """One model's pipeline; time and memory, in any unit, are those of one micro-batch on one stage."""
+    """One model's pipeline. Time and memory are for one micro-batch on one stage, in any unit."""
 
-    ranks: tuple[int, ...]  # ranks[stage] runs the stage; each has one
+    ranks: tuple[int, ...]  # ranks[stage] runs the stage; each rank has one stage
     micro_batches: int
     forward: float = 1.0
     backward: float = 2.0
@@ -30,19 +30,19 @@ class Task(NamedTuple):
     micro_batch: int
 
 
-Table = list[list[Task]]  # of each rank, in order
+Table = list[list[Task]]  # each rank's tasks, in order
 
 
 class Evaluation(NamedTuple):
-    """The times of a table, and its memory, in the units of its pipes."""
+    """The times and memory of a table, in the units of its pipes."""
 
     latency: float
-    peak_memory: float  # of the rank that holds most
+    peak_memory: float  # highest peak of any rank
     starts: dict[Task, float]
 
 
 def needs(pipes: Sequence[Pipe], task: Task) -> list[Task]:
-    """The tasks that must end before `task`: the neighbour's, and a backward pass's own forward pass."""
+    """Return the tasks that must end before `task`: the adjacent stage's, and its own forward pass."""
     found = []
     neighbour = task.stage + (1 if task.backward else -1)
     if 0 <= neighbour < len(pipes[task.pipe].ranks):
@@ -53,16 +53,16 @@ def needs(pipes: Sequence[Pipe], task: Task) -> list[Task]:
 
 
 def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
-    """Run each rank's tasks in order, each as soon as what it needs has ended; messages take no time.
+    """Run each rank's tasks in order, as early as possible; messages take no time.
 
-    ValueError if ranks wait for each other.
+    Raises ValueError if ranks wait for each other.
     """
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
-    free = [0.0] * len(table)  # when each rank has run all that it has begun
-    held = [0.0] * len(table)  # the memory of each rank
+    free = [0.0] * len(table)  # when each rank becomes free
+    held = [0.0] * len(table)  # each rank's memory
     peak = 0.0
-    left = [tasks[::-1] for tasks in table]  # of each rank, the next one last
+    left = [tasks[::-1] for tasks in table]  # each rank's remaining tasks, the next one last
     while any(left):
         before = len(starts)
         for rank, tasks in enumerate(left):
@@ -85,9 +85,9 @@ def empty_table(pipes: Sequence[Pipe]) -> Table:
 
 
 def bound(pipes: Sequence[Pipe]) -> float:
-    """The latency that no table beats (RLHFuse's bound): the longest of any pipe alone or any rank's work.
+    """Return the latency that no table beats (RLHFuse's bound): the longest pipe, or the busiest rank.
 
-    A rank waits for the fill, and for the drain, of the pipe whose stage here is reached first.
+    A rank also waits for the shortest fill before its work, and for the shortest drain after it.
     """
     latencies = []
     for pipe in pipes:
@@ -103,12 +103,12 @@ def bound(pipes: Sequence[Pipe]) -> float:
 
 
 def base_memory(pipes: Sequence[Pipe]) -> float:
-    """The memory that 1F1B's first stage holds of the largest pipe, if it has micro-batches enough."""
+    """Return the memory of 1F1B's first stage in the largest pipe, given enough micro-batches."""
     return max(len(pipe.ranks) * pipe.memory for pipe in pipes)
 
 
 def one_after_another(pipes: Sequence[Pipe]) -> Table:
-    """1F1B, pipe after pipe: PipeDream-Flush in Megatron-LM's form (arXiv 2104.04473, section 2.2)."""
+    """Run 1F1B, pipe after pipe: PipeDream-Flush as in Megatron-LM (arXiv 2104.04473, section 2.2)."""
     table = empty_table(pipes)
     for number, pipe in enumerate(pipes):
         micro_batches = range(pipe.micro_batches)
@@ -116,7 +116,7 @@ def one_after_another(pipes: Sequence[Pipe]) -> Table:
             forwards = [Task(number, stage, False, i) for i in micro_batches]
             backwards = [Task(number, stage, True, i) for i in micro_batches]
             warm_up = len(pipe.ranks) - 1 - stage
-            steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))  # by turns
+            steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))  # in turns
             table[rank] += forwards[:warm_up] + steady + backwards[len(steady) // 2 :]
     return table
 
@@ -125,14 +125,14 @@ class Schedule(NamedTuple):
     """A value of --schedule."""
 
     table: Callable[[list[Pipe]], Table]
-    fuses: bool = False  # actor and critics train in one table, the critics' pipes the other way
+    fuses: bool = False  # actor and critics train in one table, with the critics' pipes reversed
 
 
-SCHEDULES = {"1f1b": Schedule(one_after_another)}  # fused_pipelines.py adds one
+SCHEDULES = {"1f1b": Schedule(one_after_another)}  # fused/pipelines.py adds one
 
 
 def schedule_of(config: Config) -> Schedule:
-    """The row of --schedule. UserError if there is none."""
+    """Return the row of --schedule. Raises UserError if there is none."""
     if config.schedule not in SCHEDULES:
         known = ", ".join(SCHEDULES)
         raise UserError(f"--schedule {config.schedule} is unknown; choose one of {known}")

@@ -1,12 +1,12 @@
 """--rebalance in partial mode: an engine moves to the busier role. Pure.
 
-From a reader's notes on WeChat-YATT's withdrawn text; when an engine moves is ours. A split serves for
-COOL_DOWN steps. Then the first rule that fits:
+The idea is from a reader's notes on WeChat-YATT's withdrawn text; the timing of moves is ours. A split serves
+for COOL_DOWN steps. Then the first rule that applies decides:
 
-1. Another split of the history was faster: the run goes there. So a move that made steps slower is undone.
-2. A role's engines have UNEVEN times as many requests in flight as the other's: it gets one of its engines,
-   unless the history has that split.
-3. The split stays.
+1. If an earlier split was faster, use it again. This also undoes moves that made steps slower.
+2. If one role's engines have UNEVEN times as many requests in flight as the other's, it gets one of the
+   other's engines, unless that split was tried already.
+3. Otherwise keep the split.
 """
 
 from statistics import fmean
@@ -14,7 +14,7 @@ from statistics import fmean
 from scheduling.measured import LEAST_GAIN, MOVES, Decision, Split, StepStats, newest_of_split
 
 COOL_DOWN = 3  # steps to measure a split before the next move
-UNEVEN = 1.1  # from here on a role is the busier one
+UNEVEN = 1.1  # ratio of loads above which a role is busier
 
 
 def to_the_busier_role(
@@ -44,9 +44,9 @@ def to_the_busier_role(
 
 
 def pace(history: list[StepStats], split: Split) -> float:
-    """Seconds of serving for each token of a mean answer, in the newest steps of a split.
+    """Return seconds of serving per token of a mean answer, in the newest steps of a split.
 
-    A step trains on as many answers in every split, however many more one writes in vain.
+    Not per token generated: every split trains on equally many answers, but some waste more.
     """
     newest = [step for step in history if step.split == split][-COOL_DOWN:]
     tokens = sum(step.answer_tokens for step in newest)

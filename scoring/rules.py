@@ -1,6 +1,6 @@
-"""Rules of users: rewards and costs by functions of their own files, --rule FILE.py and --cost-rule FILE.py.
+"""User rules: rewards and costs from functions in users' files, --rule FILE.py and --cost-rule FILE.py.
 
-Their code may start processes and threads, set alarms, or never end: it can't harm the rank that runs it.
+Their code may start processes and threads, set alarms, or never return; it can't harm the rank.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from runtime.user_code import UserCode, load
 if TYPE_CHECKING:
     from rewards import TextSample
 
-LATE = signals.SIGRTMIN  # the signal that a rule's time is over; SIGALRM is the user's
-# of the rule that runs now: when it has to be done, by time.monotonic, and what to say if it isn't
+LATE = signals.SIGRTMIN  # signals that a rule's time is up; SIGALRM is left to the user
+# the current rule's deadline (time.monotonic), and the error message if it misses it
 DUE: ContextVar[tuple[float, str]] = ContextVar("due", default=(math.inf, ""))
 
 
 @dataclass(frozen=True)
 class AlarmInRules:
-    """A handler of SIGALRM: the user's own while a rule runs, else nothing."""
+    """A SIGALRM handler that calls the user's own while a rule runs, and otherwise does nothing."""
 
     handler: Callable | signals.Handlers
 
@@ -48,21 +48,21 @@ class AlarmInRules:
 
 
 def keep_alarm_in_rules() -> None:
-    """Leave an alarm that a rule has set to rules: it may come later, when the rank runs."""
+    """Make sure that an alarm set by a rule never fires in the rank's own code."""
     handler = signals.getsignal(signals.SIGALRM)
     if not isinstance(handler, AlarmInRules):
         signals.signal(signals.SIGALRM, AlarmInRules(handler))
 
 
 def leave_overdue(*_: object) -> None:
-    """End the run if the rule that runs now is late: what is raised in it might never come out."""
+    """End the run if the current rule is late. The rule could swallow an exception, so don't raise one."""
     due_s, late = DUE.get()
     if time.monotonic() >= due_s:
         shutdown.exit_on_error(2, f"error: {late}")
 
 
 class Alarm:
-    """A timer beside the one that `signal.alarm` and `signal.setitimer` share (POSIX timer_create)."""
+    """A POSIX timer independent of the one that `signal.alarm` and `signal.setitimer` share."""
 
     def __init__(self):
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -71,9 +71,9 @@ class Alarm:
         self._call("timer_create", time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer))
 
     def set(self, seconds: float) -> None:
-        """Start the time again, from now. At its end this process gets LATE."""
+        """Restart the timer. When it expires, this process receives LATE."""
         left = divmod(round(seconds * 1e9), 10**9)
-        times = struct.pack("4q", 0, 0, *left)  # the first two: once only
+        times = struct.pack("4q", 0, 0, *left)  # the zeros: don't repeat
         self._call("timer_settime", self._timer, 0, times, None)
 
     def _call(self, name: str, *arguments) -> None:
@@ -83,22 +83,22 @@ class Alarm:
 
 @dataclass(frozen=True)
 class UserRule:
-    """A function of a user's file, `reward(sample)`, maybe `async`."""
+    """A function in a user's file, `reward(sample)`, which may be `async`."""
 
     function: Callable[[TextSample], float | Awaitable[float | None] | None]
     code: UserCode
     limit_s: float
-    alarm: Alarm = field(default_factory=Alarm)  # for the answer that was shown last
+    alarm: Alarm = field(default_factory=Alarm)  # for the most recent answer
 
     async def judge(self, sample: TextSample) -> Judgement | None:
-        """Call the function on a copy of the sample. None: it has no say.
+        """Call the function on a copy of the sample. Returns None if the function does.
 
-        UserError: an error in it, no finite number, or no answer in time; what blocks ends the run at once.
+        Raises UserError if it fails, is late, or returns anything else but a finite number.
         """
-        silent = f"{self.code.title} said nothing for {self.limit_s:g} s (0.9 --timeout-s)"
-        late = f"{silent} of the prompt {sample.question[:60]!r}"
+        silent = f"{self.code.title} returned nothing for {self.limit_s:g} s (0.9 --timeout-s)"
+        late = f"{silent} on the prompt {sample.question[:60]!r}"
         DUE.set((time.monotonic() + self.limit_s, late))
-        # what awaits is cancelled in time; what holds up the event loop gets a signal
+        # a rule that awaits is cancelled in time; one that blocks the event loop gets a signal
         signals.signal(LATE, leave_overdue)
         self.alarm.set(self.limit_s)
         try:
@@ -121,7 +121,7 @@ class UserRule:
 
 
 def copied(sample: TextSample) -> TextSample:
-    """Copy what can be changed. Lists of numbers are long, so that they aren't copied one by one."""
+    """Copy all that a rule could modify. Long lists of numbers get a fast, shallow copy."""
     numbers = ("prompt", "response", "logprobs", "versions", "earned")
     copies = {name: list(vars(sample)[name]) for name in numbers}
     for name in ("turns", "row", "replies", "noted"):
@@ -130,10 +130,10 @@ def copied(sample: TextSample) -> TextSample:
 
 
 def load_file(title: str, spec: str, name: str, timeout_s: float) -> UserRule:
-    """Run a file, and find its function: `my.py:other`, or that of this name in `my.py`. UserError."""
+    """Run a file and return its function: `my.py:other`, or `name` in `my.py`. Raises UserError."""
     specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
     try:
         function, code = load(title, spec, name, "function {}(sample)", callable, specs)
     finally:
         keep_alarm_in_rules()
-    return UserRule(function, code, 0.9 * timeout_s)  # other ranks wait for all of it
+    return UserRule(function, code, 0.9 * timeout_s)  # other ranks wait for the whole timeout

@@ -1,4 +1,4 @@
-"""Scalar reward models as judges: one writes nothing, and its number for a whole answer is the reward."""
+"""Scalar reward models as judges: they write no critique; their one number per answer is the reward."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ BIAS = "score.bias"
 
 
 class ScoringEngine(Engine):
-    """The engine of a ...ForSequenceClassification: an Answer's `score` is its number at the last token."""
+    """An engine for a ...ForSequenceClassification: `Answer.score` is its number at the last token."""
 
-    flags = ("--is-embedding",)  # SGLang's word for a model that is asked for a vector
+    flags = ("--is-embedding",)  # SGLang's name for models that return a vector
 
     async def ready(self, deadline_s: float) -> None:
         """Wait like Engine.ready."""
         import torch
 
         await super().ready(deadline_s)
-        # SGLang's heads of Qwen models have a bias, which stays at random: the directory has none
+        # SGLang gives Qwen heads a bias; the directory has none, so it would stay random
         self._shapes = {BIAS: [1]}
         await self.load_weights([(BIAS, torch.zeros(1))], version=0)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
-        """Yield the score of each prompt, None if it isn't finite. Raises like Engine.generate."""
+        """Yield each prompt's score, None if it isn't finite. Raises like Engine.generate."""
         clock = asyncio.get_running_loop().time
         sent = clock()
         unknown = [{"embedding": [None]}] * len(requests)
         async with self._open("POST", "/classify", body_of(requests), also=500) as response:
-            # 500 is what FastAPI makes of a number that isn't finite, for which JSON has no word
+            # FastAPI answers 500 if a number isn't finite: JSON can't represent it
             replies = await response.json() if response.status == 200 else unknown
         end = clock()
         self._events += 1
         for index, reply in enumerate(replies):
-            # a request that was aborted in the queue comes back without a vector
+            # a request aborted in the queue comes back without a vector
             (score,) = reply.get("embedding", [None])
             finish = "stop" if "embedding" in reply else "abort"
             yield Answer(index, [], [], finish, [], 0, sent, end, end, score, self.rank)
@@ -51,7 +51,7 @@ class ScoringEngine(Engine):
 
 @dataclass(frozen=True)
 class ScalarFormat(JudgeFormat):
-    """How a scalar reward model is asked: it is shown all, as examples/finetune.py rm learns."""
+    """The request to a scalar reward model: the whole conversation, as examples/finetune.py rm trains it."""
 
     prompt: None = None
     full_response: bool = True
@@ -74,7 +74,7 @@ class ScalarFormat(JudgeFormat):
 def encode_exchange(
     tokenizer: tokenization.Tokenizer, prompt: Text, answer: Text, is_cut=False, where="a prompt"
 ) -> list[int]:
-    """Encode a prompt and an answer as a scalar reward model reads them. is_cut: without the end."""
+    """Encode a prompt and an answer for a scalar reward model. is_cut: omit the end token."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
     needs_template = "tools" in turns[0] or "tool_calls" in turns[-1]
     if tokenizer.chat_template is not None or needs_template:
@@ -87,7 +87,7 @@ def encode_exchange(
         tokens = pair[0] + pair[1]
         end = tokenizer.eos_token_id
     if is_cut and end in tokens:
-        del tokens[-1 - tokens[::-1].index(end) :]  # from the last of them on
+        del tokens[-1 - tokens[::-1].index(end) :]
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""A virtual clock: an event loop whose time jumps when nothing can run, so that minutes take milliseconds."""
+"""A virtual clock: an event loop that skips ahead when nothing can run. Minutes take milliseconds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 import selectors
 from collections.abc import Callable
 
-LONGEST_RUN_S = 20_000.0  # virtual seconds: controllers that meet for ever are a deadlock, too
+LONGEST_RUN_S = 20_000.0  # virtual seconds; controllers that meet forever are also a deadlock
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """The event loop. A deadlock is an error at once, an endless run in the end. look: before each jump."""
+    """The event loop. Raises RuntimeError at a deadlock, and AssertionError in an endless run.
+
+    look: called before each jump.
+    """
 
     def __init__(self, look: Callable[[], None] = lambda: None):
         self.now = 0.0
@@ -22,7 +25,7 @@ class VirtualClock(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.SelectSelector):
-    """A selector that polls nothing: no other thread can wake the loop, and a poll is a system call."""
+    """A selector that never polls. No other thread wakes this loop, and a poll costs a system call."""
 
     def __init__(self, loop: VirtualClock):
         super().__init__()
@@ -39,7 +42,7 @@ class _Jump(selectors.SelectSelector):
 
 
 def end_all(clock: VirtualClock) -> None:
-    """Cancel the tasks that still run: those that watch engines, and those of a run that failed."""
+    """Cancel the tasks that are still running: engine watchers, and those left by a failed run."""
     left = asyncio.all_tasks(clock)
     for task in left:
         task.cancel()

@@ -1,7 +1,7 @@
-"""A cluster of simulated engines and trainers, around which the real controllers run.
+"""The real controllers on a cluster of simulated engines and trainers.
 
-A `Simulation` builds every rank's controller, as run.py does, and runs controller.train. Its workload is
-given in real tokens; what controllers and engines see is coarse: one token for every `grain` of them.
+A `Simulation` builds every rank's controller as run.py does, then runs controller.train. Its workload is in
+real tokens. Controllers and engines see a coarser version: one token for every `grain` real ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import controller
-import demo.task  # noqa: F401 (it adds judge formats)
+import demo.task  # noqa: F401 (adds judge formats)
 import extras
 import genrm
 import modes
@@ -46,14 +46,14 @@ from simulation.trainers import SimulatedTrainer
 
 extras.load()
 
-PHASES = ("serve", "train", "switch", "sync")  # spans whose seconds are kept
-# settings that a simulation takes from a user's run: of its samples, of serving, of training
+PHASES = ("serve", "train", "switch", "sync")  # names of the spans that are timed
+# settings that a simulation takes from a user's run
 SAMPLES = ("algorithm", "seed", "prompts_per_step", "answers_per_prompt", "over_dispatch")
 SERVING = ("placement", "ahead", "tail", "rollout_ranks", "rollout_tp", "genrm_tp")
 TRAINING = ("updates_per_step", "schedule", "tp", "pp")
-STEPS = (3, 20)  # of such a simulation, at least and at most
-WORK = 2500  # samples of all of these steps, where a rank counts as 8 samples a step
-GRAINS = 256  # tokens of the longest answer, at most: one stands for several
+STEPS = (3, 20)  # fewest and most steps of such a simulation
+WORK = 2500  # samples to simulate over all steps; each rank counts as 8 samples a step
+GRAINS = 256  # most simulated tokens in the longest answer; each stands for several real ones
 WRITER = genrm.JudgeFormat(str, genrm.chat_prompt, "right".__eq__, full_response=True)
 genrm.FORMATS["simulated"] = WRITER
 if extras.has("scalar judges"):
@@ -65,14 +65,14 @@ rewards.RULES[r"simulated:(?P<keep>[\d.]+)"] = lambda sample, keep: float(
 
 
 def is_right(keep: float, seed: int, prompt_id: int, index: int) -> bool:
-    """Tell if an answer is right. All are, of a group whose rewards don't differ."""
+    """Return whether an answer is right. In a group whose rewards don't differ, all answers are."""
     differs = random.Random(repr(("keep", seed, prompt_id))).random() < keep
     return index % 2 == 0 or not differs
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal numbers of tokens; sigma 0: all alike. A text's is always the same."""
+    """Log-normal token counts, all equal if sigma is 0. A given text always has the same length."""
 
     median: float
     sigma: float
@@ -90,10 +90,12 @@ class Workload:
     prompt: int
     answer: Lengths
     critique: Lengths
-    keep: float = 1.0  # part of the groups whose rewards differ
+    keep: float = 1.0  # fraction of groups whose rewards differ
     seed: int = 0
-    judged: int = 0  # tokens that a judge reads for an answer; 0: those of its prompt and its own
-    differ: float = 1.0  # part of a group's answers that differ: judges see each text once
+    judged: int = 0  # tokens that a judge reads per answer; 0: prompt and answer
+    differ: float = (
+        1.0  # fraction of a group's answers that are distinct; judges see each text once
+    )
 
     def is_right(self, prompt_id: int, index: int) -> bool:
         return is_right(self.keep, self.seed, prompt_id, index)
@@ -101,34 +103,35 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The engines and trainers, and how fast they are."""
+    """How fast the engines and trainers are."""
 
-    decode: dict[str, Decode]  # by role
+    decode: dict[str, Decode]  # role -> costs
     actor: Passes
-    critic: Passes | None = None  # default: as the actor
-    reference: Passes | None = None  # if its ranks and sizes aren't the actor's
-    moves: dict[str, Moves] = field(default_factory=dict)  # by role; "train": of trainers
-    speed_up: float = 1.0  # of actor and critics in one pipeline
-    scores: bool = False  # the judge is a scalar reward model
-    judges: tuple[Decode, ...] = ()  # the engines of each judge; default: as decode["genrm"]
+    critic: Passes | None = None  # default: same as the actor
+    reference: Passes | None = None  # default: same as the actor
+    moves: dict[str, Moves] = field(default_factory=dict)  # role or "train" -> costs
+    speed_up: float = 1.0  # gain from running actor and critics in one pipeline
+    scores: bool = False  # whether the judge is a scalar reward model
+    judges: tuple[Decode, ...] = ()  # one for each judge's engines; default: decode["genrm"]
     grain: int = 1
-    meeting_s: float = 1.0  # controllers that serve meet at least this often
+    meeting_s: float = 1.0  # longest time between meetings of serving controllers
 
 
 class Costs(NamedTuple):
-    """What a user's run would cost, as far as that is known."""
+    """The known costs of a user's run."""
 
     work: Workload
     cluster_of: Callable[[Config, Placement], Cluster]
-    assumptions: list[str]  # for people
-    device: float = 0.0  # bytes of a device's memory; 0: not known
+    assumptions: list[str]  # lines to print
+    device: float = 0.0  # bytes of memory on a device; 0: unknown
 
 
 class Author:
-    """The author of all texts, those of engines and the prompts. It also stands in for the judges' tokenizer.
+    """Writes all prompts, answers and critiques, and stands in for the judges' tokenizer.
 
-    A prompt's first token is its number. An answer's tokens are all its index + 1, and its text is its index
-    and its length; a judge's prompt begins with both numbers, and its first token is the verdict.
+    A prompt's first token is its number. Every token of an answer is its index + 1; its text is its index and
+    length. A judge's prompt begins with the prompt's number and the answer's index. A critique's first token
+    is the verdict.
     """
 
     held_out = all_special_tokens = ()
@@ -151,7 +154,7 @@ class Author:
         return Prompt([prompt_id] + [0] * (self._prompt - 1), str(prompt_id), None)
 
     def _index(self, prompt_id: int, seed: int) -> int:
-        """The number of the answer that has this seed. There is one more than the group's: a greedy one."""
+        """Return the index of the answer with this seed. Each group has one extra, greedy answer."""
         if prompt_id not in self._indices:
             indices = range(self._config.answers_per_prompt + 1)
             seeds = {seed_of(self._config.seed, prompt_id, index): index for index in indices}
@@ -159,7 +162,7 @@ class Author:
         return self._indices[prompt_id][seed]
 
     def answer(self, request: Request) -> Reply:
-        """The rest of an answer, part of which may be in the prompt already."""
+        """Return the rest of an answer; the prompt may already contain its beginning."""
         work = self.workload
         prompt_id = request.prompt[0]
         index = self._index(prompt_id, request.seed)
@@ -167,7 +170,7 @@ class Author:
         return Reply([index + 1] * (tokens + self._prompt - len(request.prompt)))
 
     def critique(self, request: Request) -> Reply:
-        """The rest of a critique, part of which may be in the prompt already."""
+        """Return the rest of a critique; the prompt may already contain its beginning."""
         work = self.workload
         which = request.prompt[:2]
         tokens = self._coarse(work.critique.of("critique", work.seed, *which))
@@ -194,27 +197,28 @@ class Author:
         return " ".join(turn["content"] for turn in turns)
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        numbers = re.findall(r"\d+", text) or (0, 0, 0)  # some texts have none
+        numbers = re.findall(r"\d+", text) or (0, 0, 0)  # some texts have no numbers
         prompt_id, index, tokens = map(int, numbers)
         return {"input_ids": [prompt_id, index] + [0] * max(0, self._prompt + tokens - 2)}
 
 
 @dataclass
 class StepFacts:
-    """What a step came to."""
+    """The outcome of a step."""
 
     waves: int = 0
-    stats: StepStats | None = None  # with the split
-    decision: dict[str, float | str] = field(default_factory=dict)  # about the next one
-    seconds: Counter[str] = field(default_factory=Counter)  # of the slowest rank, by phase
-    ended_s: float = 0.0  # on the virtual clock
-    trained: dict[int, list[Key]] = field(default_factory=dict)  # the samples of each rank
+    stats: StepStats | None = None  # includes the split
+    decision: dict[str, float | str] = field(default_factory=dict)  # the next split and why
+    seconds: Counter[str] = field(default_factory=Counter)  # on the slowest rank, by phase
+    ended_s: float = 0.0  # virtual time
+    trained: dict[int, list[Key]] = field(default_factory=dict)  # rank -> its samples
 
 
 class Simulation:
-    """The real controllers of a run, on one loop. settings: of Config, their lengths coarse.
+    """The real controllers of a run, all on one event loop.
 
-    It stands in for the controllers' Report, and for their Checkpoints, of which it writes none.
+    settings: fields of Config, with lengths in coarse tokens. The simulation also stands in for the
+    controllers' Report and Checkpoints; it saves nothing.
     """
 
     def __init__(
@@ -243,7 +247,7 @@ class Simulation:
             self.controllers.append(self._controller(world, **models))
 
     def _engines(self, role: str) -> list[SimulatedEngine]:
-        """Make a role's engines, one on each rank that leads one in any split."""
+        """Make a role's engines: one on each rank that leads an engine in any split."""
         cluster = self.cluster
         formats = genrm.formats_of(self.config)
         moves = cluster.moves.get(role, Moves())
@@ -264,7 +268,7 @@ class Simulation:
         return engines
 
     def _models(self, world: SimulatedWorld) -> dict[str, SimulatedTrainer]:
-        """Make one rank's models, by name: reference, actor, critics. world: of the trainers alone."""
+        """Make one rank's models by name: reference, actor, critics. world: for trainers only."""
         cluster = self.cluster
         held = self.placement
         costs = {"reference": cluster.reference or cluster.actor, "actor": cluster.actor}
@@ -283,7 +287,7 @@ class Simulation:
     def _controller(
         self, world: SimulatedWorld, reference: SimulatedTrainer, **trainers: SimulatedTrainer
     ) -> Controller:
-        """Build one rank's controller, as run.py does."""
+        """Build one rank's controller as run.py does."""
         config = self.config
         author = self._author
         algorithm = algorithm_of(config)
@@ -311,18 +315,18 @@ class Simulation:
             checkpoints=self,
             same_duty=same_duty,
         )
-        if algorithm.filters:  # a run finds this out in its first steps
+        if algorithm.filters:  # a real run estimates this in its first steps
             c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
         return c
 
     def run(self, share: bool = True) -> list[StepFacts]:
-        """Run all steps, once. share: see simulation/shared.py."""
+        """Run all steps; call once. share: see simulation/shared.py."""
 
         async def all_ranks() -> None:
             await asyncio.gather(*map(controller.train, self.controllers))
 
         with ExitStack() as stack:
-            gc.disable()  # it would look through the objects of all ranks
+            gc.disable()  # it would scan the objects of all ranks
             stack.callback(gc.enable)
             stack.callback(end_all, self.clock)
             for module, name in ((rollout, "MEETING_INTERVAL_S"), (pool, "WAIT_S")):
@@ -332,7 +336,7 @@ class Simulation:
             self.clock.run_until_complete(all_ranks())
         return self.steps
 
-    # ---- what controllers call, as their Report and Checkpoints
+    # ---- the methods of Report and Checkpoints that controllers call
 
     def note(self, text: str) -> None: ...
 
@@ -361,7 +365,7 @@ class Simulation:
 
 
 def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -> Config:
-    """The settings of a run. Its answers all end by themselves, before they reach --max-new-tokens."""
+    """Return the settings of a run whose answers all end before they reach --max-new-tokens."""
     grain = cluster.grain
     most = workload.answer.most // grain + 2
     judge_most = workload.critique.most // grain + 2
@@ -383,7 +387,7 @@ def config_of(mode: str, workload: Workload, cluster: Cluster, settings: dict) -
 
 
 def coarse(costs: Decode | Passes, grain: float) -> Decode | Passes:
-    """The same, where one token of the simulation stands for `grain` real ones."""
+    """Return the same costs where one simulated token stands for `grain` real ones."""
     if isinstance(costs, Passes):
         return replace(costs, token=costs.token * grain, square=costs.square * grain**2)
     scaled = {name: vars(costs)[name] * grain for name in ("fixed", "each", "prefill", "steps")}
@@ -392,11 +396,11 @@ def coarse(costs: Decode | Passes, grain: float) -> Decode | Passes:
 
 
 def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) -> Simulation:
-    """A simulation of a user's run. Rules take no time; where there is no judge, one stands for all."""
+    """Return a simulation of a user's run. Rules take no time; a simulated one replaces them."""
     settings = {name: vars(config)[name] for name in SAMPLES + SERVING + TRAINING}
     least, most = STEPS
     steps = WORK // (config.prompts_per_step * config.answers_per_prompt + 8 * ranks)
-    # with --ahead the last step serves no other, and isn't counted
+    # with --ahead the last step serves nothing, so it isn't counted
     settings["steps"] = max(least, min(most, steps)) + config.ahead
     settings["judge"] = ("JUDGE",) * len(config.judge)
     settings["cost_judge"] = ("JUDGE",) * len(config.cost_judge)
@@ -409,7 +413,7 @@ def simulation_of(config: Config, ranks: int, work: Workload, cluster: Cluster) 
         settings["cost_rule"] = rule
     most = work.answer.most
     longest_s = cluster.decode["rollout"].seconds(most, 1, 0)
-    # few ranks meet after a 200th of the longest answer at least, many, whose meetings cost, after a 25th
+    # 8 ranks meet after 1/200 of the longest answer, 64 and more after 1/25, as their meetings cost more
     meeting_s = max(rollout.MEETING_INTERVAL_S, longest_s * min(ranks, 64) / 1600)
     cluster = replace(cluster, grain=max(1, most // GRAINS), meeting_s=meeting_s)
     return Simulation(config.mode, ranks, work, cluster, **settings)

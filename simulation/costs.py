@@ -1,6 +1,6 @@
-"""The costs of a cluster by closed forms, in seconds, bytes, tokens and floating-point operations. Pure.
+"""Closed-form costs of a cluster, in seconds, bytes, tokens and floating-point operations. Pure.
 
-The constants are the caller's, with the points that they were fitted on.
+Callers supply the constants, and name the points that each was fitted on.
 """
 
 import math
@@ -9,27 +9,27 @@ from typing import NamedTuple
 
 from runtime.errors import UserError
 
-BF16_BYTES = 2  # of a parameter, and of a number in the KV cache
+BF16_BYTES = 2  # per parameter, and per number in the KV cache
 
 
 class Device(NamedTuple):
-    """One accelerator, as its data sheet says. Bandwidths in bytes/s."""
+    """An accelerator's data sheet. Bandwidths are in bytes/s."""
 
-    flops: float  # a second, bfloat16, dense
+    flops: float  # per second, bfloat16, dense
     memory: float  # bytes
     hbm: float
-    network: float  # to other machines, its part
-    host: float  # to its machine's memory
-    link: float = math.inf  # to the others in its machine
+    network: float  # its share of the machine's link to other machines
+    host: float  # to host memory
+    link: float = math.inf  # to other devices in its machine
 
 
 class Model(NamedTuple):
     params: float
     layers: int
     hidden: int
-    kv_width: int  # key heads * size of a head
-    active: float = 0.0  # parameters that a token meets; 0: all
-    cuts: int = 0  # what tensor parallelism has to divide; 0: it may cut as it likes
+    kv_width: int  # key heads * head size
+    active: float = 0.0  # parameters used for a token; 0: all
+    cuts: int = 0  # number that the tensor-parallel size must divide; 0: any size works
 
     @property
     def bytes(self) -> float:
@@ -37,28 +37,32 @@ class Model(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of one token forward, without attention."""
+        """FLOPs of a forward pass per token, without attention."""
         return 2 * (self.active or self.params)
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of one token's keys and values, all layers."""
+        """Bytes of keys and values per token, over all layers."""
         return BF16_BYTES * 2 * self.layers * self.kv_width
 
     def reduced_bytes(self, tp: int) -> float:
-        """Bytes of one token forward through a rank's link: two all-reduces a layer, in rings of tp."""
+        """Return the bytes per token over a rank's link: forward, two ring all-reduces per layer."""
         return 2 * self.layers * 2 * (tp - 1) / tp * BF16_BYTES * self.hidden
 
     def updated_bytes(self, ranks: int, copies: int) -> float:
-        """Bytes that a rank sends in an update of a model on so many ranks: float32 gradients are reduced
-        over its copies, weights gathered."""
+        """Return the bytes that a rank sends in an update of a model split over `ranks`.
+
+        Copies reduce float32 gradients and gather weights.
+        """
         return (4 + BF16_BYTES) * self.params / ranks * (copies - 1) / copies
 
 
 @dataclass(frozen=True)
 class Decode:
-    """An engine: a decode step of b sequences with c tokens in all takes `fixed + each * b + context * c`
-    seconds. Between two steps prompts are read in one pass, for which all sequences wait."""
+    """An engine. A decode step of b sequences with c tokens takes `fixed + each * b + context * c` seconds.
+
+    Prompts are read in one pass between two steps, while all sequences wait.
+    """
 
     fixed: float
     each: float = 0.0
@@ -66,26 +70,26 @@ class Decode:
     prefill: float = 0.0  # seconds to read a prompt token
     most: int = 256  # sequences at once
     kv_tokens: float = math.inf  # room for contexts
-    read: float = 0.0  # seconds of a pass that reads prompts; `prefill` is on top
-    apart: int = 0  # decode steps between two such passes, from engine.FULL sequences on
-    steps: int = 1  # decode steps that one token of the simulation stands for
+    read: float = 0.0  # fixed seconds for a pass that reads prompts; `prefill` is extra
+    apart: int = 0  # decode steps between two such passes, with engine.FULL or more sequences
+    steps: int = 1  # decode steps per simulated token
 
     def _pace(self, batch: int, context: float) -> tuple[float, float]:
-        """Return (p, q): after p * v + q * v**2 seconds each sequence has v tokens more.
+        """Return (p, q): each sequence gains v tokens in p * v + q * v**2 seconds.
 
-        The k-th of n steps reads (k - 1) * batch tokens more than the first, all n * (n - 1) / 2 * batch.
+        Step k of n reads (k - 1) * batch tokens more than the first; all n read n * (n - 1) / 2 * batch more.
         """
         slope = self.context * batch
         first = self.fixed + self.each * batch + self.context * context
         return first - slope / (2 * self.steps), slope / 2
 
     def seconds(self, tokens: float, batch: int, context: float) -> float:
-        """Seconds until each sequence of a batch with `context` tokens in all has so many more."""
+        """Return the seconds for each sequence to gain `tokens`. context: total tokens in the batch."""
         p, q = self._pace(batch, context)
         return (p + q * tokens) * tokens
 
     def tokens(self, seconds: float, batch: int, context: float) -> float:
-        """The inverse of `seconds`."""
+        """Return the tokens that each sequence gains in `seconds`: the inverse of `seconds`."""
         p, q = self._pace(batch, context)
         return 2 * seconds / (p + math.sqrt(p * p + 4 * q * seconds)) if p and seconds else 0.0
 
@@ -103,11 +107,11 @@ def decode_of(
     sequence_s: float = 0.0,
     reduce_s: float = 0.0,
 ) -> Decode:
-    """An engine of tp devices. UserError if the model doesn't fit into `memory`, a part of theirs.
+    """Return an engine of tp devices. Raises UserError if the weights fill `memory`, a fraction of theirs.
 
-    weights, kv: parts of the bandwidth at which they are read; prefill: part of the FLOPs reading prompts.
-    layer_s, sequence_s: more seconds of a layer and of a sequence in a step; reduce_s: of an all-reduce for
-    each doubling of its ranks.
+    weights, kv: fractions of the bandwidth reached when reading them; prefill: fraction of the FLOPs reached
+    when reading prompts. layer_s, sequence_s: extra seconds per layer and per sequence in a step;
+    reduce_s: extra seconds per all-reduce for each doubling of its ranks.
     """
     room = memory * device.memory * tp - model.bytes
     if room <= 0:
@@ -126,13 +130,13 @@ def decode_of(
 
 @dataclass(frozen=True)
 class Passes:
-    """A trainer: what a model-parallel group takes for its own micro-batches, in seconds."""
+    """A trainer's costs: the seconds that a model-parallel group takes for its own micro-batches."""
 
-    token: float  # of a sequence forward, by its tokens
-    square: float = 0.0  # and by their square
-    update: float = 0.0  # of the optimizer's step
-    stages: float = 1  # of the pipeline
-    backward: float = 2.0  # over forward
+    token: float  # forward seconds per token
+    square: float = 0.0  # forward seconds per squared sequence length
+    update: float = 0.0  # seconds of the optimizer step
+    stages: float = 1  # pipeline stages
+    backward: float = 2.0  # backward seconds / forward seconds
 
     def cost(self, tokens: int) -> float:
         return self.token * tokens + self.square * tokens**2
@@ -141,10 +145,10 @@ class Passes:
 def passes_of(
     model: Model, device: Device, ranks: int, mfu: float, tp: int = 1, **more: float
 ) -> Passes:
-    """The passes on the ranks of a model-parallel group, at `mfu` of their FLOPs; more: of Passes.
+    """Return the costs of a model-parallel group at `mfu` of its FLOPs. more: other fields of Passes.
 
-    Causal attention over s tokens forward: 2 * layers * hidden * s**2 FLOPs. The stages' all-reduces, each of
-    tp ranks, run beside each other; backward has as many of them as forward.
+    A forward pass of causal attention over s tokens takes 2 * layers * hidden * s**2 FLOPs. Stages run their
+    all-reduces, each over tp ranks, in parallel. Backward has as many all-reduces as forward.
     """
     speed = ranks * mfu * device.flops
     reducing = model.reduced_bytes(tp) / device.link / (ranks // tp)

@@ -1,8 +1,8 @@
-"""Engines that take the seconds that a cost model says: continuous batching on the virtual clock.
+"""Simulated engines: continuous batching on the virtual clock, with times from a cost model.
 
-All sequences of an engine gain tokens together. Between two events the batch is fixed and contexts grow with
-every token, so that time is a quadratic in the tokens gained, with a closed inverse (Decode): there are
-events where a sequence ends or comes, none for a token.
+All sequences of an engine gain tokens together. Between two events the batch is fixed and each token makes
+contexts longer. Time is therefore quadratic in the tokens gained, and Decode can invert it: the loop needs
+events only where a sequence joins or ends, not for each token.
 """
 
 from __future__ import annotations
@@ -20,38 +20,40 @@ from engines.engine import Answer, Request
 from simulation.clock import VirtualClock
 from simulation.costs import Decode
 
-LOGPROB = -0.5  # of every token
-LEAST = 1e-6  # part of a decode step; smaller ones are rounding errors
-FULL = 16  # sequences from which an engine doesn't read prompts between any two decode steps
+LOGPROB = -0.5  # the logprob of every token
+LEAST = 1e-6  # smaller fractions of a decode step are rounding errors
+FULL = 16  # from this many sequences on, prompts are read only every Decode.apart decode steps
 
 
 class Reply(NamedTuple):
-    """The text that an engine writes, if nobody aborts it, or the score that it gives."""
+    """An engine's complete text, or its score. An abort cuts the text."""
 
     tokens: list[int]
     score: float | None = None
 
 
 class Moves(NamedTuple):
-    """Seconds that it takes to hand a device over."""
+    """Seconds to hand a device over."""
 
     sleep_s: float = 0.0
     wake_s: float = 0.0
-    push_s: float = 0.0  # an engine takes weights
+    push_s: float = 0.0  # to load pushed weights into an engine
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """One answer in a batch."""
 
-    index: int  # of its request
-    context: int  # tokens of the prompt
-    unread: int  # of these, not in the KV cache
-    length: int  # tokens of the answer
-    ended: asyncio.Queue[tuple[Sequence, int, str]]  # takes it with its tokens and how it finished
-    begun: float = 0.0  # tokens that the batch had gained then
-    first_token: float = math.inf  # when its prompt is read
-    name: str = ""  # of its request
+    index: int  # position of its request
+    context: int  # prompt tokens
+    unread: int  # prompt tokens that aren't in the KV cache
+    length: int  # answer tokens
+    ended: asyncio.Queue[
+        tuple[Sequence, int, str]
+    ]  # receives (self, tokens written, finish reason)
+    begun: float = 0.0  # tokens that the batch had gained when it joined
+    first_token: float = math.inf  # time at which its prompt has been read
+    name: str = ""  # name of its request
 
     @property
     def room(self) -> int:
@@ -59,30 +61,30 @@ class Sequence:
 
 
 class Batch:
-    """The sequences of one engine, first come, first served, in the room that it has.
+    """The sequences of one engine: first come, first served, as its KV cache has room.
 
-    Sequences join between two decode steps, and keep room for all of their tokens. Then their prompts are
-    read in one pass, for which all wait; a scorer's sequence has no tokens, and ends there.
+    Sequences join between two decode steps and reserve room for all of their tokens. Their prompts are then
+    read in one pass, while the whole batch waits. A scorer's sequence has no tokens, so it ends there.
     """
 
     def __init__(self, costs: Decode, clock: VirtualClock):
         self.costs = costs
-        # heap of (tokens gained at its end, number against ties, itself)
+        # heap of (tokens gained when it ends, number to break ties, sequence)
         self.live: list[tuple[float, int, Sequence]] = []
         self.waiting: deque[Sequence] = deque()
-        self.gained = 0.0  # tokens of a sequence that was there from the start
-        self.context = 0.0  # tokens of all live sequences
-        self.unread_s = 0.0  # until the prompts that have joined are read
-        self.read_at = -math.inf  # tokens that the batch had gained when it read prompts last
+        self.gained = 0.0  # tokens that a sequence present from the start would have gained
+        self.context = 0.0  # total tokens of the live sequences
+        self.unread_s = 0.0  # seconds left to read the prompts that have joined
+        self.read_at = -math.inf  # value of `gained` at the last read of prompts
         self.room_used = 0  # tokens
         self.busy_s = 0.0
-        self._joined = 0  # sequences
+        self._joined = 0  # sequences so far
         self._clock = clock
-        self._now = clock.now  # when `_elapsed_s` was asked last
-        self._timer: asyncio.TimerHandle | None = None  # for the next event
+        self._now = clock.now  # time of the last call of `_elapsed_s`
+        self._timer: asyncio.TimerHandle | None = None  # fires at the next event
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Add sequences to those that wait."""
+        """Add sequences to the queue."""
         longest = max(sequence.room for sequence in sequences)
         assert longest <= self.costs.kv_tokens, f"{longest} tokens don't fit the engine"
         self._advance()
@@ -90,7 +92,7 @@ class Batch:
         self._go_on()
 
     def cut_off(self, is_meant: Callable[[Sequence], bool]) -> None:
-        """End the sequences that are meant, with the whole tokens that they have."""
+        """Abort the sequences that `is_meant` selects. They keep the whole tokens written so far."""
         self._advance()
         for *_, sequence in sorted(self.live):
             if is_meant(sequence):
@@ -103,7 +105,7 @@ class Batch:
         self._go_on()
 
     def _advance(self) -> None:
-        """Gain the tokens up to now, between two events."""
+        """Gain the tokens since the last event or call."""
         elapsed = self._elapsed_s()
         if self.live:
             read_s = min(elapsed, self.unread_s)
@@ -111,7 +113,7 @@ class Batch:
             self._gain(self.costs.tokens(elapsed - read_s, len(self.live), self.context))
 
     def _reach(self, gained: float) -> None:
-        """Handle the timer's event: that many tokens are gained."""
+        """Handle the timer: the batch has now gained this many tokens."""
         self._elapsed_s()
         self.unread_s = 0.0
         self._gain(gained - self.gained)
@@ -130,9 +132,9 @@ class Batch:
         self.gained += tokens
 
     def _go_on(self) -> None:
-        """End and join sequences if the batch is between two steps. Set the timer for the next event."""
+        """End and join sequences if the batch is between two steps, then set the timer."""
         steps = self.costs.steps
-        between = math.ceil(self.gained * steps - LEAST) / steps  # the end of the step that runs
+        between = math.ceil(self.gained * steps - LEAST) / steps  # the end of the current step
         if not self.live or between - self.gained <= LEAST / steps:
             self.gained = between
             while self.live and self.live[0][0] <= between and not self.unread_s:
@@ -156,12 +158,12 @@ class Batch:
             self._timer = self._clock.call_at(self._now + self.unread_s + seconds, self._reach, at)
 
     def _reads_at(self) -> float:
-        """Tokens gained from which on prompts may be read."""
+        """Return the value of `gained` from which prompts may be read."""
         apart = self.costs.apart if len(self.live) >= FULL else 0
         return self.read_at + apart / self.costs.steps
 
     def _has_room(self) -> bool:
-        """Tell whether there is room for the first sequence that waits; False if none waits."""
+        """Return whether the first waiting sequence fits; False if the queue is empty."""
         if not self.waiting or len(self.live) == self.costs.most:
             return False
         return self.room_used + self.waiting[0].room <= self.costs.kv_tokens
@@ -183,7 +185,7 @@ class Batch:
 
 @dataclass(eq=False)
 class SimulatedEngine:
-    """A stand-in for engines.engine.Engine: one handle for all controllers, and it never dies."""
+    """A stand-in for engines.engine.Engine. All controllers share one handle, and it never dies."""
 
     role: str
     rank: int
@@ -201,13 +203,13 @@ class SimulatedEngine:
         self.batch = Batch(self.costs, self.clock)
 
     async def generate(self, requests: list[Request]) -> AsyncIterator[Answer]:
-        """Yield the answers as they end. The part that the prompts of a group share is read once."""
+        """Yield answers as they end. The common part of a group's prompts is read once."""
         assert self.awake, f"a request came to the {self.name} while it slept"
         sent = self.clock.now
         version = self.version
         ended = asyncio.Queue()
         replies = [self.write(request) for request in requests]
-        shared = min(len(request.prompt) for request in requests)  # behind it: begun elsewhere
+        shared = min(len(request.prompt) for request in requests)  # any more was written elsewhere
         sequences = []
         for index, request in enumerate(requests):
             context = len(request.prompt)
@@ -241,7 +243,7 @@ class SimulatedEngine:
                 self.batch.cut_off(lambda sequence: sequence.ended is ended)
 
     async def abort(self) -> None:
-        assert self.awake, "told to abort while it slept"
+        assert self.awake, "an abort came to a sleeping engine"
         self.batch.cut_off(lambda sequence: True)
 
     async def abort_request(self, name: str) -> None:
@@ -249,7 +251,7 @@ class SimulatedEngine:
 
     async def sleep(self) -> None:
         in_flight = self.batch.live or self.batch.waiting
-        assert not in_flight, "put to sleep while answers were in flight"
+        assert not in_flight, "the engine went to sleep with answers in flight"
         await asyncio.sleep(self.moves.sleep_s)
         self.awake = False
 

@@ -1,4 +1,4 @@
-"""A `World` for controllers that are all tasks of one event loop."""
+"""A `World` for controllers that are all tasks in one event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class Network:
-    """The network of all ranks, which takes no time. Each meeting passes it what all ranks bring."""
+    """The network of all ranks. It takes no time. Each meeting passes it the values of all ranks."""
 
     meetings: int = 0  # so far
 
@@ -22,7 +22,7 @@ class Network:
         return values
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
-        """The total in the order of World.reduce: pairs of neighbours, then pairs of pairs."""
+        """Return the total in World.reduce's order: pairs of neighbors, then pairs of pairs."""
         self.meetings += 1
         while len(values) > 1:
             pairs = [values[first : first + 2] for first in range(0, len(values), 2)]
@@ -39,23 +39,26 @@ class Network:
 class Meeting:
     """One collective."""
 
-    done: asyncio.Future  # its result
-    values: dict[int, Any] = field(default_factory=dict)  # by rank, of those that came so far
+    done: asyncio.Future  # holds the result
+    values: dict[int, Any] = field(
+        default_factory=dict
+    )  # rank -> value, for ranks that have arrived
 
 
 @dataclass(eq=False)
 class SimulatedWorld:
-    """The runtime.world.World of one rank. meetings: by number, one dict for all ranks, in it those of parts.
+    """The runtime.world.World of one rank.
 
-    What is gathered is the same object on every rank. A meeting is forgotten when all have come: a long run
-    would hold the facts of every one.
+    meetings: by number, in one dict that all ranks share; it also holds the meetings of parts. Ranks gather
+    the same objects, not copies. A meeting is dropped once all ranks have arrived, to bound a long run's
+    memory.
     """
 
     rank: int
     size: int
     meetings: dict
     network: Network = field(default_factory=Network)
-    calls: int = 0  # meetings that this rank came to
+    calls: int = 0  # meetings that this rank has joined
 
     def __post_init__(self) -> None:
         self.ranks = range(self.size)
@@ -80,18 +83,18 @@ class SimulatedWorld:
         return await result if inspect.isawaitable(result) else result
 
     async def _meet(self, value: Any, result_of: Callable[[list], Any]) -> Any:
-        """Return `result_of` all ranks' values, in the order of ranks; the last to come works it out."""
+        """Return `result_of` all ranks' values, in rank order. The last rank to arrive computes it."""
         call = self.calls
         self.calls += 1
         if call not in self.meetings:
             self.meetings[call] = Meeting(asyncio.get_running_loop().create_future())
         meeting = self.meetings[call]
-        assert self.rank not in meeting.values, "a rank came twice to one meeting"
+        assert self.rank not in meeting.values, "a rank joined the same meeting twice"
         meeting.values[self.rank] = value
         if len(meeting.values) == self.size:
             del self.meetings[call]
             meeting.done.set_result(result_of([meeting.values[rank] for rank in self.ranks]))
-        return await asyncio.shield(meeting.done)  # a rank that ends must not end it for others
+        return await asyncio.shield(meeting.done)  # a cancelled rank must not cancel the others
 
     async def gather(self, value: Any) -> list[Any]:
         return await self._meet(value, self.network.gathered)
@@ -112,5 +115,5 @@ class SimulatedWorld:
         return incoming
 
     def _received(self, parcel: list | dict) -> list | dict:
-        """Copy the samples that another rank sent, not what is in them; columns as they are."""
+        """Return shallow copies of samples from another rank, or its columns as they are."""
         return list(map(copy.copy, parcel)) if isinstance(parcel, list) else parcel

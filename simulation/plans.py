@@ -1,11 +1,11 @@
-"""What would my run take? The settings of a run, by modes and placements, on the virtual clock.
+"""How long would a step of my run take? Simulates its settings under each mode and placement.
 
-    WORLD_SIZE=8 python run.py --dry-run --simulate --like runs/mine SETTINGS      as fast as a finished run
-    WORLD_SIZE=8 python run.py --dry-run --simulate --devices FILE.toml SETTINGS   as a data sheet says
+    WORLD_SIZE=8 python run.py --dry-run --simulate --like runs/mine SETTINGS      timed like a finished run
+    WORLD_SIZE=8 python run.py --dry-run --simulate --devices FILE.toml SETTINGS   timed from a data sheet
 
-run.py starts this as a process of its own: `python -m simulation.plans`. Loop, modes and placements are the
-product's; engines and trainers take the seconds that the finished run or FILE says. OUT/plans.png has a bar
-of each plan.
+run.py starts this as a separate process: `python -m simulation.plans`. The loop, modes and placements are the
+product's own code, on a virtual clock. The finished run or FILE sets how long engines and trainers take.
+OUT/plans.png shows a bar for each plan.
 """
 
 from __future__ import annotations
@@ -29,36 +29,39 @@ from runtime.errors import UserError, printable
 from scheduling.layout import Placement
 from scheduling.measured import Split
 from simulation.cluster import PHASES, Costs, simulation_of
-from simulation.finished import costs_like, own_config, read_run
+from simulation.finished import LAST, costs_like, own_config, read_run, work_of
 from simulation.sheet import costs_of_sheet
 
 MOST_PLANS = 20
 TAILS = (0.1, 0.2, 0.5)
+MOST_OFF = 0.1  # a larger error for the run itself makes the table unreliable
 COLORS = {"serve": "#2a78b8", "train": "#3c9d4e", "switch": "#9a9a9a", "push": "#8a4fb0"}
-# plans that were measured, beside their predictions
+# measured plans and their predictions
 ROWS = Path(__file__).parents[1] / "docs" / "papers" / "rows" / "measured.csv"
 
 
 class Plan(NamedTuple):
-    name: str  # for people
+    name: str  # shown to people
     config: Config
 
 
 class Result(NamedTuple):
     plan: Plan
-    seconds: float  # of a step
-    tokens: float  # of the answers that a step trains on, and ...
-    prompts: float  # ... of their prompts
-    idle: float  # part of all ranks' time
-    phases: dict[str, float]  # seconds of a step's slowest rank, by COLORS
+    seconds: float  # for a step
+    tokens: float  # answer tokens that a step trains on
+    prompts: float  # prompt tokens of the same samples
+    idle: float  # fraction of all ranks' time
+    phases: dict[str, float]  # phase in COLORS -> seconds in a step on the slowest rank
 
 
 # ---------------------------------------------------------------- plans
 
 
 def plans_of(config: Config, ranks: int) -> tuple[list[Plan], list[str]]:
-    """The plans that are tried, and what is left out. Of the first placement nearly all splits are tried, of
-    each other one about three."""
+    """Return the plans to try, and a line for whatever is left out.
+
+    Nearly all splits of the first placement are tried, and about three of each other placement.
+    """
     left_out = []
     places = []
     for name in dict.fromkeys((config.placement, *PLACEMENTS)):
@@ -92,7 +95,7 @@ def plans_of(config: Config, ranks: int) -> tuple[list[Plan], list[str]]:
 
 
 def splits_of(config: Config, placement: Placement) -> list[Split]:
-    """All splits of all modes. Without a judge there is one."""
+    """Return every split of every mode, or the only split if there is no judge."""
     ranks = len(placement.engines)
     if not config.judge_models:
         return [Split("partial", ranks, 0)]
@@ -106,7 +109,7 @@ def splits_of(config: Config, placement: Placement) -> list[Split]:
 
 
 def thinned(items: list, most: int) -> list:
-    """At most so many of the items, evenly spaced. A single one is that in the middle."""
+    """Return at most `most` of the items, evenly spaced. If most is 1, return the middle one."""
     if len(items) <= most:
         return items
     if most == 1:
@@ -115,7 +118,7 @@ def thinned(items: list, most: int) -> list:
 
 
 def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
-    """What a step takes under a plan; a text if the plan can't be."""
+    """Simulate a plan. Returns the reason as text if the plan isn't possible."""
     config = plan.config
     try:
         cluster = costs.cluster_of(config, make_placement(config, ranks))
@@ -133,7 +136,7 @@ def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
     mean = {}
     for name in PHASES:
         mean[name] = statistics.fmean(step.seconds[name] for step in counted)
-    # "switch" is between the phases: what sleeps and wakes within serving or training is counted there
+    # "switch" counts only time between phases; sleeping and waking inside a phase belongs to that phase
     if not config.ahead:
         between = seconds - mean["serve"] - mean["train"] - mean["sync"]
         mean["switch"] = min(mean["switch"], max(0.0, between))
@@ -148,7 +151,7 @@ def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
 
 
 def memory_of(config: Config, ranks: int, device: float) -> str:
-    """The GB that a device needs, or without CUDA the host. device: bytes, if they are known."""
+    """Return the GB that a device needs, or the host without CUDA. device: its bytes, 0 if unknown."""
     from training.memory import peaks_of, with_micro_batch
 
     try:
@@ -165,7 +168,7 @@ def memory_of(config: Config, ranks: int, device: float) -> str:
 
 
 def table_of(results: list[Result], memories: list[str]) -> list[str]:
-    """The lines of a table of plans."""
+    """Return the lines of the table of plans."""
     rows = [("plan", "s a step", "answer tokens/s", "with prompts", "idle", "memory")]
     for result, needed in zip(results, memories, strict=True):
         name = result.plan.name + " *" * result.plan.config.ahead
@@ -180,21 +183,28 @@ def table_of(results: list[Result], memories: list[str]) -> list[str]:
     return lines
 
 
-def checked() -> str:
-    """Say how far such predictions were off for the plans that were measured."""
+def checked(off: float = 0.0, steps: int = LAST) -> str:
+    """Return how far off such predictions are, or a warning if the known run's own is too far off.
+
+    off: the relative error of the run's own simulation; steps: how many of its steps were counted.
+    """
+    if abs(off) > MOST_OFF:
+        few = f"few steps (only {steps} counted), " if steps < LAST else ""
+        why = f"{few}other load on its machine, work that isn't modelled (such as rules)"
+        return f"Don't trust this table: it is {off:+.0%} off for that run. Possible causes: {why}."
     errors = []
     for row in csv.DictReader(ROWS.read_text(encoding="utf-8").splitlines()):
         if row["figure"].startswith("plans") and row["kind"] == "predicted":
             errors.append(abs(float(row["simulated"]) / float(row["published"]) - 1))
     if not errors:
-        return "Such predictions weren't checked against real runs yet."
-    far = f"{statistics.median(errors):.0%} in the median, {max(errors):.0%} at most"
-    where = "docs/papers/measured.md, plans that were measured on paced ranks"
-    return f"Such predictions were off by {far} ({len(errors)} of {where})."
+        return "No such prediction has been compared with a real run yet."
+    far = f"a median of {statistics.median(errors):.0%}, at most {max(errors):.0%}"
+    where = f"{len(errors)} plans measured on paced ranks, docs/papers/measured.md"
+    return f"Such predictions were off by {far} ({where})."
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Draw a bar of each plan by phases, and a mark where its step ends: with --ahead phases overlap."""
+    """Draw a bar of phases for each plan, and a mark where its step ends, as --ahead overlaps phases."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -211,14 +221,14 @@ def draw(results: list[Result], path: Path) -> None:
     axes.plot([], [], color="black", label="a step ends")
     axes.set_yticks(range(len(results)), [result.plan.name for result in results])
     axes.invert_yaxis()
-    axes.set(xlabel="simulated seconds of a step, of the slowest rank")
+    axes.set(xlabel="simulated seconds for a step, on the slowest rank")
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
 def parser_of_words() -> Parser:
-    """The parser of the words that are no settings of a run."""
+    """Return the parser of the flags that aren't settings of a run."""
     parser = Parser(allow_abbrev=False, add_help=False)
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--like", type=Path)
@@ -227,7 +237,7 @@ def parser_of_words() -> Parser:
 
 
 def report(arguments: list[str]) -> None:
-    """Simulate what the words ask for, and print it. UserError."""
+    """Simulate the plans and print them. Raises UserError if the arguments don't allow that."""
     given, words = parser_of_words().parse_known_args(arguments)
     if bool(given.like) == bool(given.devices):
         needed = "--like RUN, the folder of a finished run, or --devices FILE.toml"
@@ -237,15 +247,17 @@ def report(arguments: list[str]) -> None:
     config = parse_config(words)
     ranks = int(os.environ.get("WORLD_SIZE", "2"))
     if config.evaluates:
-        raise UserError("--simulate is for runs that serve and train")
+        raise UserError("--simulate works only for runs that serve and train")
     modes.lay_out(config, ranks)
     known = given.like and read_run(given.like)
     costs = costs_like(known, config) if known else costs_of_sheet(given.devices, config)
     plans, left_out = plans_of(config, ranks)
     work = partial(simulate, costs, ranks)
-    own = Plan("its own", own_config(known)) if known else None
+    own = own_config(known) if known else config
+    # the finished run's own token limits, not those of this command
+    own_costs = costs._replace(work=work_of(known, own)) if known else costs
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as processes:
-        again = processes.submit(simulate, costs, known.ranks, own) if known else None
+        again = known and processes.submit(simulate, own_costs, known.ranks, Plan("its own", own))
         found = [*processes.map(work, plans)]
     results = sorted((r for r in found if isinstance(r, Result)), key=lambda r: r.seconds)
     left_out += [r for r in found if isinstance(r, str)]
@@ -254,23 +266,25 @@ def report(arguments: list[str]) -> None:
     print(f"SIMULATED on {ranks} ranks (WORLD_SIZE), steps of {samples}, the fastest plan first:")
     print(*table_of(results, memories), sep="\n")
     if any(result.plan.config.ahead for result in results):
-        print("  * answers are one update old: --ahead 1 trains on other numbers")
+        print("  * answers are one update old, so --ahead 1 changes what is learned")
     print(*(f"  left out: {text}" for text in left_out), sep="\n", end="\n" if left_out else "")
     print("assumed:", *costs.assumptions, "nothing else runs on these devices", sep="\n  ")
     print("  saves and evaluations aren't counted; rules take no time")
+    trust = checked()
     if again:
         seconds = known.seconds["step"] - known.seconds["save"]
         ours = again.result().seconds
-        off = f"simulated {ours:.3g}, {ours / seconds - 1:+.0%}"
-        print(f"  a step of {given.like} itself: {seconds:.3g} s, {off}")
-    print(checked())
+        off = ours / seconds - 1
+        print(f"  a step of {given.like} itself: {seconds:.3g} s, simulated {ours:.3g}, {off:+.0%}")
+        trust = checked(off, known.steps)
+    print(trust)
     path = Path(config.out, "plans.png")
     draw(results, path)
     print(f"wrote {path}; nothing was started")
 
 
 def main(arguments: list[str]) -> int:
-    """Returns a status: 2 for a user's error, said in one line."""
+    """Return a status: 2 for a user's error, which is printed as one line."""
     try:
         report(arguments)
     except UserError as error:

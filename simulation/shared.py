@@ -1,8 +1,8 @@
-"""Decisions that every controller works out alike, worked out once where all controllers are in one process.
+"""Computes once the decisions that all controllers of this process would compute alike.
 
-A decision is a pure function, and its result is taken again where its arguments are the same. Facts of one
-meeting are the same objects on every rank, and a comparison asks for that first. Without `sharing` every
-controller works out everything, as in a real run; what it comes to is the same.
+A decision is a pure function. Its result is reused while the arguments stay the same. That comparison is
+cheap: the facts of a meeting are the same objects on every rank. Without `sharing` every controller computes
+everything, as in a real run, with the same results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 import controller
 import extras
 import modes
-from scheduling.dynamic_sampling import Draw, DynamicSampler, OrderedSampler
+from scheduling.dynamic_sampling import Draw, FirstFinishedSampler, OrderedSampler
 from scheduling.measured import MOVES
 
 
@@ -26,7 +26,7 @@ class Once:
     """A pure function that remembers its newest result."""
 
     function: Callable
-    count: int | None = None  # of its arguments, all that differ
+    count: int | None = None  # how many leading arguments to compare; None: all
     known: tuple = ()
     result: Any = None
 
@@ -38,10 +38,10 @@ class Once:
         return self.result
 
 
-class SharedSampler(DynamicSampler):
-    """A sampler that shares its answers with those of all ranks: each takes a pass over a step's prompts.
+class SharedSampler(FirstFinishedSampler):
+    """A sampler that shares its results with all ranks, as each result takes a pass over a step's prompts.
 
-    Answers are kept by the events before them, which are the same on every rank.
+    Results are stored under the events that precede them. Those are the same on every rank.
     """
 
     def __init__(self, *arguments: float, page: dict, **more: float):
@@ -57,7 +57,7 @@ class SharedSampler(DynamicSampler):
     def _once(self, ask: Callable) -> Any:
         question = (ask.__name__, self.num_generated)
         if question not in self._page:
-            self._page[question] = ask()  # which may ask others
+            self._page[question] = ask()  # may call other shared methods
         return self._page[question]
 
     def add(self, prompt_ids: list[int], wave: int) -> None:
@@ -88,11 +88,11 @@ class SharedOrderedSampler(SharedSampler, OrderedSampler):
 
 @contextmanager
 def sharing() -> Iterator[None]:
-    """Work out each decision once while this is open, for all controllers of the process."""
+    """While this is open, compute each decision once for all controllers of the process."""
     page: dict = {}
     shared = {
         (controller, "deal"): Once(controller.deal, 1),
-        (modes, "DynamicSampler"): partial(SharedSampler, page=page),
+        (modes, "FirstFinishedSampler"): partial(SharedSampler, page=page),
         (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }
     if extras.has("fused"):

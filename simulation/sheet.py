@@ -1,4 +1,4 @@
-"""Costs by a devices file, as examples/h20.toml: an accelerator's data sheet, and what is reached of it."""
+"""Costs from a devices file such as examples/h20.toml: a data sheet, and the fractions of it reached."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from simulation.cluster import Cluster, Costs, Lengths, Workload
 from simulation.costs import Decode, Device, Model, Passes, decode_of, passes_of
 from simulation.engine import Moves
 
-MACHINE = 8  # devices that `link` connects
-SHEET = {  # its tables, and their keys
+MACHINE = 8  # devices connected by `link`
+SHEET = {  # table -> keys
     "device": Device._fields,
     "engine": ("weights", "kv", "prefill", "layer_s", "sequence_s"),
     "trainer": ("mfu", "update_s"),
@@ -25,7 +25,7 @@ SHEET = {  # its tables, and their keys
 
 
 def costs_of_sheet(path: Path, config: Config) -> Costs:
-    """The costs of a devices file, and lengths that are a guess. UserError names the file and the key."""
+    """Return costs from a devices file, with guessed lengths. Raises UserError naming the file and key."""
     where = f"--devices {path}"
     try:
         sheet = tomllib.loads(path.read_text())
@@ -47,9 +47,9 @@ def costs_of_sheet(path: Path, config: Config) -> Costs:
     critique = Lengths(config.judge_max_new_tokens / 4, 0.5, config.judge_max_new_tokens)
     keep = 0.7 if algorithm_of(config).filters else 1.0
     assumptions = [
-        f"GUESSED: answers of {answer.median:.0f} tokens in the median, log-normal with sigma 0.8",
-        f"GUESSED: critiques of {critique.median:.0f}, prompts of 512 tokens",
-        f"GUESSED: {keep:.0%} of the groups are trained on; give --like RUN once you have one",
+        f"GUESSED: a median of {answer.median:.0f} tokens per answer, log-normal with sigma 0.8",
+        f"GUESSED: critiques of {critique.median:.0f} tokens, prompts of 512",
+        f"GUESSED: {keep:.0%} of the groups are trained on; use --like RUN once you have a run",
         f"devices: {sheet.get('source', 'no source is named')}",
     ]
     cluster_of = partial(cluster_of_sheet, sheet)
@@ -58,10 +58,10 @@ def costs_of_sheet(path: Path, config: Config) -> Costs:
 
 
 def model_of(directory: str) -> Model:
-    """The sizes of a model by its config.json alone. UserError."""
+    """Return a model's sizes, computed from its config.json. Raises UserError if that can't be read."""
     found = read_model_config(directory)
     with readable(f"{directory}/config.json"):
-        hf = found.get("text_config", found)  # of a model that sees
+        hf = found.get("text_config", found)  # present in vision models
         heads = hf["num_attention_heads"]
         head = hf.get("head_dim") or hf["hidden_size"] // heads
         keys = head * hf["num_key_value_heads"]
@@ -72,7 +72,7 @@ def model_of(directory: str) -> Model:
 
 
 def cluster_of_sheet(sheet: dict, config: Config, placement: Placement) -> Cluster:
-    """The engines and trainers of a run on these devices. UserError if an engine's weights don't fit."""
+    """Return a run's engines and trainers on these devices. Raises UserError if weights don't fit."""
     device = Device(**sheet["device"])
     policy = model_of(config.model)
     judges = [model_of(directory) for directory in config.judge_models]
@@ -89,7 +89,7 @@ def cluster_of_sheet(sheet: dict, config: Config, placement: Placement) -> Clust
         return passes_of(model, device, ranks, sheet["trainer"]["mfu"], shape.tp, **how)
 
     actor = placement.actor
-    of_rollout = policy.bytes / config.rollout_tp  # bytes of a device, as all of these
+    of_rollout = policy.bytes / config.rollout_tp  # bytes per device, like the next two
     of_judge = max((judge.bytes / config.genrm_tp for judge in judges), default=0.0)
     of_actor = policy.params / (actor.tp * actor.pp) * (2 + 4 + 12 / actor.dp)
     push_s = of_rollout / (device.network if placement.is_apart else device.host)

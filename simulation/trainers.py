@@ -1,4 +1,4 @@
-"""Trainers whose passes take the seconds that a cost model says of this rank's own micro-batches."""
+"""Simulated trainers: passes take the time that a cost model gives for the rank's own micro-batches."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from simulation.meetings import SimulatedWorld
 
 @dataclass(eq=False)
 class SimulatedTrainer:
-    """A model that is trained: the actor, or a critic by its name."""
+    """One of a rank's models: the actor, the reference, or a named critic."""
 
     name: str
-    world: SimulatedWorld  # of the trainers of its shape alone
+    world: SimulatedWorld  # only the ranks of this model
     costs: Passes
     moves: Moves
     shape: Shape
-    speed_up: float = 1.0  # of several trainers in one pipeline, over one after the other
+    speed_up: float = 1.0  # gain from several trainers in one pipeline over one after the other
     version: int = 0
     awake: bool = False
     passes: list = field(default_factory=list)
@@ -33,7 +33,7 @@ class SimulatedTrainer:
         position = self.shape.position_of(self.world.rank)
         self.holds = position is not None
         self.dp_rank, self.is_lead = position or (-1, False)
-        self.prefix_of = lambda prompt: Prefix()  # the papers' systems compute every prompt
+        self.prefix_of = lambda prompt: Prefix()  # the papers' systems don't share prompts
 
     async def wake(self) -> None:
         await asyncio.sleep(self.moves.wake_s)
@@ -49,11 +49,11 @@ class SimulatedTrainer:
         return iter(())
 
     def cost(self, tokens: int) -> int:
-        """Work of a sample, in nanoseconds."""
+        """Return a sample's work in nanoseconds."""
         return round(1e9 * self.costs.cost(tokens))
 
     async def forward(self, mini_batches: MiniBatches) -> None:
-        assert self.awake or not self.holds, "asked while asleep"
+        assert self.awake or not self.holds, "a trainer was called while asleep"
         await asyncio.sleep(sum(forward_s(self.costs, lengths_of(each)) for each in mini_batches))
 
     async def compute_values(self, mini_batches: MiniBatches) -> None:
@@ -72,7 +72,7 @@ class SimulatedTrainer:
     async def update(
         self, mini_batches: MiniBatches, beside: Iterable[SimulatedTrainer] = ()
     ) -> dict:
-        """An optimizer step for each mini-batch, for which all ranks wait: it takes the gradients of all."""
+        """Run an optimizer step for each mini-batch. All ranks wait, as each step needs all gradients."""
         trainers = (self, *beside)
         assert all(t.awake or not t.holds for t in trainers), "trained while asleep"
         for mini_batch in mini_batches:
@@ -86,7 +86,7 @@ class SimulatedTrainer:
 
 
 def lengths_of(micro_batches: list[list[Sample]]) -> list[list[int]]:
-    """Tokens of each sequence of each micro-batch."""
+    """Return the tokens of each sequence [micro-batch][sequence]."""
     lengths = []
     for samples in micro_batches:
         lengths.append([len(sample.prompt) + len(sample.response) for sample in samples])
@@ -94,14 +94,14 @@ def lengths_of(micro_batches: list[list[Sample]]) -> list[list[int]]:
 
 
 def forward_s(passes: Passes, micro_batches: Iterable[list[int]]) -> float:
-    """Seconds of a forward pass over lengths [micro-batch][sequence].
+    """Return the seconds of a forward pass over lengths [micro-batch][sequence].
 
-    Filling and draining the pipeline costs each stage but one the time of a micro-batch.
+    Filling and draining the pipeline adds the time of one micro-batch for each stage but one.
     """
     each = [sum(map(passes.cost, lengths)) for lengths in micro_batches if lengths]
     return sum(each) * (1 + (passes.stages - 1) / max(1, len(each)))
 
 
 def update_s(passes: Passes, micro_batches: Iterable[list[int]]) -> float:
-    """Seconds of forward and backward over a mini-batch, then the optimizer's step."""
+    """Return the seconds of forward and backward over a mini-batch and of the optimizer step."""
     return passes.update + (1 + passes.backward) * forward_s(passes, micro_batches)

@@ -1,7 +1,7 @@
 """`pytest -n 2` runs the tests in two streams; --no-loadscope-reorder starts with real engines.
 
-Hypothesis draws the same examples every time, with HYPOTHESIS_PROFILE=fresh others. tests/ is a package, for
-which pytest puts the project's root on sys.path: every import names its module from there.
+Hypothesis draws the same examples every time; HYPOTHESIS_PROFILE=fresh draws others. tests/ is a package, so
+pytest puts the project's root on sys.path, and every import names its module from there.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 ENGINES = "test_command test_engine test_episode_runs test_extras test_forks test_image_engine"
 ENGINES += " test_machines test_runs test_security test_walkthrough"
 
-# The other files that take long come first, so that both streams end at about the same time: first what waits
-# while engines compute, then those that fork ranks from one process, then by seconds
+# The other slow files come first, so that both streams end at about the same time: first those that wait
+# for engines, then those that fork ranks from one process, then by seconds
 LONG = (
     "test_world test_lora test_apart test_executor test_checkpoint test_layouts test_teacher "
     "test_episode_training test_image_training test_shutdown test_user_rules test_actor "
@@ -46,16 +46,16 @@ def has_engines(nodeid: str) -> bool:
 
 
 def turn_of(nodeid: str) -> int:
-    """When its file comes."""
+    """Return the sort key of a test's file."""
     first = [None, *LONG.split()]
     name = None if has_engines(nodeid) else file_of(nodeid)
     return first.index(name) if name in first else len(first)
 
 
 class TwoStreams(LoadScopeScheduling):
-    """Real engines one by one, beside all other files, which use their waits; two would wait for each other.
+    """One stream runs the tests with real engines; the other runs all other files while engines compute.
 
-    Whoever is first done takes the next file.
+    Two engine tests at once would wait for each other. The stream that finishes first takes the next file.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -64,13 +64,13 @@ class TwoStreams(LoadScopeScheduling):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items) -> None:
-    """What takes longest comes first."""
+    """Sort the slowest tests to the front."""
     items.sort(key=lambda item: turn_of(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What tests import stays: no collection of garbage looks at it, which would take a sixth of all time."""
+    """Freeze what tests import: collecting it as garbage would take a sixth of the whole time."""
     gc.disable()
     result = yield
     gc.freeze()
@@ -84,8 +84,8 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    config.addinivalue_line("markers", "slow: of `make test-all`, not of `make test`")
-    config.addinivalue_line("markers", "long: of `make test-long` alone")
+    config.addinivalue_line("markers", "slow: runs in `make test-all`, not in `make test`")
+    config.addinivalue_line("markers", "long: runs only in `make test-long`")
     config.addinivalue_line("markers", "gpu(part): needs a CUDA device; see test_gpu.py")
 
 
@@ -99,7 +99,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
-    """After `-m gpu` a table: what, passed or not, its figures or why it was skipped. A file has more."""
+    """Print a table after `-m gpu`: each check with its figures or the reason why it was skipped."""
     if not config.option.markexpr.startswith("gpu"):
         return
     import torch
@@ -125,14 +125,14 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 @pytest.fixture(scope="module")
 def run():
-    """Runs coroutines on one event loop: an engine's HTTP session belongs to the loop that made it."""
+    """Run coroutines on one event loop: an engine's HTTP session belongs to the loop that made it."""
     with asyncio.Runner() as runner:
         yield lambda coroutine: runner.run(asyncio.wait_for(coroutine, LIMIT_S))
 
 
 @pytest.fixture
 def single_rank(monkeypatch):
-    """A process group of one, and none of Megatron's left behind."""
+    """Make a process group of one rank and remove Megatron's groups afterwards."""
     import torch.distributed as dist
 
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -144,7 +144,7 @@ def single_rank(monkeypatch):
 
 @pytest.fixture
 def build():
-    """Builds trainers of a single rank, (kind, config, directory) each, after taking those before down."""
+    """Build trainers of a single rank from (kind, config, directory), after closing those built before."""
     import torch.distributed as dist
 
     from examples.make_demo.closing import close

@@ -1,4 +1,4 @@
-"""A random Qwen3 for the checks of a device, and how much of it each check does there or, dry, on a CPU."""
+"""A random Qwen3 for checks on a device, and the size of each check there and, in a dry run, on a CPU."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,12 +10,12 @@ SMALL |= dict(num_key_value_heads=2, vocab_size=512)
 
 
 class Sizes(NamedTuple):
-    """In tokens and numbers of answers."""
+    """The sizes of checks, in tokens and numbers of answers."""
 
     prompt: int
     answer: int
-    answers: int  # of a batch that is trained on and compared
-    sequence: int  # of a timed training pass
+    answers: int  # answers in the batch that is trained on and compared
+    sequence: int  # tokens of a sequence in a timed training pass
     micro_batch: int
     widths: dict[str, int]
 
@@ -27,7 +27,7 @@ SIZES = {
 
 
 def make_model(directory: Path, widths: dict[str, int]) -> None:
-    """Writes it in bfloat16; heads of 128. Its answers are neither certain nor uniform."""
+    """Write a model in bfloat16 with heads of 128. Its answers are neither certain nor uniform."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -1,8 +1,8 @@
-"""What test_gpu.py starts as a process, so that each finds the device empty: measures, and judges nothing.
+"""The measurements of test_gpu.py, each in its own process so that the device is empty. It judges nothing.
 
-Usage: gpu_worker.py WORK DEVICE MODEL_DIR RESULT.json [WHAT]. DEVICE is cuda, or cpu to run it all dry, where
-sizes are small and figures of the device's memory are 0. WORK is a row of WORKS; WHAT its argument. The
-result holds the figures of each check that it came to, by name: seconds, bytes, nats unless they say else.
+Usage: gpu_worker.py WORK DEVICE MODEL_DIR RESULT.json [WHAT]. DEVICE is cuda, or cpu for a dry run with
+small sizes, where figures of the device's memory are 0. WORK is a row of WORKS, and WHAT its argument. The
+result maps each completed check to its figures: seconds, bytes or nats unless the name differs.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from pathlib import Path
 
 if "TORCHELASTIC_RUN_ID" not in os.environ:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else products may differ from run to run
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # otherwise products may differ from run to run
 if sys.argv[2] == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -40,7 +40,7 @@ from tests.workers.parallel import balanced, set_constants
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
-FITS_BYTES = 32e9  # in which some layers have to be computed again
+FITS_BYTES = 32e9  # within this, some layers have to be recomputed
 SHAPES = hf_directory.checkpoint_shapes(MODEL)
 WEIGHT_BYTES = 2 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
@@ -48,7 +48,7 @@ figures: dict[str, dict[str, float]] = {}
 
 
 def note(check: str, **found: float) -> None:
-    """Keep figures, rank 0's, also if the next check ends the process."""
+    """Save rank 0's figures of a check, so that they survive if the next check ends the process."""
     figures.setdefault(check, {}).update(found)
     if os.environ["RANK"] == "0":
         RESULT.write_text(json.dumps(figures))
@@ -102,7 +102,7 @@ def logprobs(actor, samples):
 
 
 def random_samples(actor) -> list[Sample]:
-    """Random answers of up to `SIZE.answer` tokens, with the log-probabilities of the actor."""
+    """Return random answers of up to `SIZE.answer` tokens, with the actor's log-probabilities."""
     samples = []
     for number in range(SIZE.answers):
         length = SIZE.answer * (number + 1) // SIZE.answers
@@ -122,7 +122,7 @@ def update(actor, samples: list[Sample]) -> dict[str, float]:
 
 
 def state_of(actor) -> list[torch.Tensor]:
-    """All that an update changes: weights, AdamW's state and its counts of steps."""
+    """Return all that an update changes: weights, AdamW's state and its step counts."""
     parts = [part.optimizer.state.values() for part in actor.optimizer.chained_optimizers]
     counts = [x for states in parts for state in states for x in state.values() if not x.ndim]
     return [*actor._state_tensors(), *counts]
@@ -138,7 +138,7 @@ def furthest(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 
 
 def fill_the_device() -> None:
-    """Write over what a sleeping trainer gave back: what is still right afterwards wasn't just left there."""
+    """Overwrite the memory that a sleeping trainer released, so that stale data can't pass for restored."""
     if HAS_GPU:
         size = int(0.9 * torch.cuda.mem_get_info()[0])
         torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
@@ -146,7 +146,7 @@ def fill_the_device() -> None:
 
 
 def nap() -> None:
-    """A trainer sleeps and wakes between two updates; the same without, twice."""
+    """Let a trainer sleep and wake between two updates; repeat the same twice without sleep."""
     from actor import Actor
     from training.memory import trainer_parts
 
@@ -166,7 +166,7 @@ def nap() -> None:
 
     def sleep() -> None:
         if HAS_GPU:
-            torch.cuda.empty_cache()  # what passes left isn't counted
+            torch.cuda.empty_cache()  # memory that earlier passes left doesn't count
         before = used_bytes()
         actor.sleep()
         parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.shape)
@@ -184,7 +184,7 @@ def nap() -> None:
 
 
 def ranks() -> None:
-    """Two ranks' update: gradients are summed during the backward pass, after it, or over two stages."""
+    """Make an update on two ranks: sum gradients during or after the backward pass, or use two stages."""
     from actor import Actor
     from training import trainer
 
@@ -200,10 +200,10 @@ def ranks() -> None:
 
 
 def training_pass(how: str = "") -> None:
-    """Forward and backward of full micro-batches, by the clock; the most memory of an optimizer step.
+    """Time forward and backward passes of full micro-batches; record an optimizer step's peak memory.
 
-    how: recompute, all layers; fits, as few as fit in a device of FITS_BYTES; or FA3, FA4: torch's prototypes
-    of newer attention, whose packages must be there.
+    how: "recompute" recomputes all layers, "fits" as few as fit in a device of FITS_BYTES; FA3 and FA4 use
+    torch's prototypes of newer attention and need their packages.
     """
     from actor import Actor
     from training.lm_head import CHUNK_BYTES
@@ -220,7 +220,7 @@ def training_pass(how: str = "") -> None:
         activate_flash_attention_impl(how)
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
     packed = [[sequence] * (SIZE.micro_batch // SIZE.sequence)] * 2
-    for _ in range(2):  # compiles, makes AdamW's state
+    for _ in range(2):  # compiles, and makes AdamW's state
         actor.optimizer_step(packed, actor.cross_entropy_loss, (), 1e-6)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
@@ -264,7 +264,7 @@ async def sampled(engine: Engine) -> list[Sample]:
 
 
 async def serve_and_learn(tp: str = "1") -> None:
-    """An engine and a trainer take turns on the device, as in a run; two updates, each pushed."""
+    """Let an engine and a trainer alternate on the device, as in a run, with two updates and pushes."""
     from actor import Actor
 
     config, before = settings(rollout_tp=int(tp)), used_bytes()
@@ -302,7 +302,7 @@ async def serve_and_learn(tp: str = "1") -> None:
 
 
 async def push(engine: Engine, actor) -> None:
-    """From training to serving, in placement.py's order."""
+    """Go from training to serving, in placement.py's order."""
     actor.trim()
     asleep = used_bytes()
     await engine.wake_weights()
@@ -313,8 +313,8 @@ async def push(engine: Engine, actor) -> None:
 
 
 async def same_tokens() -> None:
-    """A deterministic judge answers alone, among others, and after it slept: nobody pushes its weights."""
-    dtype = "bfloat16" if HAS_GPU else "float32"  # which cpu/invariance.py is for
+    """Check that a deterministic judge answers the same by itself, among others, and after sleep."""
+    dtype = "bfloat16" if HAS_GPU else "float32"  # what cpu/invariance.py is for
     engine = launch("genrm", settings(deterministic=True, dtype=dtype))
     try:
         await engine.ready(LIMIT_S)
@@ -335,7 +335,7 @@ async def same_tokens() -> None:
 
 
 async def full() -> None:
-    """Both engines, then a trainer, as in full mode; the trainer learns, and pushes."""
+    """Start both engines, then a trainer, as in full mode; the trainer learns and pushes."""
     from actor import Actor
     from training.memory import peaks_of
 
@@ -369,7 +369,7 @@ async def full() -> None:
 
 @contextlib.contextmanager
 def most_used() -> Iterator[list[int]]:
-    """Looks at what is used of the device every few milliseconds, and keeps it."""
+    """Record the device's peak memory use by sampling it every few milliseconds."""
     found, is_over = [used_bytes()], threading.Event()
 
     def look() -> None:
@@ -387,14 +387,14 @@ def most_used() -> Iterator[list[int]]:
 
 
 def request(number: int) -> Request:
-    """Every fourth is greedy; the lengths of the prompts differ."""
+    """Return a request: every fourth is greedy, and prompt lengths differ."""
     prompt = random_tokens(SIZE.prompt - number % 7, number)
     sampling = Sampling(0.0 if number % 4 == 0 else 1.0, SIZE.answer, ignore_eos=True)
     return Request(prompt, sampling, SIZE.answer, seed=number)
 
 
 def equal_answers(some: list[Answer], others: list[Answer]) -> dict[str, float]:
-    """How many have the same tokens, and how many the same log-probabilities, too."""
+    """Return how many answers have the same tokens, and how many also the same log-probabilities."""
     pairs = list(zip(some, others, strict=True))
     tokens = sum(a.tokens == b.tokens for a, b in pairs)
     bits = sum((a.tokens, a.logprobs) == (b.tokens, b.logprobs) for a, b in pairs)
@@ -412,7 +412,7 @@ WORKS: dict[str, Callable] = {
 
 
 if __name__ == "__main__":
-    set_constants()  # engines may be far off: that is measured, and must not end an update
+    set_constants()  # engines may be far off: this is measured, and must not end an update
     sys.excepthook = shutdown.leave_with_traceback
     try:
         world = rendezvous.join(settings())

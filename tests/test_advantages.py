@@ -11,14 +11,14 @@ LAYOUTS = [("full", 1, 1), ("partial", 4, 2)]
 
 
 def check_whitened(samples):
-    """By the same mean and deviation on all ranks: as if one had held all samples."""
+    """Check that all ranks used the same mean and deviation, as if one had held all samples."""
     advantages = [a for sample in samples.values() for a in sample.advantages]
     assert fmean(advantages) == pytest.approx(0, abs=1e-9)
     assert pstdev(advantages) == pytest.approx(1, abs=1e-6)
 
 
 def check_scores(samples, algorithm):
-    """Of whole groups, though their answers are trained on by several ranks; the same for every token."""
+    """Check scores of whole groups, whichever ranks train on their answers; all tokens have the same."""
     groups = {}
     for (prompt_id, _), sample in sorted(samples.items()):
         groups.setdefault(prompt_id, []).append(sample)
@@ -30,7 +30,7 @@ def check_scores(samples, algorithm):
 
 
 def check_distilled(samples, algorithm):
-    """What the teacher finds likelier, token by token; a judge's reward at the last one."""
+    """Check that advantages are the teacher's log-ratio per token, plus a judge's reward on the last one."""
     for sample in samples.values():
         pairs = zip(sample.reference_logprobs, sample.policy_logprobs, strict=True)
         expected = [algorithm.kl_coef * (teacher - student) for teacher, student in pairs]
@@ -41,7 +41,7 @@ def check_distilled(samples, algorithm):
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 @pytest.mark.parametrize("row", ALGORITHMS)
 def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
-    """With its critics and a reference, each asked once a step, before the update."""
+    """Critics and a reference must each be called once per step, before the update."""
     teacher = {} if ALGORITHMS[row].needs_reward else {"teacher": "T"}
     controllers, _ = simulate(mode, size, tp=tp, algorithm=(row, "kl_coef=0.1"), **teacher)
     for c in controllers:
@@ -63,7 +63,7 @@ def test_every_row_runs_in_the_same_loop(row, mode, size, tp):
 
 
 def write_or_settle(prompt, index, sampling):
-    """As the fakes write, but a greedy answer is right for even prompts and wrong for odd ones."""
+    """Answer as the fakes do, but make a greedy answer right for even prompts and wrong for odd ones."""
     if sampling.temperature > 0:
         return write_on(prompt, index, sampling)
     number = number_in(prompt)
@@ -72,7 +72,7 @@ def write_or_settle(prompt, index, sampling):
 
 @pytest.mark.parametrize("mode,more", [("full", {"tp": 2}), ("partial", {"over_dispatch": 1.5})])
 def test_remax_s_greedy_answer_is_judged_and_never_trained_on(mode, more):
-    """One a group, the others' baseline; also of a group that was cut off and came again."""
+    """Each group must have one as its baseline, also a group that was cut off and came again."""
     options = dict(write=write_or_settle, steps=4, answers_per_prompt=3, **more)
     controllers, _ = simulate(mode, 2, algorithm=("remax",), **options)
     for step in range(4):

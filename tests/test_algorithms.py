@@ -1,5 +1,5 @@
-"""Advantages and losses: values worked by hand, and plain float64 loops over random ragged batches,
-written from the papers' formulas, one token at a time, with nothing of the project's in them."""
+"""Advantages and losses: values worked out by hand, and plain float64 loops over random ragged batches,
+written from the papers' formulas, one token at a time, without any of the project's code."""
 
 import math
 import random
@@ -24,11 +24,11 @@ from rollout import outcomes_of
 from sample import Sample
 from tests.support.columns import numbers
 
-# those whose plain loop stands below: a row of your own begins without
+# rows whose plain loop is written below: a new row starts without one
 ROWS = ["grpo", "grpo_2024", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax"]
 ROWS += ["gspo", "cispo", "ppo", "safe_rlhf"]
 CPU = torch.device("cpu")
-LAMBDA = 0.7  # weight of the cost, of rows that have one
+LAMBDA = 0.7  # weight of the cost, in rows that have one
 
 
 def settings_of(row: str = "grpo", **changes) -> Algorithm:
@@ -41,14 +41,14 @@ def answer(prompt_id: int, index: int, reward: float | None, tokens: int, **fiel
 
 
 def with_outcomes(samples: list[Sample]) -> list[Sample]:
-    """What rollout does while groups are whole."""
+    """Set what rollout sets while groups are whole."""
     for sample in samples:
         sample.outcomes = outcomes_of([s for s in samples if s.prompt_id == sample.prompt_id])
     return samples
 
 
 def with_advantages(samples: list[Sample], algorithm: Algorithm) -> list[Sample]:
-    """What the controllers do, on one rank."""
+    """Compute what the controllers compute, on one rank."""
     set_advantages(samples, algorithm)
     if algorithm.whiten:
         algorithms.whiten(samples, [moments([a for sample in samples for a in sample.advantages])])
@@ -75,7 +75,7 @@ FLOATS = st.floats(-3, 3, width=32)
 
 
 def plain_sums(rewards: list[float], values: list[float], gamma: float, weight: float):
-    """At each token the sum of what is ahead: r + gamma V' - V, a step later by `weight` less."""
+    """Return at each token the sum of later r + gamma V' - V, each step weighted `weight` less."""
     ahead = [*values[1:], 0.0]
     steps = range(len(rewards))
     deltas = [rewards[t] + gamma * ahead[t] - values[t] for t in steps]
@@ -101,7 +101,7 @@ def test_a_sample_without_a_cost_is_refused():
 
 
 LOGPROB = st.floats(-4, 0, width=32)
-TOKEN = st.tuples(LOGPROB, LOGPROB, LOGPROB, FLOATS)  # engine's, reference's, now; value
+TOKEN = st.tuples(LOGPROB, LOGPROB, LOGPROB, FLOATS)  # engine, reference, current; value
 ANSWER = st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.lists(TOKEN, min_size=1, max_size=6))
 GROUPS = st.lists(st.lists(ANSWER, min_size=2, max_size=4), min_size=1, max_size=4)
 
@@ -199,13 +199,13 @@ def test_advantages_are_the_plain_loop_wherever_the_samples_are(row, groups, cha
     expected = plain_advantages(groups, row, config)
     every = [a for answer in expected.values() for a in answer]
     if ALGORITHMS[row].whiten and max(every) - min(every) < 1e-3:
-        return  # it is rounding errors that are whitened
+        return  # only rounding errors would be whitened
     for sample in (sample for share in shares for sample in share):
         assert sample.advantages == pytest.approx(expected[sample.key], abs=1e-6)
 
 
 def test_remax_takes_the_greedy_answer_s_reward_off():
-    """Also what is taken off it for its length; the greedy one itself is not trained on."""
+    """The length penalty must be subtracted from it as well; the greedy answer isn't trained on."""
     config = settings_of("remax", overlong_from=4, overlong_penalty=0.5, max_new_tokens=8)
     group = [answer(0, 0, 1.0, 2), answer(0, 1, 0.25, 3), answer(0, 2, 0.5, 6, greedy=True)]
     trained = with_outcomes(group)[:2]
@@ -216,7 +216,7 @@ def test_remax_takes_the_greedy_answer_s_reward_off():
 
 
 def test_the_clip_by_hand():
-    """What goes too far the right way is clipped; what goes the wrong way is pulled back in full."""
+    """Ratios too far in the right direction are clipped; those in the wrong one are pulled back in full."""
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
     loss, clipped = algorithms.clip(ratio, advantages, settings_of(clip_low=0.2, clip_high=0.28))
@@ -225,7 +225,7 @@ def test_the_clip_by_hand():
 
 
 def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
-    """By the row's own settings: what the policy has left isn't pulled back up to a bound."""
+    """With the row's own settings, tokens that the policy has left must not be pulled back to a bound."""
     now = torch.tensor([-1 + math.log(1.5), -1 + math.log(0.135)], requires_grad=True)
     columns = (torch.tensor([-1.0, -1.0]), torch.tensor([2.0, -1.0]))
     tokens = LossInputs(now, *columns, torch.zeros(2, dtype=torch.int64), torch.tensor([2.0]))
@@ -236,7 +236,7 @@ def test_cispo_clips_the_weight_of_a_token_but_not_its_gradient():
 
 
 def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy) -> tuple:
-    """A policy's loss whose model says so of the targets; its sum and its statistics."""
+    """Return the sum and statistics of a policy's loss if its model gives these log-probabilities."""
     loss = partial(policy_loss, lambda batch, output: output, targets, config)
     total, divisor, stats = loss(SimpleNamespace(slots=slots), (logprobs, entropy))
     assert stats["loss"] == total and stats["divisor"] == divisor
@@ -244,7 +244,7 @@ def loss_of(targets: PackedTargets, config: Algorithm, slots, logprobs, entropy)
 
 
 def plain_objective(groups, row: str, advantages, config, stale, start_column):
-    """Loss, slopes and sums of a step; `stale` tokens, `start_column` of a token; entropy: 0.7 logprob."""
+    """Return a step's loss, slopes and sums, with `stale` tokens and `start_column` per token."""
     total, divisor, slopes, sums = 0.0, 0.0, {}, Counter()
     corrects = config.tis_cap and config.dtype == "bfloat16"
     for key, tokens in answers_of(groups):
@@ -288,7 +288,7 @@ def answers_of(groups) -> list[tuple[tuple[int, int], list]]:
 
 
 def near_a_kink(groups, config) -> bool:
-    """Whether some ratio is so near a bound that rounding decides on which side it is."""
+    """Return True if a ratio is so near a bound that rounding decides on which side it is."""
     bounds = [1 - config.clip_low, 1 + config.clip_high, config.behavior_weight_cap]
     bounds.append(config.tis_cap or 9e9)
     offs = []
@@ -303,7 +303,7 @@ def near_a_kink(groups, config) -> bool:
 @settings(max_examples=20, deadline=None)
 @given(**STEP)
 def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(row, **drawn):
-    """Loss, slopes and sums, over micro-batches in any order, each with its targets in any order."""
+    """Loss, slopes and sums must agree for micro-batches in any order and targets in any order."""
     groups, parts, start_column = drawn["groups"], drawn["parts"], drawn["start_column"]
     config, rng = settings_of(row, **drawn["changes"]), random.Random(drawn["seed"])
     if near_a_kink(groups, config):
@@ -342,7 +342,7 @@ def test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split(row, **dr
 
 
 def exact(targets: PackedTargets, samples: list[Sample], config: Algorithm) -> PackedTargets:
-    """The columns in float64, with the bits that float32 took from them."""
+    """Return the columns in float64, rounded to float32 first."""
     mean = algorithms.MEANS[config.mean]
     weights = [w for s in samples for w in mean(len(s.response), config.max_new_tokens)[0]]
     advantages = [advantage for sample in samples for advantage in sample.advantages]
@@ -355,7 +355,7 @@ def exact(targets: PackedTargets, samples: list[Sample], config: Algorithm) -> P
 
 
 def test_in_bfloat16_engines_are_corrected_for():
-    """By default, and in no other; gspo insists."""
+    """Engines must be corrected for by default in bfloat16 and in no other dtype; gspo requires it."""
 
     def found(*given, dtype="bfloat16"):
         return algorithm_of(Config(algorithm=given, dtype=dtype))
@@ -370,7 +370,7 @@ def test_in_bfloat16_engines_are_corrected_for():
 
 @pytest.mark.parametrize("difference, agrees", [(1e-5, True), (1.0, False), (math.nan, False)])
 def test_what_is_no_number_is_no_agreement_with_the_engine(difference, agrees):
-    """A mean difference of NaN ends the run, too."""
+    """A mean difference of NaN must also end the run."""
     found = actor.engine_stats(torch.tensor([0.0, difference]))
     stats = {name: value.item() for name, value in found.items()}
     refused = pytest.raises(ValueError, match="differ from the engine's by")
@@ -379,7 +379,7 @@ def test_what_is_no_number_is_no_agreement_with_the_engine(difference, agrees):
 
 
 def test_metrics_of_two_optimizer_steps_by_hand():
-    """Sums over both by the tokens of both; seconds lost in both by those of the slowest rank."""
+    """Metrics must be sums over both divided by the tokens of both; seconds are those of the slowest rank."""
     first = dict.fromkeys(STATS, 0.0) | numbers("""
         policy_loss=2 entropy=4 kl=1 clip_frac=3 tokens=10 reference_kl=5 stale_token_frac=4
         stale_weight=6 divisor=4 ptx=0 ptx_tokens=0 not_finite=0 skipped=0 grad_norm=1
@@ -420,7 +420,7 @@ def test_the_kl_is_estimated_as_suits_its_place(given, log_ratios):
 
 
 def test_defaults_of_the_run_stand_before_what_is_given():
-    """And behind the row's."""
+    """Defaults must come before the settings that are given, and after the row's."""
     run = dict(algorithm_defaults=("critic_lr=1e-3", "clip_low=0.3"))
     found = algorithm_of(Config(algorithm=("cispo", "clip_low=0.4"), **run))
     assert (found.critic_lr, found.clip_low) == (1e-3, 0.4)
@@ -428,7 +428,7 @@ def test_defaults_of_the_run_stand_before_what_is_given():
 
 
 def shorter(rewards, lengths, algorithm):
-    """Kimi k1.5 (arXiv 2501.12599), section 2.3.3: a right answer gains by being short."""
+    """Return the length reward of Kimi k1.5 (arXiv 2501.12599), section 2.3.3: short right answers gain."""
     spread = max(max(lengths) - min(lengths), 1)
     gains = [algorithm.own["weight"] * (0.5 - (n - min(lengths)) / spread) for n in lengths]
     pairs = zip(rewards, gains, strict=True)
@@ -436,14 +436,14 @@ def shorter(rewards, lengths, algorithm):
 
 
 def test_a_row_of_ones_own_has_settings_of_its_own_and_sees_lengths(monkeypatch):
-    """Where all are right grpo replaces the group; this row learns to be short."""
+    """Where all answers are right grpo replaces the group; this row must learn to be short."""
     row = Algorithm(shorter, algorithms.clipped_loss, own={"tau": 0.2, "weight": 1.0})
     monkeypatch.setitem(ALGORITHMS, "kimi", row)
     kimi = algorithm_of(Config(algorithm=("kimi", "tau=1", "clip_low=0.1")))
     assert (kimi.own, kimi.clip_low) == ({"tau": 1.0, "weight": 1.0}, 0.1) and row.own["tau"] == 0.2
     refused = {
         "grpo tau=1": "grpo tau=1: its settings are clip_low, clip_h",
-        "kimi tau=x": "tau=x is no float",
+        "kimi tau=x": "tau=x is not a valid float",
         "kimi x=1": "value_clip, tau, weight$",
         "kimi tau=nan": "kimi tau=nan: -1e.30 to 1e.30 is needed",
         "kimi tau=inf": "kimi tau=inf: -1e",
@@ -460,7 +460,7 @@ def test_a_row_of_ones_own_has_settings_of_its_own_and_sees_lengths(monkeypatch)
     )
 
 
-JUDGED = [  # rewards; whether grpo, reinforce++ and remax, whose last answer is greedy, learn
+JUDGED = [  # rewards; whether grpo, reinforce++ and remax (with a greedy last answer) learn
     ([0.0, 1.0, None], True, True, False),
     ([1.0, None], False, True, False),
     ([None, None], False, False, False),
@@ -471,7 +471,7 @@ JUDGED = [  # rewards; whether grpo, reinforce++ and remax, whose last answer is
 
 @pytest.mark.parametrize("rewards,grpo,alone,remax", JUDGED)
 def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, remax):
-    """Failed judgements (None) don't make a group informative; where none is compared one is enough."""
+    """A failed judgement (None) must not make a group informative; without a baseline one is enough."""
     found = []
     for name in ("grpo", "reinforce++", "remax"):
         group = [Sample(0, i, [], reward=reward) for i, reward in enumerate(rewards)]
@@ -485,7 +485,7 @@ def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, rema
     [
         ("a2c", "a2c is unknown; choose one of: .*grpo"),
         ("ppo lambda=1", "ppo lambda=1: its settings are clip_low, .* gae_lambda, "),
-        ("ppo gamma=half", "gamma=half is no float"),
+        ("ppo gamma=half", "gamma=half is not a valid float"),
         ("ppo gamma=1.1", "^--algorithm ppo gamma=1.1: 0 to 1 is needed$"),
         ("ppo gae_lambda=nan", "ppo gae_lambda=nan: 0 to 1 is needed"),
         ("grpo kl_coef=1 clip_low=2", "grpo clip_low=2: 0 to 1 is needed"),
@@ -495,7 +495,7 @@ def test_a_group_teaches_if_its_judged_answers_differ(rewards, grpo, alone, rema
         ("grpo critic_warmup=1", "needs a critic for --critic and critic_warmup"),
         ("grpo kl_estimator=k4", "k4 is unknown; choose auto or k1 or k2 or k3"),
         ("grpo overlong_from=9", "needs overlong_from below --max-new-tokens 9"),
-        ("grpo ptx_coef=0.1", "needs both of ptx_coef and ptx_data"),
+        ("grpo ptx_coef=0.1", "needs both ptx_coef and ptx_data"),
         ("safe_rlhf", "safe_rlhf needs a --cost-rule or a --cost-judge"),
     ],
 )

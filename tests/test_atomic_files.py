@@ -1,4 +1,4 @@
-"""Checkpoints that say whether they are whole, and JSONL files that were cut short."""
+"""Checkpoints that reveal whether they are complete, and JSONL files that were cut short."""
 
 import errno
 import io
@@ -41,7 +41,7 @@ NAMES = st.sampled_from([CHECKSUMS, CHECKSUMS, *SIZES])
 
 @given(name=NAMES, where=st.integers(0), bits=st.integers(1, 255))
 def test_any_changed_byte_shows(folder, name, where, bits):
-    """Also of the checksums: in a checksum, in a name or between them."""
+    """Any change must be found, also one in the checksums: in a checksum, in a name or between them."""
     path = folder / name
     content = path.read_bytes()
     changed = bytearray(content)
@@ -59,7 +59,7 @@ def test_checksums_without_a_line_are_none(tmp_path):
 
 
 def test_what_cannot_be_read_is_damaged(folder, monkeypatch):
-    """Whatever the disk says of it: the one before may be whole."""
+    """Any read error must count as damage, because the checkpoint before may be whole."""
 
     def sha256(path):
         raise OSError(errno.EIO, "Input/output error")
@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_damaged(folder, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])
 def test_ranks_share_the_reading(folder, monkeypatch, ranks):
-    """Each file is read by one of them, and the large ones not by the same."""
+    """Each file must be read by one rank, and large files by different ranks."""
     read, real = [], atomic_files.sha256
     monkeypatch.setattr(atomic_files, "sha256", lambda path: read[-1].append(path) or real(path))
     for rank in range(ranks):
@@ -84,7 +84,7 @@ def test_ranks_share_the_reading(folder, monkeypatch, ranks):
 
 
 def test_the_name_of_a_checkpoint(tmp_path):
-    """What is being written has another."""
+    """A checkpoint must have another name while it is being written."""
     for name in ("step_3", "step_12", "step_12.partial-77", "step_x", "steps", "7"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_99").write_text("no folder")
@@ -98,13 +98,13 @@ def test_a_removed_checkpoint_has_no_name_before_its_first_file_goes(tmp_path, m
     look = lambda *_, **__: seen.append(atomic_files.steps_in(tmp_path))  # noqa: E731
     monkeypatch.setattr(atomic_files.shutil, "rmtree", look)
     atomic_files.remove_atomically(folder)
-    atomic_files.remove_atomically(folder)  # gone already
+    atomic_files.remove_atomically(folder)  # already removed
     assert seen == [[]]
 
 
 @contextmanager
 def full_disk(size=0):
-    """No file grows beyond `size` bytes: a write takes what fits, and the next one fails."""
+    """Limit files to `size` bytes: a write stores what fits, and the next one fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -114,10 +114,10 @@ def full_disk(size=0):
 
 
 class Stingy(io.FileIO):
-    """Takes seven bytes at once, as a disk may that is almost full."""
+    """A file that takes seven bytes at a time, like an almost full disk."""
 
     def write(self, data):
-        time.sleep(0)  # for others to come in between
+        time.sleep(0)  # lets others run in between
         return super().write(data[:7])
 
 
@@ -130,7 +130,7 @@ def test_a_row_has_null_for_what_json_lacks(tmp_path):
 
 
 def test_rows_are_added_whole(tmp_path, monkeypatch):
-    """By several ranks to one file, whatever a write takes. What doesn't fit leaves not half a line."""
+    """Several ranks must be able to add rows to one file; a row that doesn't fit leaves no partial line."""
     path, rows = tmp_path / "rows.jsonl", [{"step": step, "x": "x" * step} for step in range(40)]
     monkeypatch.setattr(Path, "open", lambda self, *_, **__: Stingy(self, "ab"))
     with ThreadPoolExecutor(4) as ranks:

@@ -1,7 +1,6 @@
 """Attention on packed sequences, also those that share keys, against plain softmax of each.
 
-Torch's variable-length attention runs on CUDA alone: here a fake of it, in plain arithmetic, checks what it
-is given.
+Torch's variable-length attention runs only on CUDA: here a fake in plain arithmetic checks its inputs.
 """
 
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ GROUPS = st.lists(st.tuples(st.integers(1, 6), LENGTHS), min_size=1, max_size=3)
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[tokens, heads, dim]; the last query stands at the last key."""
+    """Compute plain attention, [tokens, heads, dim]; the last query is at the last key."""
     key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
     ahead = torch.ones(len(query), len(key), dtype=torch.bool).triu(len(key) - len(query) + 1)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
@@ -30,7 +29,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`, which refuses other types and takes window_size for causal."""
+    """Stand in for `torch.nn.attention.varlen.varlen_attn`: refuse other types; window_size means causal."""
     scale, window_size, enable_gqa = how["scale"], how["window_size"], how["enable_gqa"]
     for starts, x, most in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
         assert starts.dtype == torch.int32 and starts.ndim == 1 and starts.is_contiguous()
@@ -44,7 +43,7 @@ def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **how) -> Tensor
 
 
 def shared(groups: list[tuple[int, list[int]]]) -> MicroBatch:
-    """A prompt's tokens once, then what follows it: each answer is a piece that sees the prompt, too."""
+    """Return a prompt's tokens once, then its answers: each answer is a piece that also sees the prompt."""
     lengths, keys = [], []
     start = 0
     for prompt, answers in groups:
@@ -61,7 +60,7 @@ def shared(groups: list[tuple[int, list[int]]]) -> MicroBatch:
 
 
 def plain_groups(query, key, value, groups) -> Tensor:
-    """Each sequence by itself, prompt and answer, as if it shared nothing."""
+    """Compute each sequence separately, prompt and answer, without sharing."""
     outputs = []
     start = 0
     for prompt, answers in groups:
@@ -77,9 +76,9 @@ def plain_groups(query, key, value, groups) -> Tensor:
 
 @pytest.mark.parametrize("way", ["attend_by_length", "attend_at_once"])
 def test_packed_sequences_attend_as_each_by_itself(monkeypatch, way):
-    """Outputs and gradients, in float64: whole sequences, and answers that share a prompt's keys."""
+    """Outputs and gradients must agree in float64 for whole sequences and for answers that share a prompt."""
     monkeypatch.setattr(model, "varlen_attn", varlen)
-    # PackedAttention's without CUDA
+    # PackedAttention's way without CUDA
     monkeypatch.setattr(model, "attend_by_length", getattr(model, way))
     attention = PackedAttention(None, softmax_scale=SCALE)
 
@@ -111,7 +110,7 @@ def test_packed_sequences_attend_as_each_by_itself(monkeypatch, way):
 
 
 def test_rotary_embedding_rounds_once():
-    """In bfloat16, far into a long text: as float64 does it with the same angles, to the last bit."""
+    """In bfloat16, far into a long text, it must equal float64 with the same angles, to the last bit."""
     positions = torch.arange(30_000, 30_512)[:, None]
     frequencies = (10_000.0 ** -(torch.arange(0, 64) / 64))[None]
     batch = SimpleNamespace(positions=positions.T)  # [axes, tokens]

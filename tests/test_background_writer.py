@@ -1,4 +1,4 @@
-"""The process that writes a checkpoint: sees what was there, disturbs nobody, always tells how it ended."""
+"""The process that writes a checkpoint: it sees the state at the fork, disturbs nobody, always reports."""
 
 import fcntl
 import os
@@ -28,7 +28,7 @@ def ended(writer: BackgroundWriter):
 
 
 def test_a_writer_sees_what_was_there_when_it_was_forked():
-    """However long the rank goes on; and a result that is larger than a pipe comes back whole."""
+    """What it sees must not change as the rank continues; results larger than a pipe must come back whole."""
     value = bytearray(200_000)
     writer = BackgroundWriter(lambda: (time.sleep(0.2), bytes(value))[1])
     assert writer.result() is None
@@ -37,7 +37,7 @@ def test_a_writer_sees_what_was_there_when_it_was_forked():
 
 
 def test_a_process_that_does_not_begin_is_forked_again(monkeypatch):
-    """Like one that waits without end for a lock of a thread that wasn't forked."""
+    """A writer that deadlocks on a lock of a thread that wasn't forked must be replaced."""
     hangs = iter([True, True, False])
     run = background_writer.run_writer
 
@@ -54,7 +54,7 @@ def test_a_process_that_does_not_begin_is_forked_again(monkeypatch):
     assert len(pids) >= 3 and not any(map(psutil.pid_exists, pids))
     hangs = iter([True] * 3)
     monkeypatch.setattr(background_writer, "FORKS", 3)
-    assert ended(BackgroundWriter(lambda: 7)) == (None, "of 3 forked processes none began")
+    assert ended(BackgroundWriter(lambda: 7)) == (None, "none of 3 forked processes started")
 
 
 def test_a_writer_holds_no_file_of_the_rank(tmp_path):
@@ -65,7 +65,7 @@ def test_a_writer_holds_no_file_of_the_rank(tmp_path):
     locked.close()
     ours.close()
     try:
-        # it works: its second thread is there
+        # its second thread shows that it works
         wait_for(lambda: len(os.listdir(f"/proc/{writer._process.pid}/task")) == 2)
         with (tmp_path / "rows").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,15 +76,15 @@ def test_a_writer_holds_no_file_of_the_rank(tmp_path):
 
 
 def test_how_a_writer_fails():
-    """An error of any kind, and a death: both reach the rank."""
+    """An error of any kind, and a death, must reach the rank."""
     missing = ended(BackgroundWriter(lambda: Path("/nowhere/file").write_text("x")))
     error = "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/file'"
     assert missing == (None, error)
     assert ended(BackgroundWriter(lambda: {}["key"])) == (None, "KeyError: 'key'")
     assert ended(BackgroundWriter(lambda: sys.exit("two\nlines"))) == (None, "SystemExit: two")
-    # more than a pipe holds: it is killed as it sends
+    # more than a pipe holds: it is killed while sending
     cut = BackgroundWriter(lambda: bytes(1 << 20))
-    sent = bytes(4)  # how many bytes wait in the pipe
+    sent = bytes(4)  # the number of bytes waiting in the pipe
     while int.from_bytes(sent, sys.byteorder) < 1000:
         sent = fcntl.ioctl(cut._receiver, termios.FIONREAD, sent)
         time.sleep(0.01)
@@ -95,7 +95,7 @@ def test_how_a_writer_fails():
 
 
 def test_a_fork_that_fails(monkeypatch):
-    """Is heard as the writer's failure, and signals come through as before."""
+    """It must count as the writer's failure, and signals must arrive as before."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     monkeypatch.setattr(os, "fork", lambda: os.listdir("/nowhere"))
     result, problem = ended(BackgroundWriter(lambda: 1))
@@ -120,7 +120,7 @@ def test_a_writer_dies_with_its_rank(tmp_path):
 
 
 def test_a_writer_computes_where_the_rank_had_several_threads():
-    """OpenMP's other threads aren't forked; a parallel operation would wait for them without end."""
+    """OpenMP's other threads aren't forked, so a parallel operation would wait for them forever."""
     program = (
         "import sys, torch; sys.path.insert(0, sys.argv[1]); from tests.test_background_writer import ended\n"
         "from runtime.background_writer import BackgroundWriter\n"

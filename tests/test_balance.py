@@ -1,4 +1,4 @@
-"""Who trains on what: the plan against brute force and its promises."""
+"""Who trains on what: the plan's promises, and comparisons with brute force."""
 
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from training.model import forward_cost
 
 
 def cost(tokens: int) -> int:
-    """Multiply-adds of the demo's model: a linear and a quadratic term."""
+    """Return the multiply-adds of the demo's model: a linear and a quadratic term."""
     return 360_000 * tokens + 288 * tokens**2
 
 
@@ -38,7 +38,7 @@ def sums(costs, shares) -> list[int]:
 
 @given(costs=st.lists(st.integers(0, 10**6), max_size=60), shares=st.integers(1, 8))
 def test_karmarkar_karp(costs, shares):
-    """Every sample once, ascending in a share; equal in number to within one, in cost to within a sample."""
+    """It must deal every sample once, ascending per share; sizes within one, costs within one sample."""
     dealt = karmarkar_karp(costs, shares)
     assert dealt == list(map(sorted, dealt))
     assert len(dealt) == shares and sorted(chain(*dealt)) == list(range(len(costs)))
@@ -48,7 +48,7 @@ def test_karmarkar_karp(costs, shares):
 
 
 def test_karmarkar_karp_by_hand():
-    """The dearest of one deal goes with the cheapest of another: the textbook's five numbers."""
+    """The most expensive of one deal must go with the cheapest of another: the textbook's five numbers."""
     costs = [8, 7, 6, 5, 4]
     assert sorted(sums(costs, karmarkar_karp(costs, 2))) == [14, 16]
 
@@ -59,7 +59,7 @@ LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 @given(lengths=LENGTHS, budget=st.integers(20, 40), multiple=st.integers(1, 3))
 @settings(deadline=None)
 def test_even_micro_batches_are_few(lengths, budget, multiple):
-    """More than half full but for one, then as many more as the multiple asks for."""
+    """All but one must be more than half full, and their number is only rounded up to the multiple."""
     packed = pack_evenly(lengths, [cost(length) for length in lengths], budget, multiple)
     assert len(packed) % multiple == 0 and len(packed) < 2 * sum(lengths) / budget + 1 + multiple
     assert sorted(chain(*packed)) == list(range(len(lengths)))
@@ -68,12 +68,12 @@ def test_even_micro_batches_are_few(lengths, budget, multiple):
 
 
 def test_room_in_a_micro_batch_by_hand():
-    """The last token is only a target."""
+    """A sequence's last token needs no room, because it is only a target."""
     assert [packed_length(tokens) for tokens in (2, 10)] == [1, 9]
 
 
 def test_a_sequence_over_the_budget_raises_it_for_all():
-    """Of 31 tokens and more than its half: two micro-batches, the second with room for what is left."""
+    """With 31 tokens over half the budget: two micro-batches, and the second has room for the rest."""
     packed = pack_evenly([5, 31, 20, 6], [5, 31, 20, 6], 30, 2)
     assert sorted(map(sorted, packed)) == [[0, 2, 3], [1]]
 
@@ -94,7 +94,7 @@ def works(plan, measure) -> list[int]:
     budget=st.integers(70, 256),
 )
 def test_the_plan(answers, prompts, shares, dp_size, updates, budget):
-    """Every sample once; a mini-batch is every n-th key; equal numbers of micro-batches in the budget."""
+    """Every sample once; a mini-batch is every n-th key; equal numbers of micro-batches within the budget."""
     tokens = {key: prompts[key[0]] + length for key, length in answers.items()}
     prefixes = {
         number: Prefix(length - 1, cost(length - 1)) for number, length in enumerate(prompts)
@@ -119,28 +119,28 @@ def test_the_plan(answers, prompts, shares, dp_size, updates, budget):
 
 
 def test_whole_groups_by_hand():
-    """Four prompts of 9 shared tokens, four answers each: a rank gets two groups, and computes 2 x 9 + 8 x 4.
+    """With four prompts of 9 tokens and four answers each, a rank must get two groups: 2 x 9 + 8 x 4.
 
-    Of one prompt the ranks get half each: one of them would have all of it to do.
+    A group of only one prompt must be split between the ranks, so that neither has all the work.
     """
     tokens = {(prompt, index): 14 for prompt in range(4) for index in range(4)}
     measure = Measure(tokens, lambda length: length, dict.fromkeys(range(4), Prefix(9, 9)))
     plan = plan_batch(measure, config(1000), 2)
     prompts = [{prompt for prompt, _ in flat(share)} for share in plan]
     assert list(map(len, prompts)) == [2, 2] and not prompts[0] & prompts[1]
-    # each answer's last prompt token, and 4 of its own: the last token is only a target
+    # each answer's last prompt token and 4 of its own: the last token is only a target
     assert works(plan, measure) == [2 * 9 + 8 * 5] * 2
     [micro_batch] = plan[0][0]
     assert measure.length(micro_batch) == 2 * 9 + 8 * 4
     one = measure._replace(tokens={(0, index): 14 for index in range(4)})
     assert [len(flat(share)) for share in plan_batch(one, config(1000), 2)] == [2, 2]
-    # 9 + 2 * 4 tokens: of each group two answers, and two of another micro-batch
+    # 9 + 2 * 4 tokens: two answers of a group, and two in another micro-batch
     [parts, _] = plan_batch(measure, config(17), 2)
     assert {len(micro_batch) for micro_batch in parts[0]} == {2}
 
 
 def test_the_work_on_images_is_balanced_too():
-    """Of 12 answers of equal length 4 are to prompts with images: every rank gets 2 of these."""
+    """With 12 answers of equal length, 4 of them to prompts with images, every rank must get 2 of the 4."""
     tokens, dear = {(prompt, 0): 10 for prompt in range(12)}, dict.fromkeys((0, 2, 4, 6), 70)
 
     def shares(prefixes) -> list[int]:
@@ -152,7 +152,7 @@ def test_the_work_on_images_is_balanced_too():
 
 
 def test_the_share_of_prompts():
-    """Of a model of Qwen2.5-7B's shape: 8 answers of 1,024 tokens to a prompt of 512 take 29 % less work."""
+    """For Qwen2.5-7B's shape, 8 answers of 1,024 tokens to a prompt of 512 must take 29% less work."""
     shape = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28)
     shape |= dict(num_key_value_heads=4, intermediate_size=18944, vocab_size=152064)
     keys = [(0, index) for index in range(8)]

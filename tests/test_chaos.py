@@ -1,13 +1,13 @@
-"""Chaos on the virtual clock: runs that lose engines, are stopped, crash and go on, many seeds a minute.
+"""Chaos on the virtual clock: runs that lose engines, stop, crash and resume, many seeds per minute.
 
     python tests/test_chaos.py --seeds 100000 --processes 2    every seed is one run; exit 1 if any broke
-    python tests/test_chaos.py --first 4711 --seeds 1          what became of one
+    python tests/test_chaos.py --first 4711 --seeds 1          shows the result of one
 
-A seed draws a run's settings and its lives. Each ends by a lost engine, a stop that is asked of one rank or
-all, a crash at a moment or between two changes of a file; writers may be late. The next is started as a user
-would, maybe on other ranks, until the steps are done. What must hold: `check_files` before each life,
-`check_history` at the end, what fakes.py asserts of every request, hand-over and training step. The real twin
-is chaos.py.
+A seed draws a run's settings and its lives. Each life ends with a lost engine, a stop requested on one rank
+or all, or a crash at a moment or between two changes of a file; writers may be late. The next life starts as
+a user would start it, perhaps on other ranks, until the steps are done. `check_files` must hold before each
+life, `check_history` at the end, and fakes.py asserts on every request, hand-over and training step. The real
+twin is chaos.py.
 """
 
 import argparse
@@ -58,24 +58,24 @@ LAYOUTS += [("partial", 5, "engines=0-2 actor=3-4"), ("fused", 4, "engines=0-2 a
 PPO = [("full", 2, "split"), ("full", 3, "standalone")]
 PPO += [("partial", 5, "engines=0,2 actor=1,3 critic=3-4")]
 HOW = dict(answers_per_prompt=2, eval_every=100, write=write_on, verdict=judge_on)
-FATES = ("kept", "filtered", "carried")  # of a prompt in a step
-MOST_LIVES = 4  # of a run to which something happens; in one more nothing does
-LIFE_S = 14.0  # most faults come so early: later ones would find nothing to strike
-MEMORY = "/dev/shm"  # where small files cost little
+FATES = ("kept", "filtered", "carried")  # a prompt's fate in a step
+MOST_LIVES = 4  # lives with faults; the last life has none
+LIFE_S = 14.0  # most faults come within this time; later ones would find nothing to strike
+MEMORY = "/dev/shm"  # small files cost little there
 
 
 class Crash(KeyboardInterrupt):
-    """kill -9 of the whole run. A kind that an event loop passes on at once."""
+    """kill -9 of the whole run, as an exception that an event loop passes on at once."""
 
 
 class Disk:
-    """Counts the changes of files that the real code makes, and ends the run before one, or in its middle."""
+    """Counts the changes that the real code makes to files, and ends the run before or during one."""
 
     def __init__(self, crash=-1):
         self.crash, self.changes, self.dead = crash, 0, False
 
     def change(self, half=lambda: None):
-        """Called before a change; `half` leaves what a change in the middle would."""
+        """Count a change, and perhaps crash; `half` leaves what a crash in the middle of the change would."""
         number, self.changes = self.changes, self.changes + 1
         if number == self.crash:
             half()
@@ -86,11 +86,11 @@ class Disk:
         raise Crash
 
 
-THE_DISK = [Disk()]  # of the life that is simulated
+THE_DISK = [Disk()]  # the disk of the simulated life
 
 
 def cut_short(path):
-    """What was written is only on the disk when it is synced."""
+    """Drop what was written but not synced."""
     if path.is_file():
         path.write_bytes(path.read_bytes()[:-3])
 
@@ -112,7 +112,7 @@ STRUCK += [(atomic_files, "keep_rows", leave_new), (atomic_files, "remove_atomic
 
 
 class SlowWriter(LateWriter):
-    """Some take longer than --timeout-s."""
+    """A writer that sometimes takes longer than --timeout-s."""
 
     def __init__(self, rng, work):
         super().__init__(work)
@@ -120,7 +120,7 @@ class SlowWriter(LateWriter):
 
 
 class Report(FakeReport):
-    """Writes a row a step, as the real one before a checkpoint is completed: what became of which prompt."""
+    """Writes a row per step: every prompt's fate. Like the real report, it does so before the checkpoint."""
 
     def __init__(self, out):
         super().__init__()
@@ -130,7 +130,7 @@ class Report(FakeReport):
         await super().step(c, step, batch, samples, stats)
         fates = {"kept": batch.kept + batch.dropped, "filtered": chain(*batch.filtered)}
         fates["carried"] = chain(*batch.carried)
-        # more than carried: also what a stop cut off and this step didn't need
+        # more than carried: includes groups that a stop cut off and that this step didn't need
         fates["ahead"] = samples_of([c.ahead] if c.ahead is not None else [])
         fates["held"] = [*chain(*c.prompts.groups.values()), *fates["ahead"]]
         mine = {fate: [facts_of(sample) for sample in samples] for fate, samples in fates.items()}
@@ -151,7 +151,7 @@ def facts_of(sample):
 
 
 def check_files(out, best, keep):
-    """Checkpoints are whole or invisible, whatever was struck; the newest that a run had is there."""
+    """Check that checkpoints are whole or invisible, and that the newest one is there."""
     steps = {*atomic_files.steps_in(out / "checkpoints")}
     for step in steps:
         folder = out / "checkpoints" / f"step_{step}"
@@ -166,21 +166,21 @@ def check_files(out, best, keep):
 
 @functools.cache
 def unbroken(**settings):
-    """What each step of a run keeps to which nothing happens, on one rank."""
+    """Return what each step of a run without faults keeps, on one rank."""
     controllers, _ = simulate("full", 1, steps=3, **settings, **HOW)
     batches = [batch for _, batch, *_ in controllers[0].report.steps]
     return [kept_of(map(facts_of, batch.kept + batch.dropped)) for batch in batches]
 
 
 def kept_of(rows):
-    """Whoever wrote it, and by whatever weights: prompt, number, text and reward."""
+    """Return prompt, number, text and reward of kept answers, without their ranks and weights."""
     return sorted((prompt, number, text, reward) for prompt, number, text, _, reward in rows)
 
 
 def check_history(config, rows):
-    """Over all lives: every prompt was trained on or filtered once, or waits; steps had their batches.
+    """Check that over all lives every prompt was trained on, filtered or waits, and that batches are full.
 
-    Without over-dispatch these are an unbroken run's.
+    Without over-dispatch the batches are an unbroken run's.
     """
     assert [row["step"] for row in rows] == list(range(config.steps))
     if config.over_dispatch == 1:
@@ -206,9 +206,9 @@ def check_history(config, rows):
 
 
 def check_answers(row, begun):
-    """Written by the weights of their step, or carried: then they begin as they were when cut off.
+    """Check that answers are by their step's weights, or carried: then they begin as they were when cut off.
 
-    Of a batch that was served ahead the row before has known it: by older weights, but all of it.
+    A batch that was served ahead must be in the row before: by older weights, and complete.
     """
     for prompt, index, text, versions, _ in row["kept"] + row["filtered"] + row["carried"]:
         old_text, old_versions = begun.pop((prompt, index), ("", []))
@@ -236,7 +236,7 @@ class Trial:
                 [("grpo",), ("grpo", "max_refill_waves=1"), ("ppo", "kl_coef=0.1")]
             ),
         )
-        self.moves = rng.random() < 0.3  # the split
+        self.moves = rng.random() < 0.3  # the split moves
         self.interval_s = rng.choice([0.1, 0.5])  # between meetings
 
     def run(self):
@@ -259,13 +259,13 @@ class Trial:
         assert reached == {(steps, steps)}
 
     def draw_life(self, life):
-        """Draw where it runs and what happens in it: nothing in the last, number 0. Returns the events."""
+        """Draw a life's ranks and faults: none in the last life, number 0. Return the events."""
         THE_DISK[0] = disk = Disk(self.crash if life else -1)
         self.draw_layout()
         if not life or disk.crash >= 0:
             return []
         kind = self.rng.choice(["lost", "lost", "stop", "stop", "crash", "disk", "disk"])
-        number = self.rng.choice([None, 0, 1, 2])  # a rank; None: all
+        number = self.rng.choice([None, 0, 1, 2])  # a rank; None means all
         when = self.rng.random() * LIFE_S * self.rng.random()
 
         def stop(engines, controllers):
@@ -281,7 +281,7 @@ class Trial:
         return [(when, stop if kind == "stop" else disk.end)]
 
     def draw_layout(self):
-        """Where engines have ranks of their own, they may serve ahead."""
+        """Draw a layout. Engines with their own ranks may serve ahead."""
         others = PPO * ("ppo" in self.settings["algorithm"])
         mode, size, *words = self.layout or self.rng.choice(LAYOUTS + others)
         self.size = size
@@ -293,7 +293,7 @@ class Trial:
         self.config = fake_config(mode, answers_per_prompt=2, **how, **self.settings)
 
     def start(self):
-        """What all ranks do first. Returns the checkpoint that they go on from."""
+        """Do what all ranks do first. Return the checkpoint from which they resume."""
         meetings = {}
         worlds = [FakeWorld(rank, self.size, meetings) for rank in range(self.size)]
 
@@ -307,7 +307,7 @@ class Trial:
 
     def live(self, life, events):
         check_files(self.out, self.best, self.settings["keep"])
-        self.controllers.clear()  # those of the life before
+        self.controllers.clear()  # those of the previous life
         point = self.start()
         assert not list(self.out.glob(f"checkpoints/*{atomic_files.PARTIAL}*"))
         first = point.step if point else 0
@@ -331,17 +331,17 @@ class Trial:
 
 
 def try_seed(seed, *layout_and_crash):
-    # tasks that end with a crashed run leave no lines behind
+    # tasks that end with a crashed run log nothing
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY))
         for module, name, *half in STRUCK:
             stack.enter_context(patch.object(module, name, struck(vars(module)[name], *half)))
-        # few looks at a writer that hangs
+        # few checks of a writer that hangs
         stack.enter_context(patch.object(checkpoint, "POLL_S", 1.0))
         try:
             Trial(seed, Path(folder) / "run", *layout_and_crash).run()
-        # of any kind: a broken invariant, here or in the fakes, or the code's own
+        # any kind: a broken invariant here or in the fakes, or the code's own error
         except Exception as error:
             return seed, f"{type(error).__name__}: {error}".splitlines()[0]
     return seed, ""
@@ -354,7 +354,7 @@ def test_no_seed_breaks_an_invariant():
 
 @pytest.mark.parametrize("layout", [("full", 2), ("full", 2, "engines=0 actor=1")])
 def test_a_crash_in_any_change_of_a_file(layout):
-    """Of a run that saves each of its steps: the next start finds what is whole."""
+    """In a run that saves each step, the next start must find a whole checkpoint after any crash."""
     assert {try_seed(1, layout, crash) for crash in range(40)} == {(1, "")}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or invisible, never loaded damaged, then the same run; a failure costs a line."""
+"""Checkpoints: complete or invisible, never loaded damaged, then the same run; a failed save costs a line."""
 
 import contextlib
 import io
@@ -32,7 +32,7 @@ EVERY_FILE |= {"megatron/.metadata", "megatron/__0_0.distcp"}
 
 
 class AwaitedWriter(BackgroundWriter):
-    """A real process, for which the virtual clock stands still: a busy machine's would be late by hours."""
+    """A real process, during which the virtual clock stands still, or it would seem to take hours."""
 
     def result(self):
         if self._result is None:
@@ -45,12 +45,12 @@ def files_of(folder: Path) -> set[str]:
 
 
 def listed_in(folder: Path) -> set[str]:
-    """The files that have a checksum."""
+    """Return the files that have a checksum."""
     return {line.split("  ")[1] for line in (folder / CHECKSUMS).read_text().splitlines()}
 
 
 def saved_steps(out: Path) -> list[int]:
-    """All of them whole, and nothing else lies there."""
+    """Return the saved steps; check that all are whole and that nothing else is there."""
     checkpoints = out / "checkpoints"
     steps = atomic_files.steps_in(checkpoints)
     assert not any(atomic_files.verify(checkpoints / f"step_{step}") for step in steps)
@@ -58,7 +58,7 @@ def saved_steps(out: Path) -> list[int]:
     return steps
 
 
-RUNS = {  # name -> settings of a run
+RUNS = {  # name -> a run's settings
     "full": dict(mode="full", size=2),
     "partial": dict(mode="partial", size=2),
     "tp": dict(mode="partial", size=4, tp=2),
@@ -70,14 +70,14 @@ RUNS = {  # name -> settings of a run
 
 
 def exact_times(engines):
-    """Sums of powers of two, exact at any hour; no answer is due when controllers meet, every 512 units."""
+    """Make times sums of powers of two, which are exact; no answer ends at a meeting, every 512 units."""
     for number, engine in enumerate(engines):
         engine.pace, engine.swap_s = (65 + 2 * number) / 8192, 1 / 8 + number / 512
 
 
 @contextlib.contextmanager
 def exact_meetings():
-    """Controllers meet on the same grid."""
+    """Make controllers meet on the same grid."""
     meetings = patch.object(rollout, "MEETING_INTERVAL_S", 1 / 16)
     with meetings, patch.object(checkpoint, "POLL_S", 1 / 16):
         yield
@@ -85,14 +85,14 @@ def exact_meetings():
 
 @settings(max_examples=12, deadline=None)
 @given(name=st.sampled_from(list(RUNS)), stop=st.integers(1, 5), offset=st.integers(0, 10**6))
-@example(name="the same in turns", stop=1, offset=211275)  # an answer was due when controllers met
+@example(name="the same in turns", stop=1, offset=211275)  # an answer ended as controllers met
 @example(name="the same in turns", stop=1, offset=744211)
 @example(name="the same in turns", stop=4, offset=762795)
 @example(name="the tail isn't waited for", stop=3, offset=695061)  # others' tokens were kept
 @example(name="tp", stop=3, offset=123649)
 @exact_meetings()
 def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
-    """As the unbroken one, by the same weights, carried answers among it. Saving changes nothing."""
+    """Samples and weights must be the unbroken run's, carried answers included. Saving changes nothing."""
     out = tmp_path_factory.mktemp("run")
 
     class Shifted(FakeSource):
@@ -121,7 +121,7 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
 
 
 def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
-    """With the actor awake; complete when its step is reported at the earliest, at the end at the latest."""
+    """The actor is awake; the save is complete at its step's report at the earliest, or by the end."""
     with patch.object(LateWriter, "patience", 2):
         controllers, _ = simulate("partial", 2, steps=7, save_every=2, keep=2, out=tmp_path)
     assert saved_steps(tmp_path) == [7, 6]
@@ -139,9 +139,9 @@ def test_a_save_is_taken_between_two_steps_and_written_in_the_next(tmp_path):
 def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(
     tmp_path, fails_at, every, left
 ):
-    """Rank 1 says why, the checkpoint before stays, what was begun goes, later ones succeed.
+    """Rank 1 gives the reason, the old checkpoint stays, partial files go, and later saves succeed.
 
-    So do exports, each under its step; but they are all kept while checkpoints go. (1, 3): at a stop.
+    The same holds for exports, but all of them are kept while old checkpoints go. (1, 3): at a stop.
     """
     controllers = []
 
@@ -178,7 +178,7 @@ def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(
 
 
 def test_a_save_without_all_numbers_ends_the_run(tmp_path):
-    """No disk makes that: the plan is wrong, and every later save would be."""
+    """No disk causes that: the plan is wrong, and every later save would also be."""
 
     def lose_numbers(c):
         complete = Mock(side_effect=ValueError("invalid fill"))
@@ -191,7 +191,7 @@ def test_a_save_without_all_numbers_ends_the_run(tmp_path):
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Every file and every folder, also of exports; then the names, the checkpoint's last."""
+    """Every file and folder, exports included, must be synced before names change, the checkpoint's last."""
     synced, renamed = [], []
     real_sync, real_rename = os.fsync, Path.rename
 
@@ -215,7 +215,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     assert (synced[at:last], synced[last:]) == ([str(export.parent)], [str(folder.parent)])
 
 
-# what a checkpoint holds: where these lines change, LAYOUT has to grow
+# what a checkpoint holds: if these lines change, increase LAYOUT
 LAYOUT_8 = """\
 ahead: aborted carried dropped filtered from_others groups_per_kept kept latencies missing_groups moved \
 stats tokens waves
@@ -230,12 +230,12 @@ own: ahead groups random rewards
 prompts: carried cursor owners
 """
 ALIKE = {"kept", "carried", "filtered", "dropped", "stats", "rollout"}  # as groups, history, genrm
-# names of settings, models, metrics
+# names of settings, models and metrics
 NOT_OURS = {"config", "contents", "noted", "returns", "row", "values"}
 
 
 def names_in(value, place: str) -> dict[str, set[str]]:
-    """The names of every object in JSON, by its own."""
+    """Return the names of every object in JSON, grouped by the object's own name."""
     found = {}
     if isinstance(value, dict):
         found[place] = set(value)
@@ -247,7 +247,7 @@ def names_in(value, place: str) -> dict[str, set[str]]:
 
 
 def test_the_layout_has_another_number_when_its_names_change(tmp_path):
-    """A checkpoint of another layout is refused in one line, and the number has to tell."""
+    """A checkpoint of another layout must be refused in one line, and only the number identifies it."""
     how = dict(size=3, placement="engines=0-1 actor=2", ahead=1, over_dispatch=1.5, steps=4)
     simulate("partial", **how, save_every=2, keep=9, out=tmp_path)
     folder = tmp_path / "checkpoints" / "step_2"
@@ -259,7 +259,7 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
 
 
 def test_a_batch_that_waits_shows_the_same_however_often_it_was_stopped(tmp_path):
-    """Rank 0 shows its own answers, though it has those of all ranks from the first stop on."""
+    """Rank 0 must show its own answers, though it has those of all ranks from the first stop on."""
     how = dict(size=3, placement="engines=0-1 actor=2", ahead=1, steps=4, save_every=1, keep=9)
 
     def stop_at_once(c):
@@ -285,7 +285,7 @@ LAYOUTS |= {"tp2": (2, {"tp": 2}), "pp2": (2, {"pp": 2})}
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
-    """A checkpoint of three ranks; what each rank of each layout made of it, and those that saved."""
+    """Return a checkpoint of three ranks, each layout's results after loading it, and the saving ranks'."""
     from tests.support.plain import make_model, make_samples
 
     out = tmp_path_factory.mktemp("saved")
@@ -303,7 +303,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list[dict]]]:
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "save"])
 def test_the_next_update_is_the_same_under_every_layout(saved, name):
-    """Saved on three ranks while the next update was under way; on three ranks, it is so bit for bit."""
+    """The ranks saved during that update; on three ranks it must be equal bit for bit."""
     _, results = saved
     expected, ranks = results["save"][0], results[name]
     metrics = [f"train/{name}" for name in ("loss", "grad_norm", "entropy", "kl", "tokens", "lr")]
@@ -320,7 +320,7 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name):
         assert ranks[0]["metrics"][metric] == wanted, metric
     for weights, wanted in zip(ranks[0]["weights"], expected["weights"], strict=True):
         assert far(weights, wanted) <= nearer
-    counts = [rank["counts"] for rank in ranks]  # what one judge was read from
+    counts = [rank["counts"] for rank in ranks]  # what one judge's counts were
     assert counts == [[[5, 6, 7]], *[[[]] for _ in ranks[1:]]]
     got = ranks[0]["prompts"]
     assert (ranks[0]["step"], got["cursor"], got["carried"]) == (2, 9, list(range(9)))
@@ -331,7 +331,7 @@ def test_the_next_update_is_the_same_under_every_layout(saved, name):
 
 
 def test_each_rank_writes_a_stretch_of_the_weights_and_each_file_has_its_checksum(saved):
-    """So that any changed byte shows."""
+    """The checksums must reveal any changed byte."""
     folder, _ = saved
     assert atomic_files.verify(folder) == ""
     assert listed_in(folder) == files_of(folder) - {CHECKSUMS}
@@ -346,7 +346,7 @@ class Evil:
 
 
 def test_a_checkpoint_never_executes_code(tmp_path):
-    """The one pickle in it names descriptions of tensors and nothing else."""
+    """The only pickle in it must name nothing but descriptions of tensors."""
     from training import sharded_checkpoint
 
     evil = Evil()
@@ -358,7 +358,7 @@ def test_a_checkpoint_never_executes_code(tmp_path):
 
 
 def test_a_checkpoint_of_another_python_is_read():
-    """3.11.2 names a member of an Enum by getattr, 3.13 the module where it has PosixPath."""
+    """3.11.2 names a member of an Enum by getattr, and 3.13 the module in which PosixPath is."""
     from training.sharded_checkpoint import OnlyDescriptions
 
     kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"

@@ -1,4 +1,4 @@
-"""Clips: what is shown of one, the same bytes everywhere, files and rows that have them, what is refused."""
+"""Clips: which frames are shown, equal bytes everywhere, files and rows with clips, and what is refused."""
 
 import asyncio
 import hashlib
@@ -29,7 +29,7 @@ from tests.test_images import prompts_of
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
-    """It takes images of up to 16 features, of 32 x 32 pixels each."""
+    """Make a model that takes images of up to 16 features, of 32 x 32 pixels each."""
     return make_vision_model(tmp_path_factory.mktemp("vision"), "qwen3_vl", layers=1)
 
 
@@ -46,7 +46,7 @@ def pairs_of(file: bytes, **settings):
 
 
 def frames_in(pairs):
-    """All frames of the pairs, [height, width, 3], in order."""
+    """Return all frames of the pairs, [height, width, 3], in order."""
     frames = []
     for pair in pairs:
         image = pillow.open(io.BytesIO(pair.file))
@@ -57,11 +57,11 @@ def frames_in(pairs):
 
 
 def corners(frame):
-    """Colors near the four corners: upper left and right, lower left and right."""
+    """Return colors near the four corners: upper left and right, lower left and right."""
     return [tuple(frame[y, x]) for y in (8, -8) for x in (8, -8)]
 
 
-RED, GREEN, BLUE = (200, 40, 40), (40, 200, 40), (40, 40, 200)  # of `frames_of`
+RED, GREEN, BLUE = (200, 40, 40), (40, 200, 40), (40, 40, 200)  # colors in `frames_of`
 
 
 def is_near(color, other, most=10):
@@ -70,7 +70,7 @@ def is_near(color, other, most=10):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_even_times_from_the_first_frame_to_the_last(kind):
-    """Three seconds at two frames each; a clip of one or three frames shows its last one again."""
+    """Three seconds must give two frames each; a clip of one or three frames shows its last one again."""
     pairs = pairs_of(encoded_clip(frames_of(30), kind))
     assert [pair.seconds for pair in pairs] == pytest.approx([0.3, 1.45, 2.6])
     assert [pair.sides for pair in pairs] == [(64, 96)] * 3
@@ -85,7 +85,7 @@ def test_even_times_from_the_first_frame_to_the_last(kind):
 
 
 def test_a_variable_rate_shows_what_is_seen_at_a_time():
-    """Of frames at 0, 0.1, 0.2, 3, 3.1 and 5 s; the third lasts longest."""
+    """Frames are at 0, 0.1, 0.2, 3, 3.1 and 5 s, and the third one lasts longest."""
     file = encoded_clip(frames_of(6), times=[0, 100, 200, 3000, 3100, 5000])
     pairs = pairs_of(file, most=6)
     greys = [round(corners(frame)[0][0] / 42) for frame in frames_in(pairs)]
@@ -99,7 +99,7 @@ MIRRORED = [(-1, 0, 0, 1), (1, 0, 0, -1), (0, 1, 1, 0), (0, -1, -1, 0)]
 
 @pytest.mark.parametrize("matrix", TURNS)
 def test_a_display_matrix_is_obeyed(matrix):
-    """A quarter at (x, y) from the middle goes to (a x + c y, b x + d y)."""
+    """A quarter at (x, y) from the middle must go to (a x + c y, b x + d y)."""
     a, b, c, d = matrix
     (pair,) = pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
     assert pair.sides == ((96, 64) if b else (64, 96))
@@ -112,7 +112,7 @@ def test_a_display_matrix_is_obeyed(matrix):
 
 @pytest.mark.parametrize("matrix", [*MIRRORED, (1, 1, -1, 1)])
 def test_a_clip_that_is_not_only_turned_is_refused(matrix):
-    refused = "^a clip: mirrored, bent or turned by no quarter; convert it$"
+    refused = "^a clip: it is mirrored, skewed or tilted; convert it$"
     with pytest.raises(UserError, match=refused):
         pairs_of(turned_clip(encoded_clip(frames_of(1)), matrix))
 
@@ -151,7 +151,7 @@ def test_two_processes_and_four_threads_read_the_same_bytes(tmp_path):
 
 
 def test_a_pair_fills_the_patches_where_an_image_stands_twice(model_dir):
-    """As transformers makes them of two frames; a still one among them stays as it is."""
+    """Pairs must be as transformers makes them from two frames; a still among them stays as it is."""
     eyes = reader.ImageReader(model_dir)
     read = partial(eyes.read_item, "here", True)
     ((_, still),) = read(reader.IMAGE, lambda: encoded_picture(64, 64))
@@ -196,13 +196,13 @@ ROWS = [
     dict(prompt="7+5=", answer="12"),
 ]
 ROWS[1]["images"] = ["c.png"]
-A = "<0.3 seconds><image><1.4 seconds><image><2.6 seconds><image>"  # of a.mp4
-B = "<0.1 seconds><image><0.2 seconds><image>"  # of b.webm
+A = "<0.3 seconds><image><1.4 seconds><image><2.6 seconds><image>"  # frames of a.mp4
+B = "<0.1 seconds><image><0.2 seconds><image>"  # frames of b.webm
 
 
 @pytest.mark.parametrize("kind", ["paths in JSONL", "paths", "bytes"])
 def test_rows_with_videos(model_dir, folder, kind):
-    """In their order, with images among them; JSONL and Parquet give the same prompts."""
+    """They must keep their order, with images among them; JSONL and Parquet give the same prompts."""
     path = jsonl(folder / "rows.jsonl", ROWS)
     if kind != "paths in JSONL":
         path = folder / "rows.parquet"
@@ -228,7 +228,7 @@ def test_rows_with_videos(model_dir, folder, kind):
 
 PLAYLIST = "#EXTM3U\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
 CONCAT = "ffconcat version 1.0\nfile '{}'\n"
-BAD = {  # what is wrong with a file -> how its line goes on
+BAD = {  # the file's fault -> the rest of its line
     "empty": "no MP4, MOV, WebM or MKV that can be read",
     "a text": "no MP4, MOV, WebM or MKV that can be read",
     "a moving picture": "no MP4, MOV, WebM or MKV that can be read",
@@ -252,12 +252,12 @@ def moving_picture() -> bytes:
 
 
 def bad_file(name: str, whole: bytes) -> bytes:
-    """A clip with one of these faults. whole: an MP4 with its moov behind the frames."""
+    """Make a clip with one of these faults. whole: an MP4 with its moov after the frames."""
     webm = encoded_clip(frames_of(30, 128, 128), "vp9")
     fragments = encoded_clip(frames_of(60), flags="frag_keyframe+empty_moov")
     large = encoded_clip(frames_of(1, 300, 300), "raw")
     side = bytes([300 // 256, 300 % 256])
-    for element in (b"\xb0\x82", b"\xba\x82"):  # width and height, of two bytes
+    for element in (b"\xb0\x82", b"\xba\x82"):  # width and height, two bytes each
         large = large.replace(element + side, element + (12000).to_bytes(2, "big"))
     middle = whole.index(b"mdat") + 900
     return {
@@ -278,7 +278,7 @@ def bad_file(name: str, whole: bytes) -> bytes:
 
 @pytest.mark.parametrize("name", [*BAD, *BAD_WHEN_DRAWN])
 def test_a_bad_clip_is_one_line(model_dir, folder, files, name):
-    """Before anything starts where the header tells, else when its row is drawn."""
+    """The error must come before anything starts if the header shows it, otherwise when the row is drawn."""
     (folder / "bad.mp4").write_bytes(bad_file(name, files["a.mp4"]))
     path = jsonl(folder / "rows.jsonl", [ROWS[0], ROWS[0] | dict(videos=["bad.mp4"])])
     line = r"rows.jsonl:2: \S*bad.mp4: "
@@ -312,7 +312,7 @@ def test_bytes_of_parquet_are_checked_by_their_headers(model_dir, folder, files)
 
 
 class Slow:
-    """A source whose prompts take a while to read; it notes which are."""
+    """A source that reads slowly and records which prompts it reads."""
 
     def __init__(self):
         self.read = []
@@ -324,7 +324,7 @@ class Slow:
 
 
 def test_prompts_are_read_in_threads_and_ahead(run):
-    """The event loop goes on; what comes next is read before it is drawn, and once."""
+    """The event loop must go on; prompts are read before they are drawn, and only once."""
     source = Slow()
 
     def own_of(prompts, count):

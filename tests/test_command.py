@@ -1,4 +1,4 @@
-"""What the command says about bad input: in one line, before anything starts where that is possible."""
+"""The command's messages about bad input: one line, before anything starts where possible."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,7 @@ from training.model import check_models
 
 UNFIT = [
     ("run.py", "RANK=0 WORLD_SIZE=2", "start with: .* more than RANK and WORLD_SIZE"),
-    ("run.py", "WORLD_SIZE=two", "WORLD_SIZE=two in the environment is no number: unset it"),
+    ("run.py", "WORLD_SIZE=two", "WORLD_SIZE=two in the environment is not a number: unset it"),
     ("run.py", "PYTHONOPTIMIZE=1", "unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
     ("examples/finetune.py sft", "", r"start with: torchrun .* examples/finetune\.py sft .*"),
 ]
@@ -47,7 +47,7 @@ UNFIT = [
 
 @pytest.mark.parametrize("program,variables,line", UNFIT)
 def test_what_the_environment_must_not_hold_is_named(program, variables, line):
-    """A cluster may set a part of what torchrun sets; an image PYTHONOPTIMIZE."""
+    """A cluster may set some of torchrun's variables; an image may set PYTHONOPTIMIZE."""
     ranked = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     environment = {name: text for name, text in os.environ.items() if name not in ranked}
     command = [sys.executable, *program.split(), "--steps", "1", "--device", "cpu"]
@@ -57,7 +57,7 @@ def test_what_the_environment_must_not_hold_is_named(program, variables, line):
 
 
 def test_two_ranks_end_with_one_line(tmp_path):
-    """Though one of them alone finds that the folder can't be used; nothing is left behind."""
+    """Only one of them finds that the folder can't be used; nothing may be left running."""
     (tmp_path / "file").touch()
     ended = Run(tmp_path / "run", out=tmp_path / "file" / "out").start().finish()
     ended.check_one_line("--out ", "file/out can't be used")
@@ -65,7 +65,7 @@ def test_two_ranks_end_with_one_line(tmp_path):
 
 
 def test_a_value_error_that_is_no_users_shows_its_place():
-    """A broken invariant isn't the user's, though zip(strict=True) raises a ValueError, too."""
+    """A broken invariant isn't the user's mistake, though zip(strict=True) also raises a ValueError."""
     broken = "import run; run.check_settings = lambda *_: list(zip([1], [], strict=True))"
     ran = run_process(sys.executable, "-c", f"{broken}; run.main([])")
     assert ran.returncode not in (0, 2) and "error: zip()" not in ran.stderr
@@ -87,7 +87,7 @@ def rows(tmp_path):
 
 
 def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
-    """All that a rank reads of models and prompts before a start; parts of a controller."""
+    """Read all that a rank reads of models and prompts before a start; return parts of a controller."""
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
     run.check_settings(settings, 2)
@@ -109,7 +109,7 @@ def saying(**more):
 
 
 def holding(change):
-    """Makes a safetensors file hold what `change` makes of its tensors by name."""
+    """Make a function that changes a safetensors file's tensors by name with `change`."""
     return lambda whole: safetensors.save(change(safetensors.load(whole)))
 
 
@@ -133,7 +133,7 @@ def without(name):
 
 
 def two_more(whole):
-    """Of a tokenizer of 384 tokens, with as many rows of embeddings."""
+    """Add two tokens to a tokenizer of 384, more than the model has embedding rows."""
     found = json.loads(whole)
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     found["added_tokens"] += [{"id": 384 + n, "content": f"<{n}>"} | plain for n in range(2)]
@@ -156,7 +156,7 @@ DAMAGES = [
     ("model.safetensors", adding(f"{UP}_scale_inv", "score.weight"), f"reads {UP}_scale_inv"),
     ("config.json", THREE_LAYERS, "lack model.layers.2.input_layernorm.weight"),
     ("config.json", saying(intermediate_size=64), r"shape \[64, 128\], and needs \[64, 64"),
-    ("config.json", saying(tie_word_embeddings=True), "isn't model.embed_tokens.weight, to whi"),
+    ("config.json", saying(tie_word_embeddings=True), "isn't model.embed_tokens.weight, but"),
     ("config.json", saying(pad_token_id=384), "has 385 tokens, its embeddings 384 rows"),
     ("config.json", saying(quantization_config={"quant_method": "fp8"}), "quantized weights"),
     ("config.json", saying(**OWN_CODE), "config.json has auto_map"),
@@ -183,7 +183,7 @@ def test_a_model_that_cannot_be_used_is_named(tmp_path, rows, file, change, mess
 
 
 def test_the_index_says_which_files_are_read(tmp_path, rows):
-    """Shards of another save beside them are not, but without an index nobody knows."""
+    """It must exclude another save's shards beside them; without an index the choice is ambiguous."""
     home = models.save_model(tmp_path / "its-name")
     write = safetensors.save_file
     saved = safetensors.load_file(home / "model.safetensors")
@@ -207,7 +207,7 @@ def test_the_index_says_which_files_are_read(tmp_path, rows):
         "no model-1-of-2.safetensors in it": (home / files[0]).unlink,
         "no sub/model.safetensors in it": lambda: index.write_text(elsewhere),
         "index.json has no weight_map": lambda: index.write_text('{"weight_map": null}'),
-        "knows if model-2-of-2.safetensors belongs to it": index.unlink,
+        "unclear if model-2-of-2.safetensors belongs to it": index.unlink,
     }
     for message, damage in damages.items():
         damage()
@@ -235,7 +235,7 @@ OF_OTHERS = [
 
 @pytest.mark.parametrize("given,file,change,message", OF_OTHERS)
 def test_models_beside_it_are_looked_at(actor, tmp_path, rows, given, file, change, message):
-    """A critic that is one is taken, be there an output layer and frequencies that it won't read."""
+    """A critic must be accepted even with an output layer and frequencies that it won't read."""
     home, setting = models.save_model(tmp_path / "its-name"), given.split()[-1]
     if setting == "--critic" and file != "model.safetensors":
         damaged(home, "model.safetensors", adding("score.weight"))
@@ -251,8 +251,9 @@ def rows_of(path: Path, *answers) -> Path:
 
 
 def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
-    """All of them, but for those that are too long, and then all of --data are trained on.
-    Without one a tenth of --data measures, if it has keys."""
+    """Only rows that are too long may be dropped, and then all of --data is trained on.
+
+    Without such a file a tenth of --data measures, if it has keys."""
     rows = rows_of(tmp_path / "rows.jsonl", *range(15), *[None] * 15)
     own = rows_of(tmp_path / "own.jsonl", *range(5))
     own.write_text(json.dumps({"prompt": "x" * 900, "answer": 1}) + "\n" + own.read_text())
@@ -272,7 +273,7 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
 
 
 def test_an_evaluation_has_all_rows_of_its_file(actor, tmp_path):
-    """Up to the context's length, whatever a trainer could take."""
+    """Rows may be as long as the context, whatever a trainer could take."""
     settings = ["--steps", "0", "--model", str(actor), "--max-model-len", "9999"]
     settings += ["--max-new-tokens", "12"]
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "7" * 9000, "answer": 1}] * 30)
@@ -298,7 +299,7 @@ def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows):
 
 
 def test_a_quantized_judge_needs_cuda(actor, tmp_path):
-    """Where SGLang has the kernels; but tokens without an embedding are nobody's."""
+    """On CUDA SGLang has the kernels; but tokens without an embedding must always be refused."""
     home = models.save_model(tmp_path / "its-name")
     quantized = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     damaged(home, "config.json", saying(quantization_config=quantized))
@@ -330,7 +331,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
 
 
 def test_a_damaged_record_of_a_run_is_named(tmp_path):
-    """But for its last line, which may be in the writing."""
+    """Its last line may be incomplete, because it may have been in the writing."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step" 1}\n{"st')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
@@ -338,7 +339,7 @@ def test_a_damaged_record_of_a_run_is_named(tmp_path):
 
 
 def test_a_scalar_judge_must_take_every_row(actor, tmp_path, monkeypatch):
-    """It is shown all turns; a judge that writes sees only what its format asks."""
+    """It is shown all turns; a generative judge sees only what its format uses."""
     monkeypatch.setattr(model, "check_models", lambda *_: None)
     tokenizer = tokenization.load_tokenizer(str(models.save_model(tmp_path / "judge")))
     tokenizer.chat_template = GEMMA
@@ -373,7 +374,7 @@ def test_the_servers_of_each_rank(arguments, expected):
 
 
 class FakeEngine(Engine):
-    """Notes what is asked of it. Rank 2's judge doesn't fall asleep."""
+    """An engine that records calls. Rank 2's judge doesn't fall asleep."""
 
     @classmethod
     def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
@@ -390,7 +391,7 @@ class FakeEngine(Engine):
 
 
 def test_with_cuda_a_role_starts_once_all_devices_have_room(monkeypatch, tmp_path):
-    """Of an engine of two ranks the second one gives its device back later than the first one says."""
+    """An engine's second rank may return its device later than the first one reports."""
     settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
     settings = dataclasses.replace(settings, device="cuda", dtype="bfloat16", mem_fraction=0.6)
     events, free = [], iter([80e9, 30e9, 47e9, 48e9, 30e9, 79e9, 80e9, 80e9])
@@ -414,14 +415,14 @@ def test_with_cuda_a_role_starts_once_all_devices_have_room(monkeypatch, tmp_pat
             await engines.launch([fleet.ServerSpec(role, 1, "m", engine=OnCuda) for role in ROLES])
 
     asyncio.run(launch())
-    # twice for each role: with the first of a machine, and with the others, which it hasn't
+    # two per role: with the machine's first engine, and with the others
     late = [30e9, 47e9, 48e9]
     assert events == [80e9, "rollout", *late, 30e9, 79e9, "genrm", 80e9, 80e9]
 
 
 @pytest.mark.parametrize("rank, first", [(4, False), (5, False), (6, True), (7, False)])
 def test_the_first_engine_of_a_machine_compiles(monkeypatch, rank, first):
-    """Judges of ranks 2, 3 and 6, 7, on machines of four."""
+    """Judges on ranks 2, 3 and 6, 7 of machines with four ranks must do so."""
     monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
     has = [False, False, True, True] * 2
     world = SimpleNamespace(rank=rank, gather=AsyncMock(return_value=has))
@@ -431,8 +432,9 @@ def test_the_first_engine_of_a_machine_compiles(monkeypatch, rank, first):
 
 
 def test_every_rank_has_a_handle_on_every_engine(tmp_path):
-    """By role, in the order of ranks, with the one key of the run; its own sleep before it is asked. One that
-    doesn't fall asleep is ended: the next would measure a full device; the first hand-over finds it lost."""
+    """Handles are by role, in rank order, with the run's one key; each engine sleeps before others use it.
+
+    One that doesn't fall asleep must be ended, because the next would measure a full device."""
     settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
     placed, meetings = run.check_settings(settings, 3), {}
 

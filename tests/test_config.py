@@ -1,4 +1,4 @@
-"""Settings: from the command line to a Config, presets, commands, what can't work and how it is said."""
+"""Settings: from the command line to a Config; presets, commands, impossible combinations and messages."""
 
 import dataclasses
 import os
@@ -16,14 +16,14 @@ from scheduling.measured import Split
 from tests.support.patience import run_process
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
-# DESIGN.md: names that scripts outside may rely on
+# DESIGN.md: names that outside scripts may rely on
 PROMISED = """preset mode out steps seed resume model judge rule data algorithm prompts_per_step
 answers_per_prompt rollout_ranks rebalance over_dispatch tp pp sp max_tokens_per_micro_batch lr
 save_every keep save_hf_every deterministic dry_run"""
-# what isn't given follows from the rest
+# settings derived from the others if not given
 RESOLVED = ("preset", "out", "judge_format", "model", "judge")
 PATHS = ["--model", "m", "--judge", "j"]
-DEMOS = {"": "written", "--steps 0": "written", "--preset images": "drawn"}  # whose models they are
+DEMOS = {"": "written", "--steps 0": "written", "--preset images": "drawn"}  # which models they use
 DEMO_JUDGE = os.path.relpath(DEMO_MODELS / "written" / "judge")
 
 
@@ -67,7 +67,7 @@ def test_a_path_may_begin_at_home(monkeypatch):
 
 
 def test_with_a_model_the_fields_defaults():
-    """What suits the demo alone doesn't apply: the preset is `base`, and the context is the model's own."""
+    """Settings that suit only the demo must not apply: the preset is `base`; the context is the model's."""
     config = parse_config(PATHS)
     assert (config.preset, config.out) == ("base", "runs/base-partial")
     assert (config.lr, config.lr_decay_to) == (1e-6, 1.0)
@@ -88,7 +88,7 @@ def test_with_a_model_the_fields_defaults():
         ("--model m --judge j --eval-data d", "judge_format", ("addition",)),
         ("--model m --steps 0 --eval-data d", "judge_format", ("chat",)),
         ("--model m --judge j --data d --judge-format harm", "judge_format", ("harm",)),
-        # the judges of the reward, then those of the cost; without --model the demo's, for the loop
+        # the reward's judges, then the cost's; without --model the demo's, for the loop
         ("", "judge_models", (DEMO_JUDGE,)),
         ("--model m --judge j k --reward-weights 0.7 0.3", "judge_models", ("j", "k")),
         ("--model m --judge j --cost-judge c", "judge_models", ("j", "c")),
@@ -104,7 +104,7 @@ def test_what_is_filled_in_follows_from_the_rest(arguments, field, value):
 
 @pytest.mark.parametrize("given,name", DEMOS.items())
 def test_the_demos_models_are_found_from_any_folder(given, name, tmp_path, monkeypatch):
-    """By a path that is the same wherever the project lies: a checkpoint has it, and may be moved."""
+    """Their path must not depend on the project's location: a checkpoint holds it and may be moved."""
     config = parse_config(given.split())
     assert config.model == os.path.relpath(DEMO_MODELS / name / "actor")
     monkeypatch.chdir(tmp_path)
@@ -131,7 +131,7 @@ FLAGS = [each for each in settings_of(Config) if each.metadata["group"] in GROUP
 
 @pytest.mark.parametrize("timeout_s", [10.0, 600.0])
 def test_nothing_is_waited_for_longer_than_the_other_controllers_wait(timeout_s):
-    """Every timeout is a part of one, and a lost engine's owner is the first to know."""
+    """Every timeout must be a fraction of one, and a lost engine's owner must notice first."""
     config = Config(timeout_s=timeout_s)
     assert config.engine_lost_s == timeout_s / 2 < config.engine_start_s < timeout_s
 
@@ -160,14 +160,14 @@ BAD = [
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
     ("--reward-weights", "argument --reward-weights: expected at least one argument"),
     ("--sp", "--sp needs --tp 2"),
-    ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 says otherwise"),
+    ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 contradicts it"),
     ("--answer-tokens 9 --algorithm grpo overlong_from=3", "needs overlong_from=0 with --answer"),
     ("--max-tokens-per-micro-batch 255", "micro-batch 255: one sample may have 256 tokens"),
     ("--model m --judge j --max-new-tokens 8192", "8192: one sample may have 8193 tokens"),
     *[(f"--{name} 0", f"--{name} 0: at least 1") for name in POSITIVE],
     *[(each, each.split()[0]) for each in REFUSED.split(";")],
 ]
-ON_RANKS = [  # what only the number of ranks tells; test_placement.py has more of the split
+ON_RANKS = [  # errors that depend on the number of ranks; test_placement.py has more about splits
     ("--tp 2", "tp 2 x pp 1 = 2 doesn't divide the 3 ranks of actor", 3),
     ("--model m --judge j k l --rollout-ranks 6", "this run takes 1, 2, 3, 4, 5", 8),
 ]
@@ -184,7 +184,7 @@ def test_a_bad_setting_is_named(arguments, message, ranks):
 def test_an_engine_stays_on_one_machine(role):
     config = parse_config([f"--{role}-tp", "4", "--mode", "full"])
     assert check_settings(config, 12, 4) == check_settings(config, 12)
-    expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine, which no engine leaves"
+    expected = f"--{role}-tp 4 doesn't divide 6 ranks of a machine"
     with pytest.raises(ValueError, match=f"^{expected}$"):
         check_settings(config, 12, 6)
 
@@ -195,12 +195,12 @@ def test_a_judge_that_writes_nothing_needs_no_room_for_it():
 
 
 def test_what_is_promised_is_a_flag():
-    """A flag has a heading in --help; one of an extra goes with it."""
+    """Each flag must have a heading in --help; an extra's flag is removed with the extra."""
     assert all(FIELDS[name].metadata["group"] for name in PROMISED.split())
 
 
 def test_an_evaluation_has_no_use_for_what_is_for_training():
-    """So a command that trains evaluates, whatever it asks for: all else has its default."""
+    """A training command must therefore evaluate whatever it sets: all training settings have defaults."""
     trains = "--model m --data d --judge j k --rule right --reward-weights 1 2 3 --algorithm ppo"
     trains += " --placement standalone --ahead 1 --tp 2 --sp --max-tokens-per-micro-batch 99999"
     trains += " --mode full --genrm-tp 2 --save-every 1 --judge-format number chat"

@@ -40,14 +40,15 @@ PPO = ("ppo", "kl_coef=0.1", "kl_in=reward", "kl_estimator=k1")
 
 
 def events_of(log, rank, *who):
-    """What these did with the device of a rank, or with None all of them."""
+    """Return these holders' events on a rank's device, or on all devices with None."""
     return [(verb, holder) for r, verb, holder in log if r == rank and (not who or holder in who)]
 
 
 @pytest.mark.parametrize("mode,size,tp", LAYOUTS)
 def test_trainers_take_turns_on_the_devices(mode, size, tp):
-    """The actor for its reference, the critic for its values and its update, the actor for its own.
-    A critic is asked before there are advantages (the fakes assert it), and all learn."""
+    """The actor goes before its reference; the critic wakes for values and its update; then the actor's.
+
+    A critic must compute values before advantages exist (the fakes assert it), and all learn."""
     controllers, log = simulate(mode, size, tp=tp, algorithm=PPO)
     turns = ["actor"] + ["actor", "reward critic", "actor"] * controllers[0].config.steps
     for rank in range(size):
@@ -62,7 +63,7 @@ def test_trainers_take_turns_on_the_devices(mode, size, tp):
 
 
 def test_trainers_that_share_a_table_share_the_device():
-    """With --schedule fused all learn at once, from the same samples as one after another."""
+    """With --schedule fused all must learn at once, from the same samples as one after another."""
     alone, _ = simulate("full", 2, algorithm=PPO)
     controllers, log = simulate("full", 2, algorithm=PPO, schedule="fused")
     step = [("take", "actor"), ("give", "actor"), ("take", "reward critic"), ("take", "actor")]
@@ -77,7 +78,7 @@ def test_trainers_that_share_a_table_share_the_device():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fused"])
 def test_the_policy_makes_no_update_while_the_critic_warms_up(schedule):
-    """Then it learns as if the run began there; the critic learns in every step."""
+    """After that it must learn as if the run began there; the critic learns in every step."""
     algorithm = (*PPO, "critic_warmup=2")
     controllers, _ = simulate("full", 2, algorithm=algorithm, schedule=schedule, steps=5)
     for c in controllers:
@@ -89,7 +90,7 @@ def test_the_policy_makes_no_update_while_the_critic_warms_up(schedule):
 
 @pytest.mark.parametrize("mode,size,prompts", [("full", 3, 16), ("partial", 4, 6), ("full", 3, 1)])
 def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
-    """All is trained on once; ranks differ by a prompt served, a group trained on, and its work at most."""
+    """All must be trained on once; ranks differ by at most one served prompt, one group, and its work."""
     controllers, _ = simulate(mode, size, prompts_per_step=prompts, max_refill_waves=30)
     for step in range(3):
         batches = batches_of(controllers, step)
@@ -99,7 +100,7 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
         assert max(served) - min(served) <= 1
         assert trained(controllers, step).keys() == {(s.prompt_id, s.index) for s in kept}
         shares = [c.devices.actor.batches[step] for c in controllers]
-        assert max(map(len, shares)) - min(map(len, shares)) <= 4  # answers of a prompt
+        assert max(map(len, shares)) - min(map(len, shares)) <= 4  # answers per prompt
         actor = controllers[0].devices.actor
         tokens = {s.key: len(s.tokens) for share in shares for s in share}
         measure = Measure(
@@ -114,7 +115,7 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
 
 @pytest.mark.parametrize("mode", ["full", "partial"])
 def test_partial_mode_judges_while_others_are_generated(mode):
-    """Side by side a verdict comes before the last answer; in turns after it, and each wave costs a swap."""
+    """Side by side, a verdict must come before the last answer; in turns, after it, with a swap per wave."""
     controllers, log = simulate(mode, 2)
     waves = [batch.waves for _, batch, _, _ in controllers[0].report.steps]
     assert max(waves) > 1
@@ -128,7 +129,7 @@ def test_partial_mode_judges_while_others_are_generated(mode):
 
 
 def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
-    """Before step 0, every eval_every steps, after the last; what nobody meant to abort goes on."""
+    """It runs before step 0, every eval_every steps, and after the last; aborts of others don't affect it."""
     greedy, held_out = [], FakeSource().held_out
 
     def write(prompt, index, sampling):
@@ -146,7 +147,7 @@ def test_evaluation_is_on_time_and_counts_all_held_out_prompts():
 
 
 class Watched(list):
-    """Held-out prompts that are read one after another: `read` tells how many were."""
+    """Held-out prompts that are read one after another; `read` counts them."""
 
     read = 0
 
@@ -160,8 +161,10 @@ class Watched(list):
     [("full", 3, {}), ("partial", 4, {}), ("partial", 4, dict(placement=APART, ahead=1))],
 )
 def test_evaluation_asks_for_samples_too(mode, size, more, monkeypatch):
-    """Three at the run's temperature beside the greedy one. By hand. Of one prompt at a time, where
-    engines decode one request: all could fill the memory. What is trained on stays the same."""
+    """There are three at the run's temperature besides the greedy one, by hand.
+
+    They run one prompt at a time where engines decode one request, because all could fill the
+    memory. Training stays the same."""
     monkeypatch.setattr(evaluation, "QUEUED", 1)
     asked, held_out = Counter(), Watched(FakeSource().held_out)
 
@@ -194,7 +197,7 @@ def test_evaluation_asks_for_samples_too(mode, size, more, monkeypatch):
 
 
 def test_empty_steps_count_in_a_row():
-    """One step that has a group, and the count begins anew."""
+    """After a step that has a group, the count must restart."""
     c = SimpleNamespace(state=State(), config=Config(prompts_per_step=8))
     counts = []
     for missing in (8, 8, 7, 8):
@@ -213,9 +216,9 @@ PLACES = ("evaluate", "serve", "exchange", "train", "sync", "report")
 
 
 def stopped_at(place, **how):
-    """The controllers of a run that is asked to stop when rank 0 is there the second time.
+    """Return the controllers of a run that is asked to stop when rank 0 reaches the place the second time.
 
-    Rank 1, which serves, is asked while it does, else the last one, which trains.
+    Rank 1, which serves, is asked while it does, otherwise the last one, which trains.
     """
     controllers, seen, collect = [], Counter(), modes.collect
     rank = 1 if place in ("evaluate", "serve") else -1
@@ -257,7 +260,7 @@ def unbroken(name):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("save_every", [1, 3])
 def test_a_stop_is_saved_wherever_it_comes_and_goes_on(tmp_path, name, place, save_every):
-    """All ranks end at one step, with a batch that is whole, also where that step was saved before."""
+    """All ranks must end at one step with a whole batch, even if that step was already saved."""
     how = STOPPED[name] | dict(save_every=save_every, out=tmp_path)
     before = stopped_at(place, **how)
     assert all(c.was_stopped for c in before)
@@ -274,7 +277,7 @@ def test_a_stop_is_saved_wherever_it_comes_and_goes_on(tmp_path, name, place, sa
 
 
 def mostly_readable(prompt, index, sampling):
-    """A judge that is right, and can't be read where the number is a multiple of 3."""
+    """Judge rightly, but unreadably where the number is a multiple of 3."""
     return judge_on(prompt, index, sampling) if number_in(prompt) % 3 else text_answer("?")
 
 
@@ -285,7 +288,7 @@ def stopped_after(seconds, **how):
 
 @pytest.mark.parametrize("name", ["in turns", "side by side", "fused"])
 def test_judges_counts_are_as_without_a_stop(tmp_path, name):
-    """What is judged again counts once, whenever a step is given up."""
+    """An answer that is judged again must count once, whenever a step is given up."""
     how = (STOPPED | {"fused": dict(mode="fused", size=4)})[name] | dict(max_refill_waves=0)
     unbroken, _ = simulate(**how, verdict=mostly_readable)
     assert min(counts_of(unbroken)) > 0
@@ -298,7 +301,7 @@ def test_judges_counts_are_as_without_a_stop(tmp_path, name):
 
 
 def test_verdicts_of_answers_that_go_on_stay_counted(tmp_path):
-    """They aren't asked for again; what couldn't be read is."""
+    """They aren't requested again, but unreadable ones are."""
     how = dict(mode="partial", size=2, over_dispatch=1.5, out=tmp_path)
     controllers = stopped_after(1.5, **how)
     pairs = set()
@@ -310,13 +313,13 @@ def test_verdicts_of_answers_that_go_on_stay_counted(tmp_path):
 
 
 def counts_of(controllers):
-    """What the only judge failed at, and its verdicts."""
+    """Return the only judge's failures and verdicts."""
     counts = [c.rewards.counts() for c in controllers]
     return tuple(sum(number for (number,) in column) for column in zip(*counts, strict=True))
 
 
 def test_rows_are_written_before_an_error_ends_the_run(monkeypatch):
-    """They are on their way while the next step is served, and may say what went wrong."""
+    """They are written while the next step is served, and may explain the error."""
     waited = []
 
     def fail_to_learn(c):

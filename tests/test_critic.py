@@ -15,7 +15,7 @@ from tests.workers.parallel import critic_config, set_constants, supervised, wei
 
 
 def with_returns(samples: list[Sample], values: list[list[float]], seed: int) -> list[Sample]:
-    """Random returns around the values; `old_values` up to 0.5 away, as if the critic had moved since."""
+    """Set random returns around the values; `old_values` are up to 0.5 away, as if the critic had moved."""
     noise = random.Random(seed)
     for sample, row in zip(samples, values, strict=True):
         sample.true_values = row
@@ -62,7 +62,7 @@ def ready(critic, step: int) -> list[Sample]:
 
 
 def test_a_critic_begins_at_zero_learns_and_goes_out_and_in(start, model_dir, tmp_path):
-    """From a policy with tied embeddings, of which it takes all but the output layer."""
+    """From a policy with tied embeddings, it must take all but the output layer."""
     actor, critic = start(model_dir, critic_lr=3e-3)
     samples = trained_on(0)
     critic.compute_values([[samples]])
@@ -74,15 +74,15 @@ def test_a_critic_begins_at_zero_learns_and_goes_out_and_in(start, model_dir, tm
         critic.compute_values([[samples]])
         losses.append(critic.update([[samples]])["critic/value_loss"])
     assert losses[-1] < losses[0] / 4
-    assert same_weights(weights_of(actor), weights_of(start(model_dir)[0]))  # the actor's own
+    assert same_weights(weights_of(actor), weights_of(start(model_dir)[0]))  # the actor's
 
 
 def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
-    """So are passes. Any split into micro-batches, with empty ones, is the same step."""
+    """So must passes be. Any split into micro-batches, even with empty ones, must be the same step."""
     first, second = slice(None, 5), slice(5, None)
 
     def weights_after(*updates: list[list[slice]]) -> dict:
-        """Of updates of the same samples, each a list of mini-batches of micro-batches."""
+        """Return the weights after updates, each a list of mini-batches of micro-batches."""
         critic = start(model_dir, lr_warmup_steps=0, row="ppo")[1]
         samples = ready(critic, 1)
         for mini_batches in updates:
@@ -121,7 +121,7 @@ NUMBERS = st.floats(-3, 3, width=32)
     clip=st.sampled_from([0.1, 0.5, math.inf]),
 )
 def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens, clip):
-    """A token is pulled on unless it has moved beyond the clip towards its return."""
+    """A token must be pulled on unless it has moved beyond the clip towards its return."""
     from critic import value_loss
 
     values, old, returns = torch.tensor(tokens, dtype=torch.float64).T
@@ -142,7 +142,7 @@ def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens,
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_reference_keeps_the_start_weights_and_leaves_no_trace(start, model_dir, dtype):
-    """Its log-probabilities stay the first weights', and training is as without it, bit for bit."""
+    """Its log-probabilities must stay the first weights'; training is the same without it, bit for bit."""
     from actor import Actor
 
     runs = []

@@ -1,4 +1,4 @@
-"""What can be shown of the CUDA path without a device: flags, the order at the start, who holds how much."""
+"""The CUDA path, as far as it can be checked without a device: flags, start order, memory of each part."""
 
 import asyncio
 import importlib.util
@@ -56,7 +56,7 @@ LARGE = ["--tp", "4", "--sp", "--rollout-tp", "2", "--genrm-tp", "2"]
 
 
 def sparse_model(path: Path, **sizes) -> str:
-    """A Hugging Face directory of published sizes in bfloat16; its tensors take no room on the disk."""
+    """Make a Hugging Face directory of published sizes in bfloat16; its tensors take no disk space."""
     config = Qwen2Config(**sizes, max_position_embeddings=32768)
     config.save_pretrained(path)
     with torch.device("meta"):
@@ -83,7 +83,7 @@ def settings(model, *more):
     return parse_config([*CUDA, "--model", model, "--judge", model, *more])
 
 
-# its parser; then arm64, where SGLang has threads bound to cores by its kernels, which aren't installed
+# first for its parser; then for arm64, where SGLang's kernels, which bind threads to cores, aren't installed
 SGLANG = """
 import json, sys
 from types import SimpleNamespace
@@ -109,7 +109,7 @@ OPTIONS = [*product(PRESETS, DEVICES, ("partial", "full"), REPEATED, ("rollout",
 
 @pytest.fixture(scope="module")
 def asked(models) -> list[list]:
-    """The flags of an engine of rank 1, by each of OPTIONS."""
+    """Return the flags of an engine of rank 1 for each of OPTIONS."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", "1")
@@ -129,12 +129,12 @@ def sglang_alone(asked) -> subprocess.CompletedProcess[str]:
 def test_sglang_takes_every_flag(asked, sglang_alone):
     assert sglang_alone.stdout == "parsed\n", sglang_alone.stderr
     for (_, (device, _), mode, _, role), flags in zip(OPTIONS, asked, strict=True):
-        # of a judge, and of rollout that wakes between waves: nobody pushes weights then
+        # for a judge, and rollout that wakes between waves: nobody pushes weights then
         keeps_weights = device == "cuda" and (role, mode) != ("rollout", "partial")
         assert ("--enable-weights-cpu-backup" in flags) == keeps_weights
     texts = [" ".join(map(str, flags)) for flags in asked]
     assert sum("--base-gpu-id 1" in text for text in texts) == len(texts) / 3
-    # which return wrong values, and want more running requests than were asked for
+    # these return wrong values, and exceed the requested running requests
     assert sum("--disable-prefill-cuda-graph" in text for text in texts) == len(texts) / 3
 
 
@@ -153,7 +153,7 @@ def test_the_one_logger_that_says_the_key_of_the_run_is_kept_quiet():
 @pytest.mark.parametrize("algorithm", [("grpo",), ("ppo", "kl_coef=0.1", "kl_in=reward")])
 @pytest.mark.parametrize("name,ranks,more", [("7B", 8, []), ("32B", 64, LARGE)])
 def test_what_a_device_holds_at_every_moment_of_a_step(models, name, ranks, more, algorithm, mode):
-    """The loop's own takes and gives, with the sizes of each part: all fits a device of 141 GB, with room."""
+    """Run through the loop's own hand-overs with the parts' sizes: all must fit a 141 GB device with room."""
     config = settings(models[name], *more, "--mode", mode, "--algorithm", *algorithm)
     holders = colocate(tuple(range(ranks)), config)
     trainers = {who: model.parts for who, model in trainers_of(config, holders).items()}
@@ -191,18 +191,19 @@ NVCC = "echo 'Cuda compilation tools, release {0}, V{0}.88'"
 
 
 def pip_libraries(home: Path) -> Path:
-    """What `pip install` of the CUDA runtime leaves in a folder of packages."""
+    """Make the folders that `pip install` of the CUDA runtime leaves among packages."""
     folder = home / "nvidia" / "cu13" / "lib"
     folder.mkdir(parents=True)
-    (home / "nvidia" / "__init__.py").touch()  # else a real one elsewhere would be a part of it
+    (home / "nvidia" / "__init__.py").touch()  # otherwise a real one elsewhere would be part of it
     (folder / devices.LIBCUDART).touch()
     return folder
 
 
 @pytest.mark.parametrize("before", ["", "/opt/lib"])
 def test_an_engine_with_cuda_finds_what_pip_installed(monkeypatch, tmp_path, before):
-    """Its first process preloads a library that needs the CUDA runtime, and the loader looks into no
-    package of Python. `ninja` may be in a virtual environment that isn't activated."""
+    """Its first process must preload a library that needs the CUDA runtime, which the loader wouldn't find.
+
+    `ninja` may be in a virtual environment that isn't activated."""
     folder = pip_libraries(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("LD_LIBRARY_PATH", before)
@@ -217,7 +218,7 @@ def test_an_engine_with_cuda_finds_what_pip_installed(monkeypatch, tmp_path, bef
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """One with a GPU and all that a run needs, to take something away from."""
+    """Return a machine with a GPU and all that a run needs; tests remove one thing."""
     for name in ("CUDA_HOME", "CUDA_PATH", "LOCAL_WORLD_SIZE", "CXX", *devices.ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
     for name in ("CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_COMPILE_THREADS"):
@@ -253,7 +254,7 @@ def machine(monkeypatch, tmp_path):
     "on_path,named", [("", ""), ("12.0", ""), ("12.9", ""), ("13.1", ""), ("", "12.8")]
 )
 def test_engines_get_a_toolkit_that_is_new_enough(machine, monkeypatch, on_path, named):
-    """pip's, as links with the names that are linked; but CUDA_HOME's goes first, or PATH's of CUDA 13."""
+    """They get pip's, as links with linkable names, unless CUDA_HOME is set or PATH has CUDA 13."""
     pip, other = machine / "nvidia" / "cu13", machine / "other"
     for home, version in ((pip, "13.0"), (machine, on_path), (other, named)):
         (home / "bin").mkdir(parents=True, exist_ok=True)
@@ -278,7 +279,7 @@ def test_engines_get_a_toolkit_that_is_new_enough(machine, monkeypatch, on_path,
 
 @pytest.mark.parametrize("name", devices.ALLOCATOR)
 def test_settings_of_the_allocator_are_kept(machine, monkeypatch, name):
-    """But those with which memory can't be handed over."""
+    """Only settings that prevent handing memory over are removed."""
     monkeypatch.setenv(name, "max_split_size_mb:512")
     devices.choose_device(settings("m"))
     assert os.environ["PYTORCH_ALLOC_CONF"] == f"{devices.PIN_EXACTLY},max_split_size_mb:512"
@@ -290,7 +291,7 @@ def test_settings_of_the_allocator_are_kept(machine, monkeypatch, name):
 
 
 def test_what_is_pushed_lies_in_no_segment_that_grows(machine, monkeypatch):
-    """CUDA IPC can't send it: a bucket is made while segments are of a fixed size."""
+    """CUDA IPC can't send such memory: a bucket must be made while segments have a fixed size."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", devices.PIN_EXACTLY)
     told = []
     monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", told.append)
@@ -298,7 +299,7 @@ def test_what_is_pushed_lies_in_no_segment_that_grows(machine, monkeypatch):
     monkeypatch.setattr("torch.Tensor.is_cuda", True)
     wire.serialize_bucket([("weight", torch.zeros(3))], 1)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    devices.grow_segments(True)  # who says so has it
+    devices.grow_segments(True)  # an explicit setting wins
     fixed, bucket, grows = told
     assert bucket == "the bucket"
     assert fixed == f"{devices.PIN_EXACTLY},expandable_segments:False"
@@ -306,7 +307,7 @@ def test_what_is_pushed_lies_in_no_segment_that_grows(machine, monkeypatch):
 
 
 def test_a_deterministic_run_on_a_gpu_asks_all_of_torch(machine, monkeypatch):
-    """With a warning only, FlashAttention's backward pass would add in any order."""
+    """With only a warning, FlashAttention's backward pass would add in any order."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "0")
     devices.choose_device(settings("m"))
@@ -330,11 +331,11 @@ def test_a_deterministic_run_on_a_gpu_asks_all_of_torch(machine, monkeypatch):
     [
         (None, "580.95", "it is built for CPUs; install requirements.txt"),
         ("13.0", "570.86", "CUDA 13 needs driver 580 or newer, and this is 570.86"),
-        ("13.0", "580.95", "its driver is 580.95, and nvidia-smi may say more"),
+        ("13.0", "580.95", "its driver is 580.95; nvidia-smi may show more"),
     ],
 )
 def test_a_gpu_that_torch_cannot_use_is_an_error(machine, monkeypatch, built_for, driver, words):
-    """Unless that is said, or the GPU is hidden."""
+    """It must be one unless the user chooses cpu or hides the GPU."""
     monkeypatch.setattr("torch.version.cuda", built_for)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (machine / "driver").write_text(driver + "\n")
@@ -368,7 +369,7 @@ def test_what_the_wheels_need():
 
 @pytest.fixture
 def device_of(machine, monkeypatch):
-    """Sets what is free of the GPU of a machine that has room on its host."""
+    """Set the free memory of the GPU; the host has enough room."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(memory, "free_memory", lambda: 1e12)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e12))
@@ -394,7 +395,7 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
 
 
 def test_a_device_that_another_process_has_taken_half_of(models, device_of):
-    """A 7B on 8 cards fits 170 GB each, and not the 60 that are left."""
+    """A 7B on 8 cards must fit into 170 GB each, and not into the remaining 60."""
     config = settings(models["7B"])
     placed = lay_out(config, 8)
     device_of(170e9)
@@ -405,7 +406,7 @@ def test_a_device_that_another_process_has_taken_half_of(models, device_of):
 
 
 def test_a_disk_has_room_for_the_saves(models, device_of, monkeypatch, tmp_path):
-    """Of a 7B a save has 14 bytes a parameter: two are kept while a third is written."""
+    """A 7B's save has 14 bytes per parameter: two are kept while a third is written."""
     each = 14 * 7_615_616_512
     device_of(H200)
     disk = SimpleNamespace(free=3 * each)
@@ -422,8 +423,8 @@ def test_a_disk_has_room_for_the_saves(models, device_of, monkeypatch, tmp_path)
     memory.check_fits(replace(config, steps=12), *placed)  # saved after 10 of them and at the end
     disk.free = 1e9
     memory.check_fits(replace(config, save_every=0), *placed)
-    memory.check_fits(replace(config, lora=8), *placed)  # of which a save has the adapters only
-    # a run that goes on drops what is there
+    memory.check_fits(replace(config, lora=8), *placed)  # such a save has only the adapters
+    # a resumed run deletes what is there
     saved = tmp_path / "not" / "there" / "checkpoints" / "step_10"
     saved.mkdir(parents=True)
     folders[tmp_path / "not" / "there"] = disk
@@ -442,7 +443,7 @@ def test_a_teacher_that_does_not_fit_is_named(models, device_of):
 
 @pytest.mark.parametrize("recompute,measured", [(0, 25.78e9), (AS_FITS, 12.07e9)])
 def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
-    """By gpu_worker.py's `pass`, of gpu_model.py's widths, on an H100 (docs/gpu.md): within 6 %."""
+    """It must be within 6% of gpu_worker.py's `pass` with gpu_model.py's widths on an H100 (docs/gpu.md)."""
     widths = dict(hidden_size=1536, intermediate_size=4608, num_hidden_layers=16)
     widths |= dict(num_attention_heads=12, num_key_value_heads=4, vocab_size=32768)
     shapes = checkpoint_shapes(sparse_model(tmp_path / "model", **widths))
@@ -453,7 +454,7 @@ def test_a_step_takes_what_was_measured_on_a_gpu(tmp_path, recompute, measured):
 
 
 def test_as_few_layers_are_computed_again_as_fit(models, monkeypatch):
-    """Of a 7B's 28, in 0.9 of a device; and what is left keeps logits."""
+    """The count is for a 7B's 28 layers in 0.9 of a device; with memory left, logits must be kept."""
     how = ("--max-tokens-per-micro-batch", "8192", "--tp", "2", "--sp")
     config = settings(models["7B"], *how)
     placed = lay_out(config, 8)
@@ -476,7 +477,7 @@ def test_as_few_layers_are_computed_again_as_fit(models, monkeypatch):
     assert training(28, 40e9) == training(AS_FITS, 40e9)
     by_hand = replace(config, recompute=3)
     assert with_recompute(by_hand, *placed, 85e9) == by_hand
-    # whatever a directory is called; and where a tower takes room that isn't counted, nothing is kept
+    # whatever a directory's name; where a tower takes uncounted memory, nothing is kept
     training_dir = Path(models["7B"]).parent / "training"
     training_dir.symlink_to(models["7B"])
     serving = settings(str(training_dir), *how, "--mem-fraction", "0.9")
@@ -487,7 +488,7 @@ def test_as_few_layers_are_computed_again_as_fit(models, monkeypatch):
 
 
 def test_ranks_settle_on_the_smallest_gpu(models, monkeypatch):
-    """Else those of a model-parallel group would meet in layers that one of them keeps."""
+    """Otherwise a model-parallel group would wait for layers that only one of its ranks recomputes."""
     config = settings(models["7B"], "--tp", "2", "--sp")
     monkeypatch.setattr(memory, "free_bytes", lambda: 85e9)
 
@@ -500,7 +501,7 @@ def test_ranks_settle_on_the_smallest_gpu(models, monkeypatch):
 
 
 def test_narrow_heads_get_an_attention_that_can(models, tmp_path, monkeypatch):
-    """As the demo's of 24: flashinfer, which SGLang takes but on Hopper, begins at 64."""
+    """The demo's heads have 24; flashinfer, SGLang's choice except on Hopper, needs at least 64."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     demo = parse_config(["--device", "cuda"])
     for path, config, is_narrow in ((demo.model, demo, True), (models["7B"], settings("m"), False)):
@@ -509,7 +510,7 @@ def test_narrow_heads_get_an_attention_that_can(models, tmp_path, monkeypatch):
 
 
 def test_sequence_parallel_trainers_order_their_launches(machine, monkeypatch):
-    """One queue to the device, which engines don't inherit."""
+    """They must use one queue to the device, but engines don't inherit the setting."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     devices.choose_device(settings("m"))
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
@@ -522,8 +523,9 @@ def test_sequence_parallel_trainers_order_their_launches(machine, monkeypatch):
 
 @pytest.mark.parametrize("mode,rollout,judges", [("full", 8, 8), ("partial", 0, 4)])
 def test_a_host_has_what_sleeps(models, device_of, monkeypatch, mode, rollout, judges):
-    """Of a 7B on 8: 2 bytes a parameter of trainers and of engines that no push fills, 12 / 8 of AdamW;
-    and what a process saves of it, of the weights one copy. An engine on 2 ranks has its weights once."""
+    """A 7B on 8 needs 2 bytes per parameter of trainers and unpushed engines, and 12 / 8 for AdamW.
+
+    A save adds its part, with one copy of the weights. An engine on 2 ranks has its weights once."""
     config = settings(models["7B"], "--mode", mode)
     placed, parameters = lay_out(config, 8), 7_615_616_512
     parts = memory.host_parts(config, *placed, {*range(8)})
@@ -534,7 +536,7 @@ def test_a_host_has_what_sleeps(models, device_of, monkeypatch, mode, rollout, j
     wide = settings(models["7B"], "--mode", mode, "--genrm-tp", "2")
     parts = memory.host_parts(wide, *lay_out(wide, 8), {*range(8)})
     assert parts["weights"] == weights - parameters * judges
-    # a machine of the last 4 ranks, where judges are, too
+    # a machine with the last 4 ranks, which also has judges
     for name, value in {"RANK": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     device_of(H200)
@@ -549,7 +551,7 @@ def test_a_host_has_what_sleeps(models, device_of, monkeypatch, mode, rollout, j
 
 
 def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
-    """Before memory is freed: a rank with the actor, and one that has its engine alone."""
+    """It must do so before memory is freed, on a rank with the actor and on one with only its engine."""
     done = []
     for name in ("ipc_collect", "empty_cache"):
         monkeypatch.setattr(f"torch.cuda.{name}", partial(done.append, name))
@@ -568,7 +570,7 @@ def test_an_evaluation_needs_its_engine_alone(models):
 
 
 def test_the_push_needs_no_gradients_but_a_bucket(models):
-    """Of a 7B on 8, by hand: 2 bytes a parameter, 12 / 8 of the optimizer, the engine's 2, a bucket."""
+    """By hand for a 7B on 8: 2 bytes per parameter, 12 / 8 of the optimizer, the engine's 2, a bucket."""
     config = settings(models["7B"], "--mode", "full")
     placed, parameters, largest = lay_out(config, 8), 7_615_616_512, 2 * 152064 * 3584
     expected = parameters * (2 + 12 / 8 + 2) + (512 << 20) + largest + 3 * RESIDENT
@@ -576,5 +578,5 @@ def test_the_push_needs_no_gradients_but_a_bucket(models):
     with_tp = settings(models["7B"], "--mode", "full", "--tp", "2")
     sharded = peaks_of(with_tp, *lay_out(with_tp, 8), H200)["the push"]
     copies = sharded - peaks_of(config, *placed, H200)["the push"]
-    # half of the weights, the optimizer's over half as many ranks, and whole tensors beside the flat ones
+    # half the weights, the optimizer over half as many ranks, and whole tensors in addition to flat ones
     assert copies == pytest.approx(-parameters + (512 << 20) + largest, rel=1e-6)

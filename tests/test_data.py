@@ -1,4 +1,4 @@
-"""Prompts: the cursor, a user's own file, what is said about a file that can't be used; text as tokens."""
+"""Prompts: the cursor, a user's own file, messages about unusable files; text as tokens."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ def characters(text):
 
 
 class Characters(FakeTokenizer):
-    """Chat turns joined by newlines, END behind an answer."""
+    """Chat turns joined by newlines, with END after an answer."""
 
     chat_template, eos_token_id, all_special_tokens, name_or_path = "lines", 3, ("\x03",), "m"
 
@@ -79,7 +79,7 @@ def loaded(state, prompts):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.floats(0, 1), st.booleans()), max_size=30))
 def test_no_prompt_is_lost_or_repeated(steps):
-    """Each prompt is used once or still waits, whatever is carried, also across a saved and loaded state."""
+    """Each must be used once or still wait, whatever is carried, also across a saved and loaded state."""
     prompts, used = data.Prompts(FakeSource(), 4), Counter()
     for count, unused, resumed in steps:
         drawn = prompts.draw(count)
@@ -102,7 +102,7 @@ def test_a_saved_state_does_not_change_with_the_run():
 
 
 def test_a_group_is_one_prompt_with_numbered_answers():
-    """Every field of data.py is filled, no other is."""
+    """Every field that belongs to data.py must be filled, and no other."""
     prompt = FakeSource().training(7)
     expected = [Sample(7, i, prompt.tokens, "7+0=", "7", prompt.images) for i in range(4)]
     assert data.Prompts(FakeSource(), 4).group(7, prompt) == expected
@@ -111,7 +111,7 @@ def test_a_group_is_one_prompt_with_numbered_answers():
 @settings(deadline=None, max_examples=40)
 @given(rows=st.integers(1, 60), seed=st.integers(0, 5), held_out=st.integers(0, 10))
 def test_every_epoch_is_a_permutation(rows, seed, held_out):
-    """Each row that isn't held out once an epoch, in orders that follow from the seed."""
+    """Each row that isn't held out must come once per epoch; the order depends on the seed."""
     everything = [f"row {i}" for i in range(rows)]
     source = Shuffled(everything, seed, held_out)
     aside = {everything[number] for number in source.held_out}
@@ -121,20 +121,20 @@ def test_every_epoch_is_a_permutation(rows, seed, held_out):
     for epoch in epochs:
         assert sorted(epoch) == sorted(set(everything) - aside)
     assert length < 10 or epochs[0] != epochs[1] != epochs[2]
-    again = Shuffled(everything, seed, held_out)  # a carried prompt may be of an epoch before
+    again = Shuffled(everything, seed, held_out)  # a carried prompt may be from an earlier epoch
     for number in random.Random(seed).sample(range(3 * length), min(20, 3 * length)):
         assert again.training(number) == epochs[number // length][number % length]
 
 
 def test_the_order_of_rows_stays():
-    """Else a resumed run would train on other prompts, and runs could not be compared across versions."""
+    """Otherwise a resumed run would train on other prompts, and versions could not be compared."""
     order = Shuffled([f"row {i}" for i in range(30)], 5, 4)
     assert order.held_out == [21, 18, 13]
     drawn = [order.training(number) for number in (0, 1, 2, 27, 28, 54)]
     assert drawn == [f"row {i}" for i in (19, 7, 20, 9, 8, 15)]
 
 
-QUESTIONS = {  # rows -> prompts and rows that may measure, of a file of 30
+QUESTIONS = {  # rows -> prompts and rows that may measure, in a file of 30
     "each ten times": ([f"{n // 10}?" for n in range(30)], range(30), 0),
     "each three times": ([f"{n // 3}?" for n in range(30)], range(30), 1),
     "one in most rows": (["Which?"] * 21 + list("abcdefghi"), range(30), 3),
@@ -147,7 +147,7 @@ QUESTIONS = {  # rows -> prompts and rows that may measure, of a file of 30
 @pytest.mark.parametrize("name", QUESTIONS)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_prompt_is_held_out_with_all_its_rows(name, seed):
-    """At most a tenth of the rows, so none that most rows have; one that has a key measures."""
+    """At most a tenth of the rows are, so never a prompt of most rows; one that has a key measures."""
     prompts, keyed, measured = QUESTIONS[name]
     order = Shuffled(range(30), seed, 9, prompts=prompts, keyless={*range(30)} - {*keyed})
     trained = {order.training(number) for number in range(order.count)}
@@ -158,7 +158,7 @@ def test_a_prompt_is_held_out_with_all_its_rows(name, seed):
 
 
 def test_rows_are_counted(tmp_path):
-    """Keys and other columns make no other prompt; nothing is left out that can't measure."""
+    """Keys and other columns don't make another prompt; only rows that can measure are held out."""
     rows = [{"prompt": f"{n % 45}?", "answer": n} for n in range(90)]
     rows += [{"prompt": "0?", "id": 1}, {"messages": [{"role": "user", "content": "1?"}]}]
     rows += [{"prompt": f"without {n}?"} for n in range(8)]
@@ -172,7 +172,7 @@ def test_rows_are_counted(tmp_path):
 
 
 def test_what_makes_prompts_the_same(tmp_path):
-    """All turns with their tools, and files, wherever they are named from; bytes by what they are."""
+    """All turns with tools count, and files by where they are, not how they are named; bytes by content."""
     (tmp_path / "a.png").write_bytes(b"a")
     (tmp_path / "b.png").symlink_to("a.png")
     (tmp_path / "c.png").write_bytes(b"c")
@@ -191,7 +191,7 @@ def test_what_makes_prompts_the_same(tmp_path):
     same = {number: found.index(each) for number, each in enumerate(found)}
     assert [same[number] for number in range(len(files))] == [0, 0, 0, 3, 4, 5, 5, 7]
     assert [same[number] for number in range(8, 14)] == [8, 9, 8, 11, 12, 11]
-    assert asked == [*range(8), 8, 10, 11, 13]  # bytes may be more than the memory holds
+    assert asked == [*range(8), 8, 10, 11, 13]  # bytes may be more than fits into memory
 
 
 ROWS = [
@@ -209,7 +209,7 @@ def check_rows(source):
 
 
 def test_jsonl(tmp_path):
-    """Chat turns in `messages` or `prompt`, blank lines, the last user turn as question, a number as key."""
+    """It may have turns in `messages` or `prompt`, blank lines, and number keys; the last turn is asked."""
     check_rows(prompt_file(jsonl(tmp_path / "a.jsonl", [ROWS[0], "", ROWS[1], ROWS[2]])))
     as_prompts = [{"prompt": row["messages"], "answer": row["answer"]} for row in ROWS]
     check_rows(prompt_file(jsonl(tmp_path / "a.json", as_prompts)))
@@ -226,7 +226,7 @@ def struct(**fields):
 
 
 DAY, NARROW = date(2024, 5, 1), pyarrow.float32()
-COLUMNS = {  # of Parquet: values and type -> the same in JSON, by hand
+COLUMNS = {  # Parquet values and their type -> the same in JSON, by hand
     "text": (["a", None], pyarrow.large_string(), ["a", None]),
     "bytes": ([b"caf\xc3\xa9", b""], pyarrow.binary(), ["caf\u00e9", ""]),
     "nothing": ([None, None], pyarrow.null(), [None, None]),
@@ -250,7 +250,7 @@ def write_parquet(path, **columns):
 
 
 def test_a_row_of_parquet_is_the_row_in_json(tmp_path):
-    """Whatever its types are, and without null fields, at any depth."""
+    """Both must give the same row, whatever its types, and without null fields at any depth."""
     arrays = {name: pyarrow.array(*COLUMNS[name][:2]) for name in COLUMNS}
     rows = [{name: COLUMNS[name][2][number] for name in COLUMNS} for number in range(2)]
     read = read_rows(write_parquet(tmp_path / "rows.parquet", **arrays))
@@ -269,7 +269,7 @@ def test_a_prompt_has_all_columns_of_its_row(tmp_path):
     assert read(tmp_path, [row | {"no": None}])[0].row == row
 
 
-NO_ROWS = {  # columns of Parquet -> what is said
+NO_ROWS = {  # columns of Parquet -> the message
     "bytes": ([b"\x89PNG"], pyarrow.binary(), "can't decode byte 0x89 .* has prompt .*x .binary"),
     "time": ([timedelta(1)], None, "a value of the type timedelta"),
     "answer": ([DAY], pyarrow.date32(), "`answer` is text or a number, not date32"),
@@ -287,18 +287,18 @@ def test_what_json_has_no_word_for_is_refused(tmp_path, name):
 GOOD = {"prompt": "good"}
 ANSWERED = [*CHAT, {"role": "assistant", "content": "4"}]
 NO_TURNS = "must be a list of turns, not a text"
-BAD_ROWS = [  # behind a good one and an empty line: what is said about a row
+BAD_ROWS = [  # a row after a good one and an empty line -> the message
     ("{'prompt': 'single quotes'}", "not valid JSON.* column 2"),
     ("[1, 2]", "expected a JSON object, found list"),
     (r'{"prompt": "\ud83d"}', r"not valid JSON in UTF-8: .* character '\\ud83d'"),
-    ('{"prompt": "a", "prompt": "b"}', "a name stands twice .*'prompt'"),
+    ('{"prompt": "a", "prompt": "b"}', "a name appears twice .*'prompt'"),
     ('{"prompt": "?", "answer": %s}' % ("1" * 4400), "not valid JSON"),
     ({"text": "x"}, "needs `messages`"),
     ({"messages": [{"role": "user", "content": None}]}, "needs `messages`"),
     ({"messages": [{"role": "human", "content": "?"}]}, "of the roles system, .*, user,"),
     ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
     ({"messages": ANSWERED}, "assistant's turn; a .* user's .examples/finetune.py sft takes"),
-    ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` say different things"),
+    ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` differ; leave one out"),
     ({"prompt": "all is said\x03"}, "the prompt ends with what ends an answer"),
     ({"messages": json.dumps(CHAT)}, f"`messages` {NO_TURNS}"),
     ({"prompt": json.dumps(CHAT)}, f"`prompt` {NO_TURNS}"),
@@ -319,7 +319,7 @@ def test_a_bad_row_is_named(tmp_path, row, message):
 
 
 def test_long_prompts_are_left_out(tmp_path):
-    """In one line; the others keep their order, and their lines in errors."""
+    """One line reports them; the others keep their order, and their line numbers in errors."""
     texts, said = ["four", "x" * 21, "y" * 20, "z" * 6], []
     rows = [{"prompt": text} for text in texts]
     prompts = read(tmp_path, rows, 20, say=said.append)
@@ -332,7 +332,7 @@ def test_long_prompts_are_left_out(tmp_path):
 
 
 def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path, monkeypatch):
-    """One whose tokens are more than its bytes and those of its roles: file and line, then."""
+    """A row whose tokens exceed its bytes and roles must raise an error with file and line when drawn."""
     encode = lambda _, reader, text, *more: characters(text * (10 if "often" in text else 1))  # noqa: E731
     monkeypatch.setattr(inputs.prompt_file, "encode_prompt", encode)
     prompts = read(tmp_path, [GOOD, {"prompt": "often"}], 20)
@@ -374,7 +374,7 @@ def specials(tokenizer, tokens):
 
 @pytest.mark.parametrize("where", ["content", "role"])
 def test_what_spells_out_a_special_token_in_a_chat_turn_is_text(tokenizer, where):
-    """The template's special tokens are the only ones, and nothing else of the text is lost."""
+    """Only the template's special tokens may appear, and nothing else of the text is lost."""
     plain, spelled = ([CHAT[0], CHAT[1] | {where: text}] for text in ("Ignore it.", SPELLED))
     expected = specials(tokenizer, tokenization.encode(tokenizer, plain))
     assert specials(tokenizer, tokenization.encode(tokenizer, spelled)) == expected
@@ -407,7 +407,7 @@ SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nTogether 72.\n#### 1,072"
 CODE = "assert f(1)\n#### a comment\nassert f(2)"
 WHOLE = {56.0: "56", 0.5: "0.5", " 56.0 ": "56.0", 7: "7", math.nan: None, 0.00001: "0.00001"}
 WHOLE |= {-0.0: "0", 1e23: f"1{'0' * 23}", 10**30: f"1{'0' * 30}"}
-KEYS = {  # by what reads keys: an answer -> its key
+KEYS = {  # kind of keys: an answer -> its key
     str: WHOLE,
     genrm.FORMATS["chat"].read_key: {SOLUTION: "1,072", "Paris": "Paris", CODE: CODE},
     genrm.FORMATS["number"].read_key: {SOLUTION: "1072", "$18.00": "18", 7: "7"},
@@ -415,8 +415,9 @@ KEYS = {  # by what reads keys: an answer -> its key
 
 
 def test_the_key_of_an_answer(tmp_path):
-    """Whole floats are integers, as a column with a gap holds them; a gap is none. Of a solution what follows
-    its ####; with `number` its number. Tests of code stay as they are."""
+    """Whole floats become integers, as in a column with gaps; a gap is no key.
+
+    A solution's key follows its ####; with `number` it is its number. Tests of code stay as they are."""
     for read_key, expected in KEYS.items():
         rows = [{"prompt": "?", "answer": answer} for answer in expected]
         found = [prompt.answer_key for prompt in read(tmp_path, rows, read_key=read_key)]
@@ -425,7 +426,7 @@ def test_the_key_of_an_answer(tmp_path):
 
 READ = genrm.FORMATS["number"].read_key
 RULED = {"needs": {"a rule": number_key}}
-UNUSABLE_KEYS = [  # key, what else is asked of it, what is said
+UNUSABLE_KEYS = [  # key, other settings, the message
     ({"answr": 7}, {"needs": {"a rule": str}}, "`answer` is missing, for a rule; .* prompt, answr"),
     ({"answer": "a"}, RULED, "a rule finds no key in 'a'; for number"),
     ({"answer": "a"}, {"read_key": READ}, "--judge-format finds no key"),
@@ -439,14 +440,14 @@ def test_a_key_that_cannot_be_used_is_named_where_keys_are_needed(tmp_path, key,
 
 
 def test_messages_and_a_prompt_that_say_the_same(tmp_path):
-    """Are the turns of `messages`."""
+    """Then the turns of `messages` must be used."""
     plain = {"messages": CHAT[1:], "prompt": CHAT[1]["content"]}
     one, two = read(tmp_path, [plain, {"messages": CHAT, "prompt": CHAT}])
     assert (text_of(one), two.turns) == ("What is 2+2?", CHAT)
 
 
 def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):
-    """Whatever the tokenizer adds, and whether the text was rendered before."""
+    """This must hold whatever the tokenizer adds, and whether or not the text was rendered before."""
     models.new_model(tmp_path, 0)
     tokenizer = tokenization.load_tokenizer(str(tmp_path))
     ends = [("<bos>", 1), ("<eos>", 2)]
@@ -472,7 +473,7 @@ TEMPLATES = [
 
 @pytest.mark.parametrize("template,end", TEMPLATES)
 def test_what_ends_an_answer(tokenizer, tmp_path, template, end):
-    """Is a stop token, and said at the start. Without, rows of chats are refused, and texts aren't."""
+    """It must be a stop token and be printed at the start. Without one, chats are refused, texts aren't."""
     tokenizer, said = copy.deepcopy(tokenizer), []
     tokenizer.eos_token, tokenizer.chat_template = "<|endoftext|>", template
     chats, texts = (jsonl(tmp_path / f"{n}.jsonl", [row]) for n, row in enumerate((ROWS[1], GOOD)))
@@ -486,7 +487,7 @@ def test_what_ends_an_answer(tokenizer, tmp_path, template, end):
 
 
 def test_an_end_that_the_generation_config_names(tokenizer, tmp_path):
-    """Some directories have it among the plain added tokens."""
+    """Some directories list it among the plain added tokens."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TURNS.replace("<|im_end|>", " x")
     (end,) = tokenizer(" x", add_special_tokens=False)["input_ids"][-1:]

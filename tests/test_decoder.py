@@ -1,4 +1,4 @@
-"""decoder.cpp against transformers and torch; bits of a row, whatever is beside it; compilation and speed."""
+"""decoder.cpp against transformers and torch; a row's bits in any batch; compilation and speed."""
 
 import errno
 import json
@@ -32,7 +32,7 @@ MODELS = {
     "Llama, heads of 128": partial(LlamaConfig, head_dim=128, tie_word_embeddings=True),
 }
 NATIVE = compiler.TARGETS[platform.machine()]
-# targets that may run here, and what the processor needs for them
+# targets that may run here, and the processor features that they need
 LEVELS = {"x86_64": {"-march=x86-64-v2": {"sse4_2"}, "-march=x86-64-v3": {"avx2", "bmi2", "fma"}}}
 LEVELS["x86_64"]["-march=x86-64-v4"] = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 LEVELS["aarch64"] = {"-mcpu=generic": {"asimd"}}
@@ -79,7 +79,7 @@ class Loaded:
             self.weights[name].copy_(weight)
 
     def logits(self, *parts):
-        """Of rows (request, position of the first, tokens), all in one pass."""
+        """Return the logits of rows (request, position of the first token, tokens), all in one pass."""
         ids = torch.cat([tokens for _, _, tokens in parts])
         places = torch.cat([start + torch.arange(len(tokens)) for _, start, tokens in parts])
         requests = torch.cat([torch.full_like(tokens, request) for request, _, tokens in parts])
@@ -91,7 +91,7 @@ class Loaded:
         return self.decoder.run_layers(ids, places, batch)
 
     def decode(self, requests, steps):
-        """The tokens of each request, their log-probabilities, and how many they are, in windows."""
+        """Return each request's tokens, log-probabilities and their count, decoded in windows."""
         rows = torch.tensor(requests)
         tokens, logprobs = [[] for _ in rows], [[] for _ in rows]
         while len(active := rows[:, 5].nonzero().flatten()):
@@ -109,14 +109,14 @@ class Loaded:
 
 
 def built_for(target):
-    """The library with this target's instructions."""
+    """Return the library with this target's instructions."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(compiler.TARGETS, platform.machine(), target)
         return compiler.compiled()
 
 
 def sglang_weights(model):
-    """Of transformers' names, with q, k, v and gate, up joined."""
+    """Return a transformers model's weights by SGLang's names: q, k, v and gate, up are joined."""
     named = dict(model.named_parameters(remove_duplicate=False))
     named = {name: weight.float() for name, weight in named.items()}
     joins = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -159,7 +159,7 @@ def test_logprobs_are_transformers(loaded):
 
 
 def test_bits_of_a_row_do_not_depend_on_the_pass(loaded):
-    """All at once, or with a part in the cache, or one by one; alone or beside 63 others of all lengths."""
+    """A row must have the same bits in a batch, partly cached or one by one, with or without 63 others"""
     tokens = some_tokens(90)
     whole = loaded.logits((0, 0, tokens))
     for first in (1, 8, 47, 89):
@@ -177,13 +177,13 @@ def test_bits_of_a_row_do_not_depend_on_the_pass(loaded):
 
 
 def requests_of(count, left=40):
-    """Rows of `decode`: last token, its position, request, seed, greedy, left, stops."""
+    """Return rows for `decode`: last token, its position, request, seed, greedy, left, stops."""
     rows = [[7 + i, i, i, 2**40 * i + 5, i % 5 == 4, left - i % 7, 3] for i in range(count)]
     return [row + [-1] * (STOPS - 1) for row in rows]
 
 
 def test_bits_do_not_depend_on_the_window(loaded):
-    """Of 1, 4 and 16 steps, alone or beside others; some end early; a decoding step is a row of a prefill."""
+    """Windows of 1, 4 and 16 steps must agree in any batch; a decode step is a row of a prefill."""
     count = 20
     for i in range(1, count):
         loaded.logits((i, 0, some_tokens(i, i)))
@@ -210,7 +210,7 @@ def test_a_window_ends_with_its_time_and_its_requests(llama):
 
 
 def test_other_weights_are_packed_anew(llama):
-    """When they have been loaded, in two parts; what a part lacks stays as it was."""
+    """They must be packed when loaded, in two parts; what a part lacks stays as it was."""
     other = Loaded(MODELS["Llama, its rope, heads of 8"], seed=1)
     tokens = some_tokens(9)
     before = llama.logits((0, 0, tokens))
@@ -225,7 +225,7 @@ def test_other_weights_are_packed_anew(llama):
 
 
 def rules_for(temperatures, is_greedy, seeds):
-    """What SGLang's SamplingBatchInfo has of them, no row with top-p and the like."""
+    """Return the rules as in SGLang's SamplingBatchInfo; no row has top-p or the like."""
     rules = SimpleNamespace(temperatures=temperatures[:, None], sampling_seed=seeds)
     rules.vocab_size = 10**6
     rules.top_ks = torch.where(is_greedy, 1, 2**30)
@@ -235,7 +235,7 @@ def rules_for(temperatures, is_greedy, seeds):
 
 
 def sampled_by_torch(logits, rules, positions):
-    """The formula: the largest of logit / temperature + Gumbel noise, which the hash decides."""
+    """Sample by the formula: the largest logit / temperature + Gumbel noise, where a hash gives the noise."""
     x = (logits / rules.temperatures).double()
     hashed = murmur_hash32(rules.sampling_seed, positions, torch.arange(logits.shape[1]))
     noise = -(hashed.double() / (2**32 - 1)).log().clamp(max=-(2.0**-32)).neg().log()
@@ -246,7 +246,7 @@ def sampled_by_torch(logits, rules, positions):
 @pytest.mark.parametrize("target", [NATIVE, *LOWER])
 @pytest.mark.parametrize("vocab", [7, 64, 77, 49152])
 def test_tokens_are_those_of_the_formula(target, vocab):
-    """Whether few or all tokens are likely, some of them impossible; log-probabilities in float64."""
+    """They must agree with few or all tokens likely and some impossible; log-probabilities are in float64."""
     rows = 400 if vocab < 100 else 48
     generator = torch.Generator().manual_seed(vocab)
     spread = torch.tensor([0.0, 1.0, 4.0, 30.0]).repeat(rows // 4)[:, None]
@@ -275,7 +275,7 @@ def test_numbers_that_are_none_give_a_token(llama):
 
 def test_check_names_its_speed(capsys):
     dry_run.check(parse_config(["--device", "cpu"]))
-    said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch makes \d+\n"
+    said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch reaches \d+\n"
     assert re.search(said, capsys.readouterr().out)
 
 
@@ -304,7 +304,7 @@ def fake_compiler(folder, text, monkeypatch):
 
 
 def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatch, capfd):
-    """Or with one that fails, which says why, without a fit home, or on another kind of processor."""
+    """It must also serve if a compiler fails (printing why), without a usable home, on other processors."""
     works = compiler.shutil.which("g++")
     fake_compiler(tmp_path / "bin", 'echo "note\nerror: no such thing" >&2; exit 1', monkeypatch)
     assert compiler.compiled() is None and not list(empty_cache.iterdir())
@@ -322,12 +322,12 @@ def test_without_a_compiler_plain_torch_serves(empty_cache, tmp_path, monkeypatc
     empty_cache.chmod(0o720)
     assert compiler.compiled() is None
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # of a user without a home
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home
     assert compiler.compiled() is None
 
 
 def test_its_name_is_of_all_that_the_code_depends_on(empty_cache, tmp_path, monkeypatch):
-    """A shared home serves machines of several kinds."""
+    """A shared home serves machines of several kinds, so each kind must have its own name."""
     text = f'[ "$1" = --version ] && cat "$0" || exec {compiler.shutil.which("g++")} -x c++ "$@"'
     (tmp_path / "small").write_text("int y;")
     monkeypatch.setattr(compiler, "SOURCE", tmp_path / "small")

@@ -1,6 +1,5 @@
 """One seed, one run: the same samples are trained on, to the last bit, in every mode, at any speed.
-That a token doesn't depend on the requests beside it is shown in test_engine.py, on a real
-server."""
+test_engine.py shows on a real server that a token doesn't depend on concurrent requests."""
 
 from unittest import mock
 
@@ -17,14 +16,14 @@ from tests.support.fakes import FakeReport, all_batches, at_random_paces, sample
 
 
 def test_a_seed_is_the_same_in_every_process():
-    """63 bits of `printf '(1, 2, 3)' | sha256sum`. A comma or a quote doesn't make two of a question."""
+    """The 63 bits must be those of `printf '(1, 2, 3)' | sha256sum`. Commas and quotes are unambiguous."""
     assert seed_of(1, 2, 3) == 0xDFD5726D86ED2C8B >> 1
     assert seed_of(0, "a', 'b") != seed_of(0, "a", "b")
 
 
 @pytest.mark.parametrize("mode,settings", [("full", {}), ("partial", dict(over_dispatch=2.0))])
 def test_an_answer_is_asked_for_by_its_own_seed(mode, settings):
-    """Of run, prompt and index, whoever asks whom, also when it is cut off and asked for again."""
+    """It must depend on run, prompt and index, whichever ranks serve it, even if it is cut off."""
     controllers, _ = simulate(mode, 2, seed=5, eval_every=100, **settings)
     samples = samples_of(all_batches(controllers))
     engines = controllers[0].devices.rollout.all_engines
@@ -39,7 +38,7 @@ STEPS = 3
 
 
 class MeasuredReport(FakeReport):
-    """Keeps each step's metrics, too, as reporting/metrics.py works them out."""
+    """A report that also keeps each step's metrics, as reporting/metrics.py computes them."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +53,7 @@ class MeasuredReport(FakeReport):
 
 
 def measured(mode, size, seed, **settings):
-    """A run on engines of random speed; returns its controllers. The speeds change with `seed` alone."""
+    """Run on engines of random speed; return the controllers. Only the speeds depend on `seed`."""
 
     def with_metrics(c):
         c.report = MeasuredReport()
@@ -64,7 +63,7 @@ def measured(mode, size, seed, **settings):
 
 
 def trained_on(controllers, step):
-    """Every sample of a step's batch, and who trained on it, in which place."""
+    """Return every sample of a step's batch, with the rank and the place where it was trained on."""
     leads = [c.devices.actor for c in controllers if c.devices.actor.is_lead]
     return sorted(
         (s.prompt_id, s.index, s.response, s.logprobs, s.reward, s.advantages, actor.dp_rank, place)
@@ -89,7 +88,7 @@ JUDGES = [{}, dict(judge=("a", "b"), model="m", judge_format=("addition",) * 2)]
     judges=st.sampled_from(JUDGES),
 )
 def test_all_modes_train_on_the_same(layouts, seed, refills, interval_s, rebalance, tail, judges):
-    """Batches, metrics and what comes next, at any speed, also where a step may have few waves or none."""
+    """Batches, metrics and what follows must agree at any speed, whether a step has few waves or none."""
     assume(not judges or (("full", 1) not in layouts and ("partial", 2) not in layouts))
     runs = []
     with mock.patch.object(rollout, "MEETING_INTERVAL_S", interval_s):
@@ -101,10 +100,10 @@ def test_all_modes_train_on_the_same(layouts, seed, refills, interval_s, rebalan
         batches = [[entry[:6] for entry in trained_on(controllers, step)] for controllers in runs]
         assert batches[0] == batches[1]
         rows = [timing_free(controllers[0].report.metrics[step]) for controllers in runs]
-        if len(first) == len(second):  # then who trains on what is the same, too
+        if len(first) == len(second):  # then the assignment of samples to ranks is also the same
             assert trained_on(first, step) == trained_on(second, step)
             kept = [[s.key for s in run[0].report.steps[step][1].kept] for run in runs]
-            assert kept[0] == kept[1]  # what is written to samples.jsonl first
+            assert kept[0] == kept[1]  # the first samples in samples.jsonl
         else:
             for row in rows:
                 del row["balance/max_over_mean"]

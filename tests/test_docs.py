@@ -26,14 +26,14 @@ from training import model
 
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-SLURM = ROOT / "examples" / "slurm.sh"  # which starts more than one command
+SLURM = ROOT / "examples" / "slurm.sh"  # starts several commands
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
 ROOMS = ("bench", "papers", "reporting", "simulation", "tests", "tests/runs")
 PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
 FINETUNE = "examples/finetune.py"
-KINDS = "train|critic|reward|environment|rollout|genrm|eval|perf|time|occupancy|split|sft|rm"  # of metrics
+KINDS = "train|critic|reward|environment|rollout|genrm|eval|perf|time|occupancy|split|sft|rm"
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
-# of torchrun, sbatch, docker run
+# flags of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
 OF_OTHERS |= {"--rdzv-endpoint", "--rdzv-conf", "--help", "--nodes", "--shm-size"}
 OF_OTHERS |= {"--signals-to-handle", "--numa-binding"}
@@ -48,13 +48,13 @@ def prose(page: Path) -> str:
 
 
 def defines(path: Path, name: str) -> bool:
-    """Whether a file has a function, class, constant or field called so; of Class.name, both."""
+    """Return True if a file defines this function, class, constant or field; for Class.name, both."""
     forms = [rf"^ *((async )?def|class) {part}\b|^ *{part}(:| =)" for part in name.split(".")]
     return all(re.search(form, path.read_text(), re.MULTILINE) for form in forms)
 
 
 def places_in(text: str) -> list[tuple[str, str]]:
-    """(file, name) of all that is said to be in a file: `name` in f.py, `name` (f.py), or `f.py: name`."""
+    """Return (file, name) of all places in a text: `name` in f.py, `name` (f.py), or `f.py: name`."""
     after = [(path, name) for name, path in re.findall(r"`([\w.]+)` (?:in |\()([\w/]+\.py)", text)]
     return after + re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
 
@@ -85,14 +85,14 @@ def test_every_link_resolves(page):
 
 
 def commands_in(page: Path) -> list[list[str]]:
-    """The words of each command line of a page, without its comment and what follows `&`."""
+    """Return the words of each command line of a page, without comments and without what follows &&."""
     lines = page.read_text().replace("\\\n", " ").splitlines()
     starts = [line for line in lines if re.match(r"    (\w+=\w+ )?\S*(torchrun|python) ", line)]
-    return [shlex.split(line.split("#")[0].split("&")[0]) for line in starts]
+    return [shlex.split(line.split("#")[0].split("&&")[0]) for line in starts]
 
 
 def check_run(words: list[str]) -> None:
-    """The arguments of run.py or finetune.py are understood, and fit the number of ranks."""
+    """Check that run.py or finetune.py accepts the arguments, and that they fit the number of ranks."""
     given = dict(pairwise(words))
     ranks = int(given.get("--nnodes", 1)) * int(given.get("--nproc-per-node", 1))
     if FINETUNE in words:
@@ -112,7 +112,7 @@ def check_run(words: list[str]) -> None:
 
 
 def check_program(words: list[str]) -> None:
-    """The file of another command is there, and knows each flag. Of pytest: the tests are there."""
+    """Check that another command's file exists and has each flag; for pytest, that the tests exist."""
     if "pytest" in words:
         assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
         return
@@ -121,12 +121,12 @@ def check_program(words: list[str]) -> None:
     flags = [word for word in words[words.index(name) :] if word.startswith("--")]
     if path.parent.name == "papers" and path.is_file():
         path = ROOT / "papers" / "tables.py"
-    if path.parent != ROOT / "examples":  # those have run.py's
+    if path.parent != ROOT / "examples":  # those use run.py's flags
         assert set(flags) <= flags_of(path), words
 
 
 def flags_of(program: Path) -> set[str]:
-    """Those that it adds to its parser, and the numbers that bench's parser_of makes flags of."""
+    """Return a program's flags: those that it adds, and the numbers that bench's parser_of makes flags of."""
     text = program.read_text()
     numbers = re.findall(r"(\w+)=\d", "".join(re.findall(r"parser_of\(.*\)", text)))
     return {*re.findall(FLAG, text)} | {f"--{dashed(name)}" for name in numbers}
@@ -158,7 +158,7 @@ JOB |= {"MODEL": "a b", "JUDGE": "j", "DATA": "d"}
 
 @pytest.mark.parametrize("network,addresses", [("10.1.", "10.1.0."), ("", "192.0.2.")])
 def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
-    """With the machine's own address twice, the first machine's name, and what it was given for run.py."""
+    """It must pass the machine's own address twice, the first machine's name, and run.py's arguments."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name, does in STAND_INS.items():
         path = tmp_path / ".venv" / "bin" / name
@@ -200,7 +200,7 @@ def test_the_tables_of_algorithms_are_whole():
 
 
 def test_every_metric_that_a_page_names_is_made():
-    """A part of its name stands in the code that makes it: `loss` of `train/loss`."""
+    """A part of its name must appear in the code that makes it: `loss` of `train/loss`."""
     code = "".join(path.read_text() for path in (*PRODUCT, ROOT / FINETUNE))
     for page in PAGES:
         for name in re.findall(rf"`(?:{KINDS})/([a-z0-9_]+)`", page.read_text()):

@@ -1,4 +1,4 @@
-"""The demo's pictures are of its written problems; a cell is a feature."""
+"""The demo's pictures show its written problems; a cell is a feature."""
 
 from config import DEMO_MODELS
 from demo import task
@@ -10,7 +10,7 @@ OTHERS = ((57, 68, "b"), (58, 68, "a"), (57, 69, "a"))
 
 
 def test_the_same_problems_are_written_and_drawn():
-    """By seed and number; a question whose numbers are drawn gives nothing away. A cell is a feature."""
+    """Seed and number must decide; a question with drawn numbers reveals nothing. A cell is a feature."""
     reader = ImageReader(str(DEMO_MODELS / "drawn" / "actor"))
 
     def characters(text, images):

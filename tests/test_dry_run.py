@@ -1,4 +1,4 @@
-"""What is said before a run: sizes by hand and against the real libraries, and both commands as typed."""
+"""The estimates printed before a run: sizes by hand and by the real libraries, both commands as typed."""
 
 import dataclasses
 import os
@@ -44,9 +44,9 @@ def settings(**more):
 
 
 def test_bytes_of_a_trainer_by_hand():
-    """Two layers of attention 192, MLP 384, norms 24; embedding 80, norm 8: 1288 numbers in
-    float32. 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; bfloat16 has 2 and then 4 of
-    weight."""
+    """Two layers (attention 192, MLP 384, norms 24), embedding 80 and norm 8 have 1288 numbers.
+
+    float32 has 4 bytes of weight, 4 of gradient, 8 of AdamW over 2 ranks; bfloat16 has 2 and 4 of weight."""
 
     def parts(config, dp):
         ranks = tuple(range(dp * config.tp * config.pp))
@@ -60,9 +60,9 @@ def test_bytes_of_a_trainer_by_hand():
 
 @pytest.mark.parametrize("dtype,size", [("float32", 4), ("bfloat16", 2)])
 def test_bytes_of_a_trainer_with_adapters_by_hand(dtype, size):
-    """Of a layer: qkv [16, 8], its output [8, 8], gate and up [32, 8], down [8, 16]: 24 + 16 + 40 + 24 sides.
+    """A layer has qkv [16, 8], output [8, 8], gate and up [32, 8], down [8, 16]: 24 + 16 + 40 + 24 sides.
 
-    Gate and up's sum is made in float32, then rounded; the head has no gradient.
+    The sum of gate and up is made in float32, then rounded; the head has no gradient.
     """
     ranks = tuple(range(4))
     config = settings(lora=3, tp=2, dtype=dtype)
@@ -77,7 +77,7 @@ def test_bytes_of_a_trainer_with_adapters_by_hand(dtype, size):
 
 
 def test_the_actor_without_adapters_is_the_reference():
-    """It needs no second model where both have the same ranks and sizes."""
+    """It must need no second model where both have the same ranks and sizes."""
     kl = dict(algorithm=("grpo", "kl_coef=0.1"), lora=4)
 
     def models(**more):
@@ -107,7 +107,7 @@ def test_memory_counts_critics_and_the_reference():
 
 
 def test_bytes_of_an_engine_by_hand(monkeypatch):
-    """A token: 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
+    """A token has 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
     tokens = server.KV_TOKENS
     monkeypatch.setattr(training.memory, "checkpoint_shapes", lambda path: TWO_LAYERS)
     for tp in (1, 2):
@@ -149,7 +149,7 @@ def test_a_dry_run_starts_nothing(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_a_model_that_sees_is_counted(tmp_path, family):
-    """Its tower's tensors have names like the layers', and other widths."""
+    """Its tower's tensors are named like the layers', but have other widths."""
     config = Config(model="m", rule=("right",), max_tokens_per_micro_batch=2000)
     path = make_vision_model(tmp_path, family, layers=2)
     shapes = checkpoint_shapes(path)
@@ -198,7 +198,7 @@ PUSHED = [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]
 
 @pytest.mark.parametrize("mode,tensor,needed", PUSHED)
 def test_shared_memory_has_room_for_pushes(monkeypatch, mode, tensor, needed):
-    """MB of two tensors of so many numbers: all of them, or of each engine a bucket with the last."""
+    """It needs MB for two tensors of this many numbers: both, or per engine a bucket with the last one."""
     shapes = {"one": [tensor], "other": [tensor]}
     config = settings(port=23124, mode=mode, save_every=0)
     monkeypatch.setattr(training.memory, "checkpoint_shapes", lambda path: shapes)
@@ -214,7 +214,7 @@ def test_shared_memory_has_room_for_pushes(monkeypatch, mode, tensor, needed):
     memory.check_fits(config, *placed)
 
 
-MEASURED = {  # bytes: the most that all processes of `torchrun --nproc-per-node 2 run.py ...` took (PSS)
+MEASURED = {  # bytes: the peak PSS of all processes of `torchrun --nproc-per-node 2 run.py ...`
     "--mode partial": 2.18e9,
     "--mode full": 2.74e9,
     "--mode partial --algorithm ppo": 2.22e9,
@@ -223,7 +223,7 @@ MEASURED = {  # bytes: the most that all processes of `torchrun --nproc-per-node
 
 @pytest.mark.parametrize("given", MEASURED)
 def test_the_demo_takes_what_is_counted(monkeypatch, given):
-    """Within 15 %, on 2 cores, where 25 % are promised. Two machines have the libraries twice."""
+    """It must be within 15% on 2 cores (25% is promised). Two machines need the libraries twice."""
     config = parse_config(given.split())
     placed = run.check_settings(config, 2)
     needed = memory.needs_of(config, *placed)[0].needed
@@ -243,14 +243,14 @@ V2 = ("0::/a/b", "", "memory.max", "memory.current", "")
 
 @pytest.mark.parametrize("line,home,limit,taken,prefix", [V1, V2])
 def test_a_containers_limit_counts(tmp_path, monkeypatch, line, home, limit, taken, prefix):
-    """The nearest of its group and those around it, less what is taken and can't be dropped."""
+    """The tightest of its group and those around it counts, minus memory in use that can't be dropped."""
     (tmp_path / "cgroup").write_text(f"7:pids:/\n{line}\n")
     monkeypatch.setattr(free_memory, "GROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(free_memory, "LIMITS", tmp_path)
     whole = free_memory.free_memory()
     (tmp_path / home / "a" / "b").mkdir(parents=True)
     none = "max" if prefix == "" else 2**63 - 4096
-    # of the group, and of the one around it
+    # the group's limit and the outer one's
     for limits, left in (((none, none), whole), ((none, 10_000), 9600), ((1000, 10_000), 600)):
         for folder, most in zip(("a/b", "a"), limits, strict=True):
             (tmp_path / home / folder / limit).write_text(f"{most}\n")

@@ -1,4 +1,4 @@
-"""Engine: the real SGLang server, one for the whole file, on a random model of the demo's shape."""
+"""The engine: the real SGLang server, one for the whole file, on a random model of the demo's shape."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ from tests.support.rounding import apart
 ROOM = dict(max_model_len=1024, max_new_tokens=64, judge_max_new_tokens=64)
 CONFIG = Config(max_running_requests=64, seed=1, **ROOM)
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
-NEAR = apart(3 * 288)  # the longest sum of each of three layers
+NEAR = apart(3 * 288)  # the longest sum in each of three layers
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def shared_engine(run, models, tmp_path_factory):
     engine = launch(models[0], tmp_path_factory.mktemp("log") / "engine.log")
     try:
         run(engine.ready(LIMIT_S))
-        engine.dirty = False  # whether a test has pushed other weights
+        engine.dirty = False  # True if a test has pushed other weights
         yield engine
     finally:
         run(engine.close())
@@ -69,9 +69,9 @@ def shared_engine(run, models, tmp_path_factory):
 
 @pytest.fixture
 def engine(shared_engine, run, models):
-    """The shared engine, idle and with the weights of models[0] as version 0."""
+    """Return the shared engine, idle, with the weights of models[0] as version 0."""
     if shared_engine.dirty:
-        with contextlib.suppress(UserError):  # of a push that was refused, which ends a run
+        with contextlib.suppress(UserError):  # ignore a refused push, which ends a run
             run(shared_engine._call("POST", "/end_weight_update"))
         run(shared_engine.load_weights(hf_model(models[0]).named_parameters(), 0))
         shared_engine.dirty = False
@@ -96,7 +96,7 @@ def hf_logprobs(model, prompt, response, temperature=1.0):
 
 
 async def ask_for(engine, requests):
-    """The finished answers, in the order of the requests; nothing is awaited any more."""
+    """Return the finished answers in the order of the requests; check that nothing is outstanding."""
     pool = pool_of(engine)
     answers = [answer async for answer in pool.generate(requests)]
     assert not pool.status().outstanding
@@ -116,7 +116,7 @@ async def flush(engine):
 
 
 def event_of(index, tokens, total, finish=None, **info):
-    """An event of SGLang's incremental stream: the new tokens; of how many that makes."""
+    """Return an event of SGLang's incremental stream: the new tokens, and their total so far."""
     rows = [[-token / 100, token, None] for token in tokens]
     info = {"completion_tokens": total, "output_token_logprobs": rows, "weight_version": "4"} | info
     info["finish_reason"] = finish and {"type": finish}
@@ -128,8 +128,9 @@ async def stream(engine, requests):
 
 
 def test_what_is_asked_and_what_comes(monkeypatch):
-    """One request with each prompt's own limit and seed; parts have the new tokens and their facts alone.
-    Events come in pieces, and two in one. An answer of a given length is whole when it has that."""
+    """A request must have each prompt's limit and seed; parts hold only the new tokens and their facts.
+
+    Events may arrive in pieces or two at once. An answer of a given length is complete at that length."""
     asked = []
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
     events = [event_of(0, [11], 1, cached_tokens=1), event_of(1, [21, 22], 2, "length")]
@@ -167,7 +168,7 @@ def test_what_is_asked_and_what_comes(monkeypatch):
     assert [rule["ignore_eos"] for rule in body["sampling_params"]] == [False, False, True]
 
 
-ABORTED = {  # when -> the event, tokens that came before, tokens that are new
+ABORTED = {  # when -> the event, tokens that came before, new tokens
     "in the queue": (event_of(0, [], 0, "abort"), 0, []),
     "in it again: SGLang repeats": (event_of(0, [1, 2, 3], 3, "abort", output_ids=[3]), 3, []),
     "while it was written": (event_of(0, [13, 14], 4, "abort"), 2, [13]),
@@ -176,7 +177,7 @@ ABORTED = {  # when -> the event, tokens that came before, tokens that are new
 
 @pytest.mark.parametrize("event, written, tokens", ABORTED.values(), ids=ABORTED)
 def test_an_aborted_answer(event, written, tokens):
-    """Its last token is written again: SGLang didn't look at whether that was the end."""
+    """Its last token must be generated again, because SGLang didn't check whether that was the end."""
     part = read_part(event, written)
     assert (part.tokens, part.finish) == (tokens, "abort")
     assert part.logprobs == [-token / 100 for token in tokens]
@@ -184,7 +185,7 @@ def test_an_aborted_answer(event, written, tokens):
 
 
 def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkeypatch):
-    """For half of --timeout-s while it is awake; as long as it writes, it isn't asked: pausing would wait."""
+    """It does after half of --timeout-s awake; while it generates it isn't probed: pausing would wait."""
     engine, asked, clock = Engine("rollout", 0, "http://127.0.0.1:1", "a key"), [], VirtualClock()
     ends = dict(exit_status=lambda: "", log_end=lambda: "the end of its log: nothing")
     engine._process = SimpleNamespace(**ends)
@@ -194,7 +195,7 @@ def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkey
         return False
 
     async def write():
-        await asyncio.sleep(1000)  # asleep it says nothing
+        await asyncio.sleep(1000)  # asleep it sends nothing
         engine._is_awake = True
         for _ in range(100):
             await asyncio.sleep(1)
@@ -213,7 +214,7 @@ def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkey
 
 
 def test_what_sglang_says_of_any_end_is_not_quoted(tmp_path):
-    """But the error that its scheduler had, or the signal that ended one."""
+    """Only the scheduler's own error, or the signal that ended one, may be quoted."""
     log = tmp_path / "rollout-0.log"
     process = server.ServerProcess([], "a key", log, "cpu", {})
     error = "[20:30:45] Scheduler hit an exception: Traceback (most recent call last):\n"
@@ -229,7 +230,7 @@ def test_what_sglang_says_of_any_end_is_not_quoted(tmp_path):
 
 
 def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
-    """A second. With --timeout-s 30 an idle engine would be given half of that, and be ended."""
+    """SGLang takes a second; with --timeout-s 30 an idle engine would get half of that, and be ended."""
     engine, deadlines = Engine("rollout", 0, "http://127.0.0.1:1", "a key"), []
 
     @contextlib.asynccontextmanager
@@ -243,7 +244,7 @@ def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
 
 
 class Compiling(Engine):
-    """A server that is up, and whose first answers come late: kernels are compiled."""
+    """A server that is up, but whose first answers come late because kernels are compiled."""
 
     def __init__(self, after_s, error=None):
         super().__init__("rollout", 0, "http://127.0.0.1:1", "a key")
@@ -269,7 +270,7 @@ class Compiling(Engine):
 
 
 def test_a_first_answer_has_the_time_of_a_start():
-    """Of either kind. The first sleep has what is left of that time."""
+    """This holds for answers of both kinds. The first sleep has what is left of that time."""
     engine, clock = Compiling(after_s=60), VirtualClock()
     clock.run_until_complete(engine.ready_asleep(300.0))
     assert engine.capacity == 8 and ("/freeze_gc", None) in engine.calls
@@ -292,7 +293,7 @@ def test_a_first_answer_that_does_not_come_ends_the_run(after_s, error, line):
 
 
 def test_a_log_keeps_what_earlier_servers_said(tmp_path):
-    """Also those of an earlier run; a message quotes the newest's own lines."""
+    """It must also keep an earlier run's lines; a message quotes only the newest server's."""
     log = tmp_path / "logs" / "rollout-0.log"
 
     for word in ("first", "second"):
@@ -307,9 +308,9 @@ def test_a_log_keeps_what_earlier_servers_said(tmp_path):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("decode", [True, False])
 def test_batched_attention_equals_one_request_at_a_time(request, kv_heads, decode):
-    """By the formula; and to the last bit a batch of one, whoever is beside it."""
+    """It must match the formula, and to the last bit a batch of one, whatever its neighbors."""
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(1)  # as in the server: threads cut a lone request's sums in other places
+    torch.set_num_threads(1)  # as in the server: threads split a sum elsewhere
     torch.manual_seed(0)
     prefix = torch.tensor([0, 5, 31, 32, 70, 12, 33, 40, 46, 41, 36, 34])
     new = torch.ones_like(prefix) if decode else torch.tensor([3, 1, 40, 32, 7, 33] * 2)
@@ -340,14 +341,14 @@ def test_batched_attention_equals_one_request_at_a_time(request, kv_heads, decod
 
 
 def test_murmur_hash_equals_the_reference():
-    """MurmurHash3_x86_32, of the 16 bytes of seed, place and column."""
+    """MurmurHash3_x86_32 hashes the 16 bytes of seed, place and column."""
     seeds, places = torch.tensor([1, 2**40 + 12345]), torch.tensor([0, 977])
     expected = [[2451737883, 3080619736, 1663027248], [4085201047, 2615633886, 1752657305]]
     assert murmur_hash32(seeds, places, torch.arange(3)).tolist() == expected
 
 
 def test_ragged_batch_equals_transformers(engine, run, models):
-    """40 requests at once, of 1 to 118 prompt tokens: batched attention against one sequence at a time."""
+    """40 concurrent requests of 1 to 118 prompt tokens must match: batched attention against one by one."""
     prompts = [[2 + (7 * i + j) % 60 for j in range(1 + 3 * i)] for i in range(40)]
     sampling = [Sampling((1.0, 0.7)[i % 2], 1 + 13 * i % 60) for i in range(40)]
 
@@ -376,7 +377,7 @@ def test_a_greedy_answer_ends_with_its_stop_token(engine, run, models):
 
 
 def test_what_is_aborted_goes_on_as_if_it_had_stayed(engine, run):
-    """80, of which it decodes 64, cut off again and again, with the cache or without; some at their end."""
+    """80 requests (64 decode at once) are cut off repeatedly, with or without the cache, some at the end."""
     prompts = [tokens_of(i // 16, 4 + 2 * i) for i in range(80)]
     requests, turns = requests_of(prompts, Sampling(1.0, 200), seeds=range(80)), []
 
@@ -443,7 +444,7 @@ def test_a_refused_request_says_why(engine, run):
         run(engine._call("POST", "/end_weight_update"))
 
 
-# tokens of the prompt, tokens to write, temperature: within MKL's unsplit sums, beyond, across their end
+# prompt tokens, tokens to generate, temperature: within MKL's unsplit sums, beyond, across their end
 TARGETS = [(7, 60, 1.0), (30, 130, 0.7), (150, 120, 1.0), (400, 40, 1.0), (1, 20, 0.0)]
 
 
@@ -453,7 +454,7 @@ def tokens_of(seed, length):
 
 
 async def ask_others(engine, count, seed):
-    """Random requests of every kind, a quarter of which begin as a target's prompt does."""
+    """Send random requests of every kind; a quarter of them begin like a target's prompt."""
     rng = random.Random(seed)
 
     async def one():
@@ -468,7 +469,7 @@ async def ask_others(engine, count, seed):
 
 
 def test_an_answer_does_not_depend_on_its_neighbours(engine, run):
-    """Each alone, nothing in the cache; and all beside others, greedy ones among them, also with hits."""
+    """Each by itself without the cache must match all of them among others, greedy ones too, with hits."""
 
     async def ask_target(length, tokens, temperature):
         sampling = Sampling(temperature, tokens, ignore_eos=True)
@@ -490,7 +491,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(engine, run):
 
 
 def test_what_a_window_lacks_is_written_step_by_step(engine, run):
-    """Biased logits, lists of log-probabilities; beside them and after them all others are as they were."""
+    """Such requests have biased logits or lists of log-probabilities; all others must stay the same."""
 
     async def ask_raw(**asked):
         params = dict(temperature=1.0, max_new_tokens=40, sampling_seed=5, ignore_eos=True)
@@ -515,7 +516,7 @@ def test_what_a_window_lacks_is_written_step_by_step(engine, run):
 
 
 def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_path, monkeypatch):
-    """By plain torch, whose log-probabilities have other last bits, the same beside any neighbours."""
+    """Torch's log-probabilities differ in their last bits, but must be the same with any neighbors."""
     asked = [tokens_of(i, 5 + i) for i in range(16)]
     answers = run(ask(engine, asked, Sampling(1.0, 60), seeds=range(16)))
     (tmp_path / "lscpu").symlink_to(shutil.which("lscpu"))  # all that SGLang looks for
@@ -528,7 +529,7 @@ def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_pat
             assert one.tokens == plain.tokens
             assert one.logprobs == pytest.approx(plain.logprobs, rel=0, abs=NEAR)
             assert (one.logprobs != plain.logprobs) == extras.has("fast CPU")
-        for some in (slice(3, 4), slice(0, 16, 3)):  # alone, and beside fewer
+        for some in (slice(3, 4), slice(0, 16, 3)):  # one request, and several
             again = run(ask(other, asked[some], Sampling(1.0, 60), seeds=range(16)[some]))
             expected = [(each.tokens, each.logprobs) for each in plain_answers[some]]
             assert [(each.tokens, each.logprobs) for each in again] == expected
@@ -537,7 +538,7 @@ def test_without_a_compiler_the_tokens_are_the_same(engine, run, models, tmp_pat
 
 
 def test_another_seed_writes_another_answer(engine, run):
-    """To the same prompt in the same request; seeds that differ in their upper half alone are others, too."""
+    """The prompt and the request are the same; seeds that differ only in their upper half must count too."""
     sampling, seeds = Sampling(1.0, 30, ignore_eos=True), [1, 2, 1, 1 + 2**62]
     answers = run(ask(engine, [PROMPT] * 4, sampling, seeds=seeds))
     one, other, same, upper = (answer.tokens for answer in answers)
@@ -556,18 +557,18 @@ def test_pushed_weights_are_served_under_their_version(engine, run, models, monk
     assert answer.versions == [8] * len(answer.tokens)
 
 
-@pytest.mark.parametrize("message", ["has None for", r"has \[.*\] for", "was pushed no"])
+@pytest.mark.parametrize("message", ["has None for", r"has \[.*\] for", "lacked"])
 def test_a_wrong_push_is_refused(engine, run, models, message):
     engine.dirty = True
     (name, tensor), *others = hf_model(models[1]).named_parameters()
-    pushed = {"has None for": [("nothing.weight", tensor)], "was pushed no": []}
+    pushed = {"has None for": [("nothing.weight", tensor)], "lacked": []}
     first = pushed.get(message, [(name, tensor[:1])])
     with pytest.raises(ValueError, match=message):
         run(engine.load_weights([*first, *others], 9))
 
 
 def test_sleep_and_wake(engine, run, models, monkeypatch):
-    """What still runs is aborted; when it has its weights again, it answers."""
+    """Running requests must be aborted; once the engine has its weights again, it answers."""
     calls, call = [], engine._call
 
     def noted(method, path, *deadline_s, **body):
@@ -599,8 +600,9 @@ def test_sleep_and_wake(engine, run, models, monkeypatch):
 
 @pytest.mark.slow
 def test_a_scalar_reward_models_scores_are_transformers(run, models, tmp_path):
-    """Within 1e-4 of a padded batch; to the last bit the same whatever is scored beside it, and after sleep.
-    Without a bias, and without the shards of another save that lie beside its own."""
+    """They must be within 1e-4 of a padded batch, and the same to the last bit in any batch and after sleep.
+
+    The head has no bias, and another save's shards next to its own aren't read."""
     torch.manual_seed(0)
     how = dict(num_labels=1, dtype=torch.float32, pad_token_id=0)
     oracle = AutoModelForSequenceClassification.from_pretrained(models[0], **how)
@@ -640,14 +642,14 @@ def test_what_cannot_be_served_is_refused(tmp_path, models):
 
 
 def living_children():
-    """The processes of servers, and a fork server; not what a push has torch start."""
+    """Return the processes of servers and the fork server, but not those that torch starts for a push."""
     children = psutil.Process().children(recursive=True)
     ours = [each for each in children if not each.name().startswith("torch_shm")]
     return [each for each in ours if each.status() != psutil.STATUS_ZOMBIE]
 
 
 def check_ignored(processes):
-    """No thread of theirs takes a signal that ends a rank: it is ignored, or stays where it is."""
+    """Check that every thread ignores a signal that ends a rank, or keeps it blocked."""
     for process in processes:
         for number in shutdown.SIGNALS:
             process.send_signal(number)
@@ -659,7 +661,7 @@ def check_ignored(processes):
         assert not taken, f"{process} {process.cmdline()}: {taken}"
 
 
-# as with CUDA; what multiprocessing starts with its first child unblocks signals
+# as with CUDA; the process that multiprocessing starts with its first child unblocks signals
 SPAWNER = """
 import multiprocessing, runpy, time
 runpy.run_module("engines.server_main", run_name="__mp_main__")
@@ -670,7 +672,7 @@ time.sleep(9999)
 
 
 def test_a_signal_to_all_processes_reaches_no_spawned_engine():
-    """Nor the process that has it spawned."""
+    """Nor may it reach the process that spawns the engine."""
     command = [sys.executable, "-c", SPAWNER]
     how = dict(cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with shutdown.starting_deaf():
@@ -689,13 +691,13 @@ def test_a_signal_to_all_processes_reaches_no_spawned_engine():
 def test_a_signal_to_all_processes_reaches_none_of_a_server(engine, run):
     run(collect(engine, PROMPT, 1, Sampling(1.0, 3)))
     family = living_children()
-    # three of SGLang's, two of the fork server's
+    # three are SGLang's, two the fork server's
     assert len(family) >= (5 if extras.has("fast CPU") else 3)
     check_ignored(family)
 
 
 def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatch):
-    """Its scheduler by SIGSTOP, then by kill -9: the owner says how its log ends. Nothing is left of it."""
+    """After its scheduler's SIGSTOP, then kill -9, the owner reports how its log ends and leaves nothing."""
     request = Request(PROMPT, Sampling(1.0, 1, ignore_eos=True), 900, 7)
     family = living_children()
     [scheduler] = [each for each in family if "scheduler" in " ".join(each.cmdline())]
@@ -711,7 +713,7 @@ def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatc
 
     async def strike_twice():
         engine._is_awake = True
-        # one alone might be done by then
+        # a single one might be done by then
         asked = asyncio.create_task(stream(engine, [request] * 64))
         await asyncio.sleep(0.5)
         lines = [await line_after(scheduler.suspend, 2.0), await line_after(scheduler.kill, 100.0)]

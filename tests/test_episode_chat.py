@@ -1,5 +1,5 @@
-"""Episodes of chats: prompt, turns and replies are what the model's template makes of the whole chat, and
-nothing that was sampled is rendered or encoded again. Templates are stand-ins of published ones."""
+"""Episodes of chats: prompt, turns and replies must be what the model's template makes of the whole chat, and
+sampled tokens are never rendered or encoded again. Templates are stand-ins of published ones."""
 
 import copy
 import re
@@ -23,7 +23,7 @@ from tests.support.models import save_tokenizer
 from tests.support.templates import CODER, LLAMA3, MISTRAL, QWEN3, QWEN25
 from tests.test_templates import oracle, tool, turn
 
-# its replies stand in the row
+# its replies are in the row
 FILE = """
 class Environment:
     def __init__(self, sample, *, seed):
@@ -39,7 +39,7 @@ SYSTEM = turn("system", "You are a strict grader.")
 TOOLS = [tool("weather", parameters={"type": "object"})]
 PAGE = ROOT / "docs" / "environments.md"
 END = "<|im_end|>"
-NUMBERS = count()  # of episodes
+NUMBERS = count()  # numbers of episodes
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chats(directory, tmp_path_factory, run):
-    """Of a template what plays chats by it: one each, as in a run."""
+    """Return for a template a player of its chats, one each, as in a run."""
     path = tmp_path_factory.mktemp("environment") / "replies.py"
     path.write_text(FILE)
     config = Config(environment=str(path), max_new_tokens=2000)
@@ -67,7 +67,7 @@ def chats(directory, tmp_path_factory, run):
 
     yield lambda *given: Chats(chats(*given), run)
     for each in made.values():
-        with suppress(UserError):  # of a step that was refused
+        with suppress(UserError):  # ignore a refused step
             run(each.episodes.close())
 
 
@@ -79,9 +79,9 @@ class Chats:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def play(self, prompt: list[dict], turns: list[list[int]], replies: list, end=END) -> Sample:
-        """The policy takes turns, of these tokens; the last, to which no reply comes, ends the episode.
+        """Play an episode: the policy's turns have these tokens, and the last one gets no reply.
 
-        After each step: what was there before is there still, in front.
+        Check after each step that all earlier tokens are still at the front.
         """
         sample = Sample(0, next(NUMBERS), tokenization.encode(self.tokenizer, prompt))
         sample.turns, sample.row = prompt, {"replies": copy.deepcopy(replies)}
@@ -98,7 +98,7 @@ class Chats:
 
 
 def chat_of(prompt: list[dict], turns: list[str], replies: list) -> list[dict]:
-    """All turns of a chat."""
+    """Return all turns of a chat."""
     chat = [*prompt]
     for number, text in enumerate(turns):
         chat.append(turn("assistant", text))
@@ -108,7 +108,7 @@ def chat_of(prompt: list[dict], turns: list[str], replies: list) -> list[dict]:
 
 
 def next_prompt(chats: Chats, sample: Sample) -> list[int]:
-    """What the policy is asked last: all before its last turn."""
+    """Return the policy's last prompt: all before its last turn."""
     return sample.tokens[: len(sample.prompt) + sample.begun - len(sample.last_turn)]
 
 
@@ -126,7 +126,7 @@ REPLIES = {
 @pytest.mark.parametrize("kind", REPLIES)
 @pytest.mark.parametrize("prompt", [[ASKED], [SYSTEM, ASKED, turn("assistant", "7"), ASKED]])
 def test_an_episode_is_what_transformers_renders(chats, name, kind, prompt):
-    """Of a whole chat, each time that the policy is asked; its last turn ends as the template ends it."""
+    """All prompts of the policy must match the whole chat's; its last turn ends as the template ends it."""
     own, replies = chats(TEMPLATES[name]), REPLIES[kind]
     turns = ["12 plus 7", "7.\n\nVerdict: correct", "14"][: len(replies) + 1]
     for number in range(1, len(replies) + 1):
@@ -151,7 +151,7 @@ SPELLED = st.lists(WORDS | st.sampled_from([END, "<|im_start|>", "<|endoftext|>"
 SPELLED = SPELLED.map("".join)
 TURN = st.builds(turn, st.sampled_from(["user", "tool"]), SPELLED)
 REPLY = SPELLED | TURN | st.lists(TURN, min_size=1, max_size=3)
-# what a model says first and last isn't white: a template may strip that
+# a model's first and last characters aren't white space, which a template may strip
 SAID = TEXTS.map(str.strip).filter(bool)
 PROMPTS = st.tuples(
     st.sampled_from([[], [SYSTEM]]),
@@ -165,7 +165,7 @@ PROMPTS = st.tuples(
     st.sampled_from(sorted(TEMPLATES)), PROMPTS, st.lists(st.tuples(SAID, REPLY), min_size=1), SAID
 )
 def test_any_chat_is_what_its_template_renders(chats, name, prompt, pairs, last):
-    """Special tokens that a reply spells out are text; no turn of the policy is read twice or left out."""
+    """Special tokens in a reply must be text; no turn of the policy is read twice or left out."""
     own, (turns, replies) = chats(TEMPLATES[name]), zip(*pairs, strict=True)
     sample = own.say(prompt, [*turns, last], [*replies])
     chat = chat_of(prompt, [*turns], [*replies])
@@ -174,7 +174,7 @@ def test_any_chat_is_what_its_template_renders(chats, name, prompt, pairs, last)
 
 
 def test_sampled_tokens_are_never_encoded_again(chats):
-    """Digit by digit, though the tokenizer has tokens of two: they stay, where the text is the same."""
+    """Digits sampled one by one must stay, though the tokenizer has tokens of two with the same text."""
     own = chats(QWEN25)
     tokens = [token for digit in "Verdict: 12" for token in own.encode(digit)]
     assert tokens != own.encode("Verdict: 12")
@@ -187,7 +187,7 @@ def test_sampled_tokens_are_never_encoded_again(chats):
 
 
 def test_between_turns_nothing_is_lost(chats):
-    """A newline behind each turn, and before each later turn of the policy what asks for it."""
+    """A newline must follow each turn, and the generation prompt precedes each later turn of the policy."""
     own = chats(QWEN3)
     sample = own.say([ASKED], ["7", "8", "9"], ["No.", TOLD])
     asks = "<|im_start|>assistant\n"
@@ -211,7 +211,7 @@ def test_a_reply_can_t_end_its_turn(chats):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_turn_that_ended_otherwise_gets_the_templates_end(chats, name):
-    """By another end token: it stays, since it was sampled; what follows is as behind any turn."""
+    """Another end token must stay because it was sampled; what follows is the same as after any turn."""
     own = chats(TEMPLATES[name])
     other = own.say([ASKED], ["7", "8"], ["No."], end="<|endoftext|>")
     usual = own.say([ASKED], ["7", "8"], ["No."])
@@ -224,7 +224,7 @@ THOUGHT = "<think>\nHm.\n</think>\n\n7"
 
 
 def test_reasoning_stays_as_it_was_sampled(chats):
-    """Though Qwen3's template leaves it out of earlier turns; no answer is there twice."""
+    """Qwen3's template drops it from earlier turns, but it must stay, and no answer appears twice."""
     own = chats(QWEN3)
     sample = own.say([ASKED], [THOUGHT, THOUGHT], ["No."])
     assert own.tokenizer.decode(sample.tokens).count(THOUGHT + END) == 2
@@ -241,7 +241,7 @@ def test_a_template_that_asks_for_no_reasoning_asks_each_time(chats):
 
 
 def checked(own: Chats, *prompts: list[dict]) -> list[str]:
-    """What the start says of them."""
+    """Return the messages that the start prints about them."""
     said = []
     check = user_episodes.chat_check("--environment e.py", own.tokenizer, said.append)
     for number, prompt in enumerate(prompts, 1):
@@ -250,7 +250,7 @@ def checked(own: Chats, *prompts: list[dict]) -> list[str]:
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(chats, directory):
-    """Mistral's writes the system's turn before the last of the user: in one line, with the row."""
+    """Mistral's template moves the system turn to the last user turn; one line must name the row."""
     own = chats(MISTRAL)
     with pytest.raises(UserError) as error:
         checked(own, [ASKED], [SYSTEM, ASKED])
@@ -271,7 +271,7 @@ def test_a_template_that_leaves_out_reasoning_is_named_once(chats):
 
 
 def test_a_text_is_answered_by_text(chats):
-    """Without a template's words, nor tokens that it spells out; a tool has no place in it."""
+    """A text has no template's words, and special tokens stay text; tools are refused."""
     own = chats(QWEN25)
 
     def say(reply) -> Sample:

@@ -1,5 +1,5 @@
-"""Whole runs with an environment, with real engines and trainers: each mode plays the same episodes, and a
-run that was killed or stopped plays them again. A step that hangs ends the run."""
+"""Whole runs with an environment, real engines and trainers: modes play the same episodes, and a run that
+was killed or stopped plays them again. A step that hangs ends the run."""
 
 import json
 import signal
@@ -90,7 +90,7 @@ class PacedRun(Run):
 def episodic(
     folder: Path, *arguments, text: str = HINT, ranks: int = 4, run: type[Run] = Run
 ) -> Run:
-    """A run with an environment, and with a rule that has no opinion and writes down all that is judged."""
+    """Make a run with an environment, and with a rule that gives no reward and records all that is judged."""
     folder.mkdir(exist_ok=True)
     (folder / "hint.py").write_text(text)
     (folder / "record.py").write_text(RECORD)
@@ -100,7 +100,7 @@ def episodic(
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Three steps in partial mode on four ranks: what the others come to."""
+    """Run three steps in partial mode on four ranks, the reference for the others."""
     return episodic(tmp_path_factory.mktemp("unbroken")).ended()
 
 
@@ -109,7 +109,7 @@ def lines_of(run: Run, name: str) -> list[list]:
 
 
 def judged(run: Run) -> dict[tuple, list]:
-    """By weights that began it, prompt and index: all of an episode, each time the same."""
+    """Return by starting weights, prompt and index each judged episode, checking that repeats are equal."""
     found = {}
     for prompt_id, index, versions, *more in lines_of(run, "judged.jsonl"):
         episode = [versions, *more]
@@ -118,18 +118,18 @@ def judged(run: Run) -> dict[tuple, list]:
 
 
 def check_as(run: Run, other: Run) -> None:
-    """The same numbers, episodes and weights, to the last bit."""
+    """Check that numbers, episodes and weights are equal, to the last bit."""
     run.check_as(other)
     assert (run.out / FINAL).read_bytes() == (other.out / FINAL).read_bytes()
     one, two = judged(run), judged(other)
-    both = one.keys() & two.keys()  # a mode may have judged a group more, which no step needed
+    both = one.keys() & two.keys()  # a mode may have judged one more group, which no step needed
     assert len(both) >= TRAINED
     assert [one[key] for key in both] == [two[key] for key in both]
     print(f"{len(both)} episodes are the same, {sum(len(one[key][3]) for key in both)} replies")
 
 
 def check_episodes(run: Run) -> None:
-    """Each is, turn for turn, what an environment has heard, and what it earned by that."""
+    """Check that each matches, turn by turn, what an environment received and rewarded."""
     heard = {}
     for seed, prompt_id, index, *turns in lines_of(run, "heard.jsonl"):
         heard.setdefault((prompt_id, index), []).append(turns)
@@ -145,7 +145,7 @@ def check_episodes(run: Run) -> None:
 
 
 def test_a_run_plays_episodes(unbroken):
-    """Engine and trainer agree; each policy's token has been trained on, no reply's."""
+    """Engine and trainer must agree; each policy token is trained on, and no reply token."""
     unbroken.check_nothing_is_left()
     check_episodes(unbroken)
     *rows, last = unbroken.rows()
@@ -161,7 +161,7 @@ def test_a_run_plays_episodes(unbroken):
 
 @pytest.mark.parametrize("mode", ["full", "fused"])
 def test_all_modes_play_the_same_episodes(tmp_path, unbroken, mode):
-    """Also if answers move in fused mode to another engine in the middle of an episode."""
+    """Modes must agree, even if fused mode moves answers to another engine in the middle of an episode."""
     run = episodic(tmp_path, "--mode", mode, "--tail", "0.5", run=PacedRun).ended()
     check_as(run, unbroken)
     moved = sum(row.get("rollout/moved", 0) for row in run.rows())
@@ -176,7 +176,7 @@ def test_a_killed_run_plays_on(tmp_path, unbroken):
 
 
 def test_served_ahead_a_stopped_run_plays_on(tmp_path):
-    """By its own rule, and twice the same."""
+    """It must follow its own rule, and give the same result twice."""
     ahead = ("--placement", "standalone", "--ahead", "1")
     unbroken = episodic(tmp_path / "unbroken", *ahead).ended()
     check_episodes(unbroken)
@@ -188,7 +188,7 @@ def test_served_ahead_a_stopped_run_plays_on(tmp_path):
 
 
 def test_episodes_that_were_cut_off_are_played_again(tmp_path):
-    """With over-dispatch, where time decides who is cut off: after kill -9 those are carried on."""
+    """With over-dispatch, where timing decides which are cut off, these must go on after kill -9."""
     run = episodic(tmp_path, "--over-dispatch", "3", text=SLOW, ranks=2)
     run.struck((saved(1), Run.kill_all))
     carried = run.rows()[0]["rollout/carried_groups"]
@@ -199,11 +199,11 @@ def test_episodes_that_were_cut_off_are_played_again(tmp_path):
     assert carried and [row["step"] for row in rows] == list(range(STEPS + 1))
     assert all(row["environment/lost_frac"] == 0 for row in rows[:-1])
     check_episodes(again)
-    continued = answered = 0  # by later weights; behind a reply, which was given to earlier ones
+    continued = answered = 0  # by later weights; after a reply, which was given to earlier ones
     for _, _, versions, _, _, replies, _, _ in lines_of(again, "judged.jsonl"):
         continued += len({*versions}) > 1
         answered += any(versions[place - 1] < versions[-1] for place, _, _ in replies)
-    print(f"{continued} episodes continued, {answered} behind a reply")
+    print(f"{continued} episodes continued, {answered} after a reply")
     assert answered
 
 

@@ -1,6 +1,5 @@
-"""Episodes are trained on as plain transformers in float64 trains on their tokens, of which the policy's
-own are targets: prompt, turns and replies in their order. Packed, and under tensor, pipeline and sequence
-parallelism."""
+"""Episodes are trained on as plain transformers in float64 trains on their tokens. Only the policy's own are
+targets: prompt, turns and replies in order. Packed, and under tensor, pipeline and sequence parallelism."""
 
 import random
 from dataclasses import replace
@@ -29,7 +28,7 @@ LAYOUTS = {  # name -> family, ranks, sizes
     "dp2": ("qwen3", 2, {}),
 }
 STEPS = 2
-REPLIES = (0, 1, 3, 2)  # of the episodes of a group
+REPLIES = (0, 1, 3, 2)  # in the episodes of a group
 
 
 def draw(rng: random.Random, low: int, high: int) -> list[int]:
@@ -37,7 +36,7 @@ def draw(rng: random.Random, low: int, high: int) -> list[int]:
 
 
 def make_episode(rng: random.Random, prompt_id: int, index: int, prompt: list[int]) -> Sample:
-    """Turns and replies of a few tokens, some of one; each turn has an advantage of its own."""
+    """Make turns and replies of a few tokens, some of one; each turn has an advantage of its own."""
     sample = Sample(prompt_id, index, prompt)
     sample.advantages = []
     for turn in range(REPLIES[index] + 1):
@@ -52,7 +51,7 @@ def make_episode(rng: random.Random, prompt_id: int, index: int, prompt: list[in
 
 
 def make_episodes(step: int) -> list[Sample]:
-    """Twelve: a group has episodes without a reply, and with several."""
+    """Make twelve: a group has episodes without a reply, and with several."""
     rng = random.Random(step)
     prompts = [draw(rng, 1, 8) for _ in range(3)]
     keys = [(prompt_id, index) for prompt_id in range(3) for index in range(4)]
@@ -63,7 +62,7 @@ def make_episodes(step: int) -> list[Sample]:
 
 
 def woven(sample: Sample) -> tuple[list[int], list[bool]]:
-    """All tokens of an episode, and which are the policy's, from its fields alone."""
+    """Return all tokens of an episode, and which are the policy's, using only its fields."""
     replies = {reply.start: reply.tokens for reply in sample.replies}
     tokens, own = [*sample.prompt], [False] * len(sample.prompt)
     for place, token in enumerate(sample.response):
@@ -76,7 +75,7 @@ def woven(sample: Sample) -> tuple[list[int], list[bool]]:
 
 
 def plain_logprobs(model, sample: Sample, temperature: float, is_all=False) -> tuple:
-    """Log-probability and entropy of the policy's tokens, or of all behind the prompt."""
+    """Return log-probability and entropy of the policy's tokens, or of all after the prompt."""
     tokens, own = woven(sample)
     targets = torch.tensor(own[1:]) | (is_all * (torch.arange(1, len(own)) >= len(sample.prompt)))
     logits = model(torch.tensor([tokens])).logits[0, :-1][targets]
@@ -87,7 +86,7 @@ def plain_logprobs(model, sample: Sample, temperature: float, is_all=False) -> t
 
 
 def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
-    """The mean over the policy's tokens of the clipped loss; its metrics are added."""
+    """Return the mean clipped loss over the policy's tokens; add up its metrics."""
     algorithm = algorithm_of(config)
     losses, entropies = [], []
     for sample in samples:
@@ -103,7 +102,7 @@ def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Ten
 
 
 def learned_too(model, config, samples: list[Sample]) -> float:
-    """The norm of the gradient if replies were targets, with the advantage of the turn before."""
+    """Return the gradient's norm if replies were targets, with the advantage of the turn before."""
     losses = []
     for sample in samples:
         logprobs, _ = plain_logprobs(model, sample, config.temperature, is_all=True)
@@ -119,7 +118,7 @@ def learned_too(model, config, samples: list[Sample]) -> float:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> dict:
-    """Updates of plain transformers and AdamW in float64. The second batch is off-policy."""
+    """Make updates of plain transformers and AdamW in float64. The second batch is off-policy."""
     model_dir = make_model(tmp_path_factory.mktemp("model"), "qwen3", tied=False)
     config = actor_config()
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
@@ -144,7 +143,7 @@ def reference(tmp_path_factory) -> dict:
 
 
 def train(reference: dict, sizes: dict, path: str) -> dict:
-    """The same updates by an actor under a layout, then one of episodes that are worth nothing."""
+    """Make the same updates by an actor under a layout, then one with episodes that are worth nothing."""
     from actor import Actor
     from examples.make_demo.closing import close
 
@@ -170,7 +169,7 @@ def results(reference, tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_an_update_of_episodes_is_that_of_plain_transformers(name, reference, results):
-    """Log-probabilities of the policy's tokens, loss, gradient, and the weights after two updates."""
+    """Log-probabilities of the policy's tokens, loss, gradient and weights must agree after two updates."""
     result = results[name]
     assert len(LEARNING_RATES) >= STEPS == len(result["metrics"])
     for step, expected in enumerate(reference["metrics"]):
@@ -183,7 +182,7 @@ def test_an_update_of_episodes_is_that_of_plain_transformers(name, reference, re
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_gradient_comes_from_a_reply(name, reference, results):
-    """If what the policy wrote is worth nothing, it is 0. To learn replies would be another one."""
+    """If the policy's tokens are worth nothing it must be 0. Training on replies would give another one."""
     assert results[name]["nothing"] == 0
     norm = reference["metrics"][0]["train/grad_norm"]
     assert abs(reference["learned_too"] - norm) > 0.05 * norm
@@ -191,7 +190,7 @@ def test_no_gradient_comes_from_a_reply(name, reference, results):
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_packed_targets_are_the_policys_tokens(rng, count, tp_with_sp):
-    """Of any episodes: each token is predicted from the one before it, a reply's by nobody."""
+    """In any episode the token before predicts each of them, and no token predicts a reply's."""
     episodes = [make_episode(rng, 0, rng.randrange(4), draw(rng, 1, 5)) for _ in range(count)]
     sequences = [Sequence(s.prompt, s.response, (), s.replies) for s in episodes]
     [batch] = make_micro_batches([sequences], tp_with_sp)

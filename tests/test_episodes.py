@@ -1,4 +1,4 @@
-"""Episodes of whole runs on fakes: a seed is a run, what is cut off goes on, what is lost has no reward."""
+"""Episodes of whole runs on fakes: a seed is a run, cut-off episodes go on, and lost ones have no reward."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ from tests.test_rollout import check_continued, check_prompts, check_tokens
 
 
 def facts_of(controllers):
-    """By step, all that was trained on."""
+    """Return by step all samples trained on."""
     names = ["response", "logprobs", "versions", "replies", "turn_rewards", "reward"]
     found = []
     for step in range(len(controllers[0].report.steps)):
@@ -42,7 +42,7 @@ def facts_of(controllers):
 
 
 def check_played(kind, controllers, before=()):
-    """Each object was closed once, and was shown each turn of its episode once, in their order.
+    """Check that each object was closed once and saw each turn of its episode once, in order.
 
     before: keys of those that were finished before a restart.
     """
@@ -70,7 +70,7 @@ LAYOUTS = [("full", 1), ("full", 3), ("partial", 2), ("partial", 4), ("fused", 2
     tail=st.floats(0, 1),
 )
 def test_samples_don_t_depend_on_who_answers_first(layouts, algorithm, seed, tail):
-    """All modes train on the same episodes, whatever engines and environments take how long."""
+    """All modes must train on the same episodes, however long engines and environments take."""
     found = []
     for number, layout in enumerate(layouts):
         kind = game((0.0, 0.01, 0.4), seed + number)
@@ -87,7 +87,7 @@ def test_samples_don_t_depend_on_who_answers_first(layouts, algorithm, seed, tai
 
 
 def awaken(engines):
-    """An evaluation has the weights of its own directory."""
+    """An evaluation uses the weights of its own directory."""
     for engine in engines:
         engine.version = 0
 
@@ -99,7 +99,7 @@ def slowly(engines):
 
 @pytest.mark.parametrize("mode", ["partial", "full"])
 def test_episodes_that_are_cut_off_go_on_with_their_objects(mode):
-    """In a turn or while the environment answers: none is made again, no step is taken twice."""
+    """No object may be made again and no step taken twice, in a turn or while the environment answers."""
     kind = game((0.0, 0.5, 3.0))
     how = dict(over_dispatch=4.0, prompts_per_step=2, steps=10, prepare=slowly, eval_every=99)
     controllers = play(kind, mode, **how)
@@ -115,7 +115,7 @@ def test_episodes_that_are_cut_off_go_on_with_their_objects(mode):
 
 
 def carried_in(folder):
-    """How far the samples of groups are that a checkpoint holds, by key."""
+    """Return by key how far the samples in a checkpoint's groups are."""
     own = [json.loads(path.read_text()) for path in folder.glob("controllers/*")]
     samples = chain.from_iterable(group for each in own for group in each["groups"])
     return {(s["prompt_id"], s["index"]): s["finish"] for s in samples}
@@ -131,7 +131,7 @@ def test_a_restart_plays_carried_episodes_again_and_trains_on_the_same(tmp_path)
     again = play(kind, out=tmp_path / "again", resumed=folder, **how)
     check_played(kind, again, {key for key, finish in begun.items() if finish == "stop"})
     assert facts_of(again) == facts_of(first)[2:]
-    # with replies that differ, what goes on is lost
+    # replies that differ lose the episodes that go on
     other = game()
     step = other.step
 
@@ -151,7 +151,7 @@ def without_held_out(c):
 
 
 def lose_some(kind, part, turn):
-    """Have the world of a part of the episodes be out of reach in this turn, from 0."""
+    """Make the world of a part of the episodes unreachable in this turn, from 0."""
     step = kind.step
 
     async def step_or_lose(self, text):
@@ -184,7 +184,7 @@ def test_what_is_lost_is_dropped_and_counted_never_0(mode):
 
 
 def test_a_world_that_nobody_reaches_ends_the_run():
-    """After 64 episodes of all controllers, in a step or in an evaluation."""
+    """It must end after 64 episodes of all controllers, in a step or in an evaluation."""
     one_line = r"^--environment g.py lost each of the first \d+ episodes: it raised ConnectionErr.*differed$"
     for how in (
         dict(eval_every=99),
@@ -257,7 +257,7 @@ class HalfWithKeys(FakeSource):
 
 
 def test_an_evaluation_plays_episodes():
-    """A reward of each; accuracy, of the last turn, where there is a key."""
+    """Each must have a reward, and an accuracy of the last turn where there is a key."""
     rows = []
 
     def watch(c):
@@ -288,7 +288,7 @@ def test_an_evaluation_plays_episodes():
 
 
 class Fails:
-    """A class whose second turn is an error of its own, in this method."""
+    """A class whose second turn raises an error of its own in this method."""
 
     made = ()
 
@@ -313,7 +313,7 @@ def test_an_error_ends_the_run_and_closes_all():
 
 
 def test_an_error_in_close_ends_the_run(caplog):
-    """In one line: asyncio names no error that nobody looked at."""
+    """It must do so in one line; asyncio must not report an unretrieved error."""
     kind = game()
 
     def close(self):

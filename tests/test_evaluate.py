@@ -1,4 +1,4 @@
-"""--steps 0: the loop's evaluation without a step, and what it leaves; pass@k by counting."""
+"""--steps 0: the loop's evaluation without a step, and its files; pass@k by counting."""
 
 import itertools
 import json
@@ -26,14 +26,14 @@ def figures_in(out):
 
 
 def by_hand(prompt, index, sampling):
-    """Of 0 the greedy answer and samples 1 and 3 are right, of 1 none; the last of 5 is cut off."""
+    """Make prompt 0's greedy answer and samples 1, 3 right, none of 1's; cut off the last of prompt 5."""
     is_right = number_in(prompt) == 0 and index in (0, 1, 3, 5)
     text = f">{number_in(prompt) + (not is_right)}"
     return text_answer(" " * 200 + text if index == 5 else text, index)
 
 
 def evaluate(out, size=1, write=by_hand, prompts=2, events=(), **settings):
-    """Evaluate on fakes; returns the controllers, and what rank 0 said."""
+    """Evaluate on fakes; return the controllers and rank 0's messages."""
     said = []
     given = dict(steps=0, model="m", eval_samples=5, out=str(out), **settings)
     out.mkdir(exist_ok=True)
@@ -58,11 +58,11 @@ def evaluate(out, size=1, write=by_hand, prompts=2, events=(), **settings):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_evaluation_compares_answers_with_their_keys(tmp_path, size):
-    """On any number of ranks. Of the first prompt samples 1 and 3 are right, of the second none."""
+    """On any number of ranks, samples 1 and 3 of the first prompt are right, and none of the second."""
     controllers, said = evaluate(tmp_path / "out", size)
     assert not any(c.was_stopped for c in controllers)
     found = figures_in(tmp_path / "out")
-    # of the first, 3 of the 10 ways to draw 2 have no right one, and none of those to draw 4
+    # for the first, 3 of 10 ways to draw 2 have no right one, and none of those to draw 4
     figures = {"accuracy": 1, "pass@1": 2 / 5, "pass@2": 1 - 3 / 10, "pass@4": 1, "pass@5": 1}
     for name, of_first in figures.items():
         assert found[f"eval/{name}"] == pytest.approx(of_first / 2)
@@ -78,7 +78,7 @@ def test_an_evaluation_compares_answers_with_their_keys(tmp_path, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_evaluation_that_is_stopped_begins_anew(tmp_path, size):
-    """What was answered by then is moved aside. The next one asks all, and comes to all figures."""
+    """Finished answers must be moved aside. The next one generates all again, and gets all figures."""
     slow = dict(write=lambda prompt, *_: text_answer(" " * 90 * number_in(prompt)), prompts=5)
     slow |= dict(max_new_tokens=400, max_running_requests=1)
     out = tmp_path / "out"
@@ -96,17 +96,19 @@ def test_an_evaluation_that_is_stopped_begins_anew(tmp_path, size):
 
 @pytest.mark.parametrize("name", ["checkpoints/step_3", "hf/step_3", "hf"])
 def test_a_folder_with_weights_is_refused(tmp_path, name):
-    """Its run may go on, or --model be in it."""
+    """Its run may resume, or it may hold --model."""
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match=rf"^--out {tmp_path}: {name[:2]}\S* is of a run, and --st"):
+    with pytest.raises(
+        UserError, match=rf"^--out {tmp_path}: {name[:2]}\S* belongs to a run, and --st"
+    ):
         make_ready(tmp_path, print)
     assert (tmp_path / "metrics.jsonl").exists() and not tmp_path.with_name("out-1").exists()
 
 
 @given(st.integers(1, 9), st.data())
 def test_pass_at_k_counts_the_draws_that_hold_a_right_answer(samples, drawn):
-    """Over all ways to draw k of them, one by one, in the mean over prompts. k: powers of two, and all."""
+    """It must match all ways to draw k of them, averaged over prompts; k: powers of two, and all."""
     counts = drawn.draw(st.lists(st.integers(0, samples), min_size=1, max_size=3))
     found = pass_at_k(samples, counts)
     sizes = [k for k in range(1, samples + 1) if k in (1, 2, 4, 8, samples)]

@@ -1,4 +1,4 @@
-"""What examples/ shows: each short enough to be read at a glance, and run on fakes and a virtual clock."""
+"""The files of examples/: each short enough to read at a glance, and run on fakes and a virtual clock."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ BENCH = ROOT / "bench"
 
 @pytest.fixture(autouse=True)
 def tables():
-    """What an example adds to them is gone after its test."""
+    """Remove an example's additions to the tables after its test."""
     with (
         patch.dict(algorithms.ALGORITHMS),
         patch.dict(placement.PLACEMENTS),
@@ -42,7 +42,7 @@ def tables():
 
 
 def run_example(name, monkeypatch, *arguments):
-    """Run the file as its user does, but for the run itself; returns the arguments that it starts with."""
+    """Run the file as a user does, but without the run itself; return the arguments that it starts with."""
     started = []
     monkeypatch.setattr(run, "main", started.append)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -51,7 +51,7 @@ def run_example(name, monkeypatch, *arguments):
 
 
 def kept(controllers, steps):
-    """What they trained on, step by step: prompt, index and reward of each sample, in order."""
+    """Return each step's samples in order: prompt, index and reward."""
     found = []
     for step in range(steps):
         samples = [s for c in controllers for s in c.report.steps[step][1].kept]
@@ -61,7 +61,7 @@ def kept(controllers, steps):
 
 
 def test_an_algorithm_of_one_s_own_runs(monkeypatch):
-    """It registers its row, starts the program with its arguments, and trains."""
+    """It must register its row, start the program with its arguments, and train."""
     arguments = ["--algorithm", "mine", "clip_low=0.1"]
     assert run_example("my_algorithm.py", monkeypatch, *arguments) == [arguments]
     controllers, _ = simulate("partial", 2, algorithm=("mine", "clip_low=0.1"), steps=2)
@@ -76,7 +76,7 @@ def test_an_algorithm_of_one_s_own_runs(monkeypatch):
 
 
 def test_a_mode_of_one_s_own_runs(monkeypatch):
-    """It trains on the very samples of partial colocation, and judges no answer before its group is there."""
+    """It must train on partial colocation's samples, and judge no answer before its group is finished."""
     arguments = ["--mode", "by_group"]
     assert run_example("my_mode.py", monkeypatch, *arguments) == [arguments]
     runs = [simulate(mode, 4)[0] for mode in ("by_group", "partial")]
@@ -87,7 +87,7 @@ def test_a_mode_of_one_s_own_runs(monkeypatch):
 
 
 def test_a_placement_of_one_s_own_runs(monkeypatch):
-    """The critic learns on the last rank; the others train the actor on the very samples of one placement."""
+    """The critic must learn on the last rank; the actor's samples are those of a colocated run."""
     arguments = ["--placement", "last", "--algorithm", "ppo"]
     assert run_example("my_placement.py", monkeypatch, *arguments) == [arguments]
     ppo = dict(algorithm=("ppo",), steps=2)
@@ -106,7 +106,7 @@ CRITIQUES |= dict.fromkeys(("Points: 11", "Points: -3", "It is good."))
 
 
 def test_a_judge_of_one_s_own_runs(monkeypatch):
-    """The reward is a tenth of its points for the whole response; above 5 it accepts."""
+    """The reward must be a tenth of its points for the whole response; above 5 it accepts."""
     arguments = ["--judge-format", "points"]
     assert run_example("my_judge.py", monkeypatch, *arguments) == [arguments]
     parse = genrm.FORMATS["points"].parse
@@ -127,7 +127,7 @@ def test_a_judge_of_one_s_own_runs(monkeypatch):
 
 
 def test_a_reward_of_one_s_own_runs():
-    """Alone: 1 for the right answer, a tenth less for every ten tokens over forty."""
+    """As the only reward it must be 1 for the right answer, a tenth less for every ten tokens over forty."""
     rule = str(EXAMPLES / "my_reward.py")
     controllers, _ = simulate("partial", 2, model="m", judge=(), rule=(rule,), steps=2)
     assert kept(controllers, 2) and not controllers[0].devices.genrm.all_engines
@@ -137,7 +137,7 @@ def test_a_reward_of_one_s_own_runs():
 
 
 def test_a_rule_that_reads_its_rows():
-    """Of each row of its file: the right answer, one too short, one that was cut off; none of other rows."""
+    """It must score a right, a too short and a cut-off answer of each row of its file, and no other row."""
     rule = user_code.module_of(EXAMPLES / "my_rule_rows.py").tidy
     tokenizer = tokenization.load_tokenizer(str(EXAMPLES.parent / "demo/models/written/actor"))
     prompts = prompt_file.PromptFile(EXAMPLES / "my_rows.jsonl", tokenizer, 184)
@@ -169,7 +169,7 @@ REFUSED = (
 
 
 def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
-    """It refuses what isn't numbers with + - * between them."""
+    """It must refuse anything but numbers with + - * between them."""
     from environment import read_step
     from examples.my_environment import Environment
 
@@ -186,7 +186,7 @@ def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
 
 
 def test_a_guessing_game_is_won_by_its_hints():
-    """Its seed chooses the number. Each hint costs; at the end it counts how near the last guess was."""
+    """Its seed must choose the number. Each hint costs; at the end the distance of the last guess counts."""
     from environment import read_step
     from examples.my_guessing_game import Environment
 
@@ -210,7 +210,7 @@ def test_a_guessing_game_is_won_by_its_hints():
 
 
 def test_a_sandbox_is_asked_over_http(monkeypatch):
-    """A server that drops a request, is too slow, or is gone: errors by which an episode is dropped."""
+    """A server that drops a request, is too slow, or is gone must raise errors that drop the episode."""
     from examples import my_sandbox
 
     episode = my_sandbox.Environment(Sample(0, 0, [], "2+3=", "5"), seed=0)
@@ -245,7 +245,7 @@ def test_a_sandbox_that_hangs_is_left(monkeypatch):
 
 
 def calculator(name, *more):
-    """The arguments of a run in which the model may ask, as my_environment.py has them."""
+    """Return the arguments of a run in which the model may ask, as in my_environment.py."""
     text = (EXAMPLES / "my_environment.py").read_text()
     arguments = re.search(r"run\.py ((?:.*\\\n)*.*)", text)[1].replace("\\\n", " ").split()
     place = arguments.index("--environment") + 1
@@ -254,7 +254,7 @@ def calculator(name, *more):
 
 @pytest.mark.slow
 def test_the_calculator_s_command_learns_to_ask(tmp_path):
-    """From nothing right to nearly all, by two turns of an episode instead of one."""
+    """It must go from nothing right to nearly all, with episodes of two turns instead of one."""
     first, *_, trained, last = Run(tmp_path, *calculator("my_environment")).ended().rows()
     assert first["eval/accuracy"] < 0.3 and last["eval/accuracy"] > 0.85
     assert first["environment/turns_mean"] < 1.4 and trained["environment/turns_mean"] > 1.8
@@ -262,7 +262,7 @@ def test_the_calculator_s_command_learns_to_ask(tmp_path):
 
 @pytest.mark.slow
 def test_a_bad_server_costs_episodes_and_a_silent_one_the_run(tmp_path, monkeypatch):
-    """What it drops is counted. If it never answers the run ends in one line, and nothing is left."""
+    """Dropped requests must be counted. If it never answers, the run ends in one line and leaves nothing."""
     monkeypatch.setenv("SANDBOX_TIMEOUT_S", "1")
     with slow_server.running(slow_server.Habits()) as address:
         monkeypatch.setenv("SANDBOX", address)
@@ -279,7 +279,7 @@ def test_a_bad_server_costs_episodes_and_a_silent_one_the_run(tmp_path, monkeypa
 
 
 def test_a_warm_start_learns_episodes_as_they_are_played():
-    """Its prompts are a turn's start: the question, a turn and what ended it, the reply. The sums ship."""
+    """Its prompts must start a turn: the question, a turn with its end, the reply. The sums are included."""
     from examples.make_demo import calculator
 
     model = EXAMPLES.parent / "demo/models/calculator/actor"

@@ -28,15 +28,15 @@ FIRST = {  # name -> family, ranks, sizes
 }
 OTHERS = {
     "pp2": ("qwen3", 2, {"pp": 2, "schedules": ALL}),
-    # one data-parallel rank has nothing to sum: a pass may leave a parameter out
+    # one data-parallel rank has nothing to sum, so a pass may leave a parameter out
     "tp2": ("qwen3", 2, {"tp": 2, "schedules": ALL[:3], "bucket": 500}),
     "pp4": ("qwen3", 4, {"pp": 4, "schedules": ALL}),
     "tp2_pp2_sp": ("qwen3", 4, {"tp": 2, "pp": 2, "sp": True, "schedules": ALL}),
-    # gradients are summed during the backward pass, in buckets of so many parameters, as on CUDA
+    # gradients are summed during the backward pass, in buckets of that many parameters, as on CUDA
     "dp2_pp2": ("qwen3", 4, {"pp": 2, "schedules": ALL, "bucket": 500}),
 }
 SETTINGS = dict(row="ppo", updates_per_step=2, max_tokens_per_micro_batch=32)
-# sums of squares, one a tensor, in another order
+# sums of squares, one per tensor, in another order
 NORMS = ("critic/grad_norm", "train/grad_norm")
 
 
@@ -52,7 +52,7 @@ def result_of(tmp_path_factory):
 
 
 def megatron_run(works: list, schedule: str):
-    """Megatron-Core's own schedule in the place of executor.run."""
+    """Run Megatron-Core's own schedule instead of executor.run."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -79,7 +79,7 @@ def megatron_run(works: list, schedule: str):
 
 @contextmanager
 def schedule_of(name: str):
-    """The setting's value, while Megatron's own runs in the executor's place if that is its name."""
+    """Return the setting's value; if it names Megatron's own schedule, patch it into the executor."""
     run = megatron_run if name == "megatron" else executor.run
     with mock.patch.object(executor, "run", run), mock.patch.object(trainer, "run", run):
         yield "1f1b" if name == "megatron" else name
@@ -91,7 +91,7 @@ def build(model_dir: str, schedule: str, layout: dict) -> tuple:
 
 
 def batch_of(step: int, samples: list) -> list:
-    """Samples of weights `step`, with what PPO knows of them but the values."""
+    """Make a batch of samples by weights `step`, with PPO's columns except the values."""
     kept = [sample for sample in samples if sample.advantages is not None]
     samples = [replace(sample, versions=[step] * len(sample.response)) for sample in kept]
     rng = random.Random(step)
@@ -102,7 +102,7 @@ def batch_of(step: int, samples: list) -> list:
 
 
 def ppo_step(trainers: tuple, step: int, samples: list) -> tuple[dict, list]:
-    """As controller.learn. Returns metrics but for seconds, and the values that the critic gave."""
+    """Make a step as controller.learn does. Return metrics without seconds, and the critic's values."""
     actor, critic = trainers
     mini_batches = balanced(batch_of(step, samples), actor)
     critic.compute_values(mini_batches)
@@ -120,7 +120,7 @@ def weights_of(trainers: tuple) -> dict:
 
 
 def train(reference: dict, layout: dict, path: str) -> dict:
-    # the norm's last bit depends on where its parts lie, and would show in weights
+    # the norm's last bit depends on where its parts are, and would show in weights
     trainer.CLIP_GRAD = 100.0
     layout, batches, results = dict(layout), reference["batches"], {}
     model_dir = reference["model_dir"]
@@ -144,7 +144,7 @@ def cases() -> Iterator:
 
 @pytest.mark.parametrize("layout,schedule", list(cases()))
 def test_a_schedule_trains_as_megatron_s_own(result_of, layout, schedule):
-    """Three steps of two mini-batches: values, metrics and weights have the same bits."""
+    """Over three steps of two mini-batches, values, metrics and weights must have the same bits."""
     ours, expected = result_of(layout)[schedule], result_of(layout)["megatron"]
     steps = zip(ours["history"], expected["history"], strict=True)
     near = apart(len(expected["weights"]))
@@ -160,14 +160,14 @@ def test_a_schedule_trains_as_megatron_s_own(result_of, layout, schedule):
 
 
 class Wires:
-    """What each rank of a table posts and awaits, in its order, as the executor asks for it."""
+    """Records what each rank of a table posts and awaits, in order, as the executor requests it."""
 
     def __init__(self, monkeypatch, table, pipes, connects=True):
         calls = dict(irecv=self.irecv, isend=self.isend, recv=self.irecv, send=self.isend)
         for module in (executor, groups):
             monkeypatch.setattr(module, "dist", SimpleNamespace(**calls))
-        self.steps = [[] for _ in table]  # of each rank: (kind, pair, group, direction)
-        self.most = 0  # tensors that a rank holds at once for messages under way
+        self.steps = [[] for _ in table]  # for each rank: (kind, pair, group, direction)
+        self.most = 0  # tensors that a rank holds at once for messages in flight
         for self.rank, tasks in enumerate(table):
             trainer = SimpleNamespace(
                 pipeline=groups.Pipeline(self.rank, list(range(len(table))), "up", "down"),
@@ -198,7 +198,7 @@ class Wires:
         return SimpleNamespace(wait=lambda: steps.append((kind, where, number)))
 
     def end(self):
-        """Whether all end by NCCL's rule: of two ranks in a group the first post waits for the other's."""
+        """Return True if all end by NCCL's rule: a group's first post on one rank waits for the other's."""
         known, done, moves = set(), [0] * len(self.steps), True
         while moves:
             moves = False
@@ -223,7 +223,7 @@ class Wires:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
-    """Of two ranks in NCCL, because neighbours have met in one order before. A fused table would wait."""
+    """Two NCCL ranks must not deadlock when neighbors first met in one order. A fused table would wait."""
     places = tuple(range(ranks))
     pipes = [Pipe(places, 2 * ranks), Pipe(places[::-1], 2 * ranks)]
     pipes = pipes[: 2 if schedule == "fused" else 1]
@@ -233,7 +233,7 @@ def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
 
 
 def test_what_has_arrived_is_let_go(monkeypatch):
-    """Nothing but what is under way is held, however many micro-batches a table has."""
+    """Only messages in flight may be held, however many micro-batches a table has."""
     held = {}
     for count in (8, 32):
         pipes = [Pipe((0, 1, 2), count), Pipe((2, 1, 0), count)]

@@ -1,4 +1,4 @@
-"""Exercises: each names a function and tests that exist."""
+"""The exercises: each names a function and tests that exist."""
 
 import ast
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="originals 
 
 @pytest.mark.parametrize("row", EXERCISES, ids=lambda row: row.name)
 def test_a_row_names_what_is_there(row):
-    """A function with a docstring to write it from, or a bug of this function; tests of this name."""
+    """It must name a function with a docstring to write it from, or its bug, and tests of this name."""
     assert [other.name for other in EXERCISES].count(row.name) == 1
     function = exercises.find((ROOT / row.file).read_text(), row)
     assert row.bug or ast.get_docstring(function)

@@ -1,4 +1,4 @@
-"""Faults in a run: engines that are lost, stops, updates that aren't finite. On fakes and a virtual clock;
+"""Faults in a run: lost engines, stops, updates that aren't finite. On fakes and a virtual clock;
 test_chaos.py draws faults at random, test_runs.py has real servers."""
 
 import functools
@@ -23,16 +23,16 @@ from tests.support.fakes import (
 from tests.test_rollout import check_prompts, check_tokens
 
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3, write=write_on, verdict=judge_on)
-TROUBLES = {  # what happens to an engine -> what its owner says, or who has asked
+TROUBLES = {  # the trouble of an engine -> its owner's message, or who asked
     "die": r"died \(signal 9\)",
     "hang": "gave no sign of life",
-    "lose": r"owes \d+ tokens and wrote none for 50 s",
+    "lose": r"has \d+ tokens outstanding and sent none for 50 s",
     "break_off": "broke the connection",
 }
 
 
 def strike(verb, role, rank):
-    """An event: one of TROUBLES, of the engine of a role on one rank."""
+    """Return an event: one of TROUBLES for a role's engine on one rank."""
     verbs = dict(die=FakeEngine.die, hang=FakeEngine.hang, lose=FakeEngine.lose)
     verbs["break_off"] = FakeEngine.break_off
 
@@ -58,7 +58,7 @@ def without_faults(mode, size):
 
 
 def check_as_unbroken(controllers):
-    """Samples and accuracies of a run on one rank; every prompt and token is accounted for."""
+    """Check samples and accuracies against a run on one rank, and account for every prompt and token."""
     check_prompts(controllers)
     check_tokens(controllers)
     unbroken = without_faults("full", 1)
@@ -68,7 +68,7 @@ def check_as_unbroken(controllers):
 
 
 def start_of(name, mode, size):
-    """Of a span of the second step, on rank 0, in a run without faults."""
+    """Return a span's start in the second step on rank 0, in a run without faults."""
     *_, spans = without_faults(mode, size)[0].report.steps[1]
     return next(span.start for span in spans if span.name == name)
 
@@ -78,7 +78,7 @@ class PromptWriter(LateWriter):
 
 
 def line_of(error, caplog, *layout, **how):
-    """The one line in which a run ends. Nobody complains of a task or an exception that was forgotten."""
+    """Return the one line with which a run ends; check for forgotten tasks and exceptions."""
     line = ""
     try:
         simulate(*layout, **how)
@@ -93,7 +93,7 @@ def line_of(error, caplog, *layout, **how):
 @pytest.mark.parametrize("role", ["rollout", "genrm"])
 @pytest.mark.parametrize("mode,size", [("full", 2), ("partial", 4), ("fused", 4)])
 def test_a_lost_engine_ends_the_run(tmp_path, caplog, mode, size, role, verb):
-    """In a line that names it, on every rank in the same step. A second start trains on the same samples."""
+    """All ranks must end in the same step, with a line that names it. A restart trains on the same."""
     controllers = []
     rank = 1 if (mode, role) == ("partial", "rollout") else size - 1
     how = UNBROKEN | dict(out=tmp_path, save_every=1, writer=PromptWriter, controllers=controllers)
@@ -124,7 +124,7 @@ async def judges_are_forgotten(step):
 
 
 def test_a_mode_that_never_wakes_its_judges_ends_in_a_line(monkeypatch, caplog):
-    """After half of --timeout-s, in which no engine had anything to write."""
+    """It must end after half of --timeout-s in which no engine had anything to write."""
     mistaken = modes.MODES["partial"]._replace(serve=judges_are_forgotten)
     monkeypatch.setitem(modes.MODES, "partial", mistaken)
     controllers = []
@@ -135,7 +135,7 @@ def test_a_mode_that_never_wakes_its_judges_ends_in_a_line(monkeypatch, caplog):
 
 
 def test_judges_may_wait_while_others_write():
-    """Longer than half of --timeout-s, in fused mode."""
+    """In fused mode they may wait longer than half of --timeout-s."""
 
     def slowly(engines):
         for engine in engines:
@@ -152,7 +152,7 @@ def test_judges_may_wait_while_others_write():
 @pytest.mark.parametrize("model,algorithm", [(FakeActor, "grpo"), (FakeCritic, "ppo")])
 @pytest.mark.parametrize("skipped,steps_done", [({0, 2, 3}, 4), ({1, 2, 3}, 3)])
 def test_updates_that_are_not_finite(monkeypatch, skipped, steps_done, model, algorithm):
-    """Three in a row end the run, the last one's samples in a file. Fewer only cost their update."""
+    """Three in a row must end the run and save the last one's samples. Fewer only lose their update."""
     update, controllers = model.update, []
     options = dict(UNBROKEN, algorithm=(algorithm,), controllers=controllers)
 

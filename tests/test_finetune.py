@@ -51,7 +51,7 @@ def config_of(command: str, model_dir: str) -> FinetuneConfig:
 
 
 def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
-    """Ragged examples; the answers of a pair differ in length."""
+    """Make ragged examples; the answers of a pair differ in length."""
     rng, examples = random.Random(f"{command} {step}"), []
     for _ in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 8))]
@@ -66,7 +66,7 @@ def make_examples(command: str, step: int, count: int) -> list[list[Sample]]:
 
 
 def plain_metrics(command: str, model, examples: list) -> dict:
-    """From the definitions, one example after the other, in float64; `loss` has a gradient."""
+    """Compute metrics by definition, one example after another, in float64; `loss` has a gradient."""
     if command == "sft":
         sums = [plain_logprobs(model, sample, 1.0)[0].double().sum() for (sample,) in examples]
         return {"loss": -sum(sums) / sum(len(sample.response) for (sample,) in examples)}
@@ -108,7 +108,7 @@ def plain_learning(command: str, model_dir: str) -> dict:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank, monkeypatch):
-    """Metrics, gradients (their norm, and where they take the weights), and held-out metrics."""
+    """Metrics, gradients (their norm and the resulting weights) and held-out metrics must agree."""
     set_constants(monkeypatch.setattr)
     make, is_tied = (make_value_model, False) if command == "rm" else (make_model, True)
     reference = plain_learning(command, make(tmp_path / "model", "qwen3", tied=is_tied))
@@ -124,7 +124,7 @@ def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank,
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict:
-    """One that has a chat template, also without an end of turns; the demo's, which has none."""
+    """Make tokenizers: with a chat template, also without an end of turns; and the demo's, without one."""
     path = tmp_path_factory.mktemp("tokenizers")
     models.new_model(path / "text", 0)
     named = {"text": tokenization.load_tokenizer(str(path / "text"))}
@@ -150,7 +150,7 @@ ASKED, ANSWERED = "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n", "
 
 
 def test_text_rows(tokenizers):
-    """The prompt as the rollout engine would see it; the answer ends with the end of the sequence."""
+    """The prompt must be what the rollout engine would see; the answer ends with the end of the sequence."""
     text, right, wrong = tokenizers["text"], ("<bos>3+4=", ">7<eos>"), ("<bos>3+4=", ">6<eos>")
     for name in ("response", "completion"):
         assert decoded(text, parse_sft({"prompt": "3+4=", name: ">7"}, text, "f:1")) == [right]
@@ -176,7 +176,7 @@ CHATS = [  # rows, and the turns before the question
 
 @pytest.mark.parametrize("row,before", CHATS)
 def test_chat_rows_for_sft(row, before, tokenizers):
-    """All ways to say it mean the same; other turns are context. transformers is the oracle."""
+    """All spellings must mean the same; other turns are context. transformers is the reference."""
     chat, turns = tokenizers["chat"], [*before, user("3+4?")]
     expected = chat.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert decoded(chat, parse_sft(row, chat, "f:1")) == [(expected, ANSWERED)]
@@ -185,11 +185,11 @@ def test_chat_rows_for_sft(row, before, tokenizers):
 WHOLE = [SYSTEM, user("3+4?"), assistant("7")]
 OTHER = [SYSTEM, user("3+4?"), assistant("6")]
 LED = [
-    # as TRL documents them: the prompt apart, and as what both conversations begin with
+    # as TRL documents them: the prompt apart, and as the beginning of both conversations
     {"prompt": WHOLE[:2], "chosen": WHOLE[2:], "rejected": OTHER[2:]},
     {"chosen": WHOLE, "rejected": OTHER},
     {"prompt": "", "chosen": WHOLE, "rejected": OTHER},
-    # beside whole conversations, which repeat all of it, a part, or nothing
+    # and conversations that repeat all of it, a part, or nothing
     {"prompt": [SYSTEM], "chosen": WHOLE[1:], "rejected": OTHER[1:]},
     {"prompt": WHOLE[:2], "chosen": WHOLE, "rejected": OTHER},
     {"prompt": WHOLE[:2], "chosen": WHOLE[1:], "rejected": "6"},
@@ -199,8 +199,9 @@ LED = [
 
 @pytest.mark.parametrize("row", LED)
 def test_a_prompt_leads_whole_conversations(row, tokenizers):
-    """Once, whatever of it they repeat; the template of plain transformers is the oracle. A loss without
-    the system's turn would be another."""
+    """It must come once, whatever they repeat of it, as in plain transformers' template.
+
+    A loss without the system turn would differ."""
     chat = tokenizers["chat"]
     before = chat.apply_chat_template(WHOLE[:2], tokenize=False, add_generation_prompt=True)
     expected = [(before, ANSWERED), (before, ANSWERED.replace("7", "6"))]
@@ -225,7 +226,7 @@ SEVERAL = [*HISTORY, user("3+4=")]
 @pytest.mark.parametrize("kind,end", [("text", "<eos>"), ("chat", "<|im_end|>\n")])
 @pytest.mark.parametrize("prompt", ["3+4=", "3+4=<|im_end|>!", [user("3+4=")], SEVERAL])
 def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, end, tokenizers):
-    """Token by token, with a template and without; what ends an answer only if it wasn't cut off."""
+    """It must be equal token by token, with or without a template; only finished answers have an end."""
     tokenizer, pool = tokenizers[kind], ScoringPool()
     row = {"prompt": prompt, "chosen": ">7", "rejected": ">6"}
     learned = parse_rm(row, tokenizer, "f:1")[0].prompt
@@ -240,11 +241,11 @@ def test_what_a_reward_model_is_shown_in_a_run_is_what_it_learned(prompt, kind, 
 
 
 PAIR = {"prompt": [user("3+4=")], "chosen": ">7", "rejected": ">6"}
-CONTRADICTS = "`prompt` contradicts how the conversation beside it begins"
+CONTRADICTS = "`prompt` contradicts the beginning of the conversation"
 NO_ANSWER = "a conversation ends with a turn of the assistant"
 AS_TEXT = {"prompt": "3+4=", "response": "7"}
 OTHER_PAIR = {"chosen": WHOLE, "rejected": OTHER}
-BAD = {  # command, tokenizer -> rows, and what is said about them
+BAD = {  # command, tokenizer -> rows, and the message about them
     "sft text": [
         ({"prompt": "3+4="}, "needs `messages`, or `prompt` and `response` or"),
         (AS_TEXT | {"response": 7}, "a prompt and an answer are needed"),
@@ -349,7 +350,7 @@ def test_a_run_improves_what_is_held_out_and_leaves_its_files(command, tmp_path,
     assert {*written["eos_token_id"]} == {2, end} and written["pad_token_id"] == 0
 
 
-REPEATED = {  # command -> the rows of a prompt
+REPEATED = {  # command -> a prompt's rows
     "sft": [{"response": ">7"}, {"response": ">8"}],
     "rm": [
         {"chosen": ">7", "rejected": ">6"},
@@ -360,7 +361,7 @@ REPEATED = {  # command -> the rows of a prompt
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_prompt_is_learned_and_held_out(command, tmp_path, monkeypatch, single_rank):
-    """However many rows have it: with other answers, as text or as turns."""
+    """It must not, however many rows have it: with other answers, as text or as turns."""
     model = str(save_model(tmp_path / "model"))
     rows = [{"prompt": f"{n}+0?"} | row for n in range(30) for row in REPEATED[command]]
     rows += [{"prompt": [user(f"{n}+0?")]} | REPEATED[command][0] for n in range(30)]
@@ -381,14 +382,14 @@ def test_no_prompt_is_learned_and_held_out(command, tmp_path, monkeypatch, singl
     assert said in progress.line.call_args_list[0].args[0]
 
 
-# of the tokenizer: its pad token, whether it has one special token alone; then what is padded with
+# the tokenizer's pad token, whether it has only one special token; then the token that pads
 PADS = [("<|endoftext|>", False, "<|endoftext|>"), ("<|im_end|>", False, "<|im_start|>")]
 PADS += [(None, False, "<|im_start|>"), ("<|im_end|>", True, None)]
 
 
 @pytest.mark.parametrize("pad,is_alone,padded_with", PADS)
 def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone, padded_with):
-    """At the last token, though the tokenizer pads with that one, in batches padded on either side."""
+    """It must use the last token, even if the tokenizer pads with it, in batches padded on either side."""
     home = save_model(tmp_path / "model")
     tokenizer = tokenization.load_tokenizer(str(home))
     tokenizer.pad_token, tokenizer.chat_template = pad, None
@@ -415,7 +416,7 @@ def test_transformers_scores_as_it_learned(tmp_path, single_rank, pad, is_alone,
         what = "has no token to pad with: let transformers read one text at a time"
     assert f"{exported} {what}" in said
     again = finetune.parse_command(f"rm --model {exported}".split())
-    check_models(again, becomes_scalar=True)  # it may learn on
+    check_models(again, becomes_scalar=True)  # it may keep learning
     reader = finetune.Learner(again).trainer
     tokenizer = tokenization.load_tokenizer(exported)
     texts = [parse_rm(row, tokenizer, "f:1")[n % 2] for n, row in enumerate(rows[:4])]

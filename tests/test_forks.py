@@ -1,4 +1,4 @@
-"""The fork server: its engines end with it, and with their owners; else they are as any program."""
+"""The fork server: its engines end with it and with their owners; otherwise they are like any program."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from engines.forked import ForkedServer
 from tests import ROOT
 from tests.support.patience import LIMIT_S
 
-ENDED = "the fork server ended, or as many processes run as may (ulimit -u)"
+ENDED = "the fork server ended, or no more processes may run (ulimit -u)"
 # without what engines need of SGLang, whose import takes seconds
 SERVER = """
 import runpy, sys
@@ -43,7 +43,7 @@ for line in sys.stdin:
 
 @contextmanager
 def owner_of(log):
-    """A rank that starts a process for each line that it is sent, and says how it ended."""
+    """Start a rank that starts a process for each line that it receives, and prints how it ended."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     environment = os.environ | {"TMPDIR": str(log.parent), "TORCHELASTIC_RUN_ID": "1"}
     command = [sys.executable, "-c", OWNER, log, SERVER]
@@ -55,7 +55,7 @@ def owner_of(log):
 
 
 def start(owner, log):
-    """Have the owner start a process; return it once it runs, and its fork server."""
+    """Have the owner start a process; once it runs, return it and its fork server."""
     had = log.read_text().count("pid") if log.exists() else 0
     owner.stdin.write("\n")
     owner.stdin.flush()
@@ -66,7 +66,7 @@ def start(owner, log):
 
 
 def run(log, *command, **environment):
-    """A process that runs a module's main, up to its end: how it ended, and what it said."""
+    """Run a module's main in a process to its end; return how it ended and its output."""
     process = ForkedServer(list(command), "a key", log, "cpu", environment)
     process.start()
     process._process.wait()
@@ -74,7 +74,7 @@ def run(log, *command, **environment):
 
 
 def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
-    """Two of one launcher. With the fork server all end, and who starts again makes another."""
+    """Two ranks of one launcher share it. If it dies all end, and the next start makes another."""
     logs = [tmp_path / "0.log", tmp_path / "1.log"]
     with owner_of(logs[0]) as first, owner_of(logs[1]) as second:
         kept, forks = start(first, logs[0])
@@ -96,13 +96,13 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
 
 
 def test_a_forked_process_is_as_one_that_was_started(tmp_path):
-    """Of its own session, with its own variables, folder and name; its status and its log are told."""
+    """It must have its own session, variables, folder and name; its status and log are reported."""
     program = "import os, tempfile; command = open('/proc/self/cmdline').read()\n"
     program += "own = tempfile.gettempdir() == os.environ['TMPDIR'], os.getsid(0) == os.getpid()\n"
     program += "print(*own, os.environ['WORD'], "
     program += "os.environ['MKL_CBWR'], command.split()[1:4], os.getcwd())"
     log = tmp_path / "log"
-    many = {f"SERVICE_{i}": "x" * 100_000 for i in range(4)}  # more than a message has room for
+    many = {f"SERVICE_{i}": "x" * 100_000 for i in range(4)}  # more than fits into one message
     status, (line, *_) = run(log, "timeit", "-n1", "-r1", program, WORD="first", **many)
     assert status == "exit status 0" and log.stat().st_mode & 0o777 == 0o600
     assert line == f"True True first AUTO,STRICT ['-m', 'timeit', '-n1'] {ROOT}"
@@ -112,14 +112,15 @@ def test_a_forked_process_is_as_one_that_was_started(tmp_path):
 
 
 def test_a_fork_that_fails_fails_its_asker_alone(tmp_path, monkeypatch):
-    """As many processes run as may, and the next has its own, though one before them is silent. Who asks a
-    server that ended says so."""
-    socket.setdefaulttimeout(LIMIT_S)  # of what the server accepts
+    """As many processes must run as allowed, and the next starter must fail, despite a silent client before.
+
+    A request to a server that ended must fail with a message."""
+    socket.setdefaulttimeout(LIMIT_S)  # timeout of what the server accepts
     sequence = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server, silent, first, second = (socket.socket(*sequence) for _ in range(4))
     server.bind(str(tmp_path / "forks"))
     server.listen()
-    silent.connect(str(tmp_path / "forks"))  # and asks for nothing
+    silent.connect(str(tmp_path / "forks"))  # connects and sends nothing
     for asker in (first, second):
         asker.connect(str(tmp_path / "forks"))
         socket.send_fds(asker, [b"fork"], [0, 1])

@@ -26,25 +26,25 @@ OWED = Counter({0: 5, 1: 1, 2: 9, 3: 2})
     "held,unwritten,judging,expected",
     [
         (ALL, 21, 30, ALL),  # one more than the tail
-        (ALL, 20, 30, (2,)),  # the one that owes most
-        ((2,), 1, 30, (2,)),  # it stays, whatever it owes
-        ((2,), 0, 30, ()),  # all is written
-        ((), 30, 30, ()),  # a wave waits until what is left is judged ...
+        (ALL, 20, 30, (2,)),  # the engine with the most tokens left
+        ((2,), 1, 30, (2,)),  # it stays, however much it has left
+        ((2,), 0, 30, ()),  # all answers are finished
+        ((), 30, 30, ()),  # a wave waits until the remaining answers are judged ...
         ((), 30, 0, ALL),
         ((), 20, 0, (2,)),  # ... and may be a tail itself
-        ((2,), 60, 1, (2,)),  # a wave is begun beside the judging
+        ((2,), 60, 1, (2,)),  # a wave starts during judging
         ((2,), 60, 0, ALL),
     ],
 )
 def test_ranks_of_tail(held, unwritten, judging, expected):
-    """100 answers were begun, a fifth is the tail, of one engine."""
+    """100 answers were begun; the tail is a fifth of them, and fits on one engine."""
     left, up = Remaining(unwritten, judging, 100), dict.fromkeys(ALL, 0)
     assert ranks_of_tail(0.2, FOUR, held, left, 1, OWED, up, up) == expected
 
 
 @given(st.data())
 def test_rollout_never_holds_what_a_judge_needs(data):
-    """Whoever is lost: somebody writes and every judge has an engine, or one role holds all ranks."""
+    """With any lost engines, some rank must generate and every judge have an engine, or one role hold all."""
     size, models = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 3))
     some_ranks = st.sets(st.integers(0, size - 1), min_size=1)
     judges = {rank: rank % models for rank in data.draw(some_ranks)}
@@ -63,21 +63,21 @@ def test_rollout_never_holds_what_a_judge_needs(data):
 
 
 def test_kept_engines():
-    """20 answers double the time of an empty step; at first only the room for KV caches is known."""
+    """20 answers double an empty step's time; at first only the room for KV caches is known."""
     latency = TokenLatency(0.02, 0.001)
     assert [kept_engines(unwritten, latency, 128) for unwritten in (0, 20, 25)] == [1, 1, 2]
     assert kept_engines(25, TokenLatency(0.0, 0.0), 10) == 3
 
 
 def measured(split, *points):
-    """A step for each (requests in flight in all engines, seconds a token), alike for both roles."""
+    """Return a step for each (requests in flight in all engines, seconds per token), equal for both roles."""
     for in_flight, token_s in points:
         work = RequestStats(100, 10, request_s=100 * token_s, in_flight=in_flight, requests=10)
         yield StepStats(split, work, work, 1, 1.0, 0.0)
 
 
 def test_half_of_a_latency_is_fixed():
-    """Whatever the mode of the last steps: those of fused mode count, if there are any."""
+    """This must hold in any mode; steps in fused mode count, if there are any."""
     fused, partial = Split("fused", 2, 2), Split("partial", 2, 2)
     one = [*measured(fused, (20.0, 0.04))]
     assert fusion.token_latency(one, "genrm", 1) == (pytest.approx(0.02), pytest.approx(0.002))
@@ -87,7 +87,7 @@ def test_half_of_a_latency_is_fixed():
 
 
 def test_the_best_tail():
-    """A tail pays where few answers are long and judging takes long; what gains nothing doesn't move."""
+    """A tail must pay where few answers are long and judging is slow; a setting without gain doesn't move."""
     splits = [Split("fused", 4, 4, tail) for tail in (0.0, 0.1, 0.9)]
     answers = RequestStats(4000, 200, request_s=160.0, in_flight=80.0, requests=128)
     critiques = RequestStats(16384, 32, request_s=655.36, in_flight=80.0, requests=512)
@@ -103,19 +103,19 @@ def test_the_best_tail():
 
 
 def tail_marks(controllers):
-    """Who holds the ranks: time, step, and what rollout and genrm have from then on."""
+    """Return when the ranks change hands: time, step, and the ranks of rollout and genrm from then on."""
     marks = [mark for mark in controllers[0].report.marks if mark.kind == "tail"]
     return [(mark.start, mark.step, mark.name) for mark in marks]
 
 
 def test_the_tail_moves_and_every_answer_is_judged_beside_it():
-    """Ten writers' tail on one rank of four, in the first step; all is written, all is judged."""
+    """The tail of ten must move to one of four ranks in the first step, and all answers must be judged."""
     controllers, _ = simulate("fused", 4, tail=0.3, prepare=in_parts_of(3), **UNBROKEN)
     check_as_unbroken(controllers)
     assert [text for _, step, text in tail_marks(controllers) if step == 0][:2] == ["1|3", "0|4"]
     all_batches = [c.report.steps[step][1] for c in controllers for step in range(4)]
     assert sum(batch.moved for batch in all_batches) > 10
-    for batch in all_batches:  # what was written is trained on, filtered or carried: nothing twice
+    for batch in all_batches:  # generated answers are trained on, filtered or carried: none twice
         groups = [batch.kept, batch.dropped, *batch.filtered, *batch.carried]
         assert batch.tokens == sum(len(sample.response) for group in groups for sample in group)
 
@@ -128,7 +128,7 @@ def long_or_short(prompt, index, sampling):
 
 
 def judged_by(c, batch):
-    """What the judge was asked and what it wrote, once for answers that are alike."""
+    """Return the judge's prompts and critiques, once for equal answers."""
     found = {}
     for sample in samples_of([batch]):
         answer = c.rewards.final_answer(sample)
@@ -147,11 +147,11 @@ def judged_by(c, batch):
     ],
 )
 def test_what_moves_is_one_request_everywhere(tmp_path, how):
-    """Spans, requests, what samples say: as many, as long, of as many prompt tokens; in both roles."""
+    """Spans, requests and samples must count one request with its real length and prompt, in both roles."""
 
     def prepare(c):
         c.timeline.folder = tmp_path
-        c.prompts.source.held_out = ()  # their answers are no step's
+        c.prompts.source.held_out = ()  # their answers belong to no step
 
     how = dict(size=4, steps=4, prepare=in_parts_of(3), verdict=long_or_short) | how
     controllers, _ = simulate("fused", **how, prepare_controller=prepare)
@@ -183,12 +183,12 @@ def test_engines_of_several_ranks_change_hands_whole(rollout_tp, genrm_tp):
 
 
 def test_the_fluid_model_by_hand():
-    """16 answers of 16 tokens and 4 of 64, on 2 engines of each role; critiques of 8 tokens; swaps of 1 s."""
+    """It has 16 answers of 16 tokens and 4 of 64, 2 engines per role, critiques of 8 tokens, swaps of 1 s."""
     lengths = histogram([16] * 16 + [64] * 4)
     model = FluidModel((2, 2), TokenLatency(1.0, 0.1), TokenLatency(1.0, 0.0), 100, 1.0)
     written = 16 * (1 + 0.1 * 10) + 48 * (1 + 0.1 * 2)
-    assert model.seconds(0.0, lengths, 20, 8) == pytest.approx(written + 1 + 8)  # all take turns
-    # the four go on together; the others are judged meanwhile
+    assert model.seconds(0.0, lengths, 20, 8) == pytest.approx(written + 1 + 8)  # roles alternate
+    # the four go on together while the others are judged
     tail = 16 * 2.0 + 1 + 48 * (1 + 0.1 * 4)
     assert model.seconds(0.2, lengths, 20, 8) == pytest.approx(tail + 8)
     slow = model._replace(genrm=TokenLatency(1.0, 1.0))

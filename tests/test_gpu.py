@@ -1,10 +1,9 @@
-"""What only a CUDA device can show: `make test-gpu`, which ends in a table.
+"""Checks that need a CUDA device: `make test-gpu`, which ends in a table.
 
-Four parts: `trainer`, `engine`, `demo`, and with two cards `ranks` (`make test-gpu PART=trainer`). A part
-that lacks something, a device or what its kernels are compiled with, is skipped with that reason. `--dry` has
-it all run on a CPU, small, where the device's memory isn't looked at.
-Each check is a part of what gpu_worker.py does in a process of its own; a process that several tests read is
-started once.
+There are four parts: `trainer`, `engine`, `demo`, and with two cards `ranks` (`make test-gpu PART=trainer`).
+A part that lacks a device, or a tool that compiles its kernels, is skipped with that reason. `--dry` runs all
+of it on a CPU, small, without checking the device's memory. Each check is part of what gpu_worker.py does in
+its own process; a process that several tests use is started once.
 """
 
 import json
@@ -27,7 +26,7 @@ from tests.gpu_model import SIZES, make_model
 from tests.workers.start import run_command, run_worker
 from training.memory import RESIDENT
 
-# what a part needs is what a run of its command does: a trainer's no engine's packages and no nvcc
+# a part needs what a run of its command needs: a trainer needs no engine packages and no nvcc
 COMMAND = {"trainer": "sft", "engine": "rl", "demo": "rl", "ranks": "rl"}
 of_trainer = pytest.mark.gpu(part="trainer")
 of_engine = pytest.mark.gpu(part="engine")
@@ -54,7 +53,7 @@ def device(request) -> str:
 
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
-    """(device, row of WORKS, its argument) -> check(name), the figures of one of its checks."""
+    """(device, row of WORKS, its argument) -> check(name): return the figures of one of its checks."""
 
     @cache
     def model_of(device: str) -> Path:
@@ -86,7 +85,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture
 def record(record_property):
-    """Figures for the table, by what they are; of a failed test, too."""
+    """Record figures for the table by name, also those of a failed test."""
 
     def record(**texts: str) -> None:
         for name, text in texts.items():
@@ -104,14 +103,14 @@ def record_difference(record, found: dict[str, float]) -> None:
 
 
 def test_the_script_of_a_trainer_runs_dry(work):
-    """On any machine. Nothing moves, so an update after a nap has the same bits."""
+    """It must run on any machine. Nothing moves, so an update after a nap must have the same bits."""
     nap = work("cpu", "nap")("nap", "napped")
     assert nap["lost"] == nap["repeated"] == nap["napped"] == 0 < nap["moved"]
 
 
 @of_trainer
 def test_a_trainer_that_sleeps_gives_its_memory_back(device, work, record):
-    """Weights, gradients and optimizer, as --dry-run counts them."""
+    """Weights, gradients and optimizer must be freed, as many bytes as --dry-run counts."""
     found = work(device, "nap")("release")
     record(given_back=gb(found["given_back"]), counted=gb(found["states"]))
     assert device == "cpu" or found["given_back"] > 0.95 * found["states"]
@@ -119,7 +118,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_back(device, work, record):
 
 @of_trainer
 def test_a_trainer_that_slept_lost_nothing(device, work, record):
-    """Weights and optimizer bit for bit; the next update equal, or as near as one that is repeated."""
+    """Weights and optimizer must be equal bit for bit; the next update as near as a repeated one."""
     found = work(device, "nap")("nap", "napped")
     names = ("lost", "moved", "repeated", "napped")
     record(**{name: f"{found[name]:.1e}" for name in names})
@@ -130,7 +129,7 @@ def test_a_trainer_that_slept_lost_nothing(device, work, record):
 @of_trainer
 @pytest.mark.parametrize("how", ["", "recompute", "fits"])
 def test_a_training_pass(device, work, record, how):
-    """Forward and backward of full micro-batches; a step's memory is at most what --dry-run says."""
+    """It runs full micro-batches forward and backward; a step's memory must be at most --dry-run's."""
     check = work(device, "pass", *[how] * bool(how))
     found, memory = check("pass"), check("memory")
     record(tokens_per_s=f"{found['tokens_per_s']:.0f}")
@@ -139,7 +138,7 @@ def test_a_training_pass(device, work, record, how):
 
 
 def needs_two_cards(device: str, dry: bool = True) -> None:
-    """Skip what one card can't show. dry: whether a CPU can."""
+    """Skip what one card can't show. dry: True if a CPU can."""
     if (device == "cpu" and not dry) or (device == "cuda" and torch.cuda.device_count() < 2):
         pytest.skip("needs 2 CUDA devices")
 
@@ -147,7 +146,7 @@ def needs_two_cards(device: str, dry: bool = True) -> None:
 @of_ranks
 @pytest.mark.parametrize("how, near", [("during", 1e-5), ("stages", 1e-2)])
 def test_two_ranks_learn_the_same(device, work, record, how, near):
-    """Whether gradients are summed during the backward pass or after it, and with a stage each."""
+    """Ranks must agree if gradients are summed during or after the backward pass, and with a stage each."""
     needs_two_cards(device)
     check = work(device, "ranks")
     found, after = check(how, "grad_norm"), check("after", "grad_norm")
@@ -157,14 +156,14 @@ def test_two_ranks_learn_the_same(device, work, record, how, near):
 
 @of_ranks
 def test_the_demo_on_two_devices(device, tmp_path, record):
-    """Partial colocation: one rank writes, the other judges, both train."""
+    """In partial colocation one rank must generate and the other judge, and both train."""
     needs_two_cards(device)
     run_demo(device, tmp_path, record, ranks=2, mode="partial")
 
 
 @of_engine
 def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
-    """Weights and KV cache; what stays is within what --dry-run allows for."""
+    """It must free weights and KV cache; what stays is within what --dry-run allows for."""
     found = work(device, "serve")("release")
     given_back, left = found["awake"] - found["asleep"], found["asleep"] - found["before"]
     record(given_back=gb(given_back), left=gb(left), mem_fraction=gb(found["share"]))
@@ -174,7 +173,7 @@ def test_an_engine_that_sleeps_gives_its_memory_back(device, work, record):
 
 @of_engine
 def test_engine_and_trainer_agree(device, work, record):
-    """On answers that the engine sampled, both with the weights of the directory."""
+    """They must agree on answers that the engine sampled, both with the directory's weights."""
     found = work(device, "serve")("agreement")
     record_difference(record, found)
     assert found["mean"] < MAX_LOGPROB_DIFF["bfloat16"]
@@ -182,7 +181,7 @@ def test_engine_and_trainer_agree(device, work, record):
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=of_engine), pytest.param(2, marks=of_ranks)])
 def test_a_push_arrives(device, work, record, tp):
-    """Of updated weights, over CUDA IPC: the engine agrees with the trainer, and didn't before."""
+    """With updated weights, sent over CUDA IPC, the engine must agree with the trainer, and not before."""
     if tp > 1:
         needs_two_cards(device, dry=False)
     found = work(device, "serve", *[str(tp)] * (tp > 1))("push", "stale", "mean")
@@ -195,7 +194,7 @@ def test_a_push_arrives(device, work, record, tp):
 
 @of_engine
 def test_both_engines_and_a_trainer_share_a_device(device, work, record):
-    """Full mode: what each process keeps while it sleeps, and the most that a push holds at once."""
+    """In full mode the memory that sleeping processes keep, and a push's peak, must be within limits."""
     found = work(device, "full")("asleep", "rollout", "genrm", "actor")
     record(**{f"{who}_asleep": gb(size) for who, size in found.items()})
     push = work(device, "full")("push", "peak", "predicted")
@@ -206,7 +205,7 @@ def test_both_engines_and_a_trainer_share_a_device(device, work, record):
 
 @of_engine
 def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
-    """One seed, alone and among others, greedy ones among them."""
+    """One seed must give the same tokens, by itself and among other requests, some of them greedy."""
     found = work(device, "same")("deterministic")
     names = ("same_tokens", "same_logprobs")
     record(**{name: f"{found[name]} of {found['answers']}" for name in names})
@@ -215,7 +214,7 @@ def test_a_deterministic_engine_gives_the_same_tokens(device, work, record):
 
 @of_engine
 def test_a_judge_that_slept_lost_nothing(device, work, record):
-    """Nobody pushes it: its weights come back from pinned host memory."""
+    """Nobody pushes its weights, so they must come back from pinned host memory."""
     found = work(device, "same")("judge", "given_back")
     same = f"{found['same_tokens']} of {found['answers']}"
     record(same_tokens=same, given_back=gb(found["given_back"]))
@@ -225,7 +224,7 @@ def test_a_judge_that_slept_lost_nothing(device, work, record):
 
 @of_demo
 def test_the_demo_on_one_device(device, tmp_path, record):
-    """Full colocation: rollout, judge and training take turns."""
+    """In full colocation rollout, judge and training must alternate."""
     run_demo(device, tmp_path, record, ranks=1, mode="full")
 
 

@@ -1,4 +1,4 @@
-"""What a run on a GPU needs beside Python is named before anything starts, and by `check`."""
+"""Tools that a run on a GPU needs besides Python: a missing one is named at the start, and by `check`."""
 
 import re
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ NO_NVCC = "nvcc (12.8 or newer, by pip install -r requirements.txt or in CUDA_HO
     ],
 )
 def test_what_kernels_are_compiled_with_is_named(tmp_path, missing, instead, words):
-    """In one line before anything starts; of examples, what torch itself needs."""
+    """One line must name it before anything starts; learning from examples needs only torch's tools."""
     (tmp_path / missing).write_text(instead) if instead else (tmp_path / missing).unlink()
     needed = "^--device cuda: kernels are compiled in a run, which needs "
     with pytest.raises(UserError, match=f"{needed}{re.escape(words)}((?!install).)*$"):
@@ -40,7 +40,7 @@ def test_what_kernels_are_compiled_with_is_named(tmp_path, missing, instead, wor
 
 
 def test_check_says_what_a_gpu_is_missing(tmp_path, monkeypatch):
-    """Each with ! where a run would end. Of one process: a trainer and engines share it."""
+    """Each line must have ! where a run would end. One process checks for both, trainer and engines."""
     config = settings("m")
     rows = {name: (text, is_good) for name, text, is_good in dry_run.graphics(config)}
     assert rows["compute mode"] == ("Default", True) and rows["nvcc"][0].startswith("13.0 in /")

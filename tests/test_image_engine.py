@@ -42,8 +42,8 @@ FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def seeing(run, request, tmp_path_factory):
-    """An engine, and two directories of weights for it. It takes images of up to 64 features, 256
-    patches; by one of its tokens a text may be like another."""
+    """Start an engine, and make two directories of weights for it. It takes images of up to 64 features,
+    256 patches; one of its tokens can make texts look alike."""
     home, family = tmp_path_factory.mktemp(request.param), request.param
     directories = [make_vision_model(home / str(i), family, layers=2, seed=i) for i in (0, 1)]
     for directory in map(Path, directories):
@@ -66,7 +66,7 @@ def seeing(run, request, tmp_path_factory):
 
 
 def request_of(seeing, data, seed=0, limit=24):
-    """A prompt of these files, each followed by text."""
+    """Return a prompt of these files, each followed by text."""
     images = tuple(seeing.reader.read(partial(bytes, file), "here") for file in data)
     prompt = [1] + [START, IMAGE, END, *TEXT[:2]] * len(images) + TEXT
     sampling = Sampling(1.0, limit, seeing.reader.stop_tokens)
@@ -82,7 +82,7 @@ async def ask(engine, *requests):
 
 
 def clips_of(seeing, *files, seed=0, limit=24):
-    """A prompt of these clips, each followed by text: the images are pairs of frames."""
+    """Return a prompt of these clips, each followed by text: the images are pairs of frames."""
     media = {"<video>": lambda: list(files)}
     shown, images = seeing.reader.fill("1+<video>=" * len(files) + "?", media, "here")
     prompt = encode_prompt(seeing.tokenizer, seeing.reader, shown, images)
@@ -91,9 +91,9 @@ def clips_of(seeing, *files, seed=0, limit=24):
 
 
 def error_of(seeing, request, answer, model=0, clips=()):
-    """The largest difference to transformers' log-probabilities of an answer's tokens.
+    """Return the largest difference to transformers' log-probabilities of an answer's tokens.
 
-    clips: pairs in each, if its path for videos is to be taken.
+    clips: the pairs in each, if its path for videos is to be used.
     """
     whole, media = torch.tensor([request.prompt + answer.tokens[:-1]]), {}
     if clips:
@@ -114,7 +114,7 @@ def error_of(seeing, request, answer, model=0, clips=()):
 
 
 def picture(mode, kind="PNG", **options):
-    """A file of this mode, of noise, also in its alpha channel."""
+    """Return a file with this mode and kind, of noise, also in its alpha channel."""
     noise = pillow.open(io.BytesIO(encoded_picture(96, 64, seed=9)))
     image = noise.quantize(16) if mode == "P" else noise.convert(mode)
     if mode == "RGBA":
@@ -125,7 +125,7 @@ def picture(mode, kind="PNG", **options):
 
 
 TURNED = pillow.Exif()
-TURNED[0x0112] = 6  # by 90 degrees
+TURNED[0x0112] = 6  # turned by 90 degrees
 ONE, OTHER = encoded_picture(64, 64, seed=1), encoded_picture(96, 64, seed=2)
 FILES = {"none": [], "one": [ONE], "three": [OTHER, ONE, OTHER], "grey": [picture("L")]}
 FILES |= {"exif": [picture("RGB", "JPEG", exif=TURNED)], "alpha": [picture("RGBA")]}
@@ -141,7 +141,7 @@ FILES |= {"previews, exif": [picture("RGB", "MPO", exif=TURNED, **PREVIEW)]}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_logprobs_are_transformers(run, seeing, name):
-    """Also of files whose pixels could be read in several ways: engine and trainer read them in the same."""
+    """They must agree even for files with ambiguous pixels: engine and trainer read them the same way."""
     requests = [request_of(seeing, FILES[name], seed) for seed in range(8)]
     pairs = list(zip(requests, run(ask(seeing.engine, *requests)), strict=True))
     assert len({tuple(answer.tokens) for _, answer in pairs}) > 4
@@ -149,14 +149,14 @@ def test_logprobs_are_transformers(run, seeing, name):
         assert error_of(seeing, request, answer) < 1e-5
         ended = answer.tokens[-1] in (*request.sampling.stop_token_ids, 2)
         assert answer.finish == ("stop" if ended else "length")
-    if name == "one":  # so that agreement isn't vacuous: the picture decides
+    if name == "one":  # the picture must decide, or agreement would be vacuous
         swapped = request_of(seeing, [encoded_picture(64, 64, seed=3)]).images
         assert max(error_of(seeing, r._replace(images=swapped), a) for r, a in pairs) > 1e-3
 
 
 @pytest.mark.slow
 def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
-    """Alone, in a group, among eight images of more than 192 patches, which share a prefill."""
+    """It must be the same by itself, in a group, and among eight large images that share a prefill."""
     side = 2 * seeing.reader._processor.patch_size
     files = [encoded_picture((8 - i % 2) * side, 8 * side, seed=100 + i) for i in range(8)]
     requests = [request_of(seeing, [file], seed) for seed, file in enumerate(files)]
@@ -173,7 +173,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(run, seeing):
 
 CLIP = encoded_clip(frames_of(30))
 OTHER_CLIP = encoded_clip([255 - frame for frame in frames_of(25, 96, 64)], "vp9", rate=5)
-# it has CLIP's first frames, and others behind each
+# it has CLIP's first frames, and different second ones
 CHANGED = encoded_clip(
     [frame if n in (0, 12, 23) else 255 - frame for n, frame in enumerate(frames_of(30))]
 )
@@ -181,9 +181,9 @@ CHANGED = encoded_clip(
 
 @pytest.mark.slow
 def test_logprobs_of_answers_to_clips_are_transformers(run, seeing):
-    """By its path for images; and of Qwen3-VL, whose clips are the same numbers, by that for videos.
+    """The engine's path for images must agree, and with Qwen3-VL also its path for videos.
 
-    Also when the engine has seen a pair with the same first frame, and after pushes of other weights.
+    This also holds once the engine has seen a pair with the same first frame, and after other pushes.
     """
     engine = seeing.engine
     for version, model in enumerate((0, 1, 0), 11):
@@ -202,7 +202,7 @@ def test_logprobs_of_answers_to_clips_are_transformers(run, seeing):
             assert error_of(seeing, request, answer, model) < 1e-5
             if seeing.family == "qwen3_vl":
                 assert error_of(seeing, request, answer, model, pairs) < 1e-5
-        # so that agreement isn't vacuous: the second frames decide, too
+        # the second frames must also decide, or agreement would be vacuous
         swapped = requests[0]._replace(images=requests[4].images)
         assert max(error_of(seeing, swapped, answer, model) for answer in answers[:4]) > 1e-4
 

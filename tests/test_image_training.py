@@ -31,7 +31,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
 def make_samples(reader: ImageReader) -> list[Sample]:
-    """8 ragged ones with 0, 1 or 2 images of three sizes, of which some come again."""
+    """Make 8 ragged samples with 0, 1 or 2 images of three sizes; some images are repeated."""
     rng, text = random.Random(4), range(7, 60)
     sizes = [(64, 64), (96, 64), (128, 96)]
     pictures = [partial(encoded_picture, *size, seed=seed) for seed, size in enumerate(sizes)]
@@ -73,7 +73,7 @@ def plain_reference(model_dir: str) -> dict:
         return -torch.cat([plain_logprobs(model, reader, sample) for sample in samples]).mean()
 
     steps = plain_steps(model, range(3), loss_of, [LR] * 3)
-    model.save_pretrained(f"{model_dir}/trained")  # which gives tensors their names in a directory
+    model.save_pretrained(f"{model_dir}/trained")  # saving gives tensors their names in a directory
     known = {"model_dir": model_dir, "samples": samples, "logprobs": logprobs, "steps": steps}
     return known | {"weights": tensors_of(f"{model_dir}/trained"), "before": tensors_of(model_dir)}
 
@@ -128,7 +128,7 @@ def test_a_layout_trains_as_transformers(name, references, result_of):
     assert losses == pytest.approx(true_losses, rel=0, abs=1e-5)
     assert norms == pytest.approx(true_norms, rel=0, abs=1e-4)
     assert result["weights"].keys() == reference["weights"].keys()
-    moved = dict.fromkeys((True, False), 0.0)  # by part: whether it is the tower's
+    moved = dict.fromkeys((True, False), 0.0)  # is it the tower's? -> the largest move
     for name, weight in reference["weights"].items():
         assert torch.allclose(result["weights"][name], weight, rtol=0, atol=1e-4), name
         far = (weight - reference["before"][name]).abs().max().item()

@@ -1,4 +1,4 @@
-"""Images: their tokens and positions, files and rows that have them, judges that see, what is refused."""
+"""Images: their tokens and positions, files and rows with images, judges that see, what is refused."""
 
 import hashlib
 import io
@@ -63,7 +63,7 @@ def test_collapse_is_the_inverse_of_expand_and_positions_are_transformers(prompt
     apart = []
     for token in collapsed:
         apart += [3, token, 4] if token == IMAGE else [token]
-    expanded = tokens.expand(apart or [1], images)  # theirs takes neighbours for one image
+    expanded = tokens.expand(apart or [1], images)  # theirs takes neighbors for one image
     model = Qwen3VLModel.__new__(Qwen3VLModel)
     torch.nn.Module.__init__(model)
     model.config = Qwen3VLConfig(vision_config={"spatial_merge_size": 2}, image_token_id=IMAGE)
@@ -92,19 +92,19 @@ def test_what_is_no_still_image_is_refused(model_dir, monkeypatch):
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
     for content in (b"", b"no image", whole[: len(whole) // 2]):
         check(content, "not an image that can be read")
-    check(encoded_picture(64, 64, kind="GIF", **two), "it moves; a clip is MP4")
+    check(encoded_picture(64, 64, kind="GIF", **two), "it is animated; a clip is MP4")
     check(encoded_picture(1, 300), "absolute aspect ratio")
     monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 64 * 64 - 1)
     check(whole, "not an image that can be read: Image size")
 
 
 def test_postscript_starts_no_interpreter(tmp_path, monkeypatch):
-    """Pillow hands an EPS to Ghostscript, whatever its file is called."""
+    """Pillow gives an EPS to Ghostscript, whatever its file is called; this must never happen."""
     interpreter, started, file = tmp_path / "gs", tmp_path / "started", io.BytesIO()
     interpreter.write_text(f"#!/bin/sh\ntouch {started}\n")
     interpreter.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it looks once
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow checks only once
     pillow.new("RGB", (8, 8)).save(file, "EPS")
     with pytest.raises(UserError, match="not an image that can be read"):
         reader.decoded(file.getvalue(), "a.png")
@@ -114,7 +114,7 @@ def test_postscript_starts_no_interpreter(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", reader.FORMATS)
 def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind):
-    """200 times with some bytes changed, lost or added, near the beginning, where the headers are."""
+    """200 files with bytes changed, lost or added near the beginning, where headers are, must give one."""
     rng, refused = random.Random(kind), 0
     file = io.BytesIO()
     pillow.frombytes("RGB", (24, 17), rng.randbytes(24 * 17 * 3)).save(file, kind)
@@ -129,7 +129,7 @@ def test_whatever_a_damaged_image_makes_pillow_raise_is_one_line(kind):
         except UserError as error:
             assert str(error).startswith("a file: ")
             refused += 1
-    assert refused > 20  # else nothing was damaged
+    assert refused > 20  # otherwise nothing was damaged
 
 
 BLACK, RED, WHITE = (0, 0, 0), (255, 0, 0), (255, 255, 255)
@@ -160,7 +160,7 @@ def photo(**options):
 
 
 def transparent(mode, **options):
-    """Black, red and what isn't seen, whose colors are black, too."""
+    """Make a picture with black, red and transparent pixels, which are also black."""
     image = picture("RGBA", [(*BLACK, 255), (*RED, 255), (*BLACK, 0)])
     if mode == "P":
         image = picture("P", [0, 1, 2])
@@ -173,7 +173,7 @@ PAPER = [BLACK, RED, WHITE]
 GREY = [BLACK, (76, 76, 76), WHITE]
 PAPER_IN_LAB = [(0, 128, 128), (138, 209, 198), (255, 128, 128)]
 SIXTEEN_BITS = of_numbers(np.uint16, 0, 64 * 257, 128 * 257, 65535)
-# what a file is called here -> it, the colors of its columns, by how much they may differ
+# name of a file -> the file, the colors of its columns, and how far they may differ
 SEEN = {
     "RGBA": (transparent("RGBA"), PAPER, 0),
     "RGBA in WebP": (transparent("RGBA", kind="WEBP", lossless=True), PAPER, 0),
@@ -198,7 +198,7 @@ SEEN = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_engine_and_trainer_get_what_people_see(model_dir, name):
-    """An engine opens the file and converts it by Pillow; a rule is given that file, too."""
+    """An engine opens the file and converts it with Pillow; a rule must also get that file."""
     file, colors, error = SEEN[name]
     image = reader.decoded(file, "here").convert("RGB")
     width = image.width // len(colors)
@@ -215,7 +215,7 @@ def test_engine_and_trainer_get_what_people_see(model_dir, name):
 
 
 def turned_back(pixels, orientation):
-    """How pixels are stored that this orientation sets upright, as TIFF 6.0 defines it."""
+    """Return how pixels are stored that this orientation sets upright, as TIFF 6.0 defines it."""
     stored = {2: pixels[:, ::-1], 3: pixels[::-1, ::-1], 4: pixels[::-1], 5: pixels.swapaxes(0, 1)}
     stored |= {6: np.rot90(pixels), 7: pixels[::-1, ::-1].swapaxes(0, 1), 8: np.rot90(pixels, -1)}
     return np.ascontiguousarray(stored.get(orientation, pixels))
@@ -233,7 +233,7 @@ STORED = {  # kind -> format, mode, options
 
 @pytest.mark.parametrize("kind", STORED)
 def test_a_picture_stands_upright(model_dir, kind):
-    """Of all eight orientations, and of 0, which is none."""
+    """All eight orientations must be applied, and 0 means none."""
     form, mode, options = STORED[kind]
     pixels = np.zeros((64, 96, 3), np.uint8)
     pixels[:32, :32] = 255
@@ -251,7 +251,7 @@ def test_a_picture_stands_upright(model_dir, kind):
 
 
 def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
-    """Other tags of a photo may be damaged, and so may all of them."""
+    """Other tags of a photo may be damaged, even all of them."""
     kinds = [encoded_picture(64, 64, kind=kind) for kind in reader.FORMATS if kind != "GIF"]
     kinds += [saved(picture("L", [0, 90])), photo(), photo(exif=pillow.Exif())]
     kinds.append(encoded_picture(64, 64, kind="WEBP", exif=b"damaged"))
@@ -262,7 +262,7 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
 
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
 def test_numbers_of_which_nobody_knows_the_white_are_refused(kind):
-    with pytest.raises(UserError, match=r"^a\.tiff: not an image that can be read: nobody knows"):
+    with pytest.raises(UserError, match=r"^a\.tiff: not an image that can be read: it's unclear"):
         reader.decoded(of_numbers(kind, 0, 1), "a.tiff")
 
 
@@ -280,7 +280,7 @@ def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
         reader.whole(folder, "here")
 
 
-SIDES = ((64, 32), (32, 96), (32, 32))  # of the pictures: 2, 3 and 1 features
+SIDES = ((64, 32), (32, 96), (32, 32))  # sizes of the pictures: 2, 3 and 1 features
 
 
 @pytest.fixture
@@ -312,7 +312,7 @@ ROWS = [
 
 @pytest.mark.parametrize("kind", ["paths in JSONL", "paths", "image features"])
 def test_rows_with_images(model_dir, folder, kind):
-    """Paths are those beside the file; Parquet may hold the bytes."""
+    """Paths must be relative to the file; Parquet may hold the bytes."""
     path = folder / "rows.parquet"
     columns = {name: [str(row[name]) for row in ROWS] for name in ("prompt", "answer")}
     columns["images"] = [row.get("images", []) for row in ROWS]
@@ -356,7 +356,7 @@ def test_a_text_cannot_spell_an_image_in_a_chat(model_dir, folder):
 
 
 def test_the_room_is_counted_after_expansion(model_dir, folder):
-    """16 features at most: where that doesn't tell that a prompt fits, it is read."""
+    """At most 16 features: a prompt must be read if that doesn't show that it fits."""
     rows = [row | dict(prompt="a" * 20 + row["prompt"]) for row in ROWS]
     longest = max(len(prompt.tokens) for prompt in prompts_of(model_dir, write(folder, *rows)))
     assert len(prompts_of(model_dir, write(folder, *rows), room=longest)) == 3
@@ -366,7 +366,7 @@ def test_the_room_is_counted_after_expansion(model_dir, folder):
 ONE = dict(prompt="<image>=", images=["pictures/0.png"])
 CHAT, OWN, VIDEO = {"role": "user"}, {"type": "image", "image": "a.png"}, {"type": "video"}
 PATH = "a file's path or its bytes is needed"
-REFUSED = {  # what is wrong with a row -> how its line goes on
+REFUSED = {  # the row's fault -> the rest of its line
     "no place": (ONE | dict(prompt="="), "1 images for 0 places, <image> or a part of the type"),
     "no image": (dict(prompt="<image>="), "0 images for 1 places"),
     "an address": (ONE | dict(images=["https://a.b/c.png"]), f"{PATH}, not 'https"),
@@ -391,13 +391,13 @@ def test_a_model_of_texts_refuses_images(folder, tmp_path):
     tokenizer = tokenization.load_tokenizer(str(save_tokenizer(tmp_path)))
     texts = prompt_file.PromptFile(write(folder, dict(prompt="<image>")), tokenizer, 100)
     assert tokenizer.decode(texts[0].tokens) == "<image>"  # a text like any other
-    refused = r"rows.jsonl:1: it has images, and --model reads text alone"
+    refused = r"rows.jsonl:1: it has images, and --model only reads text"
     with pytest.raises(ValueError, match=refused):
         prompt_file.PromptFile(write(folder, *ROWS), tokenizer, 100)
 
 
 class Pool:
-    """Accepts all; remembers what it was asked."""
+    """Accept all; record all requests."""
 
     def __init__(self, text):
         self.asked, self._text = [], text
@@ -432,7 +432,7 @@ def sample_of(media, prompt_id=0, answer=">5"):
 
 @pytest.mark.parametrize("answer", [">5", "><image>"])
 def test_a_judge_that_sees_is_shown_the_images(model_dir, answer):
-    """At their places, expanded; its critique ends at an image token. An answer can't make up a place."""
+    """They must be in their places, expanded; a critique ends at an image token. Answers can't add one."""
     tokenizer, media = tokenization.load_tokenizer(model_dir), read_picture(model_dir, 0)
     sample = sample_of(media, answer=answer)
     [(prompt, images, stop)] = score(listed_for(model_dir), tokenizer("Y")["input_ids"], sample)

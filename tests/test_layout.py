@@ -1,4 +1,4 @@
-"""Layouts as data: which rank holds which part of a model, how people write that, and what can't be."""
+"""Layouts as data: which rank holds which part of a model, how people write layouts, and which can't be."""
 
 import itertools
 
@@ -18,7 +18,7 @@ SIZES = [*itertools.product((1, 2, 3, 4), repeat=3)]  # tp, pp, dp
 
 @st.composite
 def shapes(draw, most=12):
-    """Any ascending ranks, and sizes that divide them."""
+    """Draw any ascending ranks, and sizes that divide them."""
     ranks = draw(st.sets(st.integers(0, 40), min_size=1, max_size=most))
     sizes = []
     left = len(ranks)
@@ -30,7 +30,7 @@ def shapes(draw, most=12):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_shape_is_laid_out_as_by_megatron(step):
-    """Of all small sizes, on neighbouring ranks and others: copies, leads, and a stranger's place."""
+    """All small sizes, on neighboring ranks and others, must have its replicas and leads; others no place."""
     from training.groups import ORDER, mpu
 
     for tp, pp, dp in SIZES:
@@ -57,7 +57,7 @@ def test_what_is_written_is_read(engines, actor, critic, reference, default):
 
 
 def test_words_that_people_write():
-    """What isn't named is the default's, or the actor's; beside a size that is, others are 1."""
+    """A missing part takes the default's, or the actor's; if one size is given, others are 1."""
     default = Shape((0, 1, 2, 3), tp=2)
     found = placement_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:tp2", default)
     actor = Shape((0, 1), tp=1, pp=2)
@@ -73,22 +73,22 @@ STANDALONE = dict(placement="standalone")
 FUSED = dict(schedule="fused", algorithm=PPO)
 CRITIC_BESIDE = "engines=0-1 actor=2 critic=1"
 REFUSED = [
-    ("engines=", {}, 2, "'' names no ranks: write them as 0-3,6"),
-    ("engines=0,,1", {}, 2, "'0,,1' names no ranks"),
-    ("engine=0", {}, 2, "engine is none of engines, actor, critic, reference"),
-    ("actor=0:tp", {}, 2, "'tp' is no size: write it as tp2 or pp2"),
-    ("actor=tp2", {}, 2, "'tp2' names no ranks"),
+    ("engines=", {}, 2, "'' is not a list of ranks: write it as 0-3,6"),
+    ("engines=0,,1", {}, 2, "'0,,1' is not a list of ranks"),
+    ("engine=0", {}, 2, "engine is not one of engines, actor, critic, reference"),
+    ("actor=0:tp", {}, 2, "'tp' is not a size: write it as tp2 or pp2"),
+    ("actor=tp2", {}, 2, "'tp2' is not a list of ranks"),
     ("rows", {}, 2, "choose one of colocate, split, standalone"),
-    ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't each named once, in order"),
+    ("engines=0,0 actor=1", {}, 2, "the ranks of engines aren't in ascending order"),
     ("engines=0-1 actor=3", {}, 4, "rank 2 holds nothing"),
     ("engines=0-1 actor=2:tp2", {}, 3, "tp 2 x pp 1 = 2 doesn't divide the 1 ranks of"),
     ("engines=0-2 actor=1-3", {}, 3, "actor on rank 3: there are 3 ranks, from 0"),
-    ("engines=1 actor=0", {}, 2, "rank 0, which saves where the prompts stand, needs an engine"),
+    ("engines=1 actor=0", {}, 2, "rank 0 needs an engine, because it saves the position in"),
     ("engines=0 actor=0 critic=1", {}, 2, "--algorithm grpo has no critic"),
     ("split", {}, 2, "--algorithm grpo has no critic"),
     ("engines=0 actor=0 reference=1", {}, 2, "--algorithm grpo without kl_coef has no referen"),
     ("split", dict(algorithm=PPO), 1, "critic has no rank"),
-    ("standalone", dict(algorithm=PPO), 2, "rank 0, which saves where the prompts stand, needs an"),
+    ("standalone", dict(algorithm=PPO), 2, "rank 0 needs an engine, because it saves"),
     ("colocate", dict(ahead=1), 2, "--ahead 1 needs engines on ranks that train nothing"),
     ("split", FUSED, 4, "--schedule fused needs actor and critic on"),
     (CRITIC_BESIDE, dict(ahead=1, algorithm=PPO), 3, "--ahead 1 needs engines on ranks that"),
@@ -112,7 +112,7 @@ ROWS = [
 
 
 def test_rows_of_the_table():
-    """Of tp 2 none is cut, and without a critic the actor has its part of the ranks."""
+    """No replica of tp 2 may be cut, and without a critic the actor has its part of the ranks."""
     for text, size, engines, actor, critic in ROWS:
         placement = make_placement(Config(placement=text, algorithm=PPO), size)
         assert placement == Placement(engines, Shape(actor), Shape(critic), Shape(actor))

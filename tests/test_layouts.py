@@ -56,7 +56,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 
 
 def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
-    """The mean over tokens of the policy's loss; its metrics are added."""
+    """Return the mean of the policy's loss over tokens; add up its metrics."""
     algorithm = algorithm_of(config)
     kept = [sample for sample in samples if sample.advantages is not None]
     sums, losses = dict.fromkeys(("entropy", "kl", "clip_frac"), 0.0), []
@@ -76,7 +76,7 @@ def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Ten
 
 
 def plain_actor(model_dir: str) -> dict:
-    """Three updates of plain transformers and AdamW. Batch 1 is off-policy: the clip has work to do."""
+    """Make three updates of plain transformers and AdamW. Batch 1 is off-policy, so that the clip acts."""
     config = actor_config()
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     batches, metrics = [], []
@@ -100,7 +100,7 @@ def plain_actor(model_dir: str) -> dict:
 
 
 def plain_value_loss(model, metrics: list, samples: list[Sample]) -> torch.Tensor:
-    """Token by token; and the metrics from their definitions."""
+    """Compute the value loss token by token, and the metrics by definition."""
     losses, cut, clip, known = [], 0, 0.2, []
     for sample in samples:
         columns = (plain_values(model, sample), sample.returns["reward"], sample.old_values)
@@ -155,9 +155,10 @@ def result_of(references, tmp_path_factory):
 
 
 def mixed_update(actor, batch: list) -> dict[str, float]:
-    """Metrics of two optimizer steps with all that crosses ranks. Off-policy by the ratio of
-    sequences, with a KL and an entropy that train; one answer's first half is from older weights;
-    and texts: as many as no number of ranks divides, in several micro-batches."""
+    """Return metrics of two optimizer steps with all that crosses ranks.
+
+    They are off-policy by the ratio of sequences, train KL and entropy, have an answer half by older
+    weights, and a number of texts that no number of ranks divides, in several micro-batches."""
     actor.config = replace(actor.config, over_dispatch=2.0, updates_per_step=2)
     settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5)
     actor.algorithm = replace(ALGORITHMS["gspo"], **settings, clip_low=0.2, clip_high=0.28)
@@ -208,7 +209,7 @@ def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
 
 
 def summary(everyone: list[tuple]) -> dict:
-    """Of every rank's metrics, and of its distances from the reference, before the updates and after."""
+    """Summarize every rank's metrics and distances from the reference, before and after the updates."""
     metrics = everyone[0][0]
     assert all(other[0] == metrics for other in everyone), "metrics differ between ranks"
     distance, weight_distance = (max(rank[column] for rank in everyone) for column in (1, 2))
@@ -216,7 +217,7 @@ def summary(everyone: list[tuple]) -> dict:
 
 
 def train(references: dict, layout: dict, path: str) -> dict:
-    """Both models under one layout: Megatron's sizes, and `bucket`, see `set_overlap`."""
+    """Train both models under one layout: Megatron's sizes, and `bucket`, see `set_overlap`."""
     sizes = dict(layout)
     parallel.set_overlap(sizes.pop("bucket", None))
     actor = train_actor(references["actor"], sizes, f"{path}/actor")
@@ -226,7 +227,7 @@ def train(references: dict, layout: dict, path: str) -> dict:
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])
 def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
-    """In step 2 all but one rank have nothing to train on."""
+    """It must also in step 2, where all but one rank have nothing to train on."""
     family, ranks, layout = LAYOUTS[name]
     reference, results = references[family]["actor"], result_of(name)
     result, tolerance = results["actor"], 5e-2 if "dtype" in layout else 1e-5
@@ -235,7 +236,7 @@ def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
         assert got == pytest.approx(expected, abs=tolerance), f"update {step}"
     assert result["metrics"][0]["train/micro_batches"] >= 2
     assert result["distance"] < 2 * tolerance
-    # Adam makes much of a rounding error where a gradient is almost zero
+    # Adam magnifies a rounding error where a gradient is almost zero
     assert result["weight_distance"] < 5 * tolerance
     check_export(results["path"] / "actor", reference["weights"], 5 * tolerance)
     group_size = layout.get("tp", 1) * layout.get("pp", 1)
@@ -264,7 +265,7 @@ MIXED += ("stale_token_frac", "stale_weight_mean")
 
 @pytest.mark.parametrize("name", [*sorted(FIRST.keys() - ONE.keys()), *SLOW])
 def test_what_crosses_ranks_is_that_of_one(name, result_of):
-    """Entropy over logits that tp cuts, GSPO's means, stale answers, texts."""
+    """Entropy over logits that tp cuts, GSPO's means, stale answers and texts must agree."""
     family, _, layout = LAYOUTS[name]
     got = result_of(name)["actor"]["mixed"]
     one = {"qwen3": "one", "qwen2": "one_tied"}[family]
@@ -272,6 +273,6 @@ def test_what_crosses_ranks_is_that_of_one(name, result_of):
     assert expected["train/clip_frac"] > 0.05 and expected["train/reference_kl"] > 0.01
     assert 0 < expected["train/stale_token_frac"] < 0.2
     assert abs(expected["train/stale_weight_mean"] - 1) > 0.01
-    tolerance = 0.1 if "dtype" in layout else 1e-3  # updates have made more of rounding errors
+    tolerance = 0.1 if "dtype" in layout else 1e-3  # updates have magnified rounding errors
     for metric in (f"train/{metric}" for metric in MIXED):
         assert got[metric] == pytest.approx(expected[metric], rel=tolerance, abs=tolerance), metric

@@ -36,8 +36,8 @@ from training.model import check_models
 from training.sharded_checkpoint import MOMENTS
 
 RANK, SCALE = 4, 8.0  # 32 / 4
-RATES = (5e-4, 1e-3, 7.5e-4)  # of three updates, by hand from actor_config
-FIRST = {  # name -> model, ranks, sizes; saves, resumes: the layout whose first two updates it goes on from
+RATES = (5e-4, 1e-3, 7.5e-4)  # three updates' rates, by hand from actor_config
+FIRST = {  # name -> model, ranks, sizes; saves, resumes: the layout from which it resumes
     "one": ("qwen2", 1, {"saves": True}),
     "recomputed": ("qwen3", 1, {"recompute": 2}),
     "tp2_sp_recomputed": ("qwen3", 2, {"tp": 2, "sp": True, "recompute": 1, "saves": True}),
@@ -54,7 +54,7 @@ OTHERS = {
     "resumed on dp4": ("qwen3", 4, {"resumes": "tp2_pp2_sp"}),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
-FUSED = {  # Megatron's matrix -> those of transformers that it fuses, which share an A
+FUSED = {  # Megatron's matrix -> the transformers' matrices that it fuses, which share an A
     "self_attention.linear_qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "self_attention.linear_proj": ["self_attn.o_proj"],
     "mlp.linear_fc1": ["mlp.gate_proj", "mlp.up_proj"],
@@ -69,7 +69,7 @@ def constants(monkeypatch):
 
 @pytest.fixture
 def make_actor(build):
-    """Builds an actor of a single rank with adapters, after taking the one before it down."""
+    """Build an actor of a single rank with adapters, after closing the one before it."""
 
     def make(model_dir, **changes):
         [actor] = build((Actor, actor_config(**{"lora": RANK} | changes), model_dir))
@@ -84,7 +84,7 @@ def model_dir(tmp_path_factory) -> str:
 
 
 class Sum(torch.nn.Module):
-    """W + s B A, as a parametrization of W."""
+    """W + s B A as a parametrization of W."""
 
     def __init__(self, a: torch.nn.Parameter, rows: int):
         super().__init__()
@@ -95,13 +95,13 @@ class Sum(torch.nn.Module):
 
 
 def first_a(name: str, columns: int) -> torch.Tensor:
-    """What A begins with: by the seed 0 and its matrix's name, U(-1, 1) / sqrt(columns)."""
+    """Return the initial A: by the seed 0 and its matrix's name, U(-1, 1) / sqrt(columns)."""
     generator = torch.Generator().manual_seed(seed_of("lora", 0, name))
     return (2 * torch.rand(RANK, columns, generator=generator) - 1) / math.sqrt(columns)
 
 
 def with_sums(model) -> list[torch.nn.Parameter]:
-    """Make a sum of each matrix of its layers; returns every A and B."""
+    """Make each matrix in the layers a sum; return every A and B."""
     learned = []
     model.requires_grad_(False)
     for number, layer in enumerate(model.model.layers):
@@ -117,7 +117,7 @@ def with_sums(model) -> list[torch.nn.Parameter]:
 
 
 def weights_in(model) -> dict[str, torch.Tensor]:
-    """By transformers' names, sums for matrices that have one."""
+    """Return weights by transformers' names, with sums for matrices that have one."""
     found = {}
     for name, module in model.named_modules():
         for kind in ("weight", "bias") if not isinstance(module, Sum) else ():
@@ -140,7 +140,7 @@ def batches() -> list[list]:
 
 
 def plain(model_dir: str) -> dict:
-    """Three on-policy updates of plain transformers, with torch's AdamW."""
+    """Make three on-policy updates of plain transformers with torch's AdamW."""
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     learned = with_sums(model)
     adam = torch.optim.AdamW(learned, betas=(0.9, 0.95), weight_decay=0.1)
@@ -160,7 +160,7 @@ def plain(model_dir: str) -> dict:
 
 
 def train(known: dict, sizes: dict, path: str) -> dict:
-    """Three updates in a layout, the last one after a save and a load; or that one only, if it resumes."""
+    """Make three updates in a layout, the last after a save and a load; or only that one, if it resumes."""
     sizes = dict(sizes)
     saves, resumes = sizes.pop("saves", False), sizes.pop("resumes", "")
     config = actor_config(lora=RANK, **sizes)
@@ -210,7 +210,7 @@ def trained(tmp_path_factory, models):
 
 
 def same_names(weights: dict, like: dict) -> dict:
-    """Without a tied output layer, which transformers counts."""
+    """Drop a tied output layer, which transformers counts."""
     return {name: weights[name] for name in like if name in weights}
 
 
@@ -226,7 +226,7 @@ def test_updates_are_those_of_plain_transformers(trained, models, name):
 
 @pytest.mark.parametrize("name", [*FIRST, *SLOW])
 def test_the_weights_of_model_stay(trained, models, name):
-    """A first push sends them; later ones embedding, norms and biases as they were."""
+    """A first push must send them; later ones send embedding, norms and biases unchanged."""
     found, known = trained(name), models[(FIRST | OTHERS)[name][0]]
     for key, tensor in found["first"].items():
         assert torch.equal(tensor, known["first"][key]), key
@@ -237,19 +237,19 @@ def test_the_weights_of_model_stay(trained, models, name):
         assert torch.equal(found["weights"][key], found["first"][key]), key
     for key in matrices:
         assert not torch.equal(found["weights"][key], found["first"][key]), key
-    if (FIRST | OTHERS)[name][1] == 1:  # else the count is as if tensor parallelism cut A and B
+    if (FIRST | OTHERS)[name][1] == 1:  # else the count is as if tp cut A and B
         assert found["counted"]["adapters"] == 4 * found["numbers"]
 
 
 @pytest.mark.parametrize("name", [name for name in FIRST if "resumed" not in name])
 def test_the_reference_is_the_actor_without_adapters(trained, name):
-    """Its KL is 0 before the first update, and only then; its pass leaves the adapters on."""
+    """Its KL must be 0 before the first update, and only then; its pass leaves the adapters on."""
     first, *later = trained(name)["kl"]
     assert first == 0 and all(kl > 0 for kl in later)
 
 
 def test_all_pushes_and_references_leave_the_base(make_actor, model_dir):
-    """20 of each: a merge in place and its undoing would lose bits."""
+    """20 of each must: a merge in place and its undoing would lose bits."""
     actor = make_actor(model_dir, dtype="bfloat16", lr=1e-2)
     names = [name for name, _ in global_parameters(actor.gpt)]
     before = [weight.detach().clone() for _, weight in global_parameters(actor.gpt)]
@@ -279,7 +279,7 @@ def learn(actor, steps: int = 2) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_passes_multiply_by_what_is_pushed(make_actor, build, model_dir, tmp_path, dtype):
-    """A model of the exported sum computes the same, bit for bit; with x W + s (x A) B it wouldn't."""
+    """A model of the exported sum must compute the same bits; with x W + s (x A) B it wouldn't."""
     actor = make_actor(model_dir, dtype=dtype, lr=1e-2)
     learn(actor)
     samples = batches()[1]
@@ -290,7 +290,7 @@ def test_passes_multiply_by_what_is_pushed(make_actor, build, model_dir, tmp_pat
 
 
 def test_an_engine_without_the_push_is_found_out(make_actor, model_dir, monkeypatch):
-    """Once B has changed, answers by the old weights are refused, until a push."""
+    """Once B has changed, answers by the old weights must be refused, until a push."""
     from actor import MAX_LOGPROB_DIFF
 
     actor = make_actor(model_dir, lr=1e-2)
@@ -313,7 +313,7 @@ def test_an_engine_without_the_push_is_found_out(make_actor, model_dir, monkeypa
 
 @pytest.mark.parametrize("recompute", [0, 2])
 def test_every_a_and_b_learns(make_actor, model_dir, recompute):
-    """Even in blocks that are computed again, whose input comes from frozen weights."""
+    """Each must get a gradient, even in recomputed blocks, where the input comes from frozen weights."""
     actor = make_actor(model_dir, recompute=recompute)
     before = {name: x.detach().clone() for name, x in actor.gpt.adapters.parameters.items()}
     assert len(before) == 2 * 4 * 2
@@ -323,7 +323,7 @@ def test_every_a_and_b_learns(make_actor, model_dir, recompute):
 
 
 def test_a_checkpoint_holds_a_b_and_moments_in_float32(make_actor, model_dir, tmp_path):
-    """Even for a bfloat16 model. It doesn't hold what is frozen."""
+    """A bfloat16 model's must also be float32; frozen weights must not be saved."""
     actor = make_actor(model_dir, dtype="bfloat16", lr=1e-2)
     learn(actor)
     save(actor, tmp_path / "saved")
@@ -343,10 +343,10 @@ def test_a_checkpoint_holds_a_b_and_moments_in_float32(make_actor, model_dir, tm
 
 
 def check_adapter(path: Path, model_dir: str, kind, inputs: dict) -> None:
-    """PEFT puts it on top of --model: the logits are those of the exported sum, and adapters were needed."""
+    """Check that PEFT puts it on --model: logits are the exported sum's, and adapters matter."""
     config = json.loads((path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (RANK, 32)
-    merged = kind.from_pretrained(path)  # which doesn't add the adapter twice
+    merged = kind.from_pretrained(path)  # doesn't add the adapter twice
     both = PeftModel.from_pretrained(kind.from_pretrained(model_dir), path / "adapter")
     loaded = [name for name, _ in both.named_parameters() if ".lora_" in name]
     stored = load_file(path / "adapter" / "adapter_model.safetensors")
@@ -369,7 +369,7 @@ def test_peft_reads_an_export(trained, models, name):
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_peft_reads_an_export_of_a_model_that_sees(make_actor, tmp_path, family):
-    """Whose tower has no adapter, though names in it end as those of blocks do."""
+    """Its tower must get no adapter, though some of its names end as those of blocks do."""
     model_dir = make_vision_model(tmp_path / "model", family)
     actor = make_actor(model_dir, lr=1e-2, max_tokens_per_micro_batch=64)
     assert all(name.startswith("decoder.layers.") for name in actor.gpt.adapters)
@@ -391,7 +391,7 @@ def test_the_largest_rank_is_taken(model_dir):
 
 
 def test_an_adapter_is_no_model(model_dir, tmp_path):
-    """With or without its model beside it, which transformers would read together, and an engine apart."""
+    """It must be refused with or without its model beside it: transformers would merge them, not engines."""
     (tmp_path / "adapter_config.json").write_text("{}")
     for name in ("", "config.json"):
         if name:

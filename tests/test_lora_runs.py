@@ -1,4 +1,4 @@
-"""Whole runs with adapters: the same numbers in every mode and after kill -9; beside other extras."""
+"""Whole runs with adapters: the same numbers in every mode and after kill -9; with other extras."""
 
 import json
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 LORA = ("--lora", 4, "--lr", 5e-3, "--steps", 4, "--prompts-per-step", 4)
 KL = ("--algorithm", "grpo", "kl_coef=0.01")  # the reference is the actor without adapters
 SAVED = (*LORA, *KL, "--save-every", 2, "--save-hf-every", 4)
-BESIDE = {  # name -> ranks, what else the run has
+BESIDE = {  # name -> ranks, the run's other settings
     "images": (2, ("--preset", "images")),
     "critic": (2, ("--algorithm", "ppo", "kl_coef=0.01")),
     "ahead": (4, ("--placement", "standalone", "--ahead", 1)),
@@ -48,12 +48,12 @@ def test_a_killed_run_goes_on_with_the_same_adapters(tmp_path, partial):
 def test_another_rank_is_another_run(partial):
     run = Run(partial.folder / "refused", *SAVED, "--lora", 8, "--steps", 6, out=partial.out)
     run.start().finish()
-    run.check_one_line("--lora 8: the checkpoint ", " was made with 4; --resume never starts anew")
+    run.check_one_line("--lora 8: the checkpoint ", " was made with 4; --resume never starts over")
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_other_extras_go_with_it(tmp_path, name):
-    """The engine has the trainer's numbers on every step, else the run would end."""
+    """The engine must have the trainer's numbers on every step, or the run would end."""
     ranks, changes = BESIDE[name]
     run = Run(tmp_path, *LORA, *changes, ranks=ranks).ended()
     assert len(run.rows()) == 5 and all(row["train/skipped"] == 0 for row in run.rows()[:4])

@@ -16,7 +16,7 @@ SETTINGS = ("--steps", STEPS, "--save-every", "1", "--save-hf-every", STEPS)
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    """Two of them, on which nothing runs yet; skipped where this user or system may not make any."""
+    """Make two of them, with nothing running; skip where this user or system may not."""
     try:
         with two_machines.two_machines(tmp_path_factory.mktemp("machines")) as made:
             yield made
@@ -26,12 +26,12 @@ def machines(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run_and_seen(machines, tmp_path_factory):
-    """A run on two, the second of which dies in the middle, and what was seen of it."""
+    """Run on two machines and kill the second in the middle; return the run and what was seen."""
     return two_machines.on_two(machines, tmp_path_factory.mktemp("two") / "out", SETTINGS, 2)
 
 
 def test_the_numbers_are_those_of_one_machine(run_and_seen, tmp_path):
-    """To the last digit, the final weights too, though a machine was replaced."""
+    """They must agree to the last digit, final weights included, though a machine was replaced."""
     one = Run(tmp_path, *SETTINGS).ended()
     two, path = run_and_seen[0], f"hf/step_{STEPS}/model.safetensors"
     assert two.numbers() == one.numbers()
@@ -39,7 +39,7 @@ def test_the_numbers_are_those_of_one_machine(run_and_seen, tmp_path):
 
 
 def test_nothing_listens_where_it_was_not_told_to(run_and_seen, machines):
-    """Loopback and --host alone, but for torchrun's rendezvous. Each machine asks the other's engine."""
+    """Only loopback and --host may be used, except by torchrun. Each machine reaches the other's engine."""
     first, second = machines
     for machine in machines:
         there = run_and_seen[1][machine.name]

@@ -1,4 +1,4 @@
-"""HybridFlow's mapping: its closed forms against loops, its search against trying everything."""
+"""HybridFlow's mapping: closed forms against loops, and its search against brute force."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LLAMA = Model(6.74e9, 32, 4096, 4096)
 
 @pytest.mark.parametrize("sizes", [Sizes(1, 1, 8), Sizes(2, 4, 1), Sizes(4, 8, 4), Sizes(8, 8, 64)])
 def test_passes_are_the_sum_over_mini_batches(sizes):
-    """As the trainers of the simulation add them up, a sequence a micro-batch; rank 0's share."""
+    """They must equal the simulation's trainers' sum, one sequence per micro-batch, for rank 0's share."""
     passes, own = mapping.passes(LLAMA, sizes, SPEEDS), max(1, 256 // 4 // sizes.dp)
     reading = sum(forward_s(passes, [[1024]] * own) for _ in range(4))
     learning = sum(update_s(passes, [[1024]] * own) for _ in range(4))
@@ -23,14 +23,14 @@ def test_passes_are_the_sum_over_mini_batches(sizes):
 
 
 def test_an_update_by_hand():
-    """6 FLOPs a parameter and token, four all-reduces a layer, 6 bytes a parameter to other copies."""
+    """It takes 6 FLOPs per parameter and token, 4 all-reduces per layer, 6 bytes a parameter to replicas."""
     speeds = SPEEDS._replace(half=0.0)
     _, seconds = mapping.passes_s(LLAMA, Sizes(1, 8, 4), TASK._replace(updates=1), speeds)
     tokens = 256 / 4 * 1024
     compute = tokens * (6 * 6.74e9 + 3 * 2 * 32 * 4096 * 1024) / (8 * 0.8 * 312e12)
     reducing = tokens * 32 * (2 + 2) * (2 * 7 / 8 * 4096 * 2) / 2e11
     copies = 6 * 6.74e9 / 8 * 3 / 4 / 3e9
-    # attention counts as the rest
+    # attention counts like the rest
     square = (1 + mapping.passes(LLAMA, Sizes(1, 8, 4), speeds).backward) / 3
     attention = tokens * 3 * 2 * 32 * 4096 * 1024 / (8 * 0.8 * 312e12)
     expected = compute + (square - 1) * attention + reducing + copies + 0.3

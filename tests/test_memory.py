@@ -20,21 +20,21 @@ WIDTHS |= dict(num_key_value_heads=4, vocab_size=VOCAB, max_position_embeddings=
 
 @pytest.fixture(scope="session")
 def shallow_and_deep(tmp_path_factory) -> list[str]:
-    """Qwen2 models of one and of three layers."""
+    """Make Qwen2 models of one and of three layers."""
     home = tmp_path_factory.mktemp("widths")
     shape = dict(family="qwen2", tied=False, **WIDTHS)
     return [make_model(home / str(layers), num_hidden_layers=layers, **shape) for layers in (1, 3)]
 
 
 def kept_by(actor) -> int:
-    """Bytes that a forward pass keeps for the gradient, weights aside."""
+    """Return the bytes that a forward pass keeps for the gradient, without weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in actor.gpt.parameters()}
     found = {}
 
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            # held: else its address is another's soon
+            # held, or its address would soon be another's
             found[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
@@ -50,7 +50,7 @@ def kept_by(actor) -> int:
 @pytest.mark.parametrize("recompute", [0, AS_FITS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # noqa: F811
-    """A token: by KEPT within 2 %; recomputed, the layer's input alone."""
+    """Per token it must be within 2% of KEPT; if recomputed, only the layer's input."""
     how = dict(dtype=dtype, recompute=recompute)
     one, three = (kept_by(make_actor(model, **how)) for model in shallow_and_deep)
     of_a_layer = (three - one) / 2 / TOKENS
@@ -62,8 +62,8 @@ def test_what_a_layer_keeps(make_actor, shallow_and_deep, dtype, recompute):  # 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.05])
 def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypatch, entropy_coef):  # noqa: F811
-    """Loss, statistics and weights after a step in float32, against one chunk that keeps all: but for the
-    order of its sums. Layers that are computed again and chunks that are kept, to the last bit."""
+    """Loss, statistics and weights after a float32 step must equal those of one chunk that keeps all, up to
+    the order of its sums. Recomputed layers and kept chunks must agree to the last bit."""
     model = make_model(tmp_path / "model", "qwen3", tied=True)
     found = []
     ways = [(10**6, 0, 0), (10**6, 1, 0), (10**6, AS_FITS, 0)]
@@ -79,7 +79,7 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
         timeless = {name: value for name, value in metrics.items() if "seconds" not in name}
         found.append((timeless, weights_of(actor), actor.ddp.buffers[0].grad_data.clone()))
     (metrics, weights, gradient), *others = found
-    near = apart(int(metrics["train/tokens"]))  # gradients of a token are below 1
+    near = apart(int(metrics["train/tokens"]))  # a token's gradients are below 1
     for layers in others[:2]:
         assert layers[0] == metrics and torch.equal(layers[2], gradient)
     for chunks in others[3:]:
@@ -92,7 +92,7 @@ def test_chunks_and_recomputation_change_nothing(make_actor, tmp_path, monkeypat
 
 
 def test_what_leaves_the_device_comes_back():
-    """Views and ties of a storage too, and what came to be between two naps."""
+    """Views and ties of a storage must too, and what was created between two naps."""
     copies, whole, other = HostCopies(), torch.arange(12.0), torch.ones(3, dtype=torch.bfloat16)
     tensors = [whole[:5], other, whole[5:].view(7)]
     for _ in range(3):
@@ -101,6 +101,6 @@ def test_what_leaves_the_device_comes_back():
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         copies.move_in()
         assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
-        whole.mul_(2.0)  # seen by both views
+        whole.mul_(2.0)  # both views see it
         tensors.append(torch.full((4,), len(tensors)))
     assert tensors[0].tolist() == [0, 8, 16, 24, 32] and whole[5] == tensors[2][0] == 40

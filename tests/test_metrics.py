@@ -1,4 +1,4 @@
-"""The metrics of a step from hand-worked facts, and what rank 0 writes."""
+"""The metrics of a step from hand-made facts, and rank 0's files."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ FIELDS = "step prompt_id question answer_key response finish critique verdict re
 
 
 def columns(text: str) -> dict[str, list[float]]:
-    """Of `name=number,number` words."""
+    """Read `name=number,number` words."""
     words = (word.split("=") for word in text.split())
     return {name: [float(number) for number in row.split(",") if number] for name, row in words}
 
@@ -92,7 +92,7 @@ def test_metrics_of_hand_worked_facts():
 
 
 def test_metrics_of_a_step_in_which_nothing_happened():
-    """No division by zero; what only judges, answer keys and costs can tell is left out."""
+    """Nothing may be divided by zero; metrics that need judges, answer keys or costs are left out."""
     metrics = summarize([facts(), facts()])
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["reward/mean"] == metrics["genrm/p99_s"] == 0
@@ -107,7 +107,7 @@ def test_metrics_of_a_step_in_which_nothing_happened():
 
 
 def test_metrics_of_serving_by_hand():
-    """Three rollout engines of two ranks each and one of genrm, which decode two answers each."""
+    """Three rollout engines of two ranks each and one of genrm decode two answers each."""
     rollout = RequestStats(tokens=90, request_s=9.0, prompt_tokens=50, cached_tokens=20, wakes=1)
     genrm = RequestStats(tokens=100, longest=40, request_s=3.0, wakes=2)
     config = Config(rollout_tp=2, max_running_requests=2)
@@ -133,7 +133,7 @@ def group_of(prompt_id, *rewards, **fields):
 
 
 def controller_of(timeline=None):
-    """Odd answers are wrong; a token costs 10."""
+    """Make a controller by which odd answers are wrong and a token costs 10."""
     final_answer = lambda sample: "5" if sample.index % 2 == 0 else "6"  # noqa: E731
     rewards = SimpleNamespace(final_answer=final_answer)
     actor = SimpleNamespace(dp_rank=1, holds=True, cost=lambda tokens: 10 * tokens)
@@ -147,7 +147,7 @@ def controller_of(timeline=None):
 
 
 def batch_of(kept, filtered=(), carried=()):
-    """A batch of these groups: a sample without a reward is dropped."""
+    """Make a batch of these groups: a sample without a reward is dropped."""
     samples = [sample for group in kept for sample in group]
     judged = [sample for sample in samples if sample.reward is not None]
     batch = RolloutBatch(kept=judged, filtered=list(filtered), carried=list(carried))
@@ -161,7 +161,7 @@ def spans_of(name, *intervals, rank=0):
 
 
 def test_local_facts_on_a_hand_worked_step():
-    """One group is kept, one filtered, one carried, whose answers don't count."""
+    """One group is kept, one filtered, one carried; the carried one's answers must not count."""
     batch = batch_of([group_of(4, 1.0, 0.0)], [group_of(6, 0.0, 0.0)], [group_of(5, 0.0, 1.0)])
     events = spans_of("rollout", (0, 2), (1, 2)) + spans_of("genrm", (1, 1), rank=1)
     events += spans_of("serve", (0, 4))
@@ -183,7 +183,7 @@ def test_local_facts_on_a_hand_worked_step():
     assert found.latencies == [0.5]
 
 
-EQUAL = {  # name -> the part, rewards of the groups that were kept, of those that were filtered
+EQUAL = {  # name -> the fraction, rewards of kept groups, rewards of filtered groups
     "none is filtered": (2 / 3, [(0.0, 0.0), (1.0, 1.0, 1.0), (0.5, 0.25)], []),
     "some are filtered": (2 / 3, [(0.0, 1.0), (0.0, 0.0)], [(1.0, 1.0)]),
     "filtered for what they lack": (1 / 2, [], [(0.0, 1.0), (1.0, 1.0)]),
@@ -203,7 +203,7 @@ def test_groups_of_equal_rewards_count_whatever_is_filtered(name):
 
 
 def test_the_greedy_answer_is_one_of_its_group():
-    """Rewards that are all its own teach as little as with any other baseline."""
+    """Rewards that all equal it must teach as little as with any other baseline."""
     groups = [group_of(1, 0.0, 0.0, 1.0), group_of(2, 1.0, 1.0, 1.0)]
     batch = batch_of(groups)
     batch.dropped = [batch.kept.pop(place) for place in (5, 2)]
@@ -213,7 +213,7 @@ def test_the_greedy_answer_is_one_of_its_group():
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_failed_judgements_are_counted(kept):
-    """A sample without a verdict is dropped AND counted, in kept groups and in filtered ones."""
+    """A sample without a verdict must be dropped AND counted, in kept groups and in filtered ones."""
     group = group_of(4, 1.0, 0.0, None)
     batch = batch_of([group]) if kept else batch_of([], [group])
     found = local_facts(controller_of(), batch, batch.kept, [])
@@ -224,7 +224,7 @@ def test_failed_judgements_are_counted(kept):
 
 @pytest.mark.parametrize("step, right, key", [(1, 0, "5"), (2, 0, "5"), (1, 1, "5"), (1, 0, None)])
 def test_a_line_says_what_an_answer_looks_like_if_none_is_right(step, right, key):
-    """After the first step alone, if all of a rank's answers with a key are wrong; printable, cut to 60."""
+    """Only after the first step, if all of a rank's answers with a key are wrong; printable, cut to 60."""
     c = controller_of()
     c.state.step = step
     group = group_of(4, 1.0, 0.0, 0.0, 0.0)
@@ -241,13 +241,13 @@ def test_a_line_says_what_an_answer_looks_like_if_none_is_right(step, right, key
 
 
 def scalars_in(out, name):
-    """Step -> value, of what TensorBoard would show."""
+    """Return step -> value, as TensorBoard would show them."""
     board = EventAccumulator(str(out / "tensorboard")).Reload()
     return {event.step: event.value for event in board.Scalars(name)}
 
 
 def samples_shown(out):
-    """Step -> the texts in its samples, as TensorBoard's page shows them."""
+    """Return step -> the texts in its samples, as TensorBoard's page shows them."""
     board = plugin_event_accumulator.EventAccumulator(str(out / "tensorboard")).Reload()
     pages = {}
     for event in board.Tensors("samples/text_summary"):
@@ -266,8 +266,9 @@ def rows_in(out, name="metrics"):
 
 
 def test_a_writer_of_metrics(tmp_path):
-    """A row a step with sorted names and six digits, and text as it is; numbers in TensorBoard, too, beside
-    samples. It forgets both from the step on at which a run goes on."""
+    """A step is a row with sorted names, six digits and unchanged text; TensorBoard has numbers and samples.
+
+    Resuming at a step must drop both from there on."""
     writer = MetricsWriter(tmp_path)
     first = {"b/loss": 0.123456789, "lr": 5.55e-7, "tokens": 12345678.0, "a/reason": "3|1: why"}
     writer.write(0, first, "    a")
@@ -291,7 +292,7 @@ def test_a_writer_of_metrics(tmp_path):
 
 @pytest.mark.parametrize("room, name", [(0, "metrics.jsonl"), (60, "tensorboard")])
 def test_a_row_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, room, name):
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's thread tells, too
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # TensorBoard's thread reports
     writer = MetricsWriter(tmp_path)
     with full_disk(room), pytest.raises(RunLost, match=f"{name} can't be written: File too large"):
         writer.write(0, {"x": 0.0})
@@ -306,8 +307,8 @@ def report_in(out, world, progress=None, log_samples=2):
 
 @pytest.mark.parametrize("is_full, log_samples", [(False, 5), (True, 2), (True, 0)])
 def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_samples):
-    """An object a step; as many samples as are asked for, first one of each group, to TensorBoard, too; trace
-    and picture at the end. is_full: the disk, which has room for rows alone: the picture costs a line."""
+    """A step must be an object; TensorBoard gets as many samples as requested, the first of each group; trace
+    and picture come at the end. is_full: the disk has only room for rows, and the picture costs a line."""
     (tmp_path / "spans").mkdir()
     run = {"placement": "colocate", "mode": "partial", "ranks": 1, "max_running_requests": 4}
     (tmp_path / "config.json").write_text(json.dumps(run))
@@ -344,7 +345,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
     read = lambda *_: (tmp_path / "metrics.jsonl").read_text().index("0.75")  # noqa: E731
     monkeypatch.setattr(tl, "read", lambda *a, real=tl.read: read() and real(*a))
     with full_disk(10_000) if is_full else contextlib.nullcontext():
-        report.close()  # whose last row comes first: a run that is killed as it draws has it
+        report.close()  # its last row comes first: a run that is killed as it draws has it
     assert ("timeline.png could not be written: [Errno 27] File too large" in lines[-1]) == is_full
     first, last = rows_in(tmp_path)
     expected = numbers("""
@@ -355,7 +356,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
     assert {name: first[name] for name in expected} == expected
     assert last == {"step": 1, "eval/accuracy": 0.75, "eval/pass@1": 0, "eval/pass@2": 0}
     assert "steps: eval/accuracy 0.250  eval/pass@1 0.125  eval/pass@2 0.250 on" in lines[0]
-    assert "step 1: 1 of 4 groups are lacking after 2 waves" in lines[1]
+    assert "step 1: 1 of 4 groups are missing after 2 waves" in lines[1]
     (served,) = rows_in(tmp_path, "history")
     assert served.pop("step") == 0 and StepStats.of_json(served) == history[0]
     samples = rows_in(tmp_path, "samples")
@@ -375,7 +376,7 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
 
 
 def test_other_ranks_write_nothing_but_their_skipped_samples(tmp_path):
-    """Whole samples with their text, a line each, from any rank."""
+    """They must write whole samples with their text, a line each, from any rank."""
     report = report_in(tmp_path, SimpleNamespace(rank=1, size=2))
     report.close()
     assert not list(tmp_path.iterdir())

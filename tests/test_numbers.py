@@ -12,7 +12,7 @@ NUMBERS = {  # text -> its last number
     "1,234,56": "56",
     "-$3": "-3",
     "\u22123": "-3",  # MINUS SIGN
-    "- 3": "3",  # of a list
+    "- 3": "3",  # a list item
     "10-3": "3",  # an operator, or a range
     "(5)-3": "3",
     "3/4": "3/4",
@@ -23,7 +23,7 @@ NUMBERS = {  # text -> its last number
     "-, $. and ./": None,
     "-0.0": "0",
     "007.50": "7.5",
-    r"10,\!080": "10080",  # of LaTeX
+    r"10,\!080": "10080",  # LaTeX
     "10{,}080": "10080",
     r"10\,080": "10080",
     "1_000": "1000",
@@ -38,11 +38,11 @@ NUMBERS = {  # text -> its last number
 
 
 def test_the_last_number_of_a_text():
-    """By hand. 3/4 is one number, neither 4 nor 0.75; of dates, times and powers the last, as graders do."""
+    """By hand: 3/4 is one number, neither 4 nor 0.75; of dates, times and powers the last counts."""
     assert {text: number_answer(text) for text in NUMBERS} == NUMBERS
 
 
-KEYS = {text: text for text in ("3/4", "0", "7", "-3", "0.5")}  # text -> the one number that it is
+KEYS = {text: text for text in ("3/4", "0", "7", "-3", "0.5")}  # text -> the only number in it
 KEYS |= dict.fromkeys(("72", " 72\n", "+72", "72.0", "$72.00", "+£72", "072", "¥72", "7.2e1"), "72")
 KEYS |= dict.fromkeys((r"10,\!080", "10{,}080", "10,080", "1.008e4"), "10080")
 KEYS |= dict.fromkeys(("-.5", "\u2212.5", "\u20130.50", "-5e-1", "-$0.5", "$-0.50", "₹-.5"), "-0.5")
@@ -54,7 +54,7 @@ $3$|\$3|3\%|3\text{ cm}|90^\circ|3 €|+-3|--3|$$3|$|-|- 3|-¥3|3/|3/4/5|""".rep
 
 
 def test_a_key_is_one_plain_number():
-    """Maybe behind a sign and a currency; what says more, if only a unit, is none."""
+    """A sign and a currency may precede it; a text with more, even only a unit, is no key."""
     assert {text: number_key(text) for text in KEYS} == KEYS
     assert {text: number_key(text) for text in NO_KEYS} == dict.fromkeys(NO_KEYS)
 
@@ -64,7 +64,7 @@ def test_a_key_that_is_written_as_an_answer_is_right(text):
     assert number_key(text) in (None, number_answer(text))
 
 
-# with a Decimal's exponent, without, with separators of thousands, of money
+# with a Decimal's exponent, without, with thousands separators, and as money
 WRITTEN = ("{:f}", "{:e}", "{:E}", "{:,f}", "+{:f}", "${:,f}", "{:.3e}")
 SENTENCES = ["{}", "It is {}.", "2 + 3: {}", "**{}**", "(-1, {})", "**Answer:** {}\n"]
 
@@ -73,7 +73,7 @@ NUMBER = st.decimals(-(10**40), 10**40, allow_nan=False)
 
 @given(NUMBER, st.sampled_from(WRITTEN), st.sampled_from(SENTENCES))
 def test_a_key_and_an_answer_agree_however_they_are_written(number, form, sentence):
-    """Exactly: one text, without an exponent, commas, zeros at the end; what it says reads as itself."""
+    """They must be one text, without exponent, commas or trailing zeros; it reads as itself."""
     number = Decimal(f"{number:.3e}") if "3e" in form else number
     written = form.format(number)
     if "+" in form:

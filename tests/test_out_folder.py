@@ -1,4 +1,4 @@
-"""The folder of a run: one program at a time writes there; what an earlier one left is moved aside."""
+"""The folder of a run: one program at a time writes there; an earlier one's files are moved aside."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def out(tmp_path, monkeypatch):
 
 
 def test_a_folder_has_one_holder(out):
-    """Whatever the folder is called; who comes second hears of the first."""
+    """There must be one, whatever the folder's name; the second's error must name the first."""
     (link := out.parent / "link").symlink_to(out)
     who = f"process {os.getpid()} on {socket.gethostname()} is at work there: stop it, or"
     for name in (out, link, link / ".." / "out"):
@@ -39,7 +39,7 @@ def test_a_folder_has_one_holder(out):
 
 
 def test_a_lock_goes_with_its_process(out):
-    """Killed hard, too. What a run left is moved, not the lock: nobody else gets in meanwhile."""
+    """A killed process must release it. A run's files are moved, but not its lock: nobody else gets in."""
     code = (
         "from pathlib import Path; from tests.test_out_folder import *; stay = asyncio.sleep(9999)"
     )
@@ -57,7 +57,7 @@ def test_a_lock_goes_with_its_process(out):
 
 @pytest.mark.parametrize("name", ["a file/out", "a file"])
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
-    """In one line; a folder that can is made, with those above it."""
+    """One line must name it; a folder that can be written is made, with its parents."""
     (tmp_path / "a file").touch()
     with pytest.raises(UserError, match=f"^--out {tmp_path / name} can't be used: .*$"):
         asyncio.run(hold(tmp_path / name))

@@ -1,4 +1,4 @@
-"""What all papers' commands stand on: points with a source, constants with what they were fitted on, rows."""
+"""The common parts of all papers' commands: points with sources, constants with fitted points, rows."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ FITTED = {"speeds": SPEEDS, "device": {"source": "x", "hbm": 1}}
 
 
 def test_the_kinds_of_rows():
-    """Fitted where its point was used; what follows from fitted points is no prediction."""
+    """A row must be fitted where its point was used; what follows from fitted points is no prediction."""
     paper, other = Paper([POINT], FITTED), POINT._replace(gpus="16")
     assert paper.row(POINT, 5500.0).kind == "fitted"
     assert paper.row(other, 5500.0).kind == "predicted"
@@ -38,7 +38,7 @@ def row_of(published, simulated, kind="predicted", setting="", figure="9", syste
 
 
 def test_errors_count_the_predicted_alone():
-    """Over all figures, in the middle without its sign; rows without a published value don't count."""
+    """They must count all figures, as a median without sign; rows without a published value don't count."""
     rows = [row_of(100.0, simulated) for simulated in (110.0, 80.0, 100.0)]
     rows.append(row_of(100.0, 130.0, setting="far", figure="10"))
     rows += [row_of(100.0, 900.0, kind) for kind in ("fitted", "follows", "closed form")]
@@ -51,10 +51,10 @@ def test_errors_count_the_predicted_alone():
 
 
 def test_readme_says_how_far_off_all_predicted_rows_are():
-    """The median and the largest of each page, whatever stands between them."""
+    """It must have each page's median and largest, whatever is written between them."""
     readme = (ROOT / "README.md").read_text()
-    pages = [page.read_text() for page in sorted((ROOT / "docs" / "papers").glob("*.md"))]
-    found = [numbers for page in pages for numbers in re.findall(SUMMARY, page, re.MULTILINE)]
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "papers").glob("*.md"))
+    found = re.findall(SUMMARY, pages, re.MULTILINE)
     assert len(found) == 4
     for median, largest in found:
         assert f"median error {median} %, largest {largest} %" in readme
@@ -74,7 +74,7 @@ def test_every_published_number_has_a_source_and_one_place(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.toml")), ids=lambda p: p.stem)
 def test_constants_are_at_most_half_of_the_points_that_they_were_fitted_on(path):
-    """And each of these is published; other constants have a source."""
+    """Each of these points must be published; other constants need a source."""
     published = (ROOT / "papers" / "published").glob(f"{path.stem}_*.csv")
     names = {point.name for each in published for point in read_points(each)}
     for table in read_constants(path).values():
@@ -88,7 +88,7 @@ def test_constants_are_at_most_half_of_the_points_that_they_were_fitted_on(path)
 @pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.toml")), ids=lambda p: p.stem)
 @pytest.mark.slow
 def test_a_quick_command(path):
-    """As a user starts it: status 0, nothing but its table."""
+    """It must end with status 0 and print only its table, started as a user does."""
     ran = run_process(sys.executable, path.with_suffix(".py"), "--quick")
     assert ran.returncode == 0 and not ran.stderr, ran.stderr
     assert re.search(SUMMARY, ran.stdout, re.MULTILINE) and ran.stdout.count(" | ") > 10

@@ -1,4 +1,4 @@
-"""HybridFlow's figures: what must agree, what moves them, and that no published value makes ours."""
+"""HybridFlow's figures: what must agree, what changes them, and that no published value produces ours."""
 
 import statistics
 from fractions import Fraction
@@ -24,13 +24,13 @@ def point(figure, setting, gpus, system="HybridFlow", metric="throughput", value
 
 
 def ours(paper, *points):
-    """By FIGURES, in the points' order."""
+    """Return our values by FIGURES, in the points' order."""
     asked = paper._replace(points=[*points])
     return [row.simulated for row in FIGURES[points[0].figure](asked) if row.kind != "not modelled"]
 
 
 def test_forms_are_near():
-    """Table 2 to the last digit; transitions to 12 % in the middle."""
+    """They must match Table 2 to the last digit, and transitions to 12% in the median."""
     rows = {figure: FIGURES[figure](PAPER) for figure in FORMS}
     assert all(row.simulated == pytest.approx(row.published, rel=1e-12) for row in rows["table 2"])
     predicted = [abs(row.error) for row in rows["14"] if row.kind == "predicted"]
@@ -38,7 +38,7 @@ def test_forms_are_near():
 
 
 def test_throughput_is_near_by_its_closed_form():
-    """The simulated rows of figure 9 are within 3 % of it where few controllers meet; see the next test."""
+    """Figure 9's simulated rows must be within 3% where few controllers meet; see the next test."""
     errors = {}
     for p in hybridflow.asked(PAPER, "9", ("HybridFlow",)):
         at = setting_of(PAPER, p)
@@ -52,7 +52,7 @@ def test_throughput_is_near_by_its_closed_form():
 
 @pytest.mark.parametrize("roles, figure", [(PPO, "9"), (SAFE, "11")])
 def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
-    """A scorer more takes its pass, and room for weights."""
+    """One more scorer must take the time of its pass and the room for its weights."""
     trained, steps = [], controller.learn
 
     async def count(c, shares):
@@ -69,7 +69,7 @@ def test_controllers_take_what_the_closed_form_says(roles, figure, monkeypatch):
 
 
 def test_no_published_value_makes_ours():
-    """Other values, and two models' labels swapped: a setting's row says the same."""
+    """With other values, and two models' labels swapped, a setting's row must stay the same."""
     swap, same = {"7B": "13B", "13B": "7B"}, 0
     for figure in FORMS:
         points = [p for p in PAPER.of(figure) if p.system != "OpenRLHF"]

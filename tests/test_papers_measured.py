@@ -1,4 +1,4 @@
-"""The simulation beside what real engines took, on the set-up of bench/modes.py with a pace."""
+"""The simulation against measurements of real engines, on the setup of bench/modes.py with a pace."""
 
 import statistics
 from itertools import combinations
@@ -13,7 +13,7 @@ PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.to
 
 
 def test_the_simulation_says_what_was_measured():
-    """One constant, fitted on `short`: the other workloads' seconds, and which of two modes is faster."""
+    """With one constant, fitted on `short`, it must predict the others' seconds and the faster mode."""
     tables = [measured.FIGURES[name](PAPER) for name in ("tail", "resample", "judge-heavy")]
     rows = [row for table in tables for row in table]
     assert len(rows) == 15 and {row.kind for row in rows} == {"predicted"}
@@ -30,7 +30,7 @@ BEST = {"short": "2|2", "tail": "2|2", "resample": "2|2", "judge-heavy": "1|3"}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BEST)
 def test_a_split_that_moves_ends_near_the_best(name):
-    """Also where each prompt that is read holds up what is written."""
+    """The split must end near the best one, even where each prompt that is read delays generation."""
     last = dict(steps=22, first_counted=14)
     moving = serving_s(PAPER.constants, name, "3|1", rebalance=True, **last)
     assert moving < 1.06 * serving_s(PAPER.constants, name, BEST[name], **last)

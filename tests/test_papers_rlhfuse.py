@@ -1,4 +1,4 @@
-"""RLHFuse's tables: which of the product's functions make them, and what they depend on."""
+"""RLHFuse's tables: which of the product's functions compute them, and what they depend on."""
 
 from unittest import mock
 
@@ -22,7 +22,7 @@ def base():
 
 
 def test_who_does_the_work():
-    """The product's controllers decide who holds the devices; its schedule is what training gains."""
+    """The product's controllers must decide who holds the devices; its schedule is training's gain."""
     decides = dict(autospec=True, side_effect=fused.ranks_of_tail)
     follows = dict(autospec=True, side_effect=fused.follow_the_tail)
     with (
@@ -38,7 +38,7 @@ def test_who_does_the_work():
 
 
 def test_base_is_its_parts(base):
-    """The longest answer, alone at its end; all judgements, dealt evenly; two models in turns."""
+    """They are the longest answer by itself at its end, all judgements dealt evenly, two models in turns."""
     decode = cluster_of(CONSTANTS, BASE).decode["rollout"]
     assert 512 * decode.fixed < base["generation"] < 1.1 * 512 * decode.fixed
     assert base["inference"] == pytest.approx(inference_s(CONSTANTS, BASE), rel=0.03)
@@ -48,6 +48,6 @@ def test_base_is_its_parts(base):
 
 
 def test_training_gains_what_its_instance_of_table_3_does():
-    """33B/13B with 16 and 8 micro-batches, 65B/33B with 32 and 16: whoever is the actor."""
+    """33B/13B has 16 and 8 micro-batches, 65B/33B 32 and 16, whichever is the actor."""
     found = [rlhfuse.speed_up(CONSTANTS, Setting(1024, "33", actor)) for actor in ("13", "65")]
     assert found == pytest.approx([477 / 372, 420 / 330])

@@ -21,7 +21,7 @@ PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_t
 
 
 def words(tasks: list[Task]) -> str:
-    """F10 is the forward pass of stage 1 over micro-batch 0."""
+    """Read tasks: F10 is the forward pass of stage 1 over micro-batch 0."""
     named = [f"{'FB'[task.backward]}{task.stage}{task.micro_batch}" for task in tasks]
     return " ".join(named)
 
@@ -31,7 +31,7 @@ def table_from(*ranks: str) -> list[list[Task]]:
 
 
 def test_1f1b_by_hand():
-    """Two ranks, three micro-batches; forward 1, backward 2."""
+    """Two ranks, three micro-batches; forward takes 1, backward 2."""
     pipes = [Pipe((0, 1), 3)]
     table = pipeline.one_after_another(pipes)
     assert list(map(words, table)) == ["F00 F01 B00 F02 B01 B02", "F10 B10 F11 B11 F12 B12"]
@@ -47,7 +47,7 @@ def test_a_table_that_cannot_be_run():
 
 
 def check_order(pipes: list[Pipe], table) -> None:
-    """Each task once, in its rank; passes of a stage in the order of micro-batches, as sums depend on it."""
+    """Check that each task is once in its rank, and a stage's passes in order, because sums depend on it."""
     count = 0
     for number, pipe in enumerate(pipes):
         for stage, rank in enumerate(pipe.ranks):
@@ -59,7 +59,7 @@ def check_order(pipes: list[Pipe], table) -> None:
 
 
 def check(pipes: list[Pipe], table) -> tuple[float, float]:
-    """Latency and peak memory by the definition: a task starts when what it needs has ended, not later."""
+    """Check latency and peak memory by definition: a task starts as soon as what it needs has ended."""
     check_order(pipes, table)
     starts, ends, peak = evaluate(pipes, table).starts, {}, 0.0
     for task, start in starts.items():
@@ -86,7 +86,7 @@ durations = st.sampled_from([0.3, 0.5, 1.0, 1.7, 2.0, 5.0])
 
 @st.composite
 def several_pipes(draw) -> list[Pipe]:
-    """One to three, over all of up to five ranks or some neighbours, in one direction or the other."""
+    """Draw one to three pipelines over all of up to five ranks or neighboring ones, in either direction."""
     size, found = draw(st.integers(1, 5)), []
     for _ in range(draw(st.integers(1, 3))):
         first = draw(st.integers(0, size - 1))
@@ -101,7 +101,7 @@ def several_pipes(draw) -> list[Pipe]:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_every_schedule(name, data):
-    """Valid, evaluated exactly, no faster than the bound; fused no slower than one after another."""
+    """It must be valid, evaluated exactly, and no faster than the bound; fused is no slower than in turns."""
     schedule = SCHEDULES[name]
     pipes = data.draw(several_pipes())
     table = schedule.table(pipes)
@@ -114,7 +114,7 @@ def test_every_schedule(name, data):
 
 
 def test_every_process_finds_the_same_table():
-    """Whatever the order of its sets: ranks that disagreed would wait for each other."""
+    """The order of a process's sets must not matter: ranks that disagreed would wait for each other."""
     pipes = [Pipe((0, 1, 2), 5, 1.0, 1.7), Pipe((2, 1, 0), 3, 0.6, 1.1), Pipe((1, 0), 2)]
     program = f"from fused.pipelines import *; print(repr(fused({pipes!r})))"
     for seed in ("1", "2"):
@@ -125,7 +125,7 @@ def test_every_process_finds_the_same_table():
 
 @pytest.mark.parametrize("name", INSTANCES)
 def test_fused_is_as_fast_as_published(name):
-    """By an order that meets the bound; 65B/33B 16/16 64/64 is faster than published."""
+    """An order must meet the bound; 65B/33B 16/16 64/64 is faster than published."""
     pipes, published = INSTANCES[name], PUBLISHED[name]
     latency, memory = check(pipes, fused(pipes))
     assert latency == published["bound"] <= published["published"]["latency"]

@@ -9,7 +9,7 @@ from modes import lay_out
 from scheduling.measured import Split
 
 FUSED = [f"fused {tail:g}" for tail in dict.fromkeys((0.2, *TAILS))]
-RULED = dict(model="m", rule=("right",), judge=())  # no judge: rules alone
+RULED = dict(model="m", rule=("right",), judge=())  # no judge, only rules
 
 
 def judged(**settings):
@@ -21,7 +21,7 @@ def everyone(size):
 
 
 def test_splits():
-    """The ranks of each role, and how many they are; in words one rank or a range."""
+    """A split is the ranks of each role and their number; its text is one rank or a range."""
     split = Split("partial", 3, 1)
     assert lay_out(judged(mode="partial", rollout_ranks=3), 4) == (everyone(4), [split])
     words = "rollout on ranks 0-2, genrm on ranks 3, actor on ranks 0-3"
@@ -38,7 +38,7 @@ TWO_JUDGES = dict(judge=("a", "b"), model="m")
 TAILED = dict(mode="fused", tail=0.25)
 POSSIBLE = [
     (MOVES | dict(rollout_ranks=3), 4, ["3|1", "1|3", "2|2"]),
-    (dict(mode="partial"), 5, ["3|2"]),  # the half, rounded up
+    (dict(mode="partial"), 5, ["3|2"]),  # half, rounded up
     (dict(mode="full"), 1, ["full"]),  # nothing to split
     (MOVES | dict(rollout_tp=2), 8, ["4|4", "2|6", "6|2"]),
     (MOVES | THREE_JUDGES, 6, ["3|3", "1|5", "2|4"]),
@@ -53,7 +53,7 @@ POSSIBLE = [
 
 @pytest.mark.parametrize("changes,size,expected", POSSIBLE)
 def test_splits_that_a_run_may_take(changes, size, expected):
-    """The first is where it starts; every judge has an engine in each, and no engine is cut."""
+    """The first is where it starts; every judge must have an engine in each, and no engine is cut."""
     config = judged(**changes)
     placed, splits = lay_out(config, size)
     papers = [str(split) for split in splits if split.mode in ("partial", "full", "fused")]
@@ -73,7 +73,7 @@ REFUSED = [
     (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
     (dict(), 1, "--mode partial needs more ranks than 1 for a rollout engine of 1 and a genrm"),
     (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs more ranks than 6"),
-    (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on neighbours from a mul"),
+    (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on adjacent ranks that"),
     (dict(FULL, placement="engines=0,2 actor=1,3", genrm_tp=2), 4, "needs more ranks than 2"),
     (THREE_JUDGES, 3, "more ranks than 3 for .* for each of 3 judges"),
     (dict(rollout_ranks=4), 4, "--rollout-ranks 4 leaves 0 of 4 ranks for genrm"),
@@ -84,6 +84,6 @@ REFUSED = [
 
 @pytest.mark.parametrize("changes,size,message", REFUSED)
 def test_splits_that_cannot_be(changes, size, message):
-    """The message names the setting and the ranks that would do."""
+    """The message must name the setting and the ranks that would work."""
     with pytest.raises(ValueError, match=message):
         lay_out(judged(**changes), size)

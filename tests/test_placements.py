@@ -1,5 +1,5 @@
-"""The real controllers on fakes, with models and engines on ranks of their own, and serving ahead: whatever
-holds what, all train on the same samples."""
+"""The real controllers on fakes, with models and engines on ranks of their own, and serving ahead: every
+placement must train on the same samples."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ IS_APART = ("standalone", "interleaved")
 
 
 def columns_of(controllers, step, digits=20):
-    """By key, what a step trained on: the answer, and all that models said of it, on whatever rank."""
+    """Return by key what a step trained on: the answer, and all models' numbers for it, on whatever rank."""
     found = {}
     for c in controllers:
         for trainer in (c.devices.actor, *c.devices.critics):
@@ -40,7 +40,7 @@ def columns_of(controllers, step, digits=20):
 
 
 def keys_of(controllers, step, trainer_of):
-    """What the leads of one model trained on, in order."""
+    """Return the samples that the leads of one model trained on, in order."""
     trainers = [trainer_of(c) for c in controllers]
     batches = [trainer.batches[step] for trainer in trainers if trainer.is_lead]
     return sorted(sample.key for sample in itertools.chain(*batches))
@@ -52,13 +52,13 @@ def serving(controllers):
 
 @functools.cache
 def colocated(algorithm, digits=20):
-    """What each of three steps trained on, where all is on the same ranks."""
+    """Return each of three steps' samples where all models share their ranks."""
     controllers, _ = simulate("full", 2, algorithm=algorithm)
     return [columns_of(controllers, step, digits) for step in range(3)]
 
 
 def check_same(controllers, algorithm, digits=20):
-    """All models trained on the samples of a colocated run, each once, and told each other the same."""
+    """Check that all models trained once on a colocated run's samples, and sent each other the same."""
     for step in range(3):
         expected = colocated(algorithm, digits)[step]
         assert columns_of(controllers, step, digits) == expected
@@ -75,7 +75,7 @@ def check_same(controllers, algorithm, digits=20):
 @pytest.mark.parametrize("mode", modes.MODES)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_all_train_on_the_same_samples(name, mode, algorithm):
-    """Values, returns and advantages are equal on every rank that trains on a sample, whatever it trains."""
+    """Values, returns and advantages must be equal on every rank that trains on a sample."""
     size, words = PLACEMENTS[name]
     controllers, _ = simulate(mode, size, algorithm=algorithm, placement=words)
     # the mean and the spread of all advantages are summed over as many ranks as the actor has
@@ -85,7 +85,7 @@ def test_all_train_on_the_same_samples(name, mode, algorithm):
 @pytest.mark.parametrize("mode", modes.MODES)
 @pytest.mark.parametrize("name", IS_APART)
 def test_ahead_the_same_samples_are_by_older_weights(name, mode):
-    """A batch is served wholly by the weights that the step before began with."""
+    """A batch must be served entirely by the weights with which the step before began."""
     size, words = PLACEMENTS[name]
     controllers, _ = simulate(mode, size, algorithm=PPO, placement=words, ahead=1)
     check_same(controllers, PPO, 9)
@@ -96,7 +96,7 @@ def test_ahead_the_same_samples_are_by_older_weights(name, mode):
 
 
 def test_ahead_serves_while_others_train():
-    """The next step's answers are written in the time of an update; without it they come after."""
+    """The next step's answers must be generated during an update; without it they come after."""
     for ahead, is_beside in ((1, True), (0, False)):
         controllers, _ = simulate("full", 2, placement="standalone", ahead=ahead)
         training = spans_of(controllers[1], "train")
@@ -121,7 +121,7 @@ def test_the_same_seed_gives_the_same_run(ahead):
 
 
 def test_the_split_moves_between_two_pushes():
-    """Engines that serve ahead are busy when it is decided: the plan changes at the hand-over."""
+    """Engines that serve ahead are busy when it is decided, so the plan must change at the hand-over."""
     how = dict(placement="engines=0-3 actor=4", rebalance=True, steps=9)
     plain, _ = simulate("partial", 5, **how)
     controllers, _ = simulate("partial", 5, **how, ahead=1)
@@ -133,7 +133,7 @@ def test_the_split_moves_between_two_pushes():
 
 
 def test_a_batch_that_was_served_before_a_move_does_not_undo_it(monkeypatch):
-    """Its split stays, says the rule, of a run that has left it meanwhile."""
+    """The rule must see that its split is that of a run that has moved meanwhile."""
 
     def moves_once(history, splits, *_):
         return Decision(splits[1] if len(history) == 1 else history[-1].split, "")
@@ -151,7 +151,7 @@ STEPS = 5
 @pytest.mark.parametrize("mode", ["full", "partial"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_checkpoint_with_a_batch_served_ahead(tmp_path, mode, step):
-    """Any placement goes on from it, on any number of ranks: with the batch, as it is."""
+    """Any placement on any number of ranks must resume from it with the batch unchanged."""
     how = dict(algorithm=PPO, steps=STEPS)
     ahead = how | dict(placement="engines=0-1 actor=2 critic=3", ahead=1)
     expected, _ = simulate(mode, 4, save_every=1, keep=9, out=tmp_path, **ahead)
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_one_placement_is_of_all(tmp_path, name):
 
 
 def check_rest(controllers, expected, first):
-    """From a step on they train on the same, and all models count all updates."""
+    """Check that from this step on they train on the same, and that all models count all updates."""
     steps = controllers[0].config.steps
     for step in range(first, steps):
         assert columns_of(controllers, step - first, 9) == columns_of(expected, step, 9)

@@ -1,4 +1,4 @@
-"""What a step would take under each plan: by a finished run's folder, or by a data sheet."""
+"""The predicted step of each plan: from a finished run's folder, or from a data sheet."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def finished(tmp_path_factory):
 
 
 def finish(run, out):
-    """Run it; returns the folder that it leaves, as far as the next one is told of it."""
+    """Run it; return its folder, with what the next one needs of it."""
     (out / "spans").mkdir()
     for c in run.controllers:
         c.timeline.folder = out / "spans"
@@ -74,7 +74,7 @@ PLANS = [
 
 
 def test_a_run_tells_what_other_plans_take(finished):
-    """Nobody says what an engine's step takes: requests do, of one mode, and a simulation of it."""
+    """No setting has an engine's step time: one mode's requests must yield it, checked by simulation."""
     known = read_run(finished)
     rollout, _ = known.paces
     assert rollout[:2] == pytest.approx([0.02, 0.001], rel=0.15)
@@ -103,24 +103,38 @@ def test_the_plans_of_many_ranks():
 
 
 def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
-    """A plan is a placement then; rewards differ as often as they are said to."""
+    """A plan is then a placement; rewards must differ as often as the settings specify."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = str(ROOT / "demo" / "models" / "written" / "actor")
-    words = ["--devices", str(H20), "--model", model, "--rule", "right", "--max-new-tokens", "64"]
-    words += ["--out", str(tmp_path), "--prompts-per-step", "4", "--max-model-len", "256"]
-    assert main(["--dry-run", "--simulate", *words]) == 0
+    words = ["--devices", str(H20), "--model", model, "--rule", "right", "--out", str(tmp_path)]
+    sizes = "--max-new-tokens 64 --prompts-per-step 4 --max-model-len 256"
+    assert main(["--dry-run", "--simulate", *words, *sizes.split()]) == 0
     said = capsys.readouterr().out
-    lines = said.splitlines()
-    assert [line.split("  ")[1] for line in lines[2:5]].count("colocate") == 1
+    assert [line.split("  ")[1] for line in said.splitlines()[2:5]].count("colocate") == 1
     assert "GUESSED" in said and "* answers are one update old" in said
     assert (tmp_path / "plans.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    "factor, shown", [(1.0, [True, False, False]), (0.75, [False, True, True])]
+)
+def test_a_table_that_misses_the_run_itself(finished, capsys, monkeypatch, factor, shown):
+    """If the run itself is 10% off or more, a warning with reasons must replace the usual error."""
+    known = read_run(finished)
+    known.seconds["step"] *= factor
+    monkeypatch.setattr(plans, "read_run", lambda run: known)
+    monkeypatch.setattr(plans, "plans_of", lambda config, ranks: ([Plan("own", config)], []))
+    plans.report(["--like", str(finished), "--algorithm", "ppo", "--out", str(finished)])
+    texts = ("Such predictions were off by", "Don't trust this table: it is +", "only 4 counted")
+    printed = capsys.readouterr().out
+    assert [text in printed for text in texts] == shown
+
+
 def test_the_words_are_run_pys():
-    """Taken before the settings are read, which know none of them; a mistake is a line."""
+    """They are removed before the settings are read, which know none of them; a mistake is one line."""
     env = os.environ | {"WORLD_SIZE": "2"}
     for words, said in (
-        ("--simulate --like x", "it goes with --dry-run"),
+        ("--simulate --like x", "--simulate needs --dry-run"),
         ("--dry-run --simulate", "--simulate needs one of --like RUN"),
         ("--dry-run --simulate --like none", "--like none: no config.json in it"),
         ("--dry-run --like x", "unrecognized arguments: --like x"),

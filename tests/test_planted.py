@@ -1,4 +1,4 @@
-"""The lists of planted bugs: each can be planted, each module has one at least."""
+"""The lists of planted bugs: each can be planted, and each module has at least one."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ BUGS = read_bugs()
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.module}.{bug.name}")
 def test_a_bug_can_be_planted(bug):
-    """Its place is there once, it changes something, and a test file is said to find it."""
+    """Its place must be there once, it must change something, and a test file is named that finds it."""
     assert bug.planted() != (ROOT / bug.file).read_text()
     assert Path(bug.found_by).name.startswith("test_")
     assert (ROOT / "tests" / bug.found_by).is_file()
 
 
 def test_every_module_has_its_bugs():
-    """Each root file and room, in a list of its own; extras.py only names modules."""
+    """Each root file and room must have a list of its own; extras.py only names modules."""
     assert all(bug.module == room_of(ROOT / bug.file) for bug in BUGS)
     assert {*map(room_of, ROOT_FILES), *ROOMS} - {"extras"} <= {bug.module for bug in BUGS}

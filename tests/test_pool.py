@@ -1,4 +1,4 @@
-"""Pools: who is asked next, turns, what engines owe, aborts, and an engine that writes nothing."""
+"""Pools: routing, turns, outstanding tokens, aborts, and an engine that generates nothing."""
 
 import asyncio
 from collections import Counter
@@ -27,7 +27,7 @@ CONFIG = Config()  # --timeout-s 600: an engine is lost after 300 s
 
 
 def pool_of(*outstanding, rank=0, models=None, awake=None):
-    """A pool of engines of which others await so many tokens, as the controller of `rank` sees it."""
+    """Make a pool of engines with this many tokens outstanding for others, as `rank`'s controller sees it."""
     models = models or [0] * len(outstanding)
     how = dict(role="rollout", capacity=1)
     engines = [SimpleNamespace(rank=rank, model=model, **how) for rank, model in enumerate(models)]
@@ -39,13 +39,13 @@ def pool_of(*outstanding, rank=0, models=None, awake=None):
 
 
 def others_await(pool, outstanding):
-    """So many tokens, by an engine's rank, say all in a meeting."""
+    """Set the others' outstanding tokens by an engine's rank, as a meeting would."""
     pool.status()
     pool._load.update(Counter(outstanding))
 
 
 def hear(pool, parts=()):
-    """A meeting with another controller, to which so many parts of answers came."""
+    """Simulate a meeting with another controller that has received this many parts of answers."""
     other = EngineStatus(Counter(), Counter(dict(parts)))
     pool.apply_status(EngineStatus.total([pool.status(), other]))
 
@@ -55,7 +55,7 @@ ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 2))
 
 @given(st.lists(ENGINES, min_size=1, max_size=8), st.data())
 def test_route_asks_the_less_loaded_of_two_that_may_be_asked(engines, data):
-    """Of the model that is asked for, and awake; of two never the more loaded."""
+    """They must be awake and of the requested model; of two it never takes the more loaded."""
     owed, models = zip(*engines, strict=True)
     model, rank = data.draw(st.sampled_from(models)), data.draw(st.integers(0, 7))
     awake = tuple(data.draw(st.sets(st.integers(0, len(engines) - 1))))
@@ -70,7 +70,7 @@ def test_route_asks_the_less_loaded_of_two_that_may_be_asked(engines, data):
 @pytest.mark.parametrize("controllers", [1, 2, 3, 4, 16, 32])
 @pytest.mark.parametrize("engines", [1, 2, 4, 6, 7, 16, 32])
 def test_who_ask_as_often_load_engines_alike(controllers, engines):
-    """And each controller asks all engines alike, though nobody knows what others ask."""
+    """Each controller must use all engines equally, though none knows the others' requests."""
     engines = [SimpleNamespace(rank=rank, model=0) for rank in range(engines)]
     loads = [Load(FakeWorld(rank, controllers, {})) for rank in range(controllers)]
     for _ in range(12):
@@ -82,7 +82,7 @@ def test_who_ask_as_often_load_engines_alike(controllers, engines):
 
 
 PROMPT = [ord("7"), ord("+")]
-# by which an engine knows which answer is meant
+# identify the answer for the engine
 SEEDS = [seed_of(0, 7, number) for number in range(4)]
 
 
@@ -91,7 +91,7 @@ def answer_to(number, length):
 
 
 def engine_of(rank, lengths, model=0):
-    """It is awake and writes a token of each answer a second, in parts of ten. lengths: by number."""
+    """Make an awake engine: a token per second and answer, in parts of ten. lengths: by number."""
 
     def write(prompt, number, sampling):
         tokens = answer_to(number, lengths[number])[len(prompt) - len(PROMPT) :]
@@ -103,7 +103,7 @@ def engine_of(rank, lengths, model=0):
 
 
 def run_alone(engines, work, config=CONFIG):
-    """`await work(pool)` with the pool of one rank, on a virtual clock; what it returned, and when."""
+    """Run `await work(pool)` with the pool of one rank on a virtual clock; return its result and the time."""
     clock = VirtualClock()
     pool = Pool(engines, FakeWorld(0, 1, {}), Timeline(0, clock.time), config)
     pool._mark_awake(tuple(engine.rank for engine in pool.engines))
@@ -123,7 +123,7 @@ async def ask(pool, numbers, limit=1000, model=0):
 
 
 def test_parts_of_an_answer_come_as_one():
-    """With all its tokens, by one engine, when it is finished; nothing is owed then."""
+    """The whole must have all tokens, from one engine, once finished; then nothing is outstanding."""
     lengths = {1: 23, 2: 60, 3: 10}
     engine = engine_of(0, lengths)
 
@@ -142,13 +142,13 @@ def test_parts_of_an_answer_come_as_one():
 
 
 def test_its_own_tokens_are_not_counted_twice():
-    """What this controller told the others is in its own count already."""
+    """The others' count must not include what this controller reported itself."""
     first, second = engine_of(0, {1: 98, 2: 38}), engine_of(1, {2: 38})
 
     async def work(pool):
         long = asyncio.create_task(ask(pool, [1], limit=98))
         await asyncio.sleep(1)
-        others_await(pool, {0: 100, 1: 150})  # of the first engine it awaits 100
+        others_await(pool, {0: 100, 1: 150})  # this controller awaits 100 of the first engine's
         await ask(pool, [2], limit=38)
         await long
 
@@ -157,7 +157,7 @@ def test_its_own_tokens_are_not_counted_twice():
 
 
 def test_requests_take_turns():
-    """Two for each that the engines of their model decode; the rest wait, and don't hold up another's."""
+    """Two run for each that their model's engines decode; others wait without delaying another model's."""
     one, other = engine_of(0, {1: 10}), engine_of(1, {1: 10}, model=1)
 
     async def work(pool):
@@ -186,7 +186,7 @@ def test_what_waits_for_its_turn_is_not_asked_after_an_abort():
 
 
 def test_what_waits_for_an_engine_returns_at_once_from_an_abort():
-    """A later request waits on; all is told as waiting meanwhile."""
+    """A later request must keep waiting; all are reported as waiting meanwhile."""
     engine = engine_of(0, {1: 10})
 
     async def work(pool):
@@ -220,7 +220,7 @@ def test_what_an_engine_owed_is_given_back_when_it_is_not_awaited_any_more(end, 
         asked = asyncio.create_task(ask(pool, [1, 2], limit=70))
         at(25, lambda: end(engine, asked))
         await asyncio.sleep(22)
-        # of two prompts of 2 tokens and 70: one answer is finished, of the other 20 tokens came
+        # prompts of 2 tokens and 70: one answer is finished, 20 tokens of the other came
         assert pool.status().outstanding == {0: 72 - 20}
         with pytest.raises(error):
             await asked
@@ -230,12 +230,12 @@ def test_what_an_engine_owed_is_given_back_when_it_is_not_awaited_any_more(end, 
 
 
 def test_an_engine_that_owes_tokens_and_writes_none_is_lost():
-    """After half of --timeout-s from the first meeting that hears of it: a model may train before."""
+    """The limit is half of --timeout-s after the first meeting that reports it; a model may train before."""
     engine = engine_of(0, {1: 98})
 
     async def work(pool):
         await ask(pool, [1])
-        for _ in range(2):  # nothing is owed
+        for _ in range(2):  # nothing is outstanding
             hear(pool)
         engine.lose()
         asked = asyncio.create_task(ask(pool, [1]))
@@ -243,7 +243,7 @@ def test_an_engine_that_owes_tokens_and_writes_none_is_lost():
         for seconds in (299, 2):
             hear(pool)
             await asyncio.sleep(seconds)
-        line = "genrm engine of rank 0 owes 1002 tokens and wrote none for 300 s"
+        line = "genrm engine of rank 0 has 1002 tokens outstanding and sent none for 300 s"
         with pytest.raises(EngineLost, match=line):
             hear(pool)
         asked.cancel()
@@ -252,7 +252,7 @@ def test_an_engine_that_owes_tokens_and_writes_none_is_lost():
 
 
 def test_an_answer_that_queues_is_not_late_while_another_is_written():
-    """Another controller's, as the meetings tell; nor is anything late once all is written."""
+    """Meetings report another controller's answers; nothing may be late once all are finished."""
     engine = engine_of(0, {1: 500})
     engine.part = 500
 
@@ -269,7 +269,7 @@ def test_an_answer_that_queues_is_not_late_while_another_is_written():
 
 
 def test_engines_that_are_to_sleep_are_waited_for_no_longer():
-    """They finish their answers, however long that takes, unless nothing comes."""
+    """They must finish their answers, however long that takes, unless nothing arrives."""
     engine = engine_of(0, {1: 400})
     engine.device.take("genrm weights")
 
@@ -282,7 +282,7 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
         engine.lose()
         asked = asyncio.create_task(ask(pool, [1]))
         await asyncio.sleep(1)
-        with pytest.raises(EngineLost, match="owes 1002 tokens and wrote none for 300 s"):
+        with pytest.raises(EngineLost, match="has 1002 tokens outstanding and sent none for 300 s"):
             await pool.set_awake(())
         asked.cancel()
 
@@ -292,7 +292,7 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
 
 @pytest.mark.parametrize("move", [False, True])
 def test_what_waits_at_a_busy_engine_moves_to_one_that_joins(move):
-    """Its part of the newest goes on there, from the tokens that it has."""
+    """The joining engine's share of the newest must continue there from the tokens so far."""
     engines = [engine_of(rank, {1: 60, 2: 60}) for rank in range(2)]
 
     async def whole(pool, number):
@@ -315,11 +315,11 @@ def test_what_waits_at_a_busy_engine_moves_to_one_that_joins(move):
 
     answers, _ = run_alone(engines, work)
     assert [tokens for tokens, _ in answers] == [answer_to(number, 60) for number in (1, 2)]
-    assert [rank for _, rank in answers] == ([0, 1] if move else [0, 0])  # the newest of two
+    assert [rank for _, rank in answers] == ([0, 1] if move else [0, 0])  # the newest of two moves
 
 
 def test_sleep_forgets_what_others_awaited():
-    """Or the first requests of a step would go other ways in a run that was resumed."""
+    """Otherwise a resumed run would route a step's first requests differently."""
     clock, meetings = VirtualClock(), {}
     write = lambda *_: text_answer("7")  # noqa: E731
     engines = [FakeEngine("genrm", rank, Device(rank, []), write) for rank in range(2)]

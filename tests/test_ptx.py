@@ -1,4 +1,4 @@
-"""The pretraining term: which texts, whose tokens, their weight by hand. The update: test_actor.py."""
+"""The pretraining term: its texts, its tokens, and their weight by hand. test_actor.py has the update."""
 
 import json
 from functools import partial
@@ -20,7 +20,7 @@ TEXTS = [([1], [number]) for number in range(7)]
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 5))
 def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
-    """A step's texts are the same on any number of ranks, and don't depend on the steps before."""
+    """A step's texts must be the same on any number of ranks, whatever the steps before."""
     alone = [choose(TEXTS, number, size, 3, 0, 1) for number in range(start, start + 7)]
     for number, whole in enumerate(alone, start):
         shares = [choose(TEXTS, number, size, 3, rank, ranks) for rank in range(ranks)]
@@ -32,7 +32,7 @@ def test_every_text_once_an_epoch_whatever_the_ranks(size, ranks, start):
 
 
 def test_the_loss_of_texts_by_hand():
-    """No part of the divisor, which is the policy's: what is divided by it has the weight already."""
+    """It must not change the divisor, which is the policy's: the loss already has its weight."""
     logprobs = torch.tensor([-5.0, -3.0], requires_grad=True)
     loss = partial(text_loss, lambda batch, output: output, 2 / 3)
     total, divisor, stats = loss(None, logprobs)
@@ -43,7 +43,7 @@ def test_the_loss_of_texts_by_hand():
 
 
 class Characters(SimpleNamespace):
-    """A tokenizer of characters, with a token at the start."""
+    """A tokenizer of characters, with a start token."""
 
     chat_template, eos_token_id = None, 0
 
@@ -72,7 +72,7 @@ def test_a_row_that_can_t_be_used_is_named(tmp_path, row):
 
 
 def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
-    """Where the model's context is longer, a step that draws a long text would end the run."""
+    """Otherwise, if the model's context is longer, a step that draws a long text would end the run."""
     texts = ("grpo", "ptx_data=x.jsonl", "ptx_coef=0.1")
     config = Config(model="m", rule=("right",), judge_format=("chat",), algorithm=texts)
     monkeypatch.setattr(run.server, "context_length", lambda *_: 32768)

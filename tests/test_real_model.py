@@ -1,6 +1,6 @@
-"""A real language model, SmolLM2-135M-Instruct, through every command, as docs/real_model.md tells it.
+"""A real language model, SmolLM2-135M-Instruct, through every command, as in docs/real_model.md.
 
-About an hour on 2 cores and 16 GB. Skipped where the package that ships the model can't be had.
+It takes about an hour on 2 cores and 16 GB, and is skipped if the package with the model can't be had.
 """
 
 import json
@@ -22,12 +22,12 @@ SIZES = ("--model", MODEL, "--max-model-len", "128", "--max-new-tokens", "24")
 RL = (*SIZES, "--data", SUMS, "--lr", "1e-5", "--steps", "3", "--prompts-per-step", "8")
 RL += ("--eval-every", "100", "--judge-format", "number", "--max-tokens-per-micro-batch", "512")
 NUMBER = ("--rule", "number")
-LOGPROB_DIFF = 1e-4  # between engine and trainer, at most
+LOGPROB_DIFF = 1e-4  # most between engine and trainer
 
 
 @pytest.fixture(scope="session", autouse=True)
 def made():
-    """The model and the rows, as the example makes them in runs/."""
+    """Make the model and the rows in runs/, as the example does."""
     done = run_process("bash", "examples/smollm2.sh", "--dry-run")
     if done.returncode:
         pytest.skip(f"the model can't be had: {done.stderr.strip().splitlines()[-1]}")
@@ -35,7 +35,7 @@ def made():
 
 @pytest.fixture(scope="session")
 def rows(tmp_path_factory):
-    """A folder with 200 examples for sft, and 200 pairs for rm, of which the right one is chosen."""
+    """Make a folder with 200 examples for sft, and 200 pairs for rm with the right one chosen."""
     folder = tmp_path_factory.mktemp("rows")
     examples, pairs = [], []
     for line in (SUMS.read_text().splitlines() * 2)[:200]:
@@ -52,7 +52,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def full(tmp_path_factory):
-    """Three steps in full mode, whose checkpoint holds a Hugging Face directory."""
+    """Run three steps in full mode; the checkpoint holds a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("full")
     return Run(folder, *RL, *NUMBER, "--mode", "full", "--save-hf-every", "3").ended()
 
@@ -63,7 +63,7 @@ def reward_model(tmp_path_factory, rows):
 
 
 def learn(command: str, data, folder, steps: int):
-    """Run sft or rm on 2 ranks; returns what it leaves."""
+    """Run sft or rm on 2 ranks; return its folder."""
     launch = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2]
     how = ["--model", MODEL, "--data", data, "--steps", steps, "--eval-every", steps]
     command = [
@@ -81,13 +81,13 @@ def learn(command: str, data, folder, steps: int):
 
 
 def column(out, name: str) -> list[float]:
-    """A metric of a run, from those rows that have it."""
+    """Return a metric of a run, from the rows that have it."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row[name] for row in rows if name in row]
 
 
 def evaluate(model, out, *more) -> dict:
-    """What an evaluation measures on the first 32 sums."""
+    """Return the metrics of an evaluation on the first 32 sums."""
     data = out.parent / "few.jsonl"
     data.write_text("".join(SUMS.read_text().splitlines(keepends=True)[:32]))
     command = [sys.executable, "run.py", "--steps", "0", "--model", model, "--eval-data", data]
@@ -112,14 +112,14 @@ def test_engine_and_trainer_agree(full):
 
 
 def test_killed_and_resumed(full, tmp_path):
-    """kill -9 of everything in the third step, then the same command again."""
+    """kill -9 of everything in the third step, then the same command again, must give the same run."""
     run = Run(tmp_path, *RL, *NUMBER, "--mode", "full", "--save-every", "1")
     run.struck((saved(1), Run.kill_all))
     run.again().check_as(full)
 
 
 def test_learning_from_examples(tmp_path, rows):
-    """The loss on what is held out falls, and SGLang serves what was learned."""
+    """The held-out loss must fall, and SGLang must serve the result."""
     out = learn("sft", rows / "examples.jsonl", tmp_path, steps=4)
     losses = column(out, "sft/held_out_loss")
     assert losses[-1] < losses[0]
@@ -132,7 +132,7 @@ def test_a_reward_model_prefers_right_answers(reward_model):
 
 
 def test_an_exported_directory_is_read_by_transformers_and_served(full, tmp_path):
-    """Greedy answers by both are the same."""
+    """Greedy answers by both must be the same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exported = full.out / "hf" / "step_3"

@@ -1,4 +1,4 @@
-"""Rebalance: from measured steps to the split of the next."""
+"""Rebalancing: from measured steps to the next step's split."""
 
 import random
 from dataclasses import replace
@@ -23,19 +23,19 @@ def decide(history, splits):
 
 
 class Engines:
-    """Of any speed, with work of any size: answers end evenly, and queue where judges are too few."""
+    """Engines of any speed, with work of any size: answers end evenly, and queue where judges are too few."""
 
     requests = 512
 
     def __init__(self, seed):
         rng = random.Random(seed)
         self.tokens = {"rollout": 100_000, "genrm": round(100_000 * 3 ** rng.uniform(-1, 1))}
-        # of a token, of one rank
+        # per token, on one rank
         self.rank_s = {role: 10 ** rng.uniform(-4.2, -3.5) for role in TP}
         self.critique_s = rng.uniform(0.1, 1)
 
     def serve(self, split, judge_scale=1, noise=0.0):
-        """A step, as the rule gets to see it."""
+        """Serve a step, and return it as the rule sees it."""
         tokens = self.tokens | {"genrm": judge_scale * self.tokens["genrm"]}
         rollout_s = tokens["rollout"] * self.rank_s["rollout"] / split.rollout
         genrm_s = tokens["genrm"] * self.rank_s["genrm"] / split.genrm
@@ -50,7 +50,7 @@ class Engines:
 @pytest.mark.parametrize("judge_scale", [1, 4, 0.25])
 @pytest.mark.parametrize("ranks,within", [(4, 1.12), (8, 1.3)])
 def test_from_the_worst_split_to_a_good_one(ranks, within, judge_scale):
-    """One engine at a time; critiques may get longer or shorter in mid-run, and clocks are 3 % off."""
+    """One engine moves at a time; critique lengths may change in mid-run, and clocks are off by 3%."""
     splits = side_by_side(ranks)
     for seed in range(20):
         engines, rng, history = Engines(seed), random.Random(seed), []
@@ -71,7 +71,7 @@ def test_from_the_worst_split_to_a_good_one(ranks, within, judge_scale):
 
 @pytest.mark.parametrize("genrm,goes_to", [(2, 0), (1.05, 1), (0.5, 2)])
 def test_the_busier_role_gets_an_engine(genrm, goes_to):
-    """If that was slower the engine goes back, and stays."""
+    """If that is slower, the engine must go back and stay."""
     splits = side_by_side(4)
     work = [RequestStats(100, request_s=load, requests=10) for load in (1, genrm)]
     step = StepStats(splits[1], *work, 1, 1.0, 0.0, lengths=(10,))
@@ -92,14 +92,14 @@ def test_a_role_without_a_second_engine_gives_none():
 
 
 def test_a_split_serves_for_a_while():
-    """However uneven its roles are: what its first step took is no measure."""
+    """However uneven its roles are, its first step's times are no measure."""
     step = Engines(0).serve(Split("partial", 3, 1))
     decision = decide([step] * (COOL_DOWN - 1), side_by_side(4))
     assert decision == (step.split, "3|1 stays: measured for 2 of 3 steps")
 
 
 def test_answers_in_vain_are_no_speed():
-    """A split that writes twice the tokens in 1.5 times the seconds isn't the faster one."""
+    """A split that generates twice the tokens in 1.5 times the seconds must not count as faster."""
     splits = side_by_side(3)
     work = RequestStats(100, request_s=1.0, requests=10)
     step = StepStats(splits[0], work, work, 1, 1.0, 0.0, lengths=(10,))
@@ -110,7 +110,7 @@ def test_answers_in_vain_are_no_speed():
 
 
 def test_request_stats_by_hand():
-    """4 s and 2 s that overlap for 2 s: 6 request-seconds; as they see it (2 x 2 + 2 x 4) / 6 in flight."""
+    """4 s and 2 s that overlap for 2 s are 6 request-seconds, with (2 x 2 + 2 x 4) / 6 in flight."""
     parts = [(0.0, 4.0, 40, 40, 10, 5, True), (1.0, 3.0, 20, 20, 10, 0, True)]
     stats = RequestStats.of(parts, wakes=1)
     assert stats == RequestStats(60, 40, 6.0, 10 / 6, 20, 5, 2, 1)
@@ -119,7 +119,7 @@ def test_request_stats_by_hand():
 
 
 def test_a_request_that_moves_is_as_one_that_stays():
-    """It moves twice. One that was cut off has tokens, and takes time, but it isn't whole."""
+    """It moves twice. One that was cut off must count its tokens and time, but not as a whole request."""
     stays = [(0.0, 9.0, 90, 90, 100, 20, True)]
     moves = [(0.0, 4.0, 40, 40, 100, 0, False), (4.0, 6.0, 20, 60, 100, 100, False)]
     moves += [(6.0, 9.0, 30, 90, 100, 20, True)]

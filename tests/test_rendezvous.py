@@ -17,7 +17,7 @@ FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
 @pytest.mark.parametrize("names", ["bond7", "bond7,eth0", "eth", ""])
 def test_an_interface_of_another_machine_is_named(names, monkeypatch):
-    """gloo takes whole names."""
+    """gloo takes full names."""
     monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": [], "eth0": []})
     rendezvous.check_interfaces("lo,eth0")
     line = f"^GLOO_SOCKET_IFNAME={names} is no interface of this machine: lo, eth0$"
@@ -26,7 +26,7 @@ def test_an_interface_of_another_machine_is_named(names, monkeypatch):
 
 
 def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
-    """The same for all its children, another after a restart; nobody else may enter, or it is refused."""
+    """All its children must have the same, another after a restart; if others may enter, it is refused."""
     environment = os.environ | {"TMPDIR": str(tmp_path), "TORCHELASTIC_RUN_ID": "1"}
 
     def child(**more):
@@ -45,7 +45,7 @@ def test_the_ranks_of_one_launcher_share_a_folder_of_their_own(tmp_path):
 
 @pytest.fixture
 def ranks(monkeypatch, tmp_path):
-    """The environment of one rank of so many; its folder is removed."""
+    """Set the environment of one rank of this many; remove its folder."""
 
     def of(size, local_size, first="127.0.0.1"):
         monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
@@ -64,7 +64,7 @@ def ranks(monkeypatch, tmp_path):
 
 
 def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
-    """In their own folder, by the address's interface. Who is last removes it, a killed launcher or not."""
+    """It is in their own folder, by the address's interface. The last removes it, killed launcher or not."""
     ranks(2, 2)
     found = rendezvous.init_method(parse_config([]))
     assert (found["rank"], found["world_size"], os.environ["NCCL_SOCKET_IFNAME"]) == (0, 2, "=lo")
@@ -105,7 +105,7 @@ KEPT = {
 
 @pytest.mark.parametrize("first", KEPT)
 def test_what_keeps_rank_0_from_its_store_is_said(ranks, monkeypatch, first):
-    """Others would look for it elsewhere; the port can't be had. (test_machines.py has a store.)"""
+    """Others would look for it elsewhere, or the port is taken. (test_machines.py has a store.)"""
     ranks(2, 1, first)
     monkeypatch.setattr(rendezvous, "interface_of", lambda host: "lo")
     with pytest.raises(UserError, match=KEPT[first]):

@@ -1,4 +1,4 @@
-"""The pins: none may contradict what the engines ask for themselves, or the CUDA install couldn't resolve."""
+"""The pins: none may contradict the engines' own requirements, or the CUDA install couldn't be resolved."""
 
 from importlib.metadata import requires
 
@@ -12,21 +12,21 @@ LINUX = {"extra": "", "sys_platform": "linux", "platform_machine": "x86_64"}
 
 
 def read(name):
-    """name -> what a requirements file asks for; options and comments aside."""
+    """Return name -> the requirement in a file, without options and comments."""
     lines = [line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
     found = map(Requirement, [line for line in lines if line and not line.startswith("-")])
     return {canonicalize_name(requirement.name): requirement.specifier for requirement in found}
 
 
 def exact(specifier):
-    """The one version that a specifier allows, None if it allows several."""
+    """Return the one version that a specifier allows, None if it allows several."""
     pins = [part.version for part in specifier if part.operator == "=="]
     return pins[0] if pins else None
 
 
 @pytest.mark.parametrize("package", ["sglang", "megatron-core"])
 def test_no_pin_contradicts_an_engines_own(package):
-    """A pin of ours is one that it allows; a pin of its own is in our range."""
+    """Our pin must be one that the package allows; its own pin must be in our range."""
     ours, compared = read("requirements.txt"), 0
     for needed in map(Requirement, requires(package)):
         name = canonicalize_name(needed.name)
@@ -42,7 +42,7 @@ def test_no_pin_contradicts_an_engines_own(package):
 
 
 def test_the_install_without_cuda_is_within_the_pins():
-    """It adds to them, and narrows what is a range there: sglang's own torch has no build without CUDA."""
+    """It must add to them, and narrow ranges: sglang's own torch has no build without CUDA."""
     ours, cpu = read("requirements.txt"), read("cpu/requirements.txt")
     both = ours.keys() & cpu.keys()
     compiler = {name for name in ours if name.startswith("nvidia-")}

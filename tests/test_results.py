@@ -1,4 +1,4 @@
-"""README's results against docs/results.json: the same numbers, of one commit, made by known commands."""
+"""README's results against docs/results.json: the same numbers, from one commit, by known commands."""
 
 import json
 import re
@@ -15,7 +15,7 @@ MEASURED = json.loads(results.RESULTS.read_text())
 
 
 def test_readme_shows_what_was_measured():
-    """A row that is measured again is also written again, and all measured rows have one origin."""
+    """A row that is measured again must also be written again, and all measured rows have one origin."""
     table = results.render(MEASURED, results.simulated_rows())
     assert results.BEGIN + table + results.END in results.README.read_text()
 
@@ -26,7 +26,7 @@ def test_a_page_has_the_numbers_of_its_row():
 
 
 def number_in(page: str, pattern: str) -> str:
-    """The number that a page has in this place."""
+    """Return the number in this place of a page."""
     found = re.search(pattern, " ".join((ROOT / "docs" / page).read_text().split()))
     assert found, f"docs/{page} has no {pattern}"
     return found[1]
@@ -77,6 +77,6 @@ def test_every_command_is_understood():
 
 @pytest.mark.slow
 def test_a_small_save_is_measured():
-    """bench/checkpoint.py builds as much of a controller as a save asks for."""
+    """bench/checkpoint.py must build enough of a controller for a save."""
     small = ["--layers", "2", "--hidden", "128", "--repeats", "1"]
     run_command([sys.executable, str(ROOT / "bench/checkpoint.py"), *small])

@@ -1,4 +1,4 @@
-"""What a run does with what an earlier one left: what it goes on from, what it refuses, what it redoes."""
+"""How a run treats an earlier one's files: what it resumes from, what it refuses, what it repeats."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ FILES = {"common.json", "megatron/__0_0.distcp"}
 
 
 def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Path:
-    """A whole one, as far as its files tell."""
+    """Make a checkpoint that is whole, as far as its files show."""
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
@@ -39,7 +39,7 @@ def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Pa
 
 
 def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
-    """A run of 40 that saved at `steps` and died in the middle of a line. Its last row is of no step."""
+    """Make a run of 40 that saved at `steps` and died in the middle of a line. Its last row has no step."""
     for step in steps:
         make_checkpoint(out, step)
     (out / "spans").mkdir(parents=True)
@@ -56,7 +56,7 @@ def make_run(out: Path, steps=(10, 20), rows=25) -> Path:
 
 
 def prepared(out: Path, ranks=2, **settings) -> tuple[ResumePoint | None, list[str]]:
-    """What every rank came to, or what they all raise; and what was said, once for all of them."""
+    """Return every rank's result, or the error that all raise; and the messages, once for all of them."""
     meetings, lines, config = {}, [], replace(CONFIG, out=str(out), **settings)
 
     async def point_of(world):
@@ -88,7 +88,7 @@ def spoil(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["spans/rank1.jsonl", "checkpoints/step_1.partial-1"])
 def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
-    """Later rows would stand behind its own, and be read with them. Logs of a start that failed stay."""
+    """Otherwise later rows would follow its own, and be read with them. Logs of a failed start stay."""
     out = tmp_path / "run"
     assert prepared(out) == (None, [])
     (out / "logs" / "rollout-0.log").touch()
@@ -100,9 +100,9 @@ def test_what_a_run_left_without_a_checkpoint_is_moved(tmp_path, name):
 
 
 def test_the_newest_checkpoint_is_continued(tmp_path):
-    """Later records and cut rows are dropped, the clock goes on; what killed saves left is swept, unread.
+    """Later records and partial rows must be dropped, the clock goes on; killed saves are removed unread.
 
-    Exports stay, those of steps that are done again under another name.
+    Exports stay, but those of repeated steps are renamed.
     """
     out = make_run(tmp_path / "run")
     left = ("checkpoints/step_30.partial-123", "checkpoints/step_10.partial-123.old")
@@ -110,7 +110,7 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
         (out / name).mkdir(parents=True)
     point, lines = prepared(out)
     assert point == ResumePoint(out / "checkpoints" / "step_20", 20, 19.5, newest=20)
-    assert lines == [f"goes on from {out}/checkpoints/step_20, after 20 steps"]
+    assert lines == [f"resuming from {out}/checkpoints/step_20, after 20 steps"]
     assert [steps_of(out / name) for name in RECORDS] == [list(range(20))] * 3
     assert [event.step for event in timeline.read(out / "spans")] == [n // 2 for n in range(40)]
     row = json.loads((out / "metrics.jsonl").read_text().splitlines()[3])
@@ -122,10 +122,10 @@ def test_the_newest_checkpoint_is_continued(tmp_path):
 
 @pytest.mark.parametrize("step", [16, 20])
 def test_only_the_last_records_are_read(tmp_path, monkeypatch, step):
-    """Whatever lies there in place of a row, and whatever lies in older and later files."""
+    """Anything may be there in place of a row, and in older and later files."""
     out, read, real = make_run(tmp_path / "run", steps=(step,)), set(), timeline.events_in
     with (out / "spans" / f"rank0.{step - 1}.jsonl").open("ab") as file:
-        # what a crash of the machine spoils
+        # what a crash of the machine corrupts
         file.write(b'["span", "tr["mark"]\n{"a": 1}\n3\n\0\xff\n["none", 1]\n["span", 1]\n["span"')
     monkeypatch.setattr(timeline, "events_in", lambda path: read.add(path.name) or real(path))
     assert prepared(out)[0].ended_s == step - 0.5 and read == {f"rank0.{step - 1}.jsonl"}
@@ -135,7 +135,7 @@ def test_only_the_last_records_are_read(tmp_path, monkeypatch, step):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, monkeypatch, ranks):
-    """Each rank reads a share, all hear. Its rows go; it is archived, and no later run takes it."""
+    """Each rank reads a share, and all get the result. Its rows go; it is archived, and never used again."""
     out, read, real = make_run(tmp_path / "run"), [], atomic_files.sha256
     monkeypatch.setattr(atomic_files, "sha256", lambda path: read.append(path.name) or real(path))
     assert prepared(out, ranks)[0].step == 20
@@ -150,11 +150,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, monk
 
 
 def test_it_never_starts_from_nothing_over_checkpoints(tmp_path):
-    """One line that names --resume never, and nothing is touched; with that the run is moved away."""
+    """One line must name --resume never, and nothing is touched; with that setting the run is moved away."""
     out = make_run(tmp_path / "run")
     for folder in (out / "checkpoints").iterdir():
         spoil(folder)
-    with pytest.raises(ValueError, match=r"no whole checkpoint: megatron.*; --resume never.*$"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint: megatron.*; --resume never.*$"):
         prepared(out)
     assert is_untouched(out)
     assert prepared(out, resume="never") == (None, [f"moved the earlier run in {out} to {out}-1"])
@@ -163,7 +163,7 @@ def test_it_never_starts_from_nothing_over_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("rows, steps", [(41, 40), (40, 40), (41, 50), (41, 30)])
 def test_a_run_that_did_its_steps_is_moved_away(tmp_path, rows, steps):
-    """Unless more are asked for. Its last row comes after its last checkpoint: else the end is to come."""
+    """It must be, unless more steps are requested. Its last row follows its last checkpoint if it ended."""
     out = make_run(tmp_path / "run", steps=(30, 40), rows=rows)
     goes_on = rows == 40 or steps == 50
     point, _ = prepared(out, steps=steps)
@@ -172,7 +172,7 @@ def test_a_run_that_did_its_steps_is_moved_away(tmp_path, rows, steps):
 
 
 def test_a_checkpoint_by_name(tmp_path):
-    """Of this run: newer ones are archived, their steps will be others. Another run stays as it is."""
+    """Newer checkpoints of this run must be archived, because their steps will differ. Other runs stay."""
     out, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
     point, _ = prepared(out, resume=str(out / "checkpoints" / "step_10"))
     assert point.newest == point.step == 10 and steps_of(out / "metrics.jsonl") == list(range(10))
@@ -188,12 +188,12 @@ def test_a_checkpoint_by_name(tmp_path):
 @pytest.mark.parametrize("resume", ["never", "other/checkpoints/step_10"])
 @pytest.mark.parametrize("restarts, saved_s, again", [(1, 9, False), (1, -9, True), (0, 9, True)])
 def test_a_choice_is_obeyed_once(tmp_path, monkeypatch, resume, restarts, saved_s, again):
-    """Not again where torchrun starts the ranks again, if there is a checkpoint since it began."""
+    """It must not be obeyed again when torchrun restarts the ranks, once there is a newer checkpoint."""
     out, _ = make_run(tmp_path / "run", steps=[20]), make_run(tmp_path / "other")
     saved = psutil.Process(os.getppid()).create_time() + saved_s
     os.utime(out / "checkpoints" / "step_20", (saved, saved))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-    if not restarts:  # the first process of a container has no parent
+    if not restarts:  # a container's first process has no parent
         monkeypatch.setattr(os, "getppid", lambda: 0)
     monkeypatch.chdir(tmp_path)
     point, _ = prepared(out, resume=resume)
@@ -203,24 +203,24 @@ def test_a_choice_is_obeyed_once(tmp_path, monkeypatch, resume, restarts, saved_
 
 
 REFUSED = [
-    (dict(resume="run/checkpoints/step_10.partial-1"), ".*: neither auto, never nor a folder"),
-    (dict(resume="run/checkpoints/step_10"), ".*step_10: no whole checkpoint: megatron"),
-    (dict(resume="run/checkpoints/step_20", steps=15), "--steps 15: .*step_20 has more steps"),
+    (dict(resume="run/checkpoints/step_10.partial-1"), ".*: needs auto, never, or a folder"),
+    (dict(resume="run/checkpoints/step_10"), ".*step_10: no complete checkpoint: megatron"),
+    (dict(resume="run/checkpoints/step_20", steps=15), "--steps 15: .*step_20 has done more"),
     # it isn't done, so it isn't moved away
-    (dict(steps=15), "--steps 15: .*step_20 has more steps"),
+    (dict(steps=15), "--steps 15: .*step_20 has done more"),
     (dict(judge=("K", "L")), "--judge K L: the checkpoint .*step_20 was made with J; --resume"),
     (dict(rule=("length:9",)), '--rule length:9: .* was made with ""'),
     (dict(algorithm=("rloo",)), "--algorithm rloo: .* was made with grpo"),
     (dict(eval_data="other.jsonl"), '--eval-data other.jsonl: .* was made with ""'),
     (dict(template=("a=1",)), '--template a=1: .* was made with ""'),
     (dict(prompts_per_step=8), "--prompts-per-step 8: .* was made with 16"),
-    ({}, ".*step_20 is of another version of nanoYATT; --resume never starts anew"),
+    ({}, ".*step_20 is from another version of nanoYATT; --resume never starts over"),
 ]
 
 
 @pytest.mark.parametrize("settings, line", REFUSED)
 def test_what_cannot_be_continued_is_one_line(tmp_path, monkeypatch, settings, line):
-    """Before anything is touched: it names the setting, and what makes another run of it."""
+    """Before anything is touched, it must name the setting, and what makes it another run."""
     monkeypatch.chdir(tmp_path)
     out = make_run(Path("run"))
     monkeypatch.setattr(checkpoint, "LAYOUT", checkpoint.LAYOUT + (settings == {}))
@@ -232,7 +232,7 @@ def test_what_cannot_be_continued_is_one_line(tmp_path, monkeypatch, settings, l
 
 
 def make_inputs(folder: Path) -> dict:
-    """Settings that name two models, rows and a rule there."""
+    """Make settings that name two models, rows and a rule in a folder."""
     for name in ("actor/config.json", "actor/model.safetensors", "judge/config.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("as it was")
@@ -245,7 +245,7 @@ def make_inputs(folder: Path) -> dict:
 
 
 def test_what_files_hold_decides_and_not_where_they_lie(tmp_path, monkeypatch):
-    """Elsewhere, and from another working folder, they make the same run. Each is read once."""
+    """From elsewhere, and from another working folder, they must make the same run. Each is read once."""
     here, _ = make_inputs(tmp_path / "here"), make_inputs(tmp_path / "there")
     out, read, real = make_run(tmp_path / "run", steps=()), [], atomic_files.sha256
     make_checkpoint(out, 20, vars(replace(CONFIG, **here)))
@@ -267,7 +267,7 @@ def test_what_files_hold_decides_and_not_where_they_lie(tmp_path, monkeypatch):
     ],
 )
 def test_files_that_were_changed_make_another_run(tmp_path, name, setting):
-    """In place, or where they lie elsewhere."""
+    """They must, changed in place or elsewhere."""
     here, there = make_inputs(tmp_path / "here"), make_inputs(tmp_path / "there")
     out = make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, vars(replace(CONFIG, **here)))
@@ -278,7 +278,7 @@ def test_files_that_were_changed_make_another_run(tmp_path, name, setting):
             prepared(out, **settings)
 
 
-WAITING = {  # what two controllers have -> whether answers wait there
+WAITING = {  # two controllers' states -> whether answers wait there
     "served": ({"ahead": {"kept": []}, "groups": []}, True),
     "carried": ({"ahead": None, "groups": [[{"response": []}, {"response": [7]}]]}, True),
     "not begun": ({"ahead": None, "groups": [[{"response": []}]]}, False),
@@ -287,7 +287,7 @@ WAITING = {  # what two controllers have -> whether answers wait there
 
 @pytest.mark.parametrize("state", WAITING)
 def test_what_waiting_answers_were_made_with_stays(tmp_path, state):
-    """They would be read as if made otherwise. Where none waits, these settings are free."""
+    """Otherwise the answers would be read as if made differently. If none wait, these settings are free."""
     out = make_run(tmp_path / "run", steps=())
     folder = make_checkpoint(out, 20) / "controllers"
     folder.mkdir()
@@ -303,7 +303,7 @@ def test_what_waiting_answers_were_made_with_stays(tmp_path, state):
 
 
 def test_other_settings_may_change_and_are_listed(tmp_path):
-    """Those that somebody asks about; one that the checkpoint doesn't know hasn't changed."""
+    """Changes with an effect must be listed; a setting that the checkpoint doesn't know hasn't changed."""
     out = make_run(tmp_path / "run", steps=())
     make_checkpoint(out, 20, {name: SETTINGS[name] for name in SETTINGS if name != "keep"})
     changes = dict(steps=50, lr=1e-3, port=31000, algorithm=("grpo", "kl_coef=0.01"), keep=7)

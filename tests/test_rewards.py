@@ -1,4 +1,4 @@
-"""Rewards: the list of judges and rules, what they say together; Safe-RLHF's lambda."""
+"""Rewards: judges and rules, their combination, and Safe-RLHF's lambda."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ from tests.support.fakes import simulate, to_text, trained
 
 
 class StubJudge:
-    """A judge that says `value` of every answer, whatever pool it is given."""
+    """A judge that gives every answer `value`, whatever pool it gets."""
 
     format, failed, parsed = genrm.FORMATS["chat"], 0, 0
 
@@ -31,7 +31,7 @@ class StubJudge:
 
 
 def says(value, signal="reward"):
-    """A rule that says `value` of every answer."""
+    """Make a rule that gives every answer `value`."""
 
     async def ask(sample):
         return None if value is None else genrm.Judgement(f"--{signal} {value}: {value}", value)
@@ -40,7 +40,7 @@ def says(value, signal="reward"):
 
 
 def score(judges=(), rules=(), weights=(), **fields):
-    """An answer that is finished, as these judges and rules score it."""
+    """Return a finished answer, scored by these judges and rules."""
     config = Config(model="m", rule=("right",) * max(1, len(weights)), reward_weights=weights)
     config = replace(config, judge_format=("chat",))
     listed = rewards.Rewards(config, list(judges), list(rules), to_text)
@@ -54,11 +54,11 @@ QUARTERS = st.integers(0, 4).map(lambda quarters: Fraction(quarters, 4))
 WEIGHTED = st.lists(st.tuples(TENTHS, QUARTERS, QUARTERS), min_size=1, max_size=5)
 
 
-# in floats 0.3 / 0.6 twice, whose last digits differ
+# in floats 0.3 / 0.6 twice, but with different last digits
 @example([(Fraction(1, 10), 1, 0), (Fraction(2, 10), 1, 0), (Fraction(3, 10), 0, 1)])
 @given(WEIGHTED.filter(lambda rows: any(row[0] for row in rows)))
 def test_the_weighted_mean(rows):
-    """Against exact fractions; equal exactly where those are, or a group would seem to have variance."""
+    """It must match exact fractions, and be equal where those are, or a group would seem to have variance."""
     weights, *columns = (list(column) for column in zip(*rows, strict=True))
     in_floats = list(map(float, weights))
     means, found = [], []
@@ -81,7 +81,7 @@ WITH_WEIGHTS = st.tuples(NUMBERS, st.floats(0.1, 3))
     cost_rules=st.lists(NUMBERS, max_size=3),
 )
 def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_rules):
-    """By weight, over judges and rules alike; the verdict is the judges' alone."""
+    """Weights must apply over judges and rules; the verdict must come only from the judges."""
     judges = [StubJudge(value) for value, _ in judged]
     judges += [StubJudge(value, "cost") for value in cost_judges]
     rules = [says(value) for value, _ in ruled] + [says(value, "cost") for value in cost_rules]
@@ -96,7 +96,7 @@ def test_rewards_are_averaged_and_costs_added(judged, ruled, cost_judges, cost_r
 
 
 def test_what_says_none_isn_t_weighed():
-    """By hand: (1 * 1 + 0 * 3) / 4, its 4 left out; the cost is what is said of it."""
+    """By hand: (1 * 1 + 0 * 3) / 4, without its weight of 4; the cost is only the given one."""
     rules = [says(None), says(0.0), says(None, "cost"), says(0.25, "cost")]
     sample = score([StubJudge(1.0)], rules, (1.0, 4.0, 3.0))
     assert (sample.reward, sample.cost, sample.verdict) == (0.25, 0.25, True)
@@ -120,7 +120,7 @@ def test_a_verdict_that_can_t_be_read_drops_a_sample_of_which_no_rule_speaks():
 @pytest.mark.parametrize("judges, rules", [([None, 1.0], []), ([None], [1.0])])
 @pytest.mark.parametrize("key", ["reward", "cost"])
 def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
-    """No part is taken for the whole: neither a reward nor a cost, nor a verdict. The words are kept."""
+    """A part must not replace the whole: no reward, cost or verdict. The critiques are kept."""
     judges = [StubJudge(1.0), *(StubJudge(value, key) for value in judges)]
     sample = score(judges, [says(value, key) for value in rules])
     assert (sample.reward, sample.cost, sample.verdict) == (None, None, None)
@@ -128,7 +128,7 @@ def test_a_sample_that_one_has_no_number_for_is_dropped(judges, rules, key):
 
 
 def test_rules_alone_reward_where_there_is_no_judge():
-    """Rollout has all ranks in every mode."""
+    """Rollout must have all ranks in every mode."""
     named = dict(model="MODEL", rule=("right", "length:100"), cost_rule=("length:50",))
     controllers, _ = simulate("full", 2, reward_weights=(0.9, 0.1), **named)
     for sample in trained(controllers, 0).values():
@@ -195,7 +195,7 @@ def test_the_multiplier_is_the_same_on_any_split_and_goes_the_right_way(costs, r
 
 
 def test_the_multiplier_waits_for_the_critic_s_warm_up():
-    """Violation 0.5 in each step: it is reported from the first, and counts from the third on."""
+    """A violation of 0.5 in each step must be reported from the first step, and count from the third on."""
     algorithm = constraint(critic_warmup=2, lagrange_init=1.0, cost_limit=0.5)
     state, reported = SimpleNamespace(step=0, log_multiplier=0.0), []
     for state.step in range(4):
@@ -208,7 +208,7 @@ def test_the_multiplier_waits_for_the_critic_s_warm_up():
 
 
 def test_a_large_multiplier_stops_at_100_and_finds_back():
-    """A constraint that can't be met for a while, then a step of slack: lambda falls by e, not to nothing."""
+    """If a constraint can't be met for a while, a step of slack must reduce lambda by e, not to nothing."""
     algorithm = constraint(cost_limit=0.0, lagrange_lr=1.0)
     state = SimpleNamespace(step=0, log_multiplier=0.0)
     for _ in range(50):
@@ -219,7 +219,7 @@ def test_a_large_multiplier_stops_at_100_and_finds_back():
 
 
 def test_safe_rlhf_in_the_real_loop():
-    """Two critics, by name; lambda from all samples, the same on every controller; nothing is filtered."""
+    """Two critics have names; lambda uses all samples and agrees on every controller; nothing is filtered."""
 
     def play(algorithm):
         return simulate("full", 4, tp=2, algorithm=algorithm)[0]

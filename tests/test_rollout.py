@@ -1,5 +1,5 @@
-"""Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes,
-the meeting. And judges that are wrong."""
+"""Rollout on fakes and a virtual clock: what is cut off and comes again, where every token goes, meetings,
+and judges that are wrong."""
 
 import random
 from collections import Counter
@@ -21,7 +21,7 @@ def tokens_of(groups):
 
 
 def check_prompts(controllers):
-    """Every prompt was trained on, filtered, or waits: exactly one of them, and no controller disagrees."""
+    """Check that every prompt was trained on, filtered or waits: exactly one, and all controllers agree."""
     done = Counter()
     for step in range(controllers[0].config.steps):
         fates = Counter()
@@ -37,7 +37,7 @@ def check_prompts(controllers):
 
 
 def check_tokens(controllers):
-    """Tokens generated are trained on, filtered or held, or else thrown away with what comes again."""
+    """Check that generated tokens are trained on, filtered, held, or discarded with a repeated prompt."""
     batches, continues = all_batches(controllers), controllers[0].config.over_dispatch > 1
     used = sum(tokens_of([batch.kept, batch.dropped, *batch.filtered]) for batch in batches)
     thrown = sum(tokens_of(batch.carried) for batch in batches)
@@ -47,8 +47,7 @@ def check_tokens(controllers):
 
 
 def check_continued(controllers):
-    """What a prompt's answers had when it was cut off is how they begin when it is served again, by
-    the controller that holds it."""
+    """Check that answers begin with what they had when cut off, on the controller that holds them."""
     begun = {}
     for step in range(controllers[0].config.steps):
         for rank, batch in enumerate(batches_of(controllers, step)):
@@ -63,7 +62,7 @@ def check_continued(controllers):
 
 
 def check_come_first(controllers):
-    """What waited is dealt first in the next step."""
+    """Check that what waited is dealt first in the next step."""
     for step in range(controllers[0].config.steps - 1):
         served = {s.prompt_id for s in samples_of(batches_of(controllers, step + 1))}
         first = controllers[0].report.carried_ids[step][: controllers[0].config.prompts_per_step]
@@ -81,7 +80,7 @@ def check_come_first(controllers):
     seed=st.integers(0, 10**6),
 )
 def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, seed):
-    """No prompt, no token, whatever is cut off. A sleeping engine is never asked (the fakes assert it)."""
+    """No prompt or token may be, whatever is cut off. The fakes assert that no sleeping engine is used."""
     assume(size % tp == 0 and (size > 1 or mode == "full"))
     options = dict(tp=tp, steps=5, prepare=fakes.at_random_paces(seed), rebalance=mode == "partial")
     options |= dict(over_dispatch=over_dispatch, max_refill_waves=refills)
@@ -95,7 +94,7 @@ def test_nothing_is_lost(mode, size, tp, over_dispatch, refills, interval_s, see
 
 
 def one_in_ten(prompt, index, sampling):
-    """Answers of 10 tokens, of prompt 7 of 100; every group has both rewards."""
+    """Return answers of 10 tokens, 100 for prompt 7; every group has both rewards."""
     length = 98 if fakes.number_in(prompt) == 7 else 8
     return text_answer("#" * length + ">" + str(index % 2), index, to_text(prompt).split("=")[1])
 
@@ -117,7 +116,7 @@ def serving_seconds(controllers, step):
     [
         # 0.1 s for genrm to wake, 100 tokens of 0.01 s, a verdict of one token
         ("partial", 2, 1.0, 0.1 + 1.0 + 0.01),
-        # 10 tokens and a verdict; controllers meet 0.05 s after the first of theirs ended, at the latest
+        # 10 tokens and a verdict; controllers meet at most 0.05 s after the first of their answers ended
         ("partial", 2, 1.25, 0.1 + 0.1 + 0.01),
         # 100 tokens, rollout sleeps (0.1 s) and genrm wakes (0.1 s), a verdict
         ("full", 2, 1.0, 1.0 + 0.1 + 0.1 + 0.01),
@@ -125,7 +124,7 @@ def serving_seconds(controllers, step):
     ],
 )
 def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
-    """One of eight prompts takes ten times as long: ten prompts for eight don't wait. By hand."""
+    """One of eight prompts takes ten times as long: ten prompts for eight must not wait for it. By hand."""
     controllers, _ = simulate(mode, size, over_dispatch=over_dispatch, steps=1, **TAIL)
     for taken in (*serving_seconds(controllers, 0), controllers[0].state.history[0].serve_s):
         assert seconds - 1e-9 <= taken <= seconds + 2 * rollout.MEETING_INTERVAL_S
@@ -137,7 +136,7 @@ def test_over_dispatch_cuts_the_tail(mode, size, over_dispatch, seconds):
 
 
 def test_garbage_of_a_judge_is_dropped(monkeypatch):
-    """For about one pair in twenty: those samples are neither scored nor trained on, the rest is."""
+    """The samples of about one pair in twenty must be neither scored nor trained on, but the rest is."""
     monkeypatch.setattr(rewards, "MAX_FAILURES", 1000)
 
     def varied(prompt, index, sampling):
@@ -159,10 +158,10 @@ def test_garbage_of_a_judge_is_dropped(monkeypatch):
 
 @pytest.mark.parametrize("mode,size,over_dispatch", [("full", 2, 1.0), ("partial", 4, 2.0)])
 def test_prompts_that_teach_nothing_stop_every_rank(mode, size, over_dispatch, monkeypatch):
-    """At MAX_EMPTY_STEPS in a row, all alike; groups_per_kept goes a tenth of the way to 10 in each."""
+    """At MAX_EMPTY_STEPS in a row all must stop; groups_per_kept moves a tenth of the way to 10 each time."""
     monkeypatch.setattr(controller, "MAX_EMPTY_STEPS", 5)
     options, controllers = dict(over_dispatch=over_dispatch, steps=12), []
-    with pytest.raises(ValueError, match="no prompt of 5 steps in a row"):
+    with pytest.raises(ValueError, match="in 5 steps in a row no prompt"):
         simulate(mode, size, write=fakes.always_right, controllers=controllers, **options)
     for c in controllers:
         assert c.devices.actor.version == len(c.report.steps) == c.state.empty_steps == 5

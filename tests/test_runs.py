@@ -1,5 +1,5 @@
-"""Whole runs of the command, with real engines and trainers: all come to the numbers of an unbroken
-one. Most are of the demo. How a run ends on bad input is test_command.py's."""
+"""Whole runs of the command, with real engines and trainers: all must have the numbers of an unbroken one.
+Most are of the demo. test_command.py has the errors for bad input."""
 
 import json
 import re
@@ -23,23 +23,23 @@ THREE = (*SHORT, "--steps", "3")
 FIVE = (*SHORT, "--steps", "5")
 DEMO = DEMO_MODELS / "written"
 SIXTEEN = ("--prompts-per-step", "4", "--answers-per-prompt", "4")
-GROUPS = "reward rollout genrm train balance time occupancy perf split"  # of metrics
+GROUPS = "reward rollout genrm train balance time occupancy perf split"  # groups of metrics
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Three steps in full mode: what every other run of three steps must come to."""
+    """Run three steps in full mode: every other run of three steps must have its numbers."""
     return Run(tmp_path_factory.mktemp("unbroken"), *THREE, "--mode", "full").ended()
 
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
-    """Five steps in partial mode, for runs to which more happens."""
+    """Run five steps in partial mode, for runs with more faults."""
     return Run(tmp_path_factory.mktemp("longer"), *FIVE).ended()
 
 
 def test_a_run_leaves_what_it_promises(unbroken):
-    """A row a step, files, and nothing else; engine and trainer agree."""
+    """It must have a row per step, the files, and nothing else; engine and trainer agree."""
     unbroken.check_nothing_is_left()
     said = unbroken.stderr + unbroken.stdout
     assert "Traceback" not in said and "warning" not in said.lower() and len(said.splitlines()) < 30
@@ -67,18 +67,18 @@ def test_a_run_leaves_what_it_promises(unbroken):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["partial", "fused"])
 def test_all_modes_train_on_the_same_samples(tmp_path, unbroken, mode):
-    """Every number but times, and every text."""
+    """Runs must agree in every number except times, and in every text."""
     Run(tmp_path, *THREE, "--mode", mode).ended().check_as(unbroken)
 
 
 @pytest.mark.parametrize("mode", ["partial", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_by_itself(tmp_path, unbroken, mode):
-    """kill -9 of everything after a save, then the same command again: the unbroken run's numbers, whose
-    mode may be another."""
+    """After kill -9 of everything after a save, the same command must give the unbroken run's numbers, also
+    in another mode."""
     run = Run(tmp_path, *THREE, "--mode", mode).struck((saved(1), Run.kill_all))
     assert len(run.rows()) < 4
     again = run.again()
-    assert f"goes on from {run.out}/checkpoints/step_" in again.stdout
+    assert f"resuming from {run.out}/checkpoints/step_" in again.stdout
     again.check_as(unbroken)
 
 
@@ -89,7 +89,7 @@ def fill_the_disk(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_one_line_and_it_goes_on(tmp_path, longer):
-    """At a row after a save. Once there is room, the same command goes on."""
+    """It happens at a row after a save. Once there is room, the same command must go on."""
     run = Run(tmp_path, *FIVE).struck((saved(1), fill_the_disk))
     line = f"{run.out}/samples.jsonl can't be written: No space left on device"
     run.check_one_line(line, status=1)
@@ -104,7 +104,7 @@ AHEAD = (*APART, "--ahead", "1")
 
 @pytest.mark.slow
 def test_engines_and_actor_on_ranks_of_their_own(tmp_path, longer):
-    """The samples of a run on shared ranks; and what was learnt from them, but for the order of sums."""
+    """Samples must be those of a run on shared ranks; what is learned may differ by the order of sums."""
     run = Run(tmp_path, *FIVE, *APART, ranks=3).ended()
     run.check_nothing_is_left()
     assert run.rows("samples.jsonl") == longer.rows("samples.jsonl")
@@ -117,7 +117,7 @@ def test_engines_and_actor_on_ranks_of_their_own(tmp_path, longer):
 
 @pytest.mark.slow
 def test_served_ahead_the_demo_learns_and_twice_the_same(tmp_path):
-    """Ten steps: accuracy from at most 0.45 to at least 0.8, by answers of weights one update older."""
+    """In ten steps accuracy must rise from at most 0.45 to at least 0.8, by weights one update older."""
     steps = ("--steps", "10", "--eval-every", "10", *AHEAD)
     run, other = (Run(tmp_path / name, *steps, ranks=3).ended() for name in ("one", "other"))
     other.check_as(run)
@@ -129,13 +129,13 @@ def test_served_ahead_the_demo_learns_and_twice_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_trains_is_killed_while_others_serve_ahead(tmp_path):
-    """kill -9 after a save; the same command goes on with the batch that was served, to the same rows."""
+    """After kill -9 after a save, the same command must go on with the served batch, to the same rows."""
     unbroken = Run(tmp_path / "unbroken", *FIVE, *AHEAD, ranks=3).ended()
     kill = (saved(2), lambda run: run.rank_processes()[2].kill())
     run = Run(tmp_path / "run", *FIVE, *AHEAD, ranks=3).struck(kill)
     assert run.status != 0 and len(run.rows()) < 6
     again = run.again()
-    assert f"goes on from {run.out}/checkpoints/step_" in again.stdout
+    assert f"resuming from {run.out}/checkpoints/step_" in again.stdout
     again.check_as(unbroken)
 
 
@@ -155,7 +155,7 @@ STOPS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STOPS)
 def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
-    """While it serves, or a second later trains: what is done is saved, though no save was due."""
+    """It is stopped while it serves, or a second later trains: finished steps must be saved, due or not."""
     under = ("nohup",) if "nohup" in name else ()
     launch = ("--signals-to-handle", "SIGTERM,SIGUSR1") if "USR1" in name else ()
     run = Run(tmp_path, *FIVE, "--save-every", "4", under=under, launch=launch)
@@ -163,7 +163,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
     run.check_no_traceback_of_ours()
     run.check_nothing_is_left()
     done = len(run.rows())
-    goes_on = "the same command, without --resume, goes on"
+    goes_on = "the same command, without --resume, continues"
     assert run.status == 1 and run.ours == [f"stopped after {done} of 5 steps; {goes_on}"]
     again = run.again()
     assert f"step_{done}, after {done} steps" in again.stdout
@@ -172,7 +172,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
-    """For an engine that hangs: nothing is saved any more, and the same command goes on."""
+    """It waits for a hanging engine: nothing more is saved, and the same command must go on."""
 
     def hang(run: Run) -> None:
         run.engine("rollout", 0, "sglang::scheduler").suspend()
@@ -183,7 +183,7 @@ def test_a_second_ctrl_c_ends_a_stop_that_waits(tmp_path, longer):
         run.press_ctrl_c()
 
     strikes = [(saved(2), hang), (saved(2), Run.press_ctrl_c), (saved(2), press_again)]
-    for attempt in "abc":  # where nothing asked the engine while it hung, the stop didn't wait
+    for attempt in "abc":  # if no request reached the engine while it hung, the stop didn't wait
         run = Run(tmp_path / attempt, *FIVE).struck(*strikes)
         if run.ours == ["interrupted"]:
             break
@@ -211,7 +211,7 @@ def test_when_the_launcher_is_killed_the_ranks_and_their_engines_go(tmp_path):
     run.check_nothing_is_left()
 
 
-LOSSES = {  # name -> the strike, what is said
+LOSSES = {  # name -> the strike, the message
     "a rank": (
         lambda run: run.rank_processes()[1].kill(),
         "interrupted: rank 1 of this machine is gone",
@@ -226,7 +226,7 @@ LOSSES = {  # name -> the strike, what is said
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_dies_is_started_again_by_torchrun(tmp_path, longer, name):
-    """kill -9 after a save, one line, torchrun starts all ranks again, and the run goes on by itself."""
+    """After a save and kill -9 torchrun restarts all ranks, with one line, and the run goes on by itself."""
     strike, line = LOSSES[name]
     run = Run(tmp_path, *FIVE, launch=("--max-restarts", "1")).struck((saved(2), strike))
     run.check_as(longer)
@@ -237,7 +237,7 @@ def test_what_dies_is_started_again_by_torchrun(tmp_path, longer, name):
 
 @pytest.mark.slow
 def test_a_users_error_is_not_tried_again(tmp_path):
-    """Its line is said once; the ranks that torchrun starts again read nothing."""
+    """Its line must appear once; the ranks that torchrun restarts read nothing."""
     (rule := tmp_path / "rule.py").write_text("print('read', flush=True)")
     run = Run(tmp_path / "run", "--rule", f"{rule}:lacking", launch=("--max-restarts", "3"))
     run.start().finish().check_one_line("rule.py has no function lacking(sample)")
@@ -246,7 +246,7 @@ def test_a_users_error_is_not_tried_again(tmp_path):
 
 
 def test_an_evaluation_on_an_engine(tmp_path):
-    """The demo's actor shows no work yet: it is right about small sums alone."""
+    """The demo's actor shows no work yet, so it must be right only about small sums."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}')
     given = ["--steps", "0", "--eval-data", tmp_path / "rows.jsonl", "--model", DEMO / "actor"]
     given += ["--eval-samples", "8", "--max-new-tokens", "72", "--judge-format", "addition"]
@@ -258,14 +258,14 @@ def test_an_evaluation_on_an_engine(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_learns_in_a_few_steps(tmp_path):
-    """Ten steps: accuracy from at most 0.45 to at least 0.85."""
+    """In ten steps accuracy must rise from at most 0.45 to at least 0.85."""
     first, *_, last = Run(tmp_path, "--steps", "10", "--eval-every", "10").ended().rows()
     assert first["eval/accuracy"] <= 0.45 and last["eval/accuracy"] >= 0.85
 
 
 @pytest.mark.slow
 def test_a_users_models_and_prompts(tmp_path):
-    """Questions from a file, the judge's own words beside the verdict that is read from them."""
+    """Questions come from a file, and the judge's own words are kept with the parsed verdict."""
     given = ["--model", DEMO / "actor", "--judge", DEMO / "judge", "--judge-format", "addition"]
     given += ["--judge-max-new-tokens", "96"]
     given += ["--data", tmp_path / "rows.jsonl", "--max-new-tokens", "96", "--steps", "2", *SIXTEEN]
@@ -285,7 +285,7 @@ def test_a_users_models_and_prompts(tmp_path):
 
 @pytest.mark.slow
 def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
-    """On one rank, of a given length. Trainer and engine differ in 16 bits: no gradient, no KL."""
+    """It runs on one rank with fixed length. Trainer and engine differ in 16 bits: no gradient, no KL."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3+4?"}\n' * 8)
     given = ["--model", save_model(tmp_path / "model"), "--data", tmp_path / "rows.jsonl", *SIXTEEN]
     given += ["--rule", "forbidden:7", "--steps", "1", "--dtype", "bfloat16"]
@@ -297,7 +297,7 @@ def test_a_rule_rewards_without_a_judge_in_bfloat16(tmp_path):
     assert 1e-5 < row["train/engine_logprob_diff_mean"] < 0.05
     assert (row["rollout/response_len_mean"], row["rollout/truncated_frac"]) == (12, 0)
     assert row["train/clip_frac"] == 0 and row["train/grad_norm"] > 0
-    # at the start weights, in bfloat16
+    # weights of the start, in bfloat16
     assert row["train/reference_kl"] == pytest.approx(0, abs=2.0**-8)
     samples = run.rows("samples.jsonl")
     assert samples and all(sample["verdict"] is None for sample in samples)
@@ -315,7 +315,7 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.mark.slow
 def test_a_run_on_own_pictures(tmp_path):
-    """Trainer and engine agree, also in a run that goes on after kill -9. No file holds its pictures."""
+    """Trainer and engine must agree, also after kill -9 and a restart. No file may hold the pictures."""
     make_vision_model(tmp_path / "model", "qwen3_vl", layers=2)
     (tmp_path / "rule.py").write_text(RULE)
     with (tmp_path / "rows.jsonl").open("w") as file:

@@ -1,4 +1,4 @@
-"""Scalar reward models as judges: what they are shown, and what becomes of their numbers."""
+"""Scalar reward models as judges: what they see, and what becomes of their numbers."""
 
 import asyncio
 import math
@@ -14,7 +14,7 @@ from tests.test_genrm import Engine, Pool, always, make_rewards, sample, score_a
 
 
 def test_a_scalar_reward_model_scores_the_whole_response():
-    """One that was cut off, too. Accuracy reads its final answer."""
+    """It must score even a response that was cut off. Accuracy uses its final answer."""
     listed = make_rewards("addition_score")
     judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
     engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
@@ -27,14 +27,14 @@ def test_a_scalar_reward_model_scores_the_whole_response():
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, None])
 def test_a_score_that_is_not_finite_is_a_failed_judgement(score):
-    """None is what comes of a server that can't say NaN."""
+    """None comes from a server that can't send NaN."""
     listed, judged = make_rewards("addition_score"), sample(">125")
     score_all(listed, Pool(Engine(always(score))), [judged])
     assert (judged.reward, listed.counts()) == (None, ([1], [0]))
 
 
 def test_a_server_that_can_not_say_its_score_has_none():
-    """FastAPI answers 500 for NaN; what a server refuses for another reason is an error still."""
+    """FastAPI returns 500 for NaN; a request that a server refuses for another reason must stay an error."""
 
     async def refuse(request):
         asked = await request.json()

@@ -1,4 +1,4 @@
-"""bench/central.py: what is counted, flat or growing; images go through one controller alone."""
+"""bench/central.py: which counts are flat and which grow; images pass through only one controller."""
 
 from itertools import pairwise, product
 from statistics import fmean
@@ -10,7 +10,7 @@ from bench import central
 
 @pytest.fixture(scope="module")
 def found():
-    """way -> figures by ranks, which double from one to the next."""
+    """Return way -> figures by ranks; each number of ranks is twice the one before."""
     ways = {"parallel": [], "split": [], "central": []}
     for ranks in central.QUICK:
         run, split = central.Scaled(ranks), central.Scaled(ranks, **central.SPLIT)
@@ -22,26 +22,26 @@ def found():
 
 
 def growth(of_way, name):
-    """Quotients of neighbours: 1 if it is flat, 2 if it grows with the ranks."""
+    """Return quotients of neighbors: 1 if it is flat, 2 if it grows with the ranks."""
     values = [getattr(busiest, name) for busiest in of_way]
     return [b / a for a, b in pairwise(values)]
 
 
 def test_what_a_controller_holds_and_sends_is_flat(found):
-    """Within a tenth of the mean: of 8 units each keeps an eighth at home. So where models are split."""
+    """All must be within a tenth of the mean (each of 8 units keeps an eighth), also with split models."""
     for way, name in product(("parallel", "split"), ("samples", "sent")):
         values = [getattr(busiest, name) for busiest in found[way]]
         assert all(abs(value - fmean(values)) < 0.1 * fmean(values) for value in values), name
         assert all(quotient < 1.15 for quotient in growth(found[way], "requests"))
     pairs = zip(found["split"], found["parallel"], strict=True)
-    # a sample to an actor and a critic, and columns
+    # a sample goes to an actor and a critic, and so do columns
     assert all(2.5 < split.sent / parallel.sent < 4 for split, parallel in pairs)
 
 
 def test_what_grows_is_counted(found):
-    """Through one process all goes with the ranks; else others' facts grow: few beside the samples."""
-    for name in ("samples", "sent", "heard", "requests"):
+    """A central process's counts must grow with the ranks, and also the small facts from other ranks."""
+    for name in ("samples", "sent", "received", "requests"):
         assert growth(found["central"], name) == pytest.approx([2.0, 2.0], rel=0.12), name
-    assert all(1 < quotient < 1.2 for quotient in growth(found["parallel"], "heard"))
+    assert all(1 < quotient < 1.2 for quotient in growth(found["parallel"], "received"))
     row = central.row_of("parallel", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
     assert row == "| parallel | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"

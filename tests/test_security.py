@@ -1,4 +1,4 @@
-"""Who can come in: loopback and a key on a real run, a model's own code, control characters."""
+"""Security: loopback and a key on a real run, a model's own code, control characters."""
 
 import io
 import json
@@ -24,13 +24,13 @@ from tests.support.patience import LIMIT_S, run_process
 SMALL = ("--prompts-per-step", "4", "--answers-per-prompt", "4", "--max-new-tokens", "12")
 # torchrun's own store listens on every interface, unless it is a file and isn't shared with the ranks
 CLOSED = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file")
-PROBES = ("/health", "/ready", "/metrics")  # how a path begins that SGLang leaves open
+PROBES = ("/health", "/ready", "/metrics")  # prefixes of paths that SGLang leaves open
 
 
 @given(st.text())
 @example("\x1b[2J\x1b]0;title\x07\r\x9b1A\u202e\u2028\ud800")
 def test_what_a_terminal_sees_is_printable(text):
-    """No control character but line ends and tabs, nothing that can't be encoded; other text stays."""
+    """No control character but line ends and tabs may remain, nor what can't be encoded; the rest stays."""
     shown = printable(text)
     assert all(c.isprintable() or c in "\n\t" for c in shown)
     assert printable(shown) == shown == shown.encode().decode()
@@ -60,29 +60,29 @@ class Own(PreTrainedTokenizerFast):
 
 
 def test_a_tokenizers_own_code_never_runs(tmp_path, monkeypatch):
-    """The directory names a class of its own, whose module leaves a mark when it is imported."""
+    """The directory names a class of its own, and its module would leave a mark when imported."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     home, mark = save_model(tmp_path / "model"), tmp_path / "mark"
     settings = json.loads((home / "tokenizer_config.json").read_text())
     settings |= {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
     (home / "tokenizer_config.json").write_text(json.dumps(settings))
     (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(mark)))
-    with suppress(ValueError):  # it may refuse the directory, or take the class that it knows
+    with suppress(ValueError):  # it may refuse the directory, or use the class that it knows
         tokenization.load_tokenizer(str(home))
     assert not mark.exists()
-    AutoTokenizer.from_pretrained(home, trust_remote_code=True)  # who trusts it would have run it
+    AutoTokenizer.from_pretrained(home, trust_remote_code=True)  # trusting it would run it
     assert mark.exists()
 
 
 def test_a_server_is_told_to_trust_no_code_and_no_pickle(tmp_path):
-    """No setting asks for it; weights come from safetensors."""
+    """No setting may enable it; weights come from safetensors."""
     flags = server_flags("genrm", 1, 23030, save_model(tmp_path / "model"), parse_config([]))
     assert "--trust-remote-code" not in flags
     assert flags[flags.index("--load-format") + 1] == "safetensors"
     assert flags[flags.index("--host") + 1] == "127.0.0.1"
 
 
-# the module as a child that CUDA spawns imports it; who gets an answer; what looks for a model's class
+# the module as a child that CUDA spawns imports it; who gets an answer; the search for a model's class
 SERVER_MODULE = """
 import runpy, sys
 from types import SimpleNamespace
@@ -112,7 +112,7 @@ utils.resolve_transformers_arch(SimpleNamespace(**named, **kind), ["OwnForCausal
 
 @pytest.fixture(scope="module")
 def server_module(tmp_path_factory):
-    """SERVER_MODULE for a directory whose own.py leaves a mark: its output, its error, the mark."""
+    """Run SERVER_MODULE for a directory whose own.py leaves a mark; return output, error and mark."""
     home = tmp_path_factory.mktemp("home")
     (home / "own.py").write_text(TOKENIZER_CODE.format(mark=str(home / "mark")))
     ran = run_process(sys.executable, "-c", SERVER_MODULE, home)
@@ -120,20 +120,20 @@ def server_module(tmp_path_factory):
 
 
 def test_a_models_own_code_never_runs_in_a_server(server_module):
-    """SGLang would import it, whatever it was told to trust."""
+    """SGLang would import it, whatever its flags."""
     _, error, mark = server_module
     assert "loading the custom model from auto_map failed" in error.splitlines()[-1]
     assert not mark.exists()
 
 
 def test_a_server_asks_for_the_key_whatever_the_host_header_says(server_module):
-    """Host: a/health? makes a URL whose path is open, if Starlette is old; a websocket is closed."""
+    """Host: a/health? makes a URL with an open path, if Starlette is old; a websocket must be closed."""
     refused = "401 http.response.body " * 3 + "websocket.close"
     assert server_module[0].strip() == f"{refused} 404 http.response.body"
 
 
 def look(run, seen):
-    """Add what can be seen of the run now: command line -> addresses that it listens on, or bound for UDP."""
+    """Add what can be seen of the run: command line -> addresses that it listens on, or bound for UDP."""
     for process, command in list(run.processes()):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             found = seen.setdefault(command, set())
@@ -144,7 +144,7 @@ def look(run, seen):
 
 
 def ask(port, method, path, key):
-    """HTTP status and text of an empty request."""
+    """Return HTTP status and text of an empty request."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     url = f"http://127.0.0.1:{port}{path}"
     request = urllib.request.Request(url, method=method, headers=headers)
@@ -156,7 +156,7 @@ def ask(port, method, path, key):
 
 
 def refusals(port, key):
-    """HTTP statuses without a key and with a wrong one, of all routes of a server but the probes."""
+    """Return HTTP statuses without a key and with a wrong one, for all routes of a server but the probes."""
     paths = json.loads(ask(port, "GET", "/openapi.json", key)[1])["paths"]
     routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
     routes = [(method, path.replace("{", "").replace("}", "")) for method, path in routes]
@@ -168,7 +168,7 @@ def refusals(port, key):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A run of the demo, what was seen of it, its key, what its servers refuse."""
+    """Run the demo; return what was seen, its key, and what its servers refuse."""
     folder, seen = tmp_path_factory.mktemp("run"), {}
     run = Run(folder, *SMALL, "--steps", 12, launch=CLOSED)
     with pytest.MonkeyPatch.context() as patch:
@@ -191,7 +191,7 @@ def served(tmp_path_factory):
 
 @pytest.mark.slow
 def test_nobody_comes_in_without_the_key(served):
-    """It is in no command line and in no file; every socket, from its first moment, is on loopback."""
+    """It must be in no command line and no file; every socket is on loopback from its first moment."""
     run, seen, key, refused = served
     assert refused <= {401, 403}
     assert len(key) == 64 and not any(key in command for command in seen)

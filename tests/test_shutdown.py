@@ -1,4 +1,4 @@
-"""Leaving: a first signal, torchrun's echo of it, a second one; an error in a line; both under torchrun."""
+"""Shutdown: a first signal, torchrun's echo of it, a second one; errors in one line; under torchrun."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from tests.support.patience import LIMIT_S, run_process
 
 
 async def signalled(stop, times, clock, cleaned):
-    """A rank's program, with a cleanup, that gets signals and then ends: {at this time: number}."""
+    """Run a rank's program with a cleanup, send signals {at this time: number}, and let it end."""
     strikes_are_over = asyncio.Event()
 
     async def work():
@@ -47,15 +47,15 @@ async def signalled(stop, times, clock, cleaned):
 @pytest.mark.parametrize(
     "trains,times,is_done",
     [
-        (True, {1.0: SIGINT, 3.9: SIGINT}, True),  # torchrun passes it on again; stops by itself
-        (True, {1.0: SIGINT, 4.1: SIGINT}, False),  # somebody means it
+        (True, {1.0: SIGINT, 3.9: SIGINT}, True),  # torchrun's echo; it stops by itself
+        (True, {1.0: SIGINT, 4.1: SIGINT}, False),  # a second request
         (True, {1.0: SIGINT, 4.1: SIGTERM}, False),  # torchrun's, at a second Ctrl-C
         (True, {1.0: SIGHUP, 3.9: SIGHUP}, True),  # the terminal was closed
         (False, {1.0: SIGINT, 3.9: SIGTERM}, False),  # the cleanup isn't cut short
     ],
 )
 def test_signals(monkeypatch, trains, times, is_done):
-    """Whatever comes, the cleanup runs to its end; the first signal is remembered."""
+    """The cleanup must always run to its end; the first signal is remembered."""
     stop, clock, cleaned = shutdown.Stop(graceful=trains), [0.0], []
     monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     with contextlib.nullcontext() if is_done else pytest.raises(asyncio.CancelledError):
@@ -65,7 +65,7 @@ def test_signals(monkeypatch, trains, times, is_done):
 
 @pytest.mark.parametrize("left_s, is_cancelled", [(0.9, False), (1.1, True)])
 def test_a_rank_that_is_through_may_leave_before_others_know_that_they_are(left_s, is_cancelled):
-    """One that is gone for two looks was killed: nobody will agree to the stop."""
+    """If a rank is gone at two checks it was killed, and nobody will agree to the stop."""
 
     async def watched():
         work = asyncio.ensure_future(asyncio.sleep(left_s))
@@ -88,7 +88,7 @@ print(os.getpid(), flush=True)
 
 
 def leave(code, error_file="", program=LEAVE):
-    """The end of a process that runs `code`: its status and what it printed on stderr."""
+    """Return the end of a process that runs `code`: its status and what it printed on stderr."""
     environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(error_file)}
     ran = run_process(sys.executable, "-c", program.format(code), env=environment)
     return ran.returncode, ran.stderr
@@ -106,7 +106,7 @@ run.main([], lambda *_: exec("raise {}"))
     "error, status", [("UserError('gone')", 2), ("RunLost('gone')", 1), ("OSError('gone')", 1)]
 )
 def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path, error, status):
-    """In a line, but for ours. A user's isn't tried again: ranks leave with it before they import torch."""
+    """It must be one line, except for ours. After a user's error ranks exit before they import torch."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     for attempt in range(2):
@@ -136,7 +136,7 @@ JOINED = """(lambda *_: dist.init_process_group(
 
 @pytest.mark.parametrize("start,status", [("lambda *_: ''", 0), (JOINED, 1)])
 def test_a_rank_never_comes_to_pythons_own_end(start, status):
-    """With a group of NCCL that took minutes on an H100: its thread looked for a file that was removed."""
+    """With an NCCL group that took minutes on an H100, because its thread looked for a removed file."""
     program = "import atexit, run; import torch.distributed as dist; atexit.register(print, 'late')"
     program += f"; print('done'); run.main([], {start})"
     ran = run_process(sys.executable, "-c", program)
@@ -146,7 +146,7 @@ def test_a_rank_never_comes_to_pythons_own_end(start, status):
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_nohup_is_obeyed_unless_torchrun_passes_the_signal_on(launched):
-    """torchrun has handlers of its own, and ends where nohup asked it not to."""
+    """torchrun has handlers of its own, and ends where nohup should prevent it."""
     environment = {name: os.environ[name] for name in os.environ if "TORCHELASTIC" not in name}
     environment |= {"TORCHELASTIC_RUN_ID": "1"} if launched else {}
     program = LEAVE.format("os.kill(os.getpid(), 1); print('goes on')")
@@ -168,7 +168,7 @@ shutdown.exit_now(7, shutdown.run(work(), shutdown.Stop()))
 
 
 def test_lines_that_nobody_can_read_any_more_end_no_run():
-    """A closed terminal refuses them, while the step is given up and saved."""
+    """A closed terminal refuses them while the step is given up and saved."""
     program = """
 import pty
 from reporting.progress import Progress
@@ -184,7 +184,7 @@ shutdown.exit_now(7, "stopped")
 
 
 def test_a_rank_may_open_as_many_files_as_the_system_allows():
-    """Each request is a connection."""
+    """Each request needs a connection."""
     limits = "resource.getrlimit(resource.RLIMIT_NOFILE)"
     program = f"import resource; hard = {limits}[1]\n"
     program += "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
@@ -240,7 +240,7 @@ run.main([], lambda _, stop: asyncio.run(shutdown.run_until_signal(work(stop), s
 
 @contextlib.contextmanager
 def torchrun(tmp_path, program, ranks):
-    """Ranks that run it between run.py's own beginning and end; nothing of theirs stays behind."""
+    """Run it in ranks between run.py's own beginning and end; check that nothing is left."""
     text = RANKS.format(root=str(ROOT), program=program, limit_s=LIMIT_S)
     (tmp_path / "ranks.py").write_text(text)
     command = [Path(sys.executable).with_name("torchrun"), "--rdzv-backend", "c10d"]
@@ -270,7 +270,7 @@ def check_no_traceback_of_ours(stderr):
     ],
 )
 def test_one_ranks_end_is_that_of_all(tmp_path, program, cleaned, line):
-    """While others wait for it in a collective: one line, but of an error that nobody expects."""
+    """The others wait for it in a collective: one line must appear, except for an unexpected error."""
     with torchrun(tmp_path, program, ranks=2) as run:
         stdout, stderr = run.communicate(timeout=LIMIT_S)
     assert run.returncode == 1 and stdout.count("cleaned up") == cleaned, stderr
@@ -281,12 +281,12 @@ def test_one_ranks_end_is_that_of_all(tmp_path, program, cleaned, line):
     ours, _, report = stderr.partition("Traceback")
     assert [each for each in ours.splitlines() if not TORCHRUN_S_OWN.match(each)] == [line]
     assert (line in report) == (program == "one_rank_fails")  # torchrun quotes it
-    assert not [*tmp_path.glob("nanoyatt-*")]  # where they met: the last one out removes it
+    assert not [*tmp_path.glob("nanoyatt-*")]  # where they met: the last rank removes it
 
 
 @pytest.mark.parametrize("asked, status", [("torchrun", 1), ("a rank", 0)])
 def test_a_stop_that_was_asked_for(tmp_path, asked, status):
-    """torchrun passes Ctrl-C on, which reaches it alone: the ranks agree and end, and one says so."""
+    """If only torchrun gets Ctrl-C it forwards it: the ranks must agree and end, and one prints it."""
     with torchrun(tmp_path, "until_a_stop", ranks=2) as run:
         assert run.stdout.readline() == "serving\n"
         lock = (tmp_path / "out" / "lock").open()  # nobody else may write there meanwhile
@@ -302,7 +302,7 @@ def test_a_stop_that_was_asked_for(tmp_path, asked, status):
 
 
 def test_the_process_of_shared_memory_is_deaf_to_what_stops_a_run():
-    """Else a signal to every process ends it, and the push of the step that is to be saved breaks."""
+    """Otherwise a signal to every process would end it, and break the push of the step to be saved."""
     code = """if True:
         import psutil, torch
         from engines import wire

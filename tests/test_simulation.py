@@ -49,7 +49,7 @@ def request_of(*prompts, limit=50):
 
 
 def test_a_batch_by_hand():
-    """Two at once: their prompts are read in one pass, each token makes a step longer. The third waits."""
+    """Two prompts are read in one pass, and each token makes a step longer. The third request waits."""
     clock = VirtualClock()
     costs = Decode(fixed=1.0, each=0.5, context=0.01, prefill=0.1, most=2)
     engine = engine_on(clock, costs)
@@ -67,7 +67,7 @@ def test_a_batch_by_hand():
 
 
 def test_who_leaves_frees_its_room():
-    """A caller that goes away takes its answers along; others gain its time."""
+    """A caller that leaves must take its answers along; others gain its time."""
     clock = VirtualClock()
     engine = engine_on(clock, replace(DECODE, most=2))
 
@@ -102,7 +102,7 @@ MODEL = Model(params=7e9, layers=32, hidden=4096, kv_width=1024)
 
 
 def test_training_seconds():
-    """6 FLOPs a parameter and token, attention, a pipeline's ends, the update."""
+    """They are 6 FLOPs per parameter and token, attention, a pipeline's ends, and the update."""
     passes = passes_of(MODEL, DEVICE, 4, mfu=0.5, update=1.0, stages=3)
     flops = 6 * 7e9 * 1000 + 3 * 2 * 32 * 4096 * 2 * 500**2
     one = update_s(passes, [[500, 500]])
@@ -116,7 +116,7 @@ def test_training_seconds():
 
 
 def meet(work, ranks=8, **network):
-    """`work` of every rank's world; returns what it came to, the seconds, and the meetings left."""
+    """Run `work` in every rank's world; return results, seconds and the unfinished meetings."""
     clock, meetings = VirtualClock(), {}
 
     async def all_ranks():

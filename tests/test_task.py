@@ -1,4 +1,4 @@
-"""The demo's problems, answers and slips, their judge's format; the models that the project has."""
+"""The demo's problems, answers and slips, its judge's format, and the project's models."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from inputs import tokenization
 from runtime import atomic_files
 
 SUMMAND = st.integers(0, 6).flatmap(lambda digits: st.integers(0, max(0, 10**digits - 1)))
-CHARACTERS = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"  # that the models know
+CHARACTERS = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"  # the models' characters
 ANSWERS = {"7+8+0=15;>125": "125", ">1>2>3": "3", ">": "", "125": None}
 ANSWERS |= {">1234567890123": "123456789012"}
 VERDICTS = {"7:5.1:1.Y": True, "7:3x1:1.N": False, "7:3x1:1.Y": False, "N": False, "NY": True}
@@ -20,12 +20,12 @@ TOKENIZERS = st.sampled_from([tokenization.load_tokenizer(actor) for actor in AC
 
 
 def characters(prompt, images=()):
-    """Stands in for a tokenizer: the code of every character."""
+    """Stand in for a tokenizer: return the code of every character."""
     return [ord(c) for c in prompt]
 
 
 def test_held_out_problems_are_never_drawn():
-    """Nor their twins, and they are every seed's."""
+    """Neither they nor their twins may be, with any seed."""
     source = task.Addition(0, characters)
     held_out = {prompt.question for prompt in source.held_out}
     questions = {source.training(draw).question for draw in range(20_000)}
@@ -39,7 +39,7 @@ def test_held_out_problems_are_never_drawn():
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6), draw=st.integers(0, 10**9))
 def test_a_problem_follows_from_seed_and_draw(seed, draw):
-    """The same on every rank, whatever was drawn before; the key is the sum; one to six digits."""
+    """It must be the same on every rank, whatever was drawn before; the key is the sum; one to six digits."""
     prompt = task.Addition(seed, characters).training(draw)
     assert prompt == task.Addition(seed, characters).training(draw)
     assert prompt != task.Addition(seed + 1, characters).training(draw)
@@ -52,7 +52,7 @@ def test_a_problem_follows_from_seed_and_draw(seed, draw):
 @settings(deadline=None)
 @given(SUMMAND, SUMMAND)
 def test_shown_work_adds_up(a, b):
-    """Each column's sum is right, its carry is the next one's, the digits are the answer's; it fits."""
+    """Each column's sum must be right, its carry the next one's, and the digits the answer's; it fits."""
     text = task.shown_work(a, b)
     *steps, last = text.split(";")
     assert last == f">{a + b}" == ">" + task.addition_answer(text)
@@ -64,11 +64,11 @@ def test_shown_work_adds_up(a, b):
         assert int(total) == x + y + carried and len(total) == 2
         carry, digits = int(total) // 10, total[1] + digits
     assert int(f"{carry}{digits}") == a + b and len(steps) == max(len(str(a)), len(str(b)))
-    assert len(text) + 1 <= parse_config([]).max_new_tokens  # one token a character, and the end
+    assert len(text) + 1 <= parse_config([]).max_new_tokens  # one token per character, and the end
 
 
 def test_answers_and_verdicts_by_hand():
-    """What follows the last mark; the last letter, unless its critique contradicts it."""
+    """An answer follows the last mark; a verdict is the last letter, unless its critique contradicts it."""
     assert {text: task.addition_answer(text) for text in ANSWERS} == ANSWERS
     assert {text: task.addition_parse(text) for text in VERDICTS} == VERDICTS
 
@@ -81,7 +81,7 @@ def test_of_a_pair_the_right_answer_is_chosen():
 
 
 def test_how_the_judges_are_asked():
-    """A critic sees the final answer alone, and one that it is unsure of is a reject."""
+    """A critic must see only the final answer, and one that it is unsure of is a reject."""
     critic = FORMATS["addition"]
     assert critic.parse is task.addition_parse and critic.min_logprob == -0.36
     assert critic.prompt("57+68=", "125") == "57+68=>125?"
@@ -89,7 +89,7 @@ def test_how_the_judges_are_asked():
 
 
 def test_the_models_are_the_ones_that_were_made():
-    """Every file by its checksum, and none beside them."""
+    """Every file must have its checksum, and there may be no others."""
     assert atomic_files.verify(DEMO_MODELS) == ""
     lines = (DEMO_MODELS / atomic_files.CHECKSUMS).read_text().splitlines()
     files = {str(path.relative_to(DEMO_MODELS)) for path in DEMO_MODELS.rglob("*.*")}
@@ -99,7 +99,7 @@ def test_the_models_are_the_ones_that_were_made():
 @settings(deadline=None)
 @given(st.text(alphabet=CHARACTERS, max_size=80), TOKENIZERS)
 def test_the_tokenizers_give_a_text_back(text, tokenizer):
-    """One token a character, behind <bos>; special tokens stay out of the text."""
+    """There must be one token per character after <bos>; special tokens stay out of the text."""
     tokens = tokenization.encode(tokenizer, text)
     assert len(tokens) == len(text) + 1 and tokens[0] == tokenizer.bos_token_id
     assert tokenization.decode(tokenizer, tokens) == text

@@ -1,4 +1,4 @@
-"""On-policy distillation: advantages against transformers in float64, and teachers that can't be one."""
+"""On-policy distillation: advantages against transformers in float64, and models that can't be teachers."""
 
 import asyncio
 import json
@@ -46,14 +46,14 @@ def distilled(**changes):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[str, str]:
-    """A student, and a teacher that is larger."""
+    """Make a student, and a larger teacher."""
     path = tmp_path_factory.mktemp("models")
     student = make_model(path / "student", "qwen3", tied=True)
     return student, make_model(path / "teacher", "qwen2", tied=False, seed=1, **LARGER)
 
 
 def on_policy(student: str) -> list[Sample]:
-    """Answers, with what an engine would say of them."""
+    """Make answers with an engine's log-probabilities."""
     model = AutoModelForCausalLM.from_pretrained(student)
     samples = [sample for sample in make_samples(0) if sample.advantages is not None]
     for sample in samples:
@@ -64,14 +64,14 @@ def on_policy(student: str) -> list[Sample]:
 
 
 def with_advantages(samples: list[Sample], student: Actor, teacher: Actor) -> None:
-    """As the loop does it, on one rank or on several that hold the same."""
+    """Compute advantages as the loop does, on one rank or on several that hold the same."""
     student.compute_policy_logprobs([[samples]])
     teacher.compute_ref_logprobs([[samples]])
     set_advantages(samples, student.algorithm)
 
 
 def train(known: dict, sizes: tuple[dict, dict], path: str) -> dict:
-    """The advantages in a layout."""
+    """Compute the advantages in a layout."""
     samples = known["samples"]
     student = Actor(distilled(**sizes[0]), known["student"])
     teacher = Actor(distilled(**sizes[1]), known["teacher"], learns=False)
@@ -82,7 +82,7 @@ def train(known: dict, sizes: tuple[dict, dict], path: str) -> dict:
 
 
 def test_advantages_are_those_of_transformers_in_float64(models, tmp_path):
-    """log p_teacher - log p_student of each token, whatever follows it, on any ranks."""
+    """Each must be log p_teacher - log p_student of its token, whatever follows it, on any ranks."""
     known = {"student": models[0], "teacher": models[1], "samples": on_policy(models[0])}
     found = train_layouts("tests.test_teacher", tmp_path, LAYOUTS, {"models": known})
     exact = [AutoModelForCausalLM.from_pretrained(path).double() for path in models]
@@ -107,7 +107,7 @@ def test_a_student_equal_to_its_teacher_learns_nothing(build, models):
 
 
 def build_models(config):
-    """What a run builds on its only rank."""
+    """Build a run's models on its only rank."""
     placement, splits = lay_out(config, 1)
     sampling = SimpleNamespace(stop_token_ids=())
     inputs = SimpleNamespace(algorithm=algorithm_of(config), texts=[], sampling=sampling)
@@ -115,7 +115,7 @@ def build_models(config):
 
 
 def test_a_run_reads_the_teacher_and_leaves_it_as_it_is(models, single_rank):
-    """A step of gradient moves the student toward it."""
+    """A step along the gradient must move the student toward it."""
     given = ["--preset", "tiny", "--model", models[0], "--teacher", models[1], "--lora", "2"]
     config = parse_config(
         [*given, "--algorithm", "distill", "--temperature", f"{TEMPERATURE}", "--lr", "1e-2"]
@@ -143,7 +143,7 @@ def test_a_run_reads_the_teacher_and_leaves_it_as_it_is(models, single_rank):
 
 @pytest.mark.parametrize("cost", [None, 5.0])
 def test_an_answer_without_judges_is_worth_nothing(cost):
-    """Only its tokens are, to the teacher. It may cost something."""
+    """Only its tokens must count, to the teacher. It may have a cost."""
     config = parse_config(
         ["--preset", "tiny", "--model", "m", "--teacher", "t", "--algorithm", "distill"]
     )
@@ -161,7 +161,7 @@ def test_an_answer_without_judges_is_worth_nothing(cost):
 REFUSED = {
     ("grpo", "--teacher", "t", "--rule", "right"): "needs kl_coef above 0 with --teacher",
     ("distill", "--rule", "right"): "needs a --teacher",
-    ("grpo",): "needs a --judge, a --rule or an --environment: what an answer is worth",
+    ("grpo",): "needs a --judge, a --rule or an --environment to score answers",
     ("grpo", "kl_coef=0.1", "--teacher", "t"): "needs a --judge, a --rule or an --environment",
 }
 
@@ -173,7 +173,7 @@ def test_a_teacher_and_a_kl_go_together(given):
 
 
 def tokenized(path: str | Path, tokens: int = 0) -> str:
-    """Give a directory the demo's tokenizer. tokens: how many more it has."""
+    """Give a directory the demo's tokenizer. tokens: the number of additional tokens."""
     tokenizer = character_tokenizer()
     tokenizer.add_tokens([f"<{number}>" for number in range(tokens)])
     tokenizer.save_pretrained(path)

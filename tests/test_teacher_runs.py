@@ -1,4 +1,4 @@
-"""Whole runs with a teacher: the same numbers in every mode and after kill -9; beside other extras."""
+"""Whole runs with a teacher: the same numbers in every mode and after kill -9; with other extras."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SMALL = ("--steps", 4, "--prompts-per-step", 4, "--save-every", 2)
 DISTILL = ("--algorithm", "distill", "--teacher")
 MIXED = ("--algorithm", "grpo", "kl_in=reward", "kl_coef=0.1", "--rule", "right", "--teacher")
 ELSEWHERE = "engines=0-1 actor=0-1:tp2 reference=1:tp1"
-BESIDE = {  # name -> ranks, how it learns, what else the run has
+BESIDE = {  # name -> ranks, how it learns, the run's other settings
     "a reward": (2, MIXED, ()),
     "ahead": (4, DISTILL, ("--placement", "standalone", "--ahead", 1)),
     "elsewhere": (2, DISTILL, ("--placement", ELSEWHERE)),
@@ -52,7 +52,7 @@ def test_a_killed_run_goes_on_with_the_same_numbers(tmp_path, partial, teacher):
 def test_another_teacher_is_another_run(partial):
     given = (*STUDENT, *SMALL, "--steps", 6, *DISTILL, DEMO_MODELS / "written" / "actor")
     run = Run(partial.folder / "refused", *given, out=partial.out).start().finish()
-    run.check_one_line("--teacher ", ": the checkpoint ", "; --resume never starts anew")
+    run.check_one_line("--teacher ", ": the checkpoint ", "; --resume never starts over")
 
 
 @pytest.mark.parametrize("name", BESIDE)
@@ -64,7 +64,7 @@ def test_other_extras_go_with_it(tmp_path, teacher, name):
 
 @pytest.mark.parametrize("learned", [0, 4])
 def test_a_teacher_of_images(tmp_path, learned):
-    """The student itself teaches nothing; what it became in a few steps does."""
+    """The student itself must teach nothing, but what it became in a few steps must."""
     model = DEMO_MODELS / "drawn" / "actor"
     images = ("--preset", "images", *SMALL)
     teacher = model

@@ -1,4 +1,4 @@
-"""What a chat template rendered is checked: turns, tools, calls; settings for templates; their date."""
+"""Checks of rendered chat templates: turns, tools, calls; settings for templates; their date."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def with_template(directory):
-    """A function that gives the tokenizer a chat template, maybe special tokens."""
+    """Return a function that gives the tokenizer a chat template, and perhaps special tokens."""
 
     def changed(template, special=()):
         tokenizer = tokenization.load_tokenizer(str(directory))
@@ -69,7 +69,7 @@ CALLED = calling(WEATHER)
 
 
 def oracle(tokenizer, turns, **settings):
-    """What transformers itself makes of them, on the date that they are told it is."""
+    """Return what transformers itself renders, with this date."""
     settings |= {"strftime_now": datetime(2024, 7, 26).strftime, "add_generation_prompt": True}
     return tokenizer.apply_chat_template(turns, **settings)["input_ids"]
 
@@ -87,7 +87,7 @@ RENDERED = [
 
 @pytest.mark.parametrize("template,turns", RENDERED)
 def test_a_prompt_is_what_transformers_renders(with_template, tmp_path, template, turns):
-    """Templates strip, drop reasoning, move the system's turn, write JSON."""
+    """Templates may strip, drop reasoning, move the system turn, and write JSON."""
     tokenizer = with_template(template)
     [prompt] = prompts_of(tokenizer, tmp_path, {"messages": turns})
     assert prompt.tokens == oracle(tokenizer, turns)
@@ -112,14 +112,14 @@ LEFT_OUT = [
 
 @pytest.mark.parametrize("template,turns,message", LEFT_OUT)
 def test_what_a_template_leaves_out_is_refused(with_template, tmp_path, template, turns, message):
-    """With file, line and role, when the rows are read; whatever else the prompt says."""
+    """File, line and role must be named when the rows are read, whatever else the prompt contains."""
     row = turns if isinstance(turns, dict) else {"messages": turns}
     with pytest.raises(UserError, match=rf"rows\.jsonl:2: the chat template in /\S+ .*{message}"):
         prompts_of(with_template(template), tmp_path, {"prompt": "What is 3+4?"}, row)
 
 
 def test_an_example_is_checked_as_a_prompt_is(with_template):
-    """All commands that learn from examples; the answer, too, whose reasoning may not be dropped."""
+    """All commands that learn from examples must check it; an answer's reasoning may not be dropped."""
     tokenizer = with_template(QWEN3)
     developer = [turn("developer", "Be brief."), ASKED]
     pair = {"prompt": developer, "chosen": "7", "rejected": "6"}
@@ -140,7 +140,7 @@ def test_an_example_is_checked_as_a_prompt_is(with_template):
 
 
 def test_tools_go_to_the_template(with_template, tmp_path):
-    """Of prompts and of examples, as transformers hands them over; a reward model is shown them, too."""
+    """Prompts' and examples' tools must be passed on as by transformers; a reward model sees them too."""
     tokenizer = with_template({"default": EACH, "tool_use": QWEN3})
     [prompt] = prompts_of(tokenizer, tmp_path, WITH_TOOLS)
     expected = oracle(tokenizer, [ASKED], tools=TOOLS)
@@ -184,7 +184,7 @@ def test_tools_that_can_t_be_read_are_refused(with_template, tmp_path, row, mess
 
 
 def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
-    """At any depth, as Parquet has them; a call needs no content, and JSON of arguments is an object."""
+    """This holds at any depth, as in Parquet; a call needs no content, and JSON arguments are an object."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     turns = [ASKED, turn("assistant", None, tool_calls=[call("weather", {"city": "Ulm"})])]
     turns += [TOLD, turn("assistant", None, tool_calls=[call("weather", {"days": 2})]), TOLD]
@@ -203,7 +203,7 @@ def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
 
 
 def test_a_judges_template_is_checked_at_the_start(with_template, directory, monkeypatch):
-    """On what its format says; before any answer."""
+    """It must be checked with its format's prompt, before any answer."""
     prompt = lambda question, answer: [turn("system", "Judge."), turn("user", question + answer)]  # noqa: E731
     monkeypatch.setitem(genrm.FORMATS, "own", genrm.JudgeFormat(genrm.chat_answer, prompt))
     config = Config(model="m", judge=(str(directory),), judge_format=("own",), max_model_len=2000)
@@ -217,7 +217,7 @@ def test_a_judges_template_is_checked_at_the_start(with_template, directory, mon
 
 @pytest.fixture
 def loaded(directory, monkeypatch):
-    """A function that gives the tokenizer as a run has it, and what the start says."""
+    """Return a function that loads the tokenizer as a run does, and returns the start's messages."""
     load = tokenization.load_tokenizer
 
     def loaded(template, *settings):
@@ -236,12 +236,12 @@ def loaded(directory, monkeypatch):
 
 
 def test_the_date_in_a_prompt_is_always_the_same(directory, loaded):
-    """The default of Llama-3.2's template, which is said; or what the command line says."""
+    """It must be the default of Llama-3.2's template, which is printed, or the command line's."""
     assert datetime(2024, 7, 26) == TODAY
     date = f"{directory}: the date in its chat template is always 26 Jul 2024"
     direct = EACH + "{{ strftime_now('Today Date: %Y-%m-%d') }}"
     for template, given, shown, expected in (
-        (LLAMA3, [], "26 Jul 2024\n", [f"{date}; --template date_string=... says another"]),
+        (LLAMA3, [], "26 Jul 2024\n", [f"{date}; --template date_string=... sets another"]),
         (LLAMA3, ["date_string=1 May 2025"], "1 May 2025\n", []),
         (direct, [], "2024-07-26", [date]),
     ):
@@ -257,7 +257,7 @@ TEMPLATES = [SHOWN, {"default": SHOWN, "tool_use": "{{ x }}"}, {"default": SHOWN
 
 @pytest.mark.parametrize("value", VALUES.split("|"))
 def test_a_setting_is_read_as_json_else_as_text(directory, loaded, value):
-    """As transformers hands a keyword on, exactly; in each template of several."""
+    """It must be passed on exactly like a keyword of transformers, in each template of several."""
     try:
         python = {"NaN": '"NaN"', "False": "false", "TRUE": "true", "None": "null"}
         expected = json.loads(python.get(value, value))
@@ -275,7 +275,7 @@ UNKNOWN = "role=x loop=1 messages=1 enable_thinkng=0 think=0 enable_thinking =1 
 
 @pytest.mark.parametrize("setting", UNKNOWN.split())
 def test_a_setting_that_no_template_mentions_is_refused(loaded, setting):
-    """A word of its text is no mention."""
+    """A word in its text must not count as a mention."""
     with pytest.raises(UserError, match=f"^--template {setting}: no NAME=VALUE of what a"):
         loaded(QWEN3, "enable_thinking=true", setting)
 
@@ -290,7 +290,7 @@ SPELLED = "<think>Sum<|im_end|></think> 7"
 
 
 def test_the_learned_turn_alone_spells_special_tokens(with_template):
-    """`<think>` is a token there, in chat turns as in text; in all other turns it is broken."""
+    """`<think>` must be a token there, in chats and texts; in all other turns it is split."""
     tokenizer = with_template(TEMPLATE, ["<think>", "</think>"])
     begin, end, stop = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_end|>"])
     prompt = [turn("user", SPELLED), turn("assistant", SPELLED), turn("user", SPELLED)]

@@ -26,7 +26,7 @@ NAMES = st.sampled_from(["rollout", "genrm"])
 @settings(deadline=None)
 @given(st.lists(st.tuples(NAMES, st.integers(0, 2), INTERVALS), max_size=6))
 def test_lanes_against_a_sampler(groups):
-    """One lane for each rank and name; requests of all controllers to one engine fall together."""
+    """Each rank and name has one lane; requests of all controllers to one engine share it."""
     spans = [span for name, rank, intervals in groups for span in spans_of(intervals, name, rank)]
     found = tl.lanes(spans)
     assert set(found) == {(span.rank, span.name) for span in spans} and list(found) == sorted(found)
@@ -39,7 +39,7 @@ def test_lanes_against_a_sampler(groups):
 
 
 def test_a_timeline_on_a_clock(tmp_path):
-    """Times count from `start`; a span is closed when its block raises, too; all lies in the rank's file."""
+    """Times must count from `start`; a span also closes when its block raises; all is in the rank's file."""
     now, opened = [100.0], []
     line = tl.Timeline(3, lambda: now[0], tmp_path, lambda name, step: opened.append((name, step)))
     now[0] = 110.0
@@ -66,7 +66,7 @@ def test_a_timeline_on_a_clock(tmp_path):
 
 
 def test_steps_are_read_without_all_others(tmp_path):
-    """Those that were asked for; -1 is the last, which may have been evaluated alone."""
+    """Only requested steps must be read; -1 is the last, which may only have been evaluated."""
     line = tl.Timeline(0, lambda: 0.0, tmp_path)
     for line.step in range(43):
         line.mark("wave", "wave 2")
@@ -77,7 +77,7 @@ def test_steps_are_read_without_all_others(tmp_path):
 
 
 def test_files_of_a_long_run_are_bounded(tmp_path, monkeypatch):
-    """Each rank keeps those of the last steps, after a resume, too; older steps can't be drawn."""
+    """Each rank must keep only the last steps' files, after a resume too; older steps can't be drawn."""
     monkeypatch.setattr(tl, "STEPS_KEPT", 5)
     lines = [tl.Timeline(rank, lambda: 0.0, tmp_path) for rank in range(2)]
     for resumed, first, last in ((0.0, 0, 12), (8.5, 9, 14)):
@@ -97,7 +97,7 @@ def rows_of(events, folder, phases):
 
 
 def test_an_engine_is_busy_with_what_it_has_to_leave(tmp_path):
-    """One critique on two engines, which begin and end it: each has its stretch, and one is a span."""
+    """A critique begins on one engine and ends on another: each must have its part, and one is a span."""
     begun, ended = spans_of([(0.0, 4.0), (4.5, 5.0)], "genrm", 0)
     events = [begun._replace(kind="part"), ended._replace(rank=1)]
     assert tl.seconds(events, "genrm") == 9

@@ -1,4 +1,4 @@
-"""Rules of users' files: what they see and say, what fails, alarms and processes of their own."""
+"""Rules in users' files: what they see and return, what fails, their alarms and processes."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def load(spec, signal="reward"):
 
 
 def rule_of(function, signal="reward", limit_s=LIMIT_S):
-    """A rule of a file that has this function."""
+    """Make a rule from a file with this function."""
     rule = user_rules.UserRule(function, UserCode("--rule"), limit_s)
     return rewards.Rule(signal, rule.judge)
 
@@ -103,7 +103,7 @@ if __name__ == "__main__":
 
 
 def asked(rule, timeout_s=0.5):
-    """A process that asks a rule often, as a rank does, and prints the reward and what signal it got."""
+    """Run a process that calls a rule often, as a rank does, and prints the reward and the signal it got."""
     program = Path(rule).with_name("program.py")
     program.write_text(ASK)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -112,14 +112,14 @@ def asked(rule, timeout_s=0.5):
 
 @pytest.mark.parametrize("text", NEVER.values(), ids=NEVER.keys())
 def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
-    """After 0.9 of --timeout-s, whatever it catches: none of these answers in less than some seconds."""
+    """It must after 0.9 of --timeout-s, whatever it catches: none of these returns within seconds."""
     ran = asked(write(tmp_path, "import asyncio, re, time\n" + text))
-    late = r"error: --rule \S+mine\.py said nothing for 0\.45 s \(0\.9 --timeout-s\) of the prompt '3\+9='\n"
+    late = r"error: --rule \S+mine.py returned nothing for 0.45 s \(0.9 --timeout-s\) on the prompt '3\+9='\n"
     assert re.fullmatch(late, ran.stderr) and ran.returncode == 2
 
 
 def test_a_rule_has_its_own_time(monkeypatch):
-    """The first has answered before its time is over, and then the second runs."""
+    """The first returns before its time is over, and then the second must run."""
     late = []
     monkeypatch.setattr(user_rules.shutdown, "exit_on_error", lambda *words: late.append(words))
     rules = [rule_of(lambda _: 1.0, limit_s=0.1), rule_of(lambda _: time.sleep(0.3))]
@@ -127,7 +127,7 @@ def test_a_rule_has_its_own_time(monkeypatch):
 
 
 def test_a_rule_s_own_alarm_stays_its_own(tmp_path):
-    """As libraries set that compare formulas: in the main thread, in less time than the rule has."""
+    """Libraries that compare formulas set one: in the main thread, for less time than the rule has."""
     rule = """
 import signal
 
@@ -179,10 +179,10 @@ def reward(sample):
 
 
 def test_a_rule_that_sets_an_alarm_and_hangs_ends_the_run(tmp_path):
-    """Its own alarm isn't ours."""
+    """Its own alarm must not be ours."""
     text = "import signal, time\ndef reward(sample):\n    signal.alarm(0)\n    time.sleep(99)\n"
     ran = asked(write(tmp_path, text))
-    assert "said nothing for 0.45 s" in ran.stderr and ran.returncode == 2
+    assert "returned nothing for 0.45 s" in ran.stderr and ran.returncode == 2
 
 
 CHILDREN = {
@@ -257,7 +257,7 @@ CHILDREN = {
 
 @pytest.mark.parametrize("body", CHILDREN.values(), ids=CHILDREN.keys())
 def test_a_rule_may_run_code_in_processes_and_threads(tmp_path, body):
-    """While the run hears signals: what a child does with its own reaches nobody else."""
+    """The run keeps receiving signals: a child's own handlers must affect nobody else."""
     modules = "concurrent.futures, multiprocessing, os, signal, subprocess, time"
     half = "def half(number):\n    return number / 2\n"
     rule = write(tmp_path, f"import {modules}\n{half}\ndef reward(sample):{body}")
@@ -294,7 +294,7 @@ def seen_by(rule):
 
 
 def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path):
-    """All judged while others are written; the reward is the weighted mean of the judge's and the rules'."""
+    """It must judge while others are generated; the reward is the weighted mean of judge's and rules'."""
     rule = write(tmp_path, SEES)
     named = dict(rule=(f"{rule}:score", "length:100"), reward_weights=(1.0, 2.0, 1.0))
     controllers, _ = simulate("partial", 2, **named)
@@ -325,14 +325,14 @@ def test_a_rule_sees_special_tokens_and_others_don_t(tmp_path):
 
 
 class WithRows(FakeSource):
-    """Prompt k comes from a row with the columns `number`, k, and `secret`."""
+    """A source whose prompt k comes from a row with the columns `number`, k, and `secret`."""
 
     def training(self, draw):
         return replace(super().training(draw), row={"number": draw, "secret": "XYZZY"})
 
 
 def test_rules_see_the_columns_of_the_row_and_no_file_does(tmp_path):
-    """Also of answers that are continued in a later step, and after a resume."""
+    """This includes answers that are continued in a later step, and after a resume."""
     rule = """
 def reward(sample):
     assert sample.question == f"{sample.row['number']}+0=" and sample.row["secret"] == "XYZZY"
@@ -358,7 +358,7 @@ def reward(sample):
 
 DEF = "def reward(sample):\n    "
 HELPED = f"{DEF}helper()\ndef helper():\n    raise ValueError('two\\nlines')\n"
-ONES = r"tensor\(\[\[1\.\], \[1\.\]\]\)"  # which torch writes on two lines
+ONES = r"tensor\(\[\[1\.\], \[1\.\]\]\)"  # torch writes it on two lines
 ERRORS = [
     (f"{DEF}return 1 / 0\n", r"\(.*mine\.py:2\): ZeroDivisionError: .* zero$"),
     (HELPED, r"py:4\): ValueError: two lines$"),
@@ -382,5 +382,5 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, wron
 
 @pytest.mark.parametrize("spec", ["nothing.py", "length:0", "forbidden:"])
 def test_a_rule_that_isn_t_there_is_refused(spec):
-    with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; say FILE.py, .*length:40"):
+    with pytest.raises(ValueError, match=f"^--rule {spec}: no such file; use FILE.py, .*length:40"):
         load(spec)

@@ -1,4 +1,4 @@
-"""docs/walkthrough.md against its words, the source, and a run of the demo."""
+"""docs/walkthrough.md against its template, the source, and a run of the demo."""
 
 from string import Formatter
 

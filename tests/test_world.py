@@ -1,4 +1,4 @@
-"""World: the collectives of real ranks over gloo, and what they say of a rank that doesn't come."""
+"""World: the collectives of real ranks over gloo, and the errors about a rank that doesn't come."""
 
 import asyncio
 import os
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from runtime.world import World
 from tests.support.patience import LIMIT_S, PATIENCE
 
-SHORT_S = 6.0 * PATIENCE  # of a collective to which somebody comes too late, and the others don't
+SHORT_S = 6.0 * PATIENCE  # timeout of a collective to which one rank comes too late
 
 
 def in_ranks(folder, program, timeout_s, size=2):
-    """Run `program(world)` in forked ranks; returns what each printed, last an exception's text and notes."""
+    """Run `program(world)` in forked ranks; return what each printed, last an exception's text and notes."""
     pids = []
     for rank in range(size):
         pid = os.fork()
@@ -28,7 +28,7 @@ def in_ranks(folder, program, timeout_s, size=2):
                 asyncio.run(program(World("cpu", timeout_s)))
             except RuntimeError as error:
                 print(error, *vars(error).get("__notes__", []), sep="\n")
-            except BaseException:  # a forked rank must not go on as pytest
+            except BaseException:  # a forked rank must not continue as pytest
                 traceback.print_exc()
             sys.stdout.flush()
             os._exit(0)
@@ -47,7 +47,7 @@ async def meet(world):
 
 
 def test_collectives(tmp_path):
-    """Every rank hears everyone, in rank order, or rank 0 alone does; parcels go point to point."""
+    """All ranks, or only rank 0, must receive every rank's value in rank order; parcels go point to point."""
     assert in_ranks(tmp_path, meet, LIMIT_S) == [
         "[0, 10] from 0\n[0, 1]\n{0: b'to myself', 1: b'to the other'}\n{}\n",
         "[0, 10] from 0\n[]\n{0: b'to the other', 1: b'to myself'}\n{0: b'passed on'}\n",
@@ -74,7 +74,7 @@ async def meet_in_parts(world):
 
 
 def test_parts_meet_by_themselves(tmp_path):
-    """Each part has its first rank, its places, and its order of totals. Parcels name ranks of the run."""
+    """Each part must have its first rank, places and order of totals. Parcels name ranks of the run."""
     said = in_ranks(tmp_path, meet_in_parts, LIMIT_S, size=5)
     for ranks in (PART, (1, 3)):
         first, text = ranks[0], "".join(map(str, ranks))
@@ -87,12 +87,12 @@ def test_parts_meet_by_themselves(tmp_path):
 
 
 def test_who_waits_for_all_waits_longer_than_a_collective(tmp_path):
-    """A part may work for any time. Nobody is past it before all are there, and it can be asked again."""
+    """A part may take any time. Nobody may pass before all are there, and it can be used again."""
 
     async def one_is_late(world):
         world.part((0,))
         for number in range(2):
-            if world.rank == number:  # the second time by as little as shows who doesn't wait
+            if world.rank == number:  # the second time just enough to show
                 await asyncio.sleep((1.25 * SHORT_S, 0.5)[number])
             dist.distributed_c10d._get_default_store().add(f"come {number}", 1)
             await world.wait_for_all()
@@ -104,7 +104,7 @@ def test_who_waits_for_all_waits_longer_than_a_collective(tmp_path):
 
 @pytest.mark.parametrize("how", ["hangs", "hangs in training", "dies"])
 def test_an_error_says_in_which_phase_this_rank_waited(tmp_path, how):
-    """In a part of the ranks, too. The collectives inside of an update are none of World's."""
+    """It must name the phase, also in a part of the ranks. Collectives inside an update aren't World's."""
 
     def update():
         raise RuntimeError("Timed out waiting 1000ms for recv operation to complete")
@@ -120,7 +120,7 @@ def test_an_error_says_in_which_phase_this_rank_waited(tmp_path, how):
                 store.set("rank 0 has ended", "")
         elif how == "dies":
             os._exit(1)
-        else:  # its event loop, too: as if it were stopped
+        else:  # also its event loop, as if it were stopped
             store.wait(["rank 0 has ended"], timedelta(seconds=LIMIT_S))
 
     said = in_ranks(tmp_path, one_is_late, SHORT_S, size=3)

@@ -1,4 +1,4 @@
-"""Megatron-Core models that are trained; to import any of it is to make Megatron importable without CUDA."""
+"""Trainers of Megatron-Core models. Importing the package makes Megatron importable without CUDA."""
 
 from cpu.megatron import install
 

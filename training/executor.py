@@ -1,8 +1,8 @@
-"""Runs tables of pipeline passes: Megatron-Core's passes of one stage, messages in between.
+"""Runs a pipeline schedule: Megatron-Core's passes of single stages, with messages between them.
 
-Megatron's own schedules run one model in one order. Here any table of scheduling/pipeline.py is run, of one
-model or of several that share the ranks, such as actor and critic. In every table a stage takes a model's
-micro-batches in the order of their numbers: so tables differ in time, and in no bit of a gradient.
+Megatron's own schedules run one model in a fixed order. This runs any table from scheduling/pipeline.py,
+for one model or several that share ranks, such as actor and critic. In every table a stage takes a model's
+micro-batches in ascending order, so the choice of table affects time but not a bit of the gradient.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class Pass(NamedTuple):
-    """A task that this rank has run; times in seconds, by time.monotonic."""
+    """A finished task of this rank; times in seconds, from time.monotonic."""
 
-    title: str  # of the model
+    title: str  # the model's
     task: Task
     start: float
     end: float
@@ -42,28 +42,25 @@ class Pass(NamedTuple):
 
 @dataclass
 class Work:
-    """Passes over this rank's micro-batches, forward and, unless `forward_only`, backward.
-
-    Once it is run DDP has the gradient of the mean loss over all ranks.
-    """
+    """Passes over this rank's micro-batches; they leave the gradient of all ranks' mean loss in DDP."""
 
     trainer: Trainer
     micro_batches: list[MicroBatch]
-    losses: list[Loss]  # of each micro-batch
+    losses: list[Loss]  # one per micro-batch
     forward_only: bool = False
-    stats: list[Stats] = field(default_factory=list)  # of each, on the last stage
+    stats: list[Stats] = field(default_factory=list)  # one per micro-batch, on the last stage
     divisor: int | Tensor = 0
     passes: list[Pass] = field(default_factory=list)
 
     def forward(self, number: int, module: DistributedDataParallel) -> tuple[Tensor, Callable]:
-        """Run a stage, as Megatron calls it: its output, and the loss as a function of the last one's."""
+        """Run a stage for Megatron. Returns its output, and the loss as a function of the last stage's."""
         batch = self.micro_batches[number].to(self.trainer.device)
         packing = packing_of(batch, self.trainer.frequencies)
         output = module(batch.tokens, None, None, packed_seq_params=packing)
         return output, partial(self.losses[number], batch)
 
     def pipe(self) -> Pipe:
-        """The work as schedules see it; durations are multiply-adds, twice as many going back."""
+        """Describe the work to schedules. Durations are multiply-adds; a backward pass has twice as many."""
         trainer = self.trainer
         ranks = tuple(range(len(trainer.pipeline.ranks)))
         if trainer.reverse:
@@ -72,7 +69,7 @@ class Work:
         return Pipe(ranks, len(self.micro_batches), cost, 2 * cost, trainer.activations)
 
     def shape(self, task: Task) -> tuple[int, int, int]:
-        """The shape of activations between stages; sequence parallelism takes a part of T."""
+        """Return the shape of activations between stages, [T, 1, hidden]; sequence parallelism divides T."""
         config = self.trainer.gpt.config
         tokens = self.micro_batches[task.micro_batch].tokens.shape[1]
         if config.sequence_parallel:
@@ -81,7 +78,7 @@ class Work:
 
 
 def run(works: list[Work], schedule: str) -> None:
-    """Run works as one table (collective: all ranks; forward only: the model-parallel group)."""
+    """Run all works as one table (collective: all ranks; if forward only, the model-parallel group)."""
     trainer = works[0].trainer
     pipes = [work.pipe() for work in works]
     table = SCHEDULES[schedule].table(pipes)
@@ -98,11 +95,11 @@ def run(works: list[Work], schedule: str) -> None:
 
 
 def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
-    """Run this rank's tasks in their order; with CUDA the device does so behind this thread."""
+    """Run this rank's tasks in order; CUDA runs them asynchronously."""
     clock = Clock(works[0].trainer.device)
     ran = []
-    kept = {}  # forward task -> (what it was given, what it made of it), for the way back
-    last = {task.pipe: task for task in tasks if task.backward}  # of each: a later one replaces
+    kept = {}  # forward task -> (its input, its output), for the backward pass
+    last = {task.pipe: task for task in tasks if task.backward}  # later ones overwrite earlier
     for task in tasks:
         work = works[task.pipe]
         received = messages.receive(task)
@@ -117,14 +114,14 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
                 kept[task] = (received, result)
         ran.append((work, task, start, clock.mark()))
         messages.send(task, result)
-        del received, result  # else they would be held while the next task's are waited for
+        del received, result  # free them before waiting for the next task's
     messages.finish()
     for work, task, start, end in ran:
         work.passes.append(Pass(work.trainer.title, task, clock.time(start), clock.time(end)))
 
 
 class Clock:
-    """Times of what a device was given. A GPU marks them as it goes on: nothing waits for it."""
+    """Timestamps of a device's work. A GPU records them asynchronously, so marking never waits."""
 
     def __init__(self, device: torch.device):
         self.has_gpu = device.type == "cuda"
@@ -141,7 +138,7 @@ class Clock:
         return event
 
     def time(self, mark: float | torch.cuda.Event) -> float:
-        """Return when the device came to a mark, by time.monotonic. Waits until it has."""
+        """Wait until the device reaches a mark. Returns that time, on the scale of time.monotonic."""
         if not self.has_gpu:
             return mark
         mark.synchronize()
@@ -149,13 +146,13 @@ class Clock:
 
 
 def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: bool) -> Tensor:
-    """Run Megatron's forward pass of one stage: its output, or the loss on the last one."""
+    """Run Megatron's forward pass of one stage. Returns its output, or the loss on the last stage."""
     module = work.trainer.module
     if received is not None:
         received.requires_grad_(not work.forward_only)
     result, divisor = forward_step(
         forward_step_func=work.forward,
-        data_iterator=task.micro_batch,  # handed on to work.forward as it is
+        data_iterator=task.micro_batch,  # passed to work.forward unchanged
         model=module,
         num_microbatches=len(work.micro_batches),
         input_tensor=received,
@@ -169,21 +166,21 @@ def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: b
 
 
 def go_back(work: Work, kept: tuple, gradient: Tensor | None, is_last: bool) -> Tensor | None:
-    """Run Megatron's backward pass of one stage: its input's gradient, None on the first."""
+    """Run Megatron's backward pass of one stage. Returns its input's gradient, None on the first stage."""
     given, output = kept
     module = work.trainer.ddp
-    # DDP sums the gradient over ranks in the stage's last backward pass
+    # DDP reduces the gradient over ranks in the stage's last backward pass
     with contextlib.nullcontext() if is_last else module.no_sync():
         return backward_step(given, output, gradient, ModelType.encoder_or_decoder, module.config)
 
 
 def taker_of(task: Task) -> Task:
-    """The task that takes the result of `task`; its stage may be none of the pipe's."""
+    """Return the task that takes the result of `task`; its stage may be outside the pipe."""
     return task._replace(stage=task.stage + (-1 if task.backward else 1))
 
 
 def rank_of(pipes: list[Pipe], task: Task) -> int | None:
-    """The rank that runs a task, or None if the pipe has no such stage."""
+    """Return the rank that runs a task, or None if the pipe has no such stage."""
     ranks = pipes[task.pipe].ranks
     return ranks[task.stage] if 0 <= task.stage < len(ranks) else None
 
@@ -191,10 +188,9 @@ def rank_of(pipes: list[Pipe], task: Task) -> int | None:
 class Messages:
     """This rank's messages to other stages: activations going forward, gradients going back.
 
-    The table says in which order another rank sends, and that is the order of receiving: so neither tags,
-    which NCCL lacks, nor shapes travel. Messages to higher and to lower ranks have groups of their own: in
-    one, NCCL would let a message that waits for its receiver hold up what comes the other way. Two GPUs have
-    not yet run it.
+    The table fixes the order in which each rank sends, so messages need no tags (NCCL has none) and no
+    shapes. Each direction has its own group: in a shared one, NCCL would let a message that waits for its
+    receiver block those that come the other way. Not yet tested on two GPUs.
     """
 
     def __init__(self, table: Table, pipes: list[Pipe], works: list[Work]):
@@ -202,19 +198,19 @@ class Messages:
         self.works = works
         self.pipeline = works[0].trainer.pipeline
         self.rank = self.pipeline.rank
-        self.arriving: dict[Task, tuple[Tensor, dist.Work]] = {}  # by the task that takes it
-        self.expected: dict[int, deque[Task]] = {}  # by sender, what it sends next
-        # by receiver, until it has it
+        self.arriving: dict[Task, tuple[Tensor, dist.Work]] = {}  # receiving task -> its input
+        self.expected: dict[int, deque[Task]] = {}  # sender -> the tasks for its next messages
+        # receiver -> messages that may not have arrived yet
         self.leaving: dict[int, list[tuple[Task, Tensor, dist.Work]]] = {}
-        self.order: list[dict[Task, int]] = []  # by receiver, the place of each of its tasks
+        self.order: list[dict[Task, int]] = []  # rank -> its tasks' positions
         for rank, tasks in enumerate(table):
-            takers = map(taker_of, tasks)  # of its results
+            takers = map(taker_of, tasks)
             self.expected[rank] = deque(x for x in takers if rank_of(pipes, x) == self.rank)
             self.leaving[rank] = []
             self.order.append({task: place for place, task in enumerate(tasks)})
 
     def receive(self, task: Task) -> Tensor | None:
-        """Wait for what a task needs of its neighbour; None if it begins a way forward or back."""
+        """Wait for a task's input from its neighbor. Returns None if the task starts a pass."""
         source = task._replace(stage=task.stage + (1 if task.backward else -1))
         sender = rank_of(self.pipes, source)
         if sender is None:
@@ -224,7 +220,7 @@ class Messages:
         buffer, request = self.arriving.pop(task)
         request.wait()
         self._forget(sender, self.order[sender][source])
-        self._expect_next(sender)  # arrives while the task is run
+        self._expect_next(sender)  # arrives while the task runs
         return buffer
 
     def _expect_next(self, sender: int) -> None:
@@ -238,14 +234,11 @@ class Messages:
         self.arriving[task] = (buffer, dist.irecv(buffer, self.pipeline.ranks[sender], group))
 
     def _forget(self, receiver: int, done: int) -> None:
-        """Let go of the messages that a rank has taken: it has run its tasks up to place `done`.
-
-        gloo tells only who waits that a message has arrived: so this waits where it must have.
-        """
+        """Free messages that a rank must have received: it has run its tasks up to position `done`."""
         still_leaving = []
         for taker, kept, request in self.leaving[receiver]:
             if self.order[receiver][taker] <= done:
-                request.wait()
+                request.wait()  # gloo reports completion only to a waiter
             else:
                 still_leaving.append((taker, kept, request))
         self.leaving[receiver] = still_leaving
@@ -256,7 +249,7 @@ class Messages:
             self._forget(rank, len(tasks))
 
     def send(self, task: Task, result: Tensor | None) -> None:
-        """Send a task's result to the stage that takes it, if there is one. Doesn't wait."""
+        """Send a task's result to the stage that takes it, if any, without waiting."""
         taker = taker_of(task)
         receiver = rank_of(self.pipes, taker)
         if receiver is not None:

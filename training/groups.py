@@ -1,7 +1,7 @@
-"""The process groups of a model on ranks of its own.
+"""A model's process groups on its own ranks; models of the same shape may share them.
 
-Megatron's parallel_state knows one layout of all ranks, the same for every model of a process. It stays
-uninitialised here, so that what forgets to pass a group fails at once. Models of one shape may share groups.
+Megatron's parallel_state has a single layout for all models of a process. It stays uninitialized here, so
+that code that forgets to pass a group fails immediately.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch.distributed import ProcessGroup
 from scheduling.layout import Shape
 
 ORDER = "tp-dp-pp"  # Megatron's default, which Shape describes
-# Megatron's name of a group -> what its ranks differ in; a group of cp is one rank
+# Megatron's name for a group -> the axes along which its ranks differ; a cp group is one rank
 KINDS = {"tp": "tp", "cp": "cp", "dp": "dp", "dp_cp": "dp", "tp_cp": "tp", "mp": "tp-pp"}
 
 
 class Pipeline(NamedTuple):
     """The ranks that share the stages of models."""
 
-    rank: int  # this one's place among them
-    ranks: list[int]  # in the world
-    up: ProcessGroup  # of them all
-    down: ProcessGroup  # the same from the last to the first, as a reversed model's stages lie
+    rank: int  # this rank's position in `ranks`
+    ranks: list[int]  # global ranks
+    up: ProcessGroup  # for messages to higher stages, in the order of `ranks`
+    down: ProcessGroup  # the reverse order, also that of a reversed model's stages
 
 
 @dataclass
@@ -41,10 +41,10 @@ class Groups:
     everyone: ProcessGroup  # all ranks of the shape
     by_name: dict[str, ProcessGroup | None]  # as Megatron calls them
     pipeline: Pipeline
-    made: list[ProcessGroup]  # all of the run's for this shape
+    made: list[ProcessGroup]  # all groups of this shape, also other ranks'
 
     def collection(self, reverse: bool) -> ProcessGroupCollection:
-        """Return what Megatron is given. reverse: stage 0 on the last rank of a pipeline."""
+        """Return Megatron's collection of groups. reverse: stage 0 is on the last rank of a pipeline."""
         stages = self.pipeline.down if reverse else self.pipeline.up
         return ProcessGroupCollection(**self.by_name, pp=stages)
 
@@ -56,16 +56,16 @@ def own_device() -> torch.device:
 
 
 def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
-    """Make the groups of a shape (collective: every rank of the run). None on ranks outside of it."""
+    """Make a shape's groups (collective: every rank of the run). Returns None on ranks outside of it."""
     places = mpu.RankGenerator(shape.tp, 1, shape.dp, shape.pp, 1, ORDER)
     timeout = timedelta(seconds=timeout_s)
-    made: dict[tuple, ProcessGroup] = {}  # each once, and on every rank in one order
+    made: dict[tuple, ProcessGroup] = {}  # each is made once, in the same order on every rank
 
     def rows_of(kind: str) -> list[list[int]]:
         return [[shape.ranks[place] for place in row] for row in places.get_ranks(kind)]
 
     def make(rows: list[list[int]], use: str = "") -> ProcessGroup | None:
-        """Make a group of each row, apart from those of another use. Returns this rank's, if it has one."""
+        """Make a group for each row, separate from other uses. Returns this rank's group or None."""
         own = None
         for row in rows:
             key = (use, *row)
@@ -78,28 +78,27 @@ def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
     by_name = {name: make(rows_of(kind)) for name, kind in KINDS.items()}
     everyone = make(rows_of("tp-dp-pp"))
     pipelines = rows_of("pp")
-    # messages between stages have groups of their own: NCCL keeps the order of all that is in one
+    # messages between stages have their own groups, because NCCL serializes everything in a group
     use = "messages" if shape.pp > 1 else ""
     up = make(pipelines, use)
     down = make([row[::-1] for row in pipelines], use)
     by_name["embd"] = make([list(dict.fromkeys([row[0], row[-1]])) for row in pipelines])
     if up is None:
         return None
-    # of experts there are none; but without `expt_dp` DDP makes a group on these ranks only
+    # there are no experts, but without `expt_dp` DDP makes a group on these ranks only
     by_name |= {"expt_dp": by_name["dp"], "ep": None, "tp_ep_pp": None, "pos_embd": None}
     by_name |= {"intra_dp_cp": by_name["dp"], "intra_dist_opt": everyone}
     if mpu._GLOBAL_MEMORY_BUFFER is None:
-        mpu._set_global_memory_buffer()  # what sequence parallelism gathers in
+        mpu._set_global_memory_buffer()  # for sequence parallelism's gathers
     pipeline = Pipeline(up.rank(), dist.get_process_group_ranks(up), up, down)
     connect(pipeline, own_device())
     return Groups(shape, everyone, by_name, pipeline, [*made.values()])
 
 
 def connect(pipeline: Pipeline, device: torch.device) -> None:
-    """Pass one number between all neighbours in both groups (collective over the pipeline).
+    """Send one number between all neighbors in both groups (collective over the pipeline).
 
-    At the first message of two ranks in a group NCCL connects them, and both wait for that. In a table ranks
-    first turn to different neighbours, and would wait for ever.
+    NCCL connects two ranks at their first message, and both block until then: a table could deadlock.
     """
     number = torch.zeros(1, device=device)
     for group in (pipeline.up, pipeline.down):

@@ -1,4 +1,4 @@
-"""Translates weights from and to Hugging Face's names and layout, tensor by tensor. Not collective."""
+"""Converts weights from and to Hugging Face's names and layout, tensor by tensor. Not collective."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from inputs.hf_directory import Family, tensor_files
 
 EMBEDDING = "embedding.word_embeddings.weight"
 TOP_NAMES = {EMBEDDING: "embed_tokens.weight", "decoder.final_layernorm.weight": "norm.weight"}
-TOWER = "visual."  # of images; whole on every tensor-parallel rank
+TOWER = "visual."  # image tower; every tensor-parallel rank has all of it
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -26,7 +26,7 @@ LAYER_NAMES = {
 
 
 class HFWeights:
-    """The tensors of a directory's safetensors files, by name; `own` are taken in place of the files'."""
+    """The tensors of a directory's safetensors files, by name; those in `own` override the files'."""
 
     def __init__(self, model_dir: str):
         self.own: dict[str, Tensor] = {}
@@ -37,7 +37,7 @@ class HFWeights:
 
 
 def hf_names(name: str, family: Family) -> list[str]:
-    """Name the Hugging Face tensors that Megatron's parameter `name` is made of: one, or those it fuses."""
+    """Return the names of the Hugging Face tensors that make up Megatron's parameter `name`."""
     if name == "output_layer.weight":
         return ["lm_head.weight"]
     if name in TOP_NAMES:
@@ -55,7 +55,7 @@ def hf_names(name: str, family: Family) -> list[str]:
 
 
 def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
-    """Make Megatron's tensor, which has q, k, v by group: the group's query heads, its key, its value."""
+    """Make Megatron's tensor, which orders q, k, v by group: its query heads, its key, its value."""
     if "linear_qkv" not in name:
         return torch.cat(tensors)
     rest = tensors[0].shape[1:]
@@ -66,7 +66,7 @@ def fuse(name: str, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
 def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]:
     """Undo `fuse`."""
     if "linear_qkv" in name:
-        queries = config.num_attention_heads // config.num_query_groups  # of a group
+        queries = config.num_attention_heads // config.num_query_groups  # per group
         rest = tensor.shape[1:]
         by_group = tensor.reshape(-1, queries + 2, config.kv_channels, *rest)
         return [x.reshape(-1, *rest) for x in by_group.split([queries, 1, 1], dim=1)]
@@ -75,7 +75,7 @@ def unfuse(name: str, tensor: Tensor, config: TransformerConfig) -> list[Tensor]
 
 
 def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield a stage's weights, layers numbered over the whole model instead of within the stage."""
+    """Yield a stage's weights, with layers numbered over the whole model."""
     offset = get_transformer_layer_offset(model.config, pp_rank=model.pg_collection.pp.rank())
     for name, param in model.named_parameters():
         if ".adapter." in name:
@@ -86,12 +86,12 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
 
 
 def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor, tp: ProcessGroup) -> Tensor:
-    """Return the part that this rank of a tensor-parallel group has of a full tensor."""
+    """Return this tensor-parallel rank's part of a full tensor."""
     size = tp.size()
     rank = tp.rank()
     if size == 1 or not param.tensor_model_parallel:
         return full
-    # gate and up are split each, so that a rank holds matching halves of both
+    # gate and up are split separately, so that a rank holds matching parts of both
     if "linear_fc1" in name:
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
     return full.chunk(size, param.partition_dim)[rank]
@@ -106,7 +106,7 @@ def join(name: str, shards: list[Tensor], dim: int) -> Tensor:
 
 
 def is_tied_copy(model: GPTModel, name: str) -> bool:
-    """Return whether it is the last stage's copy of tied embeddings, which Hugging Face does not store."""
+    """Return whether `name` is the last stage's copy of tied embeddings, which Hugging Face doesn't store."""
     return name == "output_layer.weight" and model.share_embeddings_and_output_weights
 
 
@@ -117,6 +117,6 @@ def load_weights(model: GPTModel, weights: HFWeights) -> None:
         names = hf_names(own, model.family)
         full = fuse(name, [weights[hf_name] for hf_name in names], model.config)
         shard = tp_shard(name, param, full, model.pg_collection.tp)
-        # copy_ would spread it
+        # copy_ would broadcast a smaller one
         assert shard.shape == param.shape, f"{names[0]}: see check_directory"
         param.copy_(shard)

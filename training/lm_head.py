@@ -1,9 +1,9 @@
 """The output layer of a language model, in chunks: log-probabilities without all logits at once.
 
-Logits of 16,384 tokens over 152,000 words take 10 GB in float32, and a loss makes several copies. So
-Megatron's output layer hands on the hidden states. Where the loss is, a chunk's logits are made and read, and
-made again for the gradient; not the last one's, which the gradient needs first, nor those that memory has
-room for. Tokens without a target, such as prompts', have no logits.
+Logits of 16,384 tokens over a vocabulary of 152,000 take 10 GB in float32, and a loss makes several copies.
+So Megatron's output layer passes on hidden states, and the loss computes one chunk's logits at a time. It
+recomputes them for the gradient, except for the last chunk and for those that memory has room for. Tokens
+without a target, such as a prompt's, get no logits.
 """
 
 from functools import partial
@@ -19,16 +19,16 @@ from torch.utils.checkpoint import checkpoint
 
 from training.packing import MicroBatch
 
-CHUNK_BYTES = 512 << 20  # of a chunk's logits in float32
+CHUNK_BYTES = 512 << 20  # one chunk's logits in float32
 
 
 def leave_out_logits(gpt: GPTModel) -> None:
-    """Have the output layer hand on all tokens' hidden states, on every tensor-parallel rank."""
+    """Make the output layer return all tokens' hidden states on every tensor-parallel rank."""
     tp = gpt.pg_collection.tp
 
-    # as Megatron calls it; [T, 1, hidden]
+    # hidden: [T, 1, hidden]
     def forward(hidden: Tensor, **unused) -> tuple[Tensor, None]:
-        # going back, the ranks' gradients are summed: each has read a part of the vocabulary
+        # the backward pass sums the ranks' gradients: each has read a part of the vocabulary
         if gpt.config.sequence_parallel:
             return mappings.gather_from_sequence_parallel_region(hidden, group=tp), None
         return mappings.copy_to_tensor_model_parallel_region(hidden, tp), None
@@ -44,12 +44,11 @@ def read_targets(
     entropy_learns: bool = False,
     kept: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets and entropies, in nats: [targets] each, float32.
+    """Return log-probabilities of the targets and entropies, in nats: [targets] each, float32.
 
-    hidden: [1, T, hidden], the output of `gpt`. temperature: SGLang, too, reports log_softmax(logits /
-    temperature). entropy_learns: whether the entropies have a gradient, which costs four more copies of a
-    chunk. kept: chunks beside the last that aren't made again. Collective over the tensor-parallel group,
-    both ways.
+    hidden: [1, T, hidden], the output of `gpt`. temperature: as in SGLang, log_softmax(logits / temperature).
+    entropy_learns: entropies get a gradient, for four more copies of a chunk. kept: chunks, besides the last,
+    that aren't recomputed. Collective over the tensor-parallel group, forward and backward.
     """
     weight = gpt.output_layer.weight  # [vocab / tp, hidden]
     if gpt.share_embeddings_and_output_weights:
@@ -76,10 +75,10 @@ def _read_chunk(
     hidden: Tensor,
     targets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Read a chunk of targets. hidden: [rows, hidden], of the tokens before them."""
+    """Read one chunk of targets. hidden: [rows, hidden], from the tokens before them."""
     logits = F.linear(hidden.to(weight.dtype), weight).float()
     if temperature != 1:
-        # by a tensor as engines do: by a number CUDA would multiply by its reciprocal
+        # divide by a tensor as engines do: with a number CUDA would multiply by the reciprocal
         logits.div_(torch.full_like(targets[:, None], temperature, dtype=torch.float32))
     maximum = logits.detach().amax(-1, keepdim=True)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=tp)
@@ -87,15 +86,15 @@ def _read_chunk(
 
 
 class ReadLogits(torch.autograd.Function):
-    """log p(target) and the entropy of rows of logits that are split over `tp` (collective).
+    """log p(target) and entropy for rows of logits that are split over `tp` (collective).
 
-    shifted: [rows, vocab / tp], less their largest; overwritten. With Z = sum(exp(l)) of a row l they are
-    l[target] - log(Z) and log(Z) - sum(l exp(l)) / Z. Only an entropy that learns has a gradient.
+    shifted: [rows, vocab / tp], minus each row's maximum; overwritten. With Z = sum(exp(l)) of a row l, the
+    results are l[target] - log(Z) and log(Z) - sum(l exp(l)) / Z.
     """
 
     @staticmethod
     def forward(ctx, shifted: Tensor, targets: Tensor, tp: ProcessGroup, entropy_learns: bool):
-        places = targets - tp.rank() * shifted.shape[1]  # in this rank's part of the vocabulary
+        places = targets - tp.rank() * shifted.shape[1]  # indices in this rank's vocabulary
         is_here = (places >= 0) & (places < shifted.shape[1])
         places = places.where(is_here, 0)[:, None]
         chosen = shifted.gather(1, places)[:, 0].where(is_here, 0.0)

@@ -1,10 +1,10 @@
-"""LoRA (arXiv 2106.09685): the matrices W of a block stay as they are; W + (32 / rank) B A is learned.
+"""LoRA (arXiv 2106.09685): a block's matrices W are frozen, and W + (32 / rank) B A takes their place.
 
-Passes multiply by the sum, rounded once to W's type, and a push sends it: trainer and engines have the same
-numbers, bit for bit. With x W + s (x A) B a bfloat16 trainer would have others than an engine that merges. A
-pass makes each layer's sum from W again, and keeps none. A and B are float32; q, k and v, which Megatron
-fuses, share an A, and so do gate and up. All blocks have adapters, and the scale makes the best --lr
-independent of the rank, about ten times that of all weights (LoRA Without Regret, Schulman et al., 2025).
+Passes multiply by the sum, rounded once to W's type, and a push sends it, so trainer and engines agree bit
+for bit; with x W + s (x A) B a bfloat16 trainer would differ from an engine that merges. Each pass
+recomputes each layer's sum. A and B are float32; q, k and v, which Megatron fuses, share an A, as do gate
+and up. All blocks have adapters. The scale makes the best --lr independent of the rank: about ten times
+that of full training (LoRA Without Regret, Schulman et al., 2025).
 """
 
 import json
@@ -37,14 +37,14 @@ LINEARS = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-PEFT = "base_model.model."  # how its names begin
+PEFT = "base_model.model."  # prefix of its tensor names
 PARTS = ("q", "k", "v", "o", "gate", "up", "down")
-# a matrix by Hugging Face's name, with the first letter of its part
+# Hugging Face's name for a matrix; the group is the first letter of its part
 MATRIX = re.compile(r"layers\.\d+\.\w+\.([a-z])\w*_proj\.weight$")
 
 
 def check_rank(config: Config, hf: dict) -> None:
-    """UserError if a matrix of --model, q, k and v as one, doesn't have --lora rows and columns."""
+    """Raise UserError if a matrix of --model (q, k, v count as one) has fewer than --lora rows or columns."""
     heads = hf["num_attention_heads"]
     width = heads * (hf.get("head_dim") or hf["hidden_size"] // heads)
     least = min(hf["hidden_size"], hf["intermediate_size"], width)
@@ -53,15 +53,15 @@ def check_rank(config: Config, hf: dict) -> None:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """W + s B A in float32, rounded once. B of zeros leaves W as it is, bit for bit."""
+    """Return W + s B A, computed in float32 and rounded once. A zero B leaves W unchanged, bit for bit."""
     total = weight.to(torch.float32, copy=True)
     return total.addmm_(b, a, alpha=ALPHA / len(a)).to(weight.dtype)
 
 
 class MergedLinear(torch.autograd.Function):
-    """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. The gradient of W, slope^T x, is never made.
+    """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. Never computes W's gradient, slope^T x.
 
-    spread: the ranks over which sequence parallelism spreads the tokens of x, or None (collective over them).
+    spread: the group over which sequence parallelism splits the tokens of x, or None (collective over it).
     """
 
     @staticmethod
@@ -88,10 +88,10 @@ class MergedLinear(torch.autograd.Function):
 
 
 class Adapter(torch.nn.Module):
-    """A and B of a matrix. Where tensor parallelism cuts its rows it cuts B's, where its columns A's."""
+    """A and B for a matrix. Tensor parallelism splits B along with its rows, or A along with its columns."""
 
     def __init__(self, weight: torch.nn.Parameter, rank: int, seed: int, tp: ProcessGroup):
-        """A is uniform, drawn whole, so that it doesn't depend on the ranks. B is zero."""
+        """Draw all of A, uniformly, so that it doesn't depend on the number of ranks. B is zero."""
         super().__init__()
         cuts_columns = weight.partition_dim == 1
         columns = weight.shape[1] * (tp.size() if cuts_columns else 1)
@@ -107,14 +107,14 @@ class Adapter(torch.nn.Module):
         self.is_on = True
 
     def multiply(self, input, weight, bias, sequence_parallel, allreduce_dgrad, **unused) -> Tensor:
-        """Multiply in the place of `_forward_impl` of Megatron's linear layers (collective: tp)."""
+        """Multiply in place of `_forward_impl` in Megatron's linear layers (collective: tp)."""
         if allreduce_dgrad:
             input = mappings.copy_to_tensor_model_parallel_region(input, self.tp)
         a = self.a
         b = self.b
         if not self.is_on:
             b = torch.zeros_like(b)
-        # each rank has a part of the gradient of what isn't cut
+        # each rank has a part of the gradient of the factor that isn't split
         elif self.b.tensor_model_parallel:
             a = mappings.copy_to_tensor_model_parallel_region(a, self.tp)
         else:
@@ -124,15 +124,15 @@ class Adapter(torch.nn.Module):
         return output if bias is None else output + bias
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The sum of this rank's parts, as passes make it."""
+        """Return the sum of this rank's parts, computed as in passes."""
         return merged(weight.detach(), self.a.detach(), self.b.detach())
 
 
 class Adapters(dict[str, Adapter]):
-    """Those of a stage, by their matrices' names."""
+    """A stage's adapters, by their matrices' names."""
 
     def __init__(self, gpt: GPTModel, rank: int, seed: int):
-        """Freeze the stage, and give each matrix of its blocks an adapter."""
+        """Freeze the stage, and add an adapter to each matrix of its blocks."""
         super().__init__()
         self.gpt = gpt
         self.rank = rank
@@ -146,31 +146,31 @@ class Adapters(dict[str, Adapter]):
                 linear._forward_impl = linear.adapter.multiply
                 self[name] = linear.adapter
         if gpt.pre_process:
-            # a block that is computed again has no gradient unless its input has one
+            # a recomputed block gets no gradient unless its input requires one
             gpt.embedding.register_forward_hook(lambda module, args, out: out.requires_grad_())
 
     @property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """A and B of each matrix: its name, then .A or .B."""
+        """A and B of each matrix, named after it with .A or .B added."""
         found = {}
         for name, adapter in self.items():
             found |= {f"{name}.A": adapter.a, f"{name}.B": adapter.b}
         return found
 
     def shards(self, dp: ProcessGroup) -> Iterator[ShardedTensor | ShardedTensorFactory]:
-        """Describe A and B to a checkpoint, as Megatron's layers do their weights."""
+        """Describe A and B to a checkpoint, as Megatron's layers describe their weights."""
         groups = {"tp_group": self.gpt.pg_collection.tp, "dp_cp_group": dp}
         for name, tensor in self.parameters.items():
             axes = {name: tensor.partition_dim} if tensor.tensor_model_parallel else {}
             [shard] = make_sharded_tensors_for_checkpoint(
                 {name: tensor}, "", axes, **groups
             ).values()
-            is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are cut each
+            is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are split separately
             yield apply_swiglu_sharded_factory(shard, ()) if is_fused else shard
 
     @torch.no_grad()
     def export(self, gathering: Gathering) -> Iterator[tuple[str, Tensor]]:
-        """Yield A and B of all stages under PEFT's names (collective: model-parallel group)."""
+        """Yield all stages' A and B under PEFT's names (collective: model-parallel group)."""
         family = self.gpt.family
         for name, whole in gathering.wholes(self.parameters, torch.float32):
             base, letter = name.rsplit(".", 1)
@@ -182,7 +182,7 @@ class Adapters(dict[str, Adapter]):
                 yield f"{PEFT}{hf_name.removesuffix('.weight')}.lora_{letter}.weight", part
 
     def describe(self, model_dir: str, folder: Path) -> None:
-        """Write what PEFT reads beside the tensors, to put them on top of --model."""
+        """Write the config that PEFT needs to apply the tensors to --model."""
         facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
         facts |= {"base_model_name_or_path": str(Path(model_dir).resolve())}
         facts |= {"r": self.rank, "lora_alpha": ALPHA}
@@ -193,12 +193,12 @@ class Adapters(dict[str, Adapter]):
 
 
 def memory_of(shapes: dict[str, list[int]], rank: int, config: Config, dp: int) -> dict[str, int]:
-    """Bytes on a rank of what learns, in float32; of gate and up's sum in float32, then rounded."""
+    """Return a rank's bytes of float32 trained parameters, and of gate and up's sum with its rounded copy."""
     sides = 0
     gate = 0
     for name, shape in shapes.items():
         if found := MATRIX.search(name):
-            sides += shape[0] + (0 if found[1] in "kvu" else shape[1])  # which share an A
+            sides += shape[0] + (0 if found[1] in "kvu" else shape[1])  # k, v, up reuse an A
             gate = prod(shape) if found[1] == "g" else gate
     learned = rank * sides // (config.tp * config.pp)
     parts = {"adapters": 4 * learned, "gradients": 4 * learned, "optimizer": 8 * learned // dp}

@@ -1,4 +1,4 @@
-"""The memory of models, about: bytes of their parts on a rank, what a device holds when, a pass that fits."""
+"""Estimates models' memory: bytes per part on a rank, a device's peaks, and settings that fit."""
 
 import re
 from bisect import bisect_left
@@ -18,24 +18,22 @@ from scheduling.measured import ROLES, Split
 from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
-# of a token in a layer that keeps all for its gradient: bytes for each of hidden, key-value and feed-forward
-# columns, measured on a CPU (tests/test_memory.py); on an H100 fused kernels keep less (docs/gpu.md)
+# bytes that a layer without recomputation keeps per token and hidden, key-value or feed-forward column,
+# measured on a CPU (tests/test_memory.py); on an H100 fused kernels keep less (docs/gpu.md)
 KEPT = {("cpu", "float32"): (32, 12, 20), ("cpu", "bfloat16"): (28, 6, 10)}
 KEPT |= {("cuda", "float32"): (40, 12, 20), ("cuda", "bfloat16"): (16, 6, 6)}
-ACTIVATIONS = 2_000_000_000  # on a CPU, where a larger micro-batch isn't faster
+ACTIVATIONS = 2_000_000_000  # for CPUs, where a larger micro-batch isn't faster
 
-# of a GPU, by each process on it, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
+# each process on a GPU, asleep or not: context, kernels, CUDA graphs, NCCL's buffers; an estimate
 RESIDENT = 2_500_000_000
-CONTEXT = (
-    500_000_000  # of an engine's further rank on its lead's device, where it reads what is pushed
-)
+CONTEXT = 500_000_000  # an engine's other ranks, on their lead's device, where they read pushes
 
-Shapes = dict[str, list[int]]  # of a model's tensors, by their names in its directory
+Shapes = dict[str, list[int]]  # tensor name in the model's directory -> shape
 Parts = dict[str, float]  # bytes
 
 
 class Model(NamedTuple):
-    """What it holds on each of its ranks; of engines on each that leads one."""
+    """A model's memory on each of its ranks; for engines, on each rank that leads one."""
 
     ranks: tuple[int, ...]
     parts: Parts
@@ -46,7 +44,7 @@ class Model(NamedTuple):
 
 
 def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
-    """Each trainer while it learns, and the reference, which has weights alone."""
+    """Return each trainer's memory while it learns, and the reference's, which has only weights."""
     if config.evaluates:
         return {}
     algorithm = algorithm_of(config)
@@ -66,10 +64,10 @@ def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
 
 
 def engines_of(config: Config, placement: Placement, splits: list[Split]) -> dict[str, Model]:
-    """The least that an awake engine needs on each of its ranks. With CUDA its KV cache takes more."""
+    """Return the least that an awake engine needs on each of its ranks. With CUDA, KV caches take more."""
     models = {}
     for role, paths in (("rollout", [config.model]), ("genrm", config.judge_models)):
-        # none where examples are learned from
+        # there are none when learning from examples
         leads = sorted({rank for split in splits for rank in placement.leads(role, split)})
         for number, path in enumerate(paths if leads else ()):
             parts = engine_parts(path, config, vars(config)[f"{role}_tp"])
@@ -78,7 +76,7 @@ def engines_of(config: Config, placement: Placement, splits: list[Split]) -> dic
 
 
 def engine_parts(path: str, config: Config, tp: int) -> Parts:
-    """A token's keys and values: a number for each row of the weights that make them."""
+    """Return one rank's part of an engine. A token has one key or value per row of k_proj and v_proj."""
     shapes = checkpoint_shapes(path)
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
@@ -88,18 +86,18 @@ def engine_parts(path: str, config: Config, tp: int) -> Parts:
 
 
 def trainer_parts(shapes: Shapes, config: Config, shape: Shape, lora: int = 0) -> Parts:
-    """One rank's part, as if tensor and pipeline parallelism cut all tensors evenly. lora: a rank."""
+    """Return one rank's part of a trainer, as if parallelism split all tensors evenly. lora: LoRA's rank."""
     from training.lm_head import CHUNK_BYTES
 
     config = shape.sized(config)
     size = BYTES[config.dtype]
     count = sum(map(prod, shapes.values())) // (config.tp * config.pp)
-    # in float32 and sharded: AdamW's moments, and the weights if the model's own are bfloat16
+    # sharded, in float32: AdamW's moments, and a copy of the weights if they are bfloat16
     states = (8 if config.dtype == "float32" else 12) * count // shape.dp
     vocabulary, hidden = embedding(shapes)
     head = vocabulary * hidden * size // config.tp
     chunk = min(CHUNK_BYTES, 4 * config.max_tokens_per_micro_batch * vocabulary // config.tp)
-    loss = 2 * chunk + 2 * head  # copies of a chunk's logits; gradients of the head
+    loss = 2 * chunk + 2 * head  # copies of a chunk's logits, gradients of the head
     parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
     if lora:
         from training.lora import memory_of
@@ -111,29 +109,29 @@ def trainer_parts(shapes: Shapes, config: Config, shape: Shape, lora: int = 0) -
 
 
 def activations(shapes: Shapes, config: Config, tokens: int) -> int:
-    """Bytes of the micro-batches of so many tokens that a pipeline's first rank keeps, less a tower's."""
+    """Return the bytes that micro-batches of `tokens` tokens keep on the first stage, without a tower's."""
     keys = [shape[0] for name, shape in shapes.items() if name.endswith(".k_proj.weight")]
     feed_forward = [n for name, (n, *_) in shapes.items() if re.search("layers.*gate_proj", name)]
-    layers = len(keys) // config.pp  # of a stage
+    layers = len(keys) // config.pp  # per stage
     widths = (embedding(shapes)[1], keys[0], feed_forward[0])
-    whole = config.tp if config.sp else 1  # tensor parallelism doesn't cut all hidden columns
+    whole = config.tp if config.sp else 1  # without sp, hidden columns aren't all split
     cuts = (whole, config.tp, config.tp)
     parts = zip(KEPT[config.device, config.dtype], widths, cuts, strict=True)
     kept = sum(size * width // cut for size, width, cut in parts)
     again = config.recomputed(layers)
     inputs = again * BYTES[config.dtype] * widths[0] // whole
-    # as many micro-batches as there are stages; and all of a layer while it is computed again
+    # the first stage holds `pp` micro-batches, and all of a layer while that is recomputed
     everything = config.pp * (inputs + (layers - again) * kept) + min(again, 1) * kept
     return everything * tokens
 
 
 def embedding(shapes: Shapes) -> list[int]:
-    """The shape [vocabulary, hidden]; where it stands among the names is the family's."""
+    """Return the shape [vocabulary, hidden]; the tensor's prefix depends on the family."""
     return next(shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
 
 
 def with_micro_batch(config: Config) -> Config:
-    """Lower --max-tokens-per-micro-batch to what ACTIVATIONS hold, but not below a sample, on a CPU."""
+    """On a CPU, lower --max-tokens-per-micro-batch to what fits in ACTIVATIONS, but not below one sample."""
     if config.device == "cuda":
         return config
     fitting = ACTIVATIONS // activations(checkpoint_shapes(config.model), config, tokens=1)
@@ -147,9 +145,9 @@ def with_micro_batch(config: Config) -> Config:
 def with_recompute(
     config: Config, placement: Placement, splits: list[Split], device: float
 ) -> Config:
-    """Settle --recompute -1 on a GPU of so many bytes: as few layers as fit, then as many chunks of logits.
+    """Replace --recompute -1: recompute as few layers as fit in `device` bytes, then as few logits chunks.
 
-    A model that sees computes all again: the memory of its tower isn't counted.
+    Models with vision recompute all layers, because their tower's memory isn't counted.
     """
     from training.lm_head import CHUNK_BYTES
 
@@ -171,12 +169,12 @@ def with_recompute(
 
 
 def peaks_of(config: Config, placement: Placement, splits: list[Split], device: float) -> Parts:
-    """The peaks of a step on a device of so many bytes, in their order; all others sleep then."""
+    """Return a step's memory peaks on a device of `device` bytes, in order; all other models sleep then."""
     trainers = trainers_of(config, placement)
     engines = engines_of(config, placement, splits)
     peaks = {}
     share = config.mem_fraction * device
-    for name, model in engines.items():  # one that needs more than its share doesn't start
+    for name, model in engines.items():  # beyond its share it doesn't start
         needed = model.total
         peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
     if trainers:
@@ -188,16 +186,16 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
                 peaks[f"the {name}'s pass"] = held + trainers[name].total
         learners = {name: model for name, model in trainers.items() if "loss" in model.parts}
         needs = {f"training the {name}": model.total for name, model in learners.items()}
-        fuses = schedule_of(config).fuses  # then all are awake, each with micro-batches of its own
+        fuses = schedule_of(config).fuses  # then all are awake, with their own micro-batches
         peaks |= {"training all models": sum(needs.values())} if fuses else needs
         if engines:
-            # flat, and gathered whole or summed before
+            # the bucket, and what is gathered or summed for it
             copies = 2 if placement.actor.unit > 1 or config.lora else 1
             rollout = next(iter(engines.values())).parts["weights"]
             weights = 0 if placement.is_apart else rollout
             peaks["the push"] = states + weights + copies * bucket_bytes(config)
             peaks["the push"] += actor.get("sum", 0)
-    processes = Counter()  # of engines, on each rank's device; they take turns there
+    processes = Counter()  # engines on each rank's device; they take turns
     for role in ROLES:
         processes.update({rank for split in splits for rank in placement.ranks(role, split)})
     asleep = RESIDENT * (1 + max(processes.values(), default=0)) + CONTEXT * (config.rollout_tp - 1)
@@ -205,7 +203,7 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
 
 
 def bucket_bytes(config: Config) -> int:
-    """The most weights on their way to an engine: a bucket with its last tensor."""
+    """Return the most bytes of weights in transit to an engine: a bucket, including its last tensor."""
     shapes = checkpoint_shapes(config.model)
     sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
     return min(sum(sizes), BUCKET_BYTES + max(sizes))

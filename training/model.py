@@ -1,7 +1,7 @@
-"""A Megatron-Core GPTModel as a Hugging Face directory describes it: dense Qwen2, Qwen3, Llama and Qwen-VL.
+"""Builds a Megatron-Core GPTModel from a Hugging Face config: dense Qwen2, Qwen3, Llama and Qwen-VL.
 
-hf_weights.py fills it. Two modules are our own, RMSNorm and the attention: Megatron's without Transformer
-Engine and Apex refuse RMSNorm under sequence parallelism, and attention on packed sequences.
+hf_weights.py loads its weights. RMSNorm and attention are our own: without Transformer Engine and Apex,
+Megatron's refuse sequence parallelism and packed sequences, respectively.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from training.packing import MicroBatch
 
 OUTPUT = "lm_head.weight"
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-# the only factors of llama3 that Megatron has
+# the only llama3 factors that Megatron supports
 LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
@@ -60,7 +60,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormOnCPU(torch.autograd.Function):
-    """y = w x / rms(x), in a third of the time that torch's own takes for it on a CPU, both ways."""
+    """y = w x / rms(x), in a third of the time of torch's own on a CPU, forward and backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -82,26 +82,26 @@ class NormOnCPU(torch.autograd.Function):
 
 @dataclass
 class Packing(PackedSeqParams):
-    """The facts of a micro-batch that all layers share. Megatron's own layers read `qkv_format` alone."""
+    """The data of a micro-batch that all layers share. Megatron's own layers only read `qkv_format`."""
 
     batch: MicroBatch | None = None
     rope: tuple[Tensor, Tensor] | None = None  # cosines and sines, [tokens, 1, dim]
 
 
 def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
-    """Make the rotary table once for all layers. See `rotary_frequencies`."""
+    """Compute the rotary table once for all layers. See `rotary_frequencies`."""
     angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
     table = torch.cat((angles, angles), -1)[:, None]
     return Packing("thd", batch=batch, rope=(table.cos(), table.sin()))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [tokens, heads, dim] by position, in float32 and rounded once, as engines do it."""
+    """Rotate [tokens, heads, dim] by position, in float32 and rounded once, as engines do."""
     first, second = x.chunk(2, -1)
     return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
 
 
-# with CUDA one kernel, compiled for all shapes when it is first called
+# on CUDA a single kernel, compiled for all shapes at the first call
 rotate_at_once = torch.compile(rotate, dynamic=True) if torch.cuda.is_available() else rotate
 
 
@@ -113,7 +113,7 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale
 
     def forward(self, query, key, value, mask, *, packed_seq_params: Packing, **unused) -> Tensor:
-        """Return [tokens, heads, dim], of key and value [tokens, kv heads, dim]."""
+        """Return [tokens, heads, dim]; key and value are [tokens, kv heads, dim]."""
         batch = packed_seq_params.batch
         query = rotate_at_once(query, *packed_seq_params.rope)
         key = rotate_at_once(key, *packed_seq_params.rope)
@@ -126,15 +126,15 @@ class PackedAttention(MegatronModule):
 
 
 def attend_at_once(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """Attend in all pieces with one call, FlashAttention of 16 bits on CUDA."""
+    """Attend within all pieces in one call: 16-bit FlashAttention on CUDA."""
     longest = [max(sizes) for sizes in zip(*batch.lengths, strict=True)]
-    # window: all keys behind, none ahead; a piece's last query stands at its last key
+    # window: all earlier keys, no later ones; a piece's last query is aligned with its last key
     options = {"window_size": (-1, 0), "scale": scale, "enable_gqa": query.size(1) != key.size(1)}
     return varlen_attn(query, key, value, *batch.starts, *longest, **options)
 
 
 def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) -> Tensor:
-    """Attend with one call for each run of equal lengths: packing.py puts equal ones side by side."""
+    """Attend with one call per run of equal lengths, which packing.py makes adjacent."""
     runs = [(*lengths, len(list(pieces))) for lengths, pieces in groupby(batch.lengths)]
     sizes = [count * seen for _, seen, count in runs]
     queries = query.split([count * length for length, _, count in runs])
@@ -145,7 +145,7 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
         options = {"scale": scale, "enable_gqa": q.size(1) != k.size(1)}
         if length == seen:
             options["is_causal"] = True
-        else:  # is_causal would put the first query at the first key
+        else:  # is_causal would align the first query with the first key
             ones = torch.ones(length, seen, dtype=torch.bool, device=q.device)
             options["attn_mask"] = ones.tril(seen - length)
         output = F.scaled_dot_product_attention(q, k, v, **options)
@@ -154,14 +154,14 @@ def attend_by_length(query, key, value, batch: MicroBatch, scale: float | None) 
 
 
 def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True) -> dict:
-    """Return config.json with transformers' defaults. UserErrors, also of what can't learn here."""
+    """Return config.json with transformers' defaults. Raises UserError if it is unsupported here."""
     found = read_model_config(model_dir, setting)
     where = f"{setting} {model_dir}"
     model_type = found.get("model_type")
     if str(model_type) not in FAMILIES:
         supported = f"is not supported, only {', '.join(FAMILIES)}"
         raise UserError(f"{where}: model_type {model_type!r} {supported}")
-    # SGLang looks for a class that it lacks in the directory's code; without a name it fails
+    # SGLang searches the directory's code for a class that it lacks, and fails without a name
     named = found.get("architectures")
     writes = FAMILIES[model_type].architecture
     scores = f"{model_type.capitalize()}ForSequenceClassification"
@@ -169,7 +169,7 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
         raise UserError(f"{where}: architectures {named} are not {writes} or {scores}")
     with readable(f"{where}: config.json"):
         whole = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-        # a tower's, too; a file may name kernels that a hub has
+        # also for a tower; config.json may name kernels from a hub
         whole._attn_implementation = "sdpa"
         hf = whole.get_text_config().to_dict()
         rope = hf["rope_parameters"]
@@ -196,10 +196,10 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
 
 
 def transformer_config(hf: dict, config: Config) -> TransformerConfig:
-    """Describe the model to Megatron. UserError if the parallel sizes do not divide it."""
+    """Describe the model to Megatron. Raises UserError if the parallel sizes don't divide it."""
     check_sizes(hf, config)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.dtype]
-    again = config.recomputed(hf["num_hidden_layers"] // config.pp)  # layers: the stage's first
+    again = config.recomputed(hf["num_hidden_layers"] // config.pp)  # the stage's first layers
     return TransformerConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -222,20 +222,20 @@ def transformer_config(hf: dict, config: Config) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         calculate_per_token_loss=True,  # divide once, after all micro-batches
         variable_seq_lengths=True,  # micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # variable lengths are only accepted with this
-        cuda_graph_scope=[],  # none; the default is a deprecated word for it
+        moe_token_dispatcher_type="alltoall",  # required for variable lengths
+        cuda_graph_scope=[],  # none; the default is a deprecated way to say so
         use_cpu_initialization=not torch.cuda.is_available(),
         recompute_granularity="full" if again else None,
         recompute_method="block",
         recompute_num_layers=again,
-        # SwiGLU compiled by torch, which keeps 2 of 4 copies for the backward pass
+        # SwiGLU compiled by torch, which keeps 2 copies instead of 4 for the backward pass
         bias_activation_fusion=torch.cuda.is_available(),
         **FAMILIES[hf["model_type"]].layers,
     )
 
 
 def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
-    """Return the rotary embedding's radians a token: [axes, dim / 2], 0 where another axis turns the pair.
+    """Return rotary radians per token, [axes, dim / 2]; 0 where another axis rotates the pair.
 
     Images have three axes: frame, row, column (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
@@ -245,7 +245,7 @@ def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
     options["rope_scaling_factor"] = rope.get("factor", 1.0)
     frequencies = RotaryEmbedding(config.kv_channels, **options).inv_freq
     pairs = range(len(frequencies))
-    sections = rope.get("mrope_section", [len(pairs)])  # pairs of each axis
+    sections = rope.get("mrope_section", [len(pairs)])  # pairs per axis
     axis_of = [axis for axis, size in enumerate(sections) for _ in range(size)]
     if rope.get("mrope_interleaved"):
         axis_of = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in pairs]
@@ -254,7 +254,7 @@ def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
 
 
 def forward_cost(hf: dict, tokens: int) -> int:
-    """Return a forward pass's multiply-adds: every matrix once a token, and causal attention."""
+    """Return a forward pass's multiply-adds: every matrix once per token, plus causal attention."""
     hidden = hf["hidden_size"]
     layers = hf["num_hidden_layers"]
     heads = hf["num_attention_heads"]
@@ -267,7 +267,7 @@ def forward_cost(hf: dict, tokens: int) -> int:
 
 
 def image_cost(hf: dict) -> Callable[[list[int]], int]:
-    """Return a function of a prompt: a forward pass's multiply-adds on its images."""
+    """Return a function that maps a prompt to a forward pass's multiply-adds for its images."""
     if "vision" not in hf:
         return lambda prompt: 0
     from training.vision import image_cost
@@ -276,13 +276,13 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
 
 
 def prefix_of(hf: dict, images: Callable[[list[int]], int], prompt: list[int]) -> Prefix:
-    """Return what a prompt's answers share: all but its last token, and images, whose cost is given."""
+    """Return the prefix that a prompt's answers share: all but its last token. images: see `image_cost`."""
     tokens = len(prompt) - 1
     return Prefix(tokens, forward_cost(hf, tokens) + images(prompt))
 
 
 def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
-    """UserError if the tensor-parallel ranks or the stages don't divide the model."""
+    """Raise UserError if the tensor-parallel or pipeline-parallel size doesn't divide the model."""
     cuts = [("tp", name) for name in SPLIT_BY_TP] + [("pp", "num_hidden_layers")]
     for flag, name in cuts:
         size = vars(config)[flag]
@@ -298,22 +298,22 @@ def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
 
 
 def tensor_shapes(hf: dict) -> dict[str, list[int]]:
-    """Return the shape of each of a directory's tensors, of the output layer even if it is tied."""
+    """Return the shapes of a directory's tensors, including the output layer even if it is tied."""
     family = FAMILIES[hf["model_type"]]
     kind = AutoModelForImageTextToText if family.tower else AutoModelForCausalLM
-    with torch.device("meta"):  # no numbers, only shapes
+    with torch.device("meta"):  # no data, only shapes
         tensors = kind.from_config(hf["whole"]).state_dict()
     shapes = {}
-    for name, tensor in tensors.items():  # transformers' names are those of qwen3_vl
+    for name, tensor in tensors.items():  # transformers uses qwen3_vl's names
         name = name.replace("model.language_model.", family.text)
         shapes[name.replace("model.visual.", family.tower)] = list(tensor.shape)
     return shapes
 
 
 def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device="cpu") -> None:
-    """Raise UserError unless a model is all there, and engine, trainer and transformers read the same.
+    """Raise UserError unless a model is complete, and engine, trainer and transformers agree on it.
 
-    hf: its config. scores: it ends in a scalar HEAD. device: of its engine, unless it learns.
+    hf: its config. scores: it ends in a scalar HEAD. device: its engine's, if it never learns.
     """
     where = f"{setting} {model_dir}"
     ids = tokenization.load_tokenizer(model_dir).get_vocab().values()
@@ -322,7 +322,7 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
         counts = f"has {tokens} tokens, its embeddings {hf['vocab_size']} rows"
         raise UserError(f"{where}: its tokenizer (or an id in its JSON) {counts}")
     if device == "cuda" and "quantization_config" in hf["whole"].to_dict():
-        return  # SGLang has kernels for it, whose tensors have names of their own
+        return  # SGLang has kernels for it, with other tensor names
     with readable(f"{where}: config.json"):
         shapes = tensor_shapes(hf)
     if scores:
@@ -335,16 +335,13 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
         weights = HFWeights(model_dir)
         embedding = f"{FAMILIES[hf['model_type']].text}embed_tokens.weight"
         if not torch.equal(weights[OUTPUT], weights[embedding]):
-            raise UserError(f"{where}: {OUTPUT} isn't {embedding}, to which config.json ties it")
+            raise UserError(f"{where}: {OUTPUT} isn't {embedding}, but config.json ties them")
 
 
 def check_models(
     config: Config, placement: Placement | None = None, formats=(), becomes_scalar=False
 ) -> None:
-    """Check all directories before a start.
-
-    formats: of judges. becomes_scalar: --model learns to be a scalar reward model, or is one.
-    """
+    """Check all directories. formats: the judges'. becomes_scalar: --model is or becomes a reward model."""
     hf = read_hf_config(config.model)
     shapes = placement.shapes.values() if placement else [Shape.of(config, ())]
     for shape in shapes:
@@ -364,14 +361,14 @@ def check_models(
 
 
 def check_critic(config: Config, actor: dict) -> None:
-    """UserError unless --critic is a value model of the actor's tokens, and the sizes fit."""
+    """Raise UserError unless --critic is a value model for the actor's tokens, and the sizes fit."""
     hf = read_hf_config(config.critic, "--critic")
     check_directory(config.critic, "--critic", hf, scores=True)
     check_reads_policy(config, config.critic, "--critic", hf, actor)
 
 
 def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy: dict) -> None:
-    """UserError unless a model reads all that --model writes, and sizes fit. hf, policy: their configs."""
+    """Raise UserError unless a model can read all of --model's outputs, and its sizes fit."""
     where = f"{setting} {path}"
     policys = tokenization.load_tokenizer(config.model).get_vocab()
     own = tokenization.load_tokenizer(path).get_vocab()
@@ -385,7 +382,7 @@ def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy
 
 
 def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection) -> GPTModel:
-    """Build this rank's stage, at random (collective over its pipeline if embeddings are tied)."""
+    """Build this rank's stage with random weights (collective over the pipeline if embeddings are tied)."""
     stage = groups.pp.rank()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules
@@ -406,7 +403,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
         post_process=stage == groups.pp.size() - 1,
         pg_collection=groups,
         share_embeddings_and_output_weights=hf["tie_word_embeddings"],
-        position_embedding_type="none",  # PackedAttention has it
+        position_embedding_type="none",  # PackedAttention does it
     )
     gpt.family = FAMILIES[hf["model_type"]]
     gpt.adapters = {}  # see lora.py

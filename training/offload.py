@@ -1,4 +1,4 @@
-"""Host memory for what a sleeping trainer takes off its device."""
+"""Host memory for a sleeping trainer's tensors."""
 
 from collections.abc import Iterable
 
@@ -7,22 +7,19 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Takes tensors off the device and brings them back. The host memory is kept: to pin it anew takes long.
-
-    The tensors stay the objects that they are and only their storages go, so that views and ties hold.
-    """
+    """Moves storages off the device and back; tensors and views stay valid. Reuses slow-to-pin memory."""
 
     def __init__(self):
         self._host: list[Tensor] = []  # pinned, [bytes] each
-        self._away: list[Tensor] = []  # views of the storages that are empty now
+        self._away: list[Tensor] = []  # views of the freed storages
 
     @property
     def size(self) -> int:
-        """Bytes that are off the device, or were."""
+        """The bytes of host memory that are reserved."""
         return sum(map(len, self._host))
 
     def move_out(self, tensors: Iterable[Tensor]) -> None:
-        """Copy every storage once, and free it. The same tensors in the same order each time, or more."""
+        """Copy each storage once and free it. Later calls must begin with the same tensors, in order."""
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
         for number, storage in enumerate(storages.values()):
             on_device = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -17,7 +17,7 @@ NO_TARGET = NO_FEATURE = -1
 
 
 class Sequence(NamedTuple):
-    """A prompt's tokens, those of the response to it, the prompt's images, and replies in the response."""
+    """A prompt's tokens, the response's tokens, the prompt's images, and replies inside the response."""
 
     prompt: list[int]
     response: list[int]
@@ -25,7 +25,7 @@ class Sequence(NamedTuple):
     replies: Iterable[Reply] = ()
 
     def parts(self) -> list[tuple[list[int], bool]]:
-        """The tokens in their order, in parts, and whether these are targets."""
+        """Return the tokens in order, in parts, each with whether it consists of targets."""
         return [(self.prompt, False), *parts_of(self.response, self.replies)]
 
     @property
@@ -33,29 +33,29 @@ class Sequence(NamedTuple):
         return list(chain(*(part for part, _ in self.parts())))
 
 
-Packed = list[list[Sequence]]  # micro-batches of a pass
+Packed = list[list[Sequence]]  # a pass's micro-batches
 
 
 @dataclass
 class MicroBatch:
-    """Sequences end to end; a prompt of several only once, but for its last token: T tokens in all.
+    """Sequences end to end, T tokens in all; a shared prompt occurs only once, except for its last token.
 
-    `slots` ties the targets to what is known about each response token (old log-probabilities, advantages):
-    slot i is the i-th of all the response tokens of all micro-batches.
+    `slots` maps the targets to data about response tokens (old log-probabilities, advantages): slot i is
+    response token i, counted over all micro-batches.
     """
 
     tokens: Tensor  # [1, T]
-    positions: Tensor  # [T], in its sequence; with images [3, T], see images.tokens.positions
-    reads: Tensor  # [targets], the places of the tokens that a response token follows, in its order
-    targets: Tensor  # [targets], that response token
-    slots: Tensor  # [targets], its slot; they ascend
-    # of each piece, its queries and the keys up to its last query; on the host: no layer waits for them
+    positions: Tensor  # [T], within the sequence; with images [3, T], see images.tokens.positions
+    reads: Tensor  # [targets], positions of the tokens that precede a response token
+    targets: Tensor  # [targets], the response tokens
+    slots: Tensor  # [targets], ascending
+    # per piece, its queries and the keys up to its last query; on the host, so that no layer waits
     lengths: list[tuple[int, int]]
     starts: Tensor  # [2, pieces + 1], int32: see `starts_of`
-    # [sum of pieces' keys], their places among the tokens; None: a piece's keys are its own tokens'
+    # [sum of pieces' keys], their positions among the tokens; None if every piece has its own keys
     keys: Tensor | None = None
-    images: tuple[Image, ...] = ()  # each once, however many sequences show it
-    places: Tensor | None = None  # [T], the image feature that a token stands for, or NO_FEATURE
+    images: tuple[Image, ...] = ()  # without repeats
+    places: Tensor | None = None  # [T], index of the token's image feature, or NO_FEATURE
 
     def to(self, device: torch.device) -> Self:
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -64,26 +64,25 @@ class MicroBatch:
 
 
 class Piece(NamedTuple):
-    """A sequence's tokens after its shared prefix, by their places among all sequences' tokens."""
+    """A sequence's tokens after its shared prefix, as positions among all sequences' tokens."""
 
     start: int
     end: int
-    source: int = 0  # the place where the prefix begins, in the first sequence of the prompt
-    prefix: int = 0  # its tokens
+    source: int = 0  # where the prefix begins, in the prompt's first sequence
+    prefix: int = 0  # its length
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """The numbers of queries and keys."""
         own = self.end - self.start
         return own, self.prefix + own
 
 
 def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
-    """Make micro-batches of sequences, whose response tokens are the targets.
+    """Make micro-batches from sequences; response tokens are the targets.
 
-    `tp_with_sp`, the tensor-parallel size under sequence parallelism, else 1, must divide the tokens of a
-    micro-batch: a sequence without a target fills it up, over the budget if need be. It is all that an empty
-    micro-batch has: a rank that has nothing to train on also takes part in the passes.
+    A sequence without targets pads each to a multiple of `tp_with_sp` (the tensor-parallel size with sequence
+    parallelism, else 1), even over the budget. It also fills empty ones, for ranks with nothing to train on.
     """
     micro_batches = []
     slot = 0
@@ -95,7 +94,7 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             end = sum(packed_length(len(sequence.tokens)) for sequence in sequences)
             pieces.append(Piece(end, end + padding))
             sequences.append(Sequence([0] * (padding + 1), []))
-        rows = []  # (token, target, the target's slot, position)
+        rows = []  # (token, target, target's slot, position)
         for sequence in sequences:
             assert sequence.prompt, "a response's first token is predicted from a prompt token"
             slots = []
@@ -106,7 +105,7 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             rows += zip(tokens[:-1], tokens[1:], slots[1:], range(len(tokens) - 1), strict=True)
         taken = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         tokens, targets, slots, positions = torch.tensor(rows)[taken].T.contiguous()
-        reads = slots.argsort()[(slots == NO_TARGET).sum() :]  # which is below all slots
+        reads = slots.argsort()[(slots == NO_TARGET).sum() :]  # NO_TARGET sorts first
         lengths = [piece.lengths for piece in pieces]
         known = (lengths, starts_of(lengths), keys_of(pieces, taken))
         batch = MicroBatch(tokens[None], positions, reads, targets[reads], slots[reads], *known)
@@ -115,10 +114,10 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
 
 
 def pieces_of(sequences: list[Sequence]) -> list[Piece]:
-    """Cut sequences into pieces, equal ones side by side, as attention takes them.
+    """Cut sequences into pieces, sorted by length for attention.
 
-    The first sequence of a prompt is whole. Others see its prompt and begin with the last token of theirs,
-    which a response token of their own follows.
+    A prompt's first sequence stays whole. The others attend to its prompt, and begin with the prompt's last
+    token, because that predicts their own first response token.
     """
     first: dict[tuple, int] = {}
     pieces = []
@@ -133,7 +132,7 @@ def pieces_of(sequences: list[Sequence]) -> list[Piece]:
 
 
 def keys_of(pieces: list[Piece], taken: Tensor) -> Tensor | None:
-    """MicroBatch.keys. taken: [T], which of all sequences' tokens the pieces have."""
+    """Return MicroBatch.keys. taken: [T], the pieces' positions among all sequences' tokens."""
     if not any(piece.prefix for piece in pieces):
         return None
     place = torch.zeros(max(piece.end for piece in pieces), dtype=torch.int64)
@@ -145,12 +144,12 @@ def keys_of(pieces: list[Piece], taken: Tensor) -> Tensor | None:
 
 
 def starts_of(lengths: list[tuple[int, int]]) -> Tensor:
-    """Where each piece's queries start, and its keys: [2, pieces + 1], int32."""
+    """Return where each piece's queries and keys start: [2, pieces + 1], int32."""
     return torch.tensor([(0, 0), *lengths]).T.cumsum(1).to(torch.int32)
 
 
 def _with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) -> MicroBatch:
-    """Add what a pass has to know of images. taken: as of `keys_of`."""
+    """Add images, their tokens' features, and three-axis positions. taken: see `keys_of`."""
     images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
     if not images:
         return batch
@@ -163,7 +162,7 @@ def _with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) ->
     places = []
     for sequence in sequences:
         length = packed_length(len(sequence.tokens))
-        # whatever a response has in it is text
+        # a response contains only text
         tokens = (sequence.prompt + [NO_TARGET] * length)[:length]
         axes += positions(tokens, sequence.images)
         left = chain(*(features[image] for image in sequence.images))

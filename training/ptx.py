@@ -1,9 +1,9 @@
-"""The pretraining term of an update: texts that the policy shall not unlearn.
+"""The pretraining term of an update, which keeps the policy from forgetting texts.
 
     loss = mean policy loss + ptx_coef * mean over the texts' tokens of -log p(token)
 
-in one optimizer step: AdamW would scale two steps of their own to the same size, whatever ptx_coef. p is the
-model's own, at temperature 1: at that of the answers the optimum would be another distribution. Source:
+Both terms share an optimizer step: AdamW would scale separate steps to the same size, whatever ptx_coef is.
+p is at temperature 1; at the answers' temperature the optimum would be a different distribution. Sources:
 PPO-ptx of InstructGPT (arXiv 2203.02155), equation 2; Safe RLHF (arXiv 2310.12773), appendix B.
 """
 
@@ -28,14 +28,11 @@ from training.trainer import LossSums, Read, loss_sums
 if TYPE_CHECKING:
     from actor import Actor
 
-STATS = ("ptx", "ptx_tokens")  # of micro-batches of texts
+STATS = ("ptx", "ptx_tokens")  # statistics of micro-batches with texts
 
 
 def read_texts(path: Path, tokenizer: tokenization.Tokenizer, longest: int) -> list[Sequence]:
-    """Read each row's tokens, cut off at `longest`. UserError with file and line.
-
-    A row has `text`, learned from its second token on, or `prompt` and `response`.
-    """
+    """Read rows with `text`, or `prompt` and `response`, truncated to `longest` tokens. Raises UserError."""
     sequences = []
     for line, row in read_rows(path, "ptx_data"):
         names = ("prompt", "response") if "response" in row else ("text",)
@@ -59,24 +56,24 @@ def read_texts(path: Path, tokenizer: tokenization.Tokenizer, longest: int) -> l
 def choose(
     texts: list[Sequence], number: int, size: int, seed: int, dp_rank: int, dp_size: int
 ) -> list[Sequence]:
-    """Choose a rank's texts of the run's optimizer step `number`, of `size` in all (pure)."""
+    """Choose a rank's texts for the run's optimizer step `number`, `size` over all ranks (pure)."""
     order = Shuffled(texts, seed, name="texts")
     draws = range(number * size + dp_rank, (number + 1) * size, dp_size)
     return [order.training(draw) for draw in draws]
 
 
 def add_texts(actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-    """Add texts for optimizer step `number`, in micro-batches of their own (collective)."""
+    """Add texts for optimizer step `number`, in separate micro-batches (collective)."""
     config = actor.config
     step = actor.version * config.updates_per_step + number
     place = (actor.dp_rank, actor.dp_size)
     mine = choose(actor.texts, step, actor.algorithm.ptx_batch, config.seed, *place)
-    # every rank of a model-parallel group counts the same tokens: the ratio is right
+    # each rank of a model-parallel group counts the same tokens, which doesn't change the ratio
     tokens = float(sum(len(response) for _, response in mine))
     counts = {"divisor": divisors.sum().item(), "tokens": tokens}
     total = actor.all_reduce(counts, dist.ReduceOp.SUM)
     packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
-    # as many micro-batches on every rank: with other tables replicas would sum gradients in another order
+    # an equal number on every rank: otherwise replicas would sum gradients in a different order
     most = actor.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
     packed += [[]] * (int(most["count"]) - len(packed))
     weight = actor.algorithm.ptx_coef * total["divisor"] / total["tokens"]
@@ -86,7 +83,7 @@ def add_texts(actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
 
 
 def text_loss(read: Read, weight: float, batch: MicroBatch, hidden: Tensor) -> LossSums:
-    """The loss of a micro-batch of texts: -weight * log p(token). It adds nothing to the policy's divisor.
+    """Return a micro-batch's loss, the sum of -weight * log p(token), with a divisor of 0.
 
     weight: ptx_coef * the policy's divisor / the texts' tokens, both over all ranks.
     """

@@ -1,7 +1,7 @@
-"""Resharding: from the parts of the weights that ranks train to those that they generate with.
+"""Resharding: from weights as they are sharded for training to whole ones for generation.
 
-HybridFlow (arXiv 2409.19256), section 5, with t_g = p_g = 1: the ranks of a copy of the model are its
-micro-data-parallel group and gather whole tensors. An engine of several ranks cuts them itself.
+HybridFlow (arXiv 2409.19256), section 5, with t_g = p_g = 1: the ranks of a model replica form its
+micro-data-parallel group and gather whole tensors. An engine with several ranks splits them itself.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from training.hf_weights import global_parameters, hf_names, is_tied_copy, join,
 
 
 class Gathering:
-    """Puts each tensor together. `received`: bytes that reached this rank the last time."""
+    """Gathers whole tensors. `received`: the bytes that this rank received the last time."""
 
     def __init__(self, gpt: GPTModel):
         self.gpt = gpt
@@ -24,10 +24,10 @@ class Gathering:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor by its Hugging Face name (collective: model-parallel group).
+        """Yield every tensor with its Hugging Face name, in the same order on every rank.
 
-        Stages take turns to broadcast theirs, so that every rank yields every tensor, in the same order. The
-        tensors may be views of the live weights: use or copy them before the next update.
+        Collective over the model-parallel group. The tensors may be views of the live weights: use or copy
+        them before the next update.
         """
         gpt = self.gpt
         own = {name: p for name, p in global_parameters(gpt) if not is_tied_copy(gpt, name)}
@@ -36,7 +36,7 @@ class Gathering:
             yield from zip(hf_names(name, gpt.family), tensors, strict=True)
 
     def wholes(self, own: dict[str, Parameter], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every stage's tensors under Megatron's names (collective: as above). own: this stage's."""
+        """Yield all stages' tensors under Megatron's names; stages broadcast in turn. own: this stage's."""
         self.received = 0
         stages = self.gpt.pg_collection.pp
         for source in range(stages.size()):
@@ -54,7 +54,7 @@ class Gathering:
                 yield name, whole
 
     def _whole(self, name: str, param: Parameter) -> Tensor:
-        """Join a parameter's shards, or its sum's with an adapter (collective: tp)."""
+        """Join the shards of a parameter, merged with its adapter if it has one (collective: tp)."""
         tp = self.gpt.pg_collection.tp
         own = param.detach()
         if name in self.gpt.adapters:

@@ -1,8 +1,8 @@
-"""A trainer's part of a checkpoint, by torch.distributed.checkpoint: any ranks, --tp, --pp can load it.
+"""A trainer's part of a torch.distributed.checkpoint that loads with any number of ranks, --tp and --pp.
 
-A rank saves boxes of full tensors, and loads the part of all saved boxes that lies in its own. No rank asks
-another: training waits only for this rank's `take_snapshot`. Of the two functions that it returns, `write` is
-called in a process forked from the rank, whose memory stays as it was, and `complete` at last on rank 0.
+A rank saves boxes of full tensors, and loads its own boxes from any saved ones that overlap. Ranks don't
+communicate; training waits only for this rank's `take_snapshot`. A forked process, whose memory doesn't
+change, calls the returned `write`; finally rank 0 calls `complete`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Shard = ShardedTensor | ShardedTensorFactory
-# what the pickle `.metadata` may name: descriptions of tensors, and nothing that does anything
+# names allowed in the pickle `.metadata`: only descriptions of tensors, nothing that has an effect
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
     "_MEM_FORMAT_ENCODING TensorStorageMetadata ChunkStorageMetadata",
@@ -42,27 +42,27 @@ ALLOWED = {
     "pathlib": "PosixPath",
 }
 
-# by a full tensor's name and a box's place in it: the place, the tensor's shape and type; the numbers
+# (full tensor's name, box's place in it) -> (place, the tensor's shape and type; the box's data)
 Boxes = dict[MetadataIndex, tuple[TensorWriteData, Tensor]]
 
 
 class Adam(NamedTuple):
-    """The part of a parameter's optimizer state that a rank has."""
+    """A rank's part of a parameter's optimizer state."""
 
-    stretch: range  # of the flattened parameter
+    stretch: range  # in the flattened parameter
     step: Tensor
-    held: dict[str, Tensor]  # on the stretch, by the beginning of its name in a checkpoint
+    held: dict[str, Tensor]  # prefix of its name in a checkpoint -> values in the stretch
 
 
-NO_ADAM = Adam(range(0), torch.zeros(()), {})  # of a parameter that no or another rank updates
+NO_ADAM = Adam(range(0), torch.zeros(()), {})  # for parameters that this rank doesn't update
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Plans to write boxes, and scalars into the metadata."""
+    """Plans to write boxes to files, and scalars to the metadata."""
 
     def __init__(self, boxes: Boxes, scalars: dict[str, float]):
         super().__init__()
-        # a fork can't read a GPU; on a CPU no copy
+        # a fork can't access the GPU; no copy on a CPU
         self.numbers = {index: numbers.to("cpu") for index, (_, numbers) in boxes.items()}
         shard = WriteItemType.SHARD
         items = [WriteItem(index, shard, tensor_data=facts) for index, (facts, _) in boxes.items()]
@@ -73,7 +73,7 @@ class SavePlanner(dcp.DefaultSavePlanner):
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans to fill boxes from those that were saved. UserError if a number is missing."""
+    """Plans to fill boxes from the saved ones. Raises UserError if they don't cover a box."""
 
     def __init__(self, boxes: Boxes, saved: Metadata):
         super().__init__()
@@ -84,7 +84,7 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             found = []
             if tensor and tensor.size == facts.size:
                 found = create_read_items_for_chunk_list(index.fqn, tensor, [facts.chunk])
-            if sum(prod(item.lengths) for item in found) != numbers.numel():  # torch doesn't look
+            if sum(prod(item.lengths) for item in found) != numbers.numel():  # torch doesn't check
                 raise UserError(f"the checkpoint lacks numbers of {index.fqn} {[*facts.size]}")
             self.plan.items += found
 
@@ -97,26 +97,26 @@ class OnlyDescriptions(pickle.Unpickler):
 
     def find_class(self, module: str, name: str):
         if (module, name) == ("builtins", "getattr"):
-            return getitem  # Python 3.11.2 writes a member of an Enum as getattr(class, name)
-        module = module.removesuffix("._local")  # where Python 3.13 has PosixPath
+            return getitem  # Python 3.11.2 pickles Enum members as getattr(class, name)
+        module = module.removesuffix("._local")  # Python 3.13's location of PosixPath
         if name not in ALLOWED.get(module, "").split():
             raise UserError(f"a checkpoint's .metadata names {module}.{name}: was it changed?")
         return super().find_class(module, name)
 
 
 def take_snapshot(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
-    """Plan a save into `folder`, which exists and is empty, and copy what a GPU holds. Not collective.
+    """Plan a save into `folder`, an empty directory, and copy data off a GPU. Not collective.
 
-    Returns `write`, which describes what it wrote, and `complete`, for rank 0 with every rank's descriptions.
-    That raises torch's ValueError if all ranks' boxes don't fill each tensor.
+    Returns `write`, which returns a description of what it wrote, and `complete`, which rank 0 calls with
+    all descriptions. `complete` raises ValueError if the boxes don't cover each tensor.
     """
     adam = adam_of(trainer)
     scalars = {"version": trainer.version}
     for each in adam.values():
-        scalars["step"] = each.step.item()  # they are all equal
+        scalars["step"] = each.step.item()  # all are equal
     planner = SavePlanner(boxes_of_rank(trainer, adam, saves=True), scalars)
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # no CUDA streams in the fork
-    # ranks don't meet: each names its file
+    # without collectives, each rank names its own file
     writer.set_up_storage_writer(False, rank=dist.get_rank(), use_collectives=False)
     plan = writer.prepare_local_plan(planner.plan)
 
@@ -132,21 +132,21 @@ def take_snapshot(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
 
 
 def load(trainer: Trainer, folder: Path) -> None:
-    """Load what any number of ranks saved. Not collective. UserError for code, or if a number is missing."""
+    """Load a save by any number of ranks. Raises UserError if it has code or gaps. Not collective."""
     with (folder / ".metadata").open("rb") as file:
         saved = OnlyDescriptions(file).load()
     adam = adam_of(trainer)
     planner = LoadPlanner(boxes_of_rank(trainer, adam), saved)
     reader = dcp.FileSystemReader(folder)
     reader.set_up_storage_reader(saved, is_coordinator=False)
-    reader.read_data(planner.plan, planner)  # nothing but tensors
+    reader.read_data(planner.plan, planner)  # only tensors, no pickles
     trainer.version = saved.planner_data["version"]
     for each in adam.values():
         each.step.fill_(saved.planner_data["step"])
 
 
 def adam_of(trainer: Trainer) -> dict[Tensor, Adam]:
-    """Find AdamW's state on this rank, by parameter; make it, as a first step would, if there is none."""
+    """Map parameters to AdamW's state on this rank, which is created if there hasn't been a step."""
     found = {}
     for optimizer in trainer.optimizer.chained_optimizers if trainer.holds else ():
         for parameter, (group, place) in optimizer.model_param_group_index_map.items():
@@ -163,26 +163,26 @@ def adam_of(trainer: Trainer) -> dict[Tensor, Adam]:
 
 
 def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = False) -> Boxes:
-    """Cut what this rank has of the model into boxes; or, if it `saves`, what no other rank saves."""
+    """Cut this rank's part of the model into boxes. If it `saves`, leave out what other ranks save."""
     found = {}
     if not trainer.holds:
         return found
     assert trainer.awake, f"the {trainer.title} sleeps: wake it before a save or a load"
-    group = trainer.groups.dp  # who has the same weights
-    mpu.set_data_parallel_rank(group.rank())  # a tied copy asks nobody else
+    group = trainer.groups.dp  # ranks with the same weights
+    mpu.set_data_parallel_rank(group.rank())  # Megatron reads this for tied copies
     for module in trainer.gpt.modules():
-        vars(module).setdefault("tp_group", trainer.groups.tp)  # nor does one without a group
+        vars(module).setdefault("tp_group", trainer.groups.tp)  # some modules have none
     if trainer.gpt.adapters:
-        shards = trainer.gpt.adapters.shards(group)  # all else is --model's
+        shards = trainer.gpt.adapters.shards(group)  # the rest comes from --model
     else:
         shards = trainer.gpt.sharded_state_dict(metadata={"dp_cp_group": group}).values()
     for shard in shards:
         if not isinstance(shard, Shard):
             continue
-        *elsewhere, copy = shard.replica_id  # among tp and pp ranks; in the group
+        *elsewhere, copy = shard.replica_id  # (index among tp and pp ranks, index in the group)
         stretch, _, held = adam.get(shard.data, NO_ADAM)
         weights = shard.data.view(-1)
-        # all of what it loads, and of a frozen one that it saves
+        # everything when loading; when saving, all of a frozen parameter, on one rank
         is_whole = not saves or (copy == 0 and not shard.data.requires_grad)
         own = range(weights.numel()) if is_whole else stretch
         if not saves or not any(elsewhere):
@@ -192,7 +192,7 @@ def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = Fals
 
 
 def boxes_of(shard: Shard, held: dict[str, Tensor], stretch: range) -> Boxes:
-    """Cut what is held, by prefix of its name, of a stretch of the flattened shard into boxes."""
+    """Cut a stretch of the flattened shard into boxes. held: prefix of the name -> values in the stretch."""
     found = {}
     for part in shard.build() if isinstance(shard, ShardedTensorFactory) else [shard]:
         first = part.data.storage_offset() - shard.data.storage_offset()
@@ -206,10 +206,10 @@ def boxes_of(shard: Shard, held: dict[str, Tensor], stretch: range) -> Boxes:
 
 
 def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk, slice]]:
-    """Yield the boxes of `part` in a stretch of its flattened parameter, in which it begins at `first`.
+    """Yield boxes, (chunk of the full tensor, slice of the stretch), that cover `part` in a stretch.
 
-    A box is (where it is in the full tensor, where it is in the stretch). A matrix has up to 3: of
-    [3, 10) of a 4 x 4 one they are (0, 3) of 1 x 1, (1, 0) of 1 x 4, (2, 0) of 1 x 2.
+    first: where `part` begins in its flattened parameter. A matrix gives up to 3 boxes: [3, 10) of a 4 x 4
+    matrix gives 1 x 1 at (0, 3), 1 x 4 at (1, 0) and 1 x 2 at (2, 0).
     """
     shape = part.local_shape
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]

@@ -1,8 +1,8 @@
-"""A teacher: the model that a policy's KL is taken to, in place of the start weights.
+"""A teacher: a separate model that serves as the reference for the policy's KL.
 
-It is the reference, read from a directory of its own. With the row `distill` the advantage of a token is
-log p_teacher - log p_student: the student moves toward the teacher in the states that it reaches itself
-(On-Policy Distillation, Thinking Machines, 2025; GKD, arXiv 2306.13649).
+With the algorithm `distill` a token's advantage is log p_teacher - log p_student: the student moves toward
+the teacher in states that it reaches itself (On-Policy Distillation, Thinking Machines, 2025; GKD, arXiv
+2306.13649).
 """
 
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from runtime.errors import UserError
 from sample import Sample
 from training import model as models
 
-SHOWN = 10  # tokens of an answer in samples.jsonl
+SHOWN = 10  # tokens per answer in samples.jsonl
 
 
 def check_teacher(config: Config) -> None:
-    """UserError unless --teacher can read all that --model writes. config: of the teacher's sizes."""
+    """Raise UserError unless --teacher can read all of --model's outputs. config: the teacher's sizes."""
     where = f"--teacher {config.teacher}"
     student = models.read_hf_config(config.model)
     hf = models.read_hf_config(config.teacher, "--teacher")
@@ -40,14 +40,14 @@ def check_teacher(config: Config) -> None:
 class Difference(NamedTuple):
     """A token on which student and teacher differ."""
 
-    place: int  # in the response
+    place: int  # index in the response
     token: int
     student: float  # log-probabilities
     teacher: float
 
 
 def largest_differences(sample: Sample) -> list[Difference]:
-    """The tokens of an answer on which log-probabilities differ most, those first."""
+    """Return the tokens whose log-probabilities differ most, in descending order."""
     student = sample.policy_logprobs or sample.logprobs
     rows = zip(sample.response, student, sample.reference_logprobs, strict=True)
     found = [Difference(place, *row) for place, row in enumerate(rows)]

@@ -1,6 +1,6 @@
-"""One Megatron-Core model that is trained: what the policy and the value models share.
+"""Trains one Megatron-Core model: the common base of policy and value models.
 
-Parallelism is Megatron's: tensor, pipeline, sequence; and for data DistributedDataParallel (DDP)
+Megatron does tensor, pipeline and sequence parallelism; DistributedDataParallel (DDP) does data parallelism,
 with the DistributedOptimizer, which shards AdamW over the ranks.
 """
 
@@ -38,30 +38,29 @@ from training.packing import MicroBatch, Packed, Sequence, make_micro_batches
 from training.resharding import Gathering
 
 ADAM_BETAS = (0.9, 0.95)
-CLIP_GRAD = 1.0  # largest norm of the gradient
-# the backward pass sums gradients, and AdamW is one kernel: torch's other takes 4 bytes a parameter more
+CLIP_GRAD = 1.0  # largest gradient norm
+# reduce gradients during the backward pass, and fuse AdamW, which saves 4 bytes per parameter
 OVERLAPS = torch.cuda.is_available()
-# an export has these of its model's directory: of tokenizer and processor, how it generates, its license
+# files that an export copies: tokenizer, processor, generation config, license
 COPIED = """tokenizer*.json special_tokens_map.json added_tokens.json vocab.* merges.txt *.model *.tiktoken
 chat_template.* additional_chat_templates/* *processor_config.json generation_config.json LICENSE* NOTICE*"""
-ADAPTER = "adapter/adapter_model.safetensors"  # PEFT reads it
+ADAPTER = "adapter/adapter_model.safetensors"
 
-# an engine of several ranks says that it sleeps when the first of them does: the others get so long
+# an engine reports that it sleeps as soon as its first rank does: time for the others to follow
 RELEASE_S = 10.0
 
-Stats = dict[str, Tensor]  # of a micro-batch: sums, or maxima where a name ends with _max
-LossSums = tuple[Tensor, Tensor, Stats]  # as `loss_sums` returns them
-# of a micro-batch and the last stage's output: a policy's hidden states, [1, T, hidden], or a critic's
-# values, [1, T, 1]
+Stats = dict[str, Tensor]  # a micro-batch's sums, or maxima if the name ends in _max
+LossSums = tuple[Tensor, Tensor, Stats]  # see `loss_sums`
+# the last stage outputs a policy's hidden states, [1, T, hidden], or a critic's values, [1, T, 1]
 Loss = Callable[[MicroBatch, Tensor], LossSums]
-Read = Callable[[MicroBatch, Tensor], Tensor]  # a number for each target: [targets]
+Read = Callable[[MicroBatch, Tensor], Tensor]  # one number per target: [targets]
 
 
 class OptimizerStep(NamedTuple):
     """The arguments of Trainer.step."""
 
     work: Work
-    names: Iterable[str]  # of the loss's statistics
+    names: Iterable[str]  # the loss's statistics
     lr: float
     check: Callable[[dict[str, float]], None] | None = None
 
@@ -69,16 +68,15 @@ class OptimizerStep(NamedTuple):
 class Trainer:
     """One rank's part of a model. All ranks of a model-parallel group get the same samples.
 
-    The part is a stage of the pipeline: some of the layers. `version` counts updates; `dp_rank` of `dp_size`
-    is this rank's share of the samples; `is_lead` marks the rank of its model-parallel group that sends
-    requests to engines; `cost(tokens)` is the work of a sequence, `prefix_of(prompt)` what the answers
-    to a prompt share; `title` names the model in messages.
+    `version` counts updates; `dp_rank` of `dp_size` is this rank's share of the samples; `is_lead` marks the
+    rank of a model-parallel group that sends requests to engines; `cost(tokens)` is a sequence's work,
+    `prefix_of(prompt)` what a prompt's answers share; `title` names the model in messages.
 
-    A subclass adds `optimizer_steps(mini_batches)`, which don't depend on the weights; `metrics_of(steps)`,
-    the update's metrics from what `step` returned of each; and `read_targets`, which is a `Read`.
+    A subclass adds `optimizer_steps(mini_batches)`, which must not depend on the weights;
+    `metrics_of(steps)`, which turns `step`'s results into the update's metrics; and `read_targets`, a `Read`.
     """
 
-    holds = True  # the model: see Elsewhere for other ranks
+    holds = True  # this rank has a part of the model; see Elsewhere
 
     def __init__(
         self,
@@ -88,18 +86,18 @@ class Trainer:
         reverse: bool = False,
         learns: bool = True,
     ):
-        """Load a directory (collective: the model's ranks), else UserError.
+        """Load a directory (collective: the model's ranks). Raises UserError if it can't.
 
-        groups: of the model's ranks, by default all of the run. reverse: stage 0 on the last rank.
-        learns: otherwise it is frozen, without gradients and optimizer.
+        groups: the model's, by default of all ranks. reverse: stage 0 is on the last rank. learns: otherwise
+        the model is frozen, without gradients or optimizer.
         """
         self.config = config
         self.model_dir = model_dir
         self.reverse = reverse
         self.version = 0
         self.awake = True
-        self.passes: list[Pass] = []  # of the last update, also of models beside this one
-        self.stop_tokens: tuple[int, ...] = ()  # for generation_config.json of an export
+        self.passes: list[Pass] = []  # the last update's, including models updated together
+        self.stop_tokens: tuple[int, ...] = ()  # for an export's generation_config.json
         self._host_copies = HostCopies()
         self.device = own_device()
         hf = models.read_hf_config(model_dir)
@@ -107,7 +105,7 @@ class Trainer:
         self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
         self._join(groups)
         model_config = models.transformer_config(hf, config)
-        # of a token, about: schedules compare models by it
+        # a rough number per token: schedules compare models with it
         self.activations = model_config.num_layers * model_config.hidden_size
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_stage(hf, model_config)
@@ -122,7 +120,7 @@ class Trainer:
             self.gpt.requires_grad_(False)
 
     def _join(self, groups: Groups | None) -> None:
-        """Take this rank's place in the model's groups (collective)."""
+        """Set this rank's place in the model's groups (collective)."""
         if groups is None:
             shape = Shape.of(self.config, tuple(range(dist.get_world_size())))
             groups = make_groups(shape, self.config.timeout_s)
@@ -136,17 +134,17 @@ class Trainer:
         model_parallel_cuda_manual_seed(self.config.seed, tp_rank=tp, ep_rank=0, etp_rank=tp)
 
     def _load_stage(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
-        """Build the stage on this rank's device, with its weights (collective: pipeline group)."""
+        """Build the stage on this rank's device and load its weights (collective: pipeline group)."""
         gpt = models.build_stage(hf, model_config, self.groups).to(self.device)
         hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
-        """Wrap the stage in DDP, which sums its gradients over the data-parallel ranks; make AdamW."""
+        """Wrap the stage in DDP, which reduces gradients over data-parallel ranks, and create AdamW."""
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
-            # on a single rank DDP would insist that the loss reaches every parameter
+            # on a single rank DDP would require that every parameter gets a gradient
             overlap_grad_reduce=OVERLAPS and self.groups.dp.size() > 1,
         )
         parts = (model_config, settings, self.module)
@@ -166,7 +164,7 @@ class Trainer:
         model_config.grad_scale_func = self.optimizer.scale_loss
 
     def sleep(self) -> None:
-        """Move weights and optimizer to the host, free gradients; on CPU nothing. Not collective."""
+        """Move weights and optimizer to the host and free gradients; no-op on a CPU. Not collective."""
         assert self.awake, f"the {self.title} already sleeps"
         if self.device.type == "cuda":
             self.trim()
@@ -175,7 +173,7 @@ class Trainer:
         self.awake = False
 
     def trim(self, stays: bool = False) -> None:
-        """Free the memory that passes left and, unless it stays awake, gradients. Not collective."""
+        """Free memory cached by passes and, unless the trainer stays awake, gradients. Not collective."""
         if self.device.type == "cuda":
             if self.learns and not stays:
                 self.ddp.offload_grad_buffers()
@@ -183,7 +181,7 @@ class Trainer:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Undo `sleep`. Not collective. UserError if others hold the memory, and keep it."""
+        """Undo `sleep`. Raises UserError if other processes don't release enough memory. Not collective."""
         assert not self.awake, f"the {self.title} is already awake"
         if self.device.type == "cuda":
             buffers = self.ddp.buffers if self.learns else ()
@@ -196,7 +194,7 @@ class Trainer:
         self.awake = True
 
     def _state_tensors(self) -> Iterator[Tensor]:
-        """Yield weights, the optimizer's copies and moments of them, not its counts of steps."""
+        """Yield the weights, and the optimizer's copies and moments, but not its step counts."""
         yield from (weight for weight in self.gpt.parameters() if not weight.requires_grad)
         if not self.learns:
             return
@@ -208,10 +206,9 @@ class Trainer:
                 yield from (tensor for tensor in state.values() if tensor.ndim)
 
     def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
-        """Learn this rank's samples: an optimizer step for each mini-batch. Returns metrics (collective).
+        """Learn this rank's samples, one optimizer step per mini-batch. Returns metrics (collective).
 
-        Models beside this one learn the same samples: the passes of their first steps run as one table, the
-        steps are taken, then come their second ones.
+        beside: models that learn the same samples; the passes of all models' n-th steps share a schedule.
         """
         trainers = [self, *beside]
         plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
@@ -231,21 +228,21 @@ class Trainer:
     def optimizer_step(
         self, packed: Packed, loss: Loss, names: Iterable[str], lr: float
     ) -> dict[str, float]:
-        """Run the passes of one optimizer step and take it; see `step` (collective: all ranks)."""
+        """Run one optimizer step's passes and take the step; see `step` (collective: all ranks)."""
         return self.step(self._passes(packed, loss), names, lr)
 
     def step(
         self, work: Work, names: Iterable[str], lr: float, check: Callable | None = None
     ) -> dict[str, float]:
-        """Take an optimizer step with the gradient of a work that was run (collective: all ranks).
+        """Take an optimizer step with the gradient of finished work (collective: all ranks).
 
-        names: the losses' statistics. check: sees all of them before the weights move, and may raise, on all
-        ranks alike. A step without a target, or whose loss or gradient isn't finite, is skipped. Returns over
-        all ranks the statistics, `loss` and `divisor` (sums), seconds of a rank's own work, `grad_norm`
-        before clipping, `not_finite`, `skipped` (1 or 0), and this rank's `micro_batches`.
+        names: the losses' statistics. check: receives them before the weights change, and may raise on all
+        ranks. A step without targets, or whose loss or gradient isn't finite, is skipped. Returns, over all
+        ranks, the statistics, `loss` and `divisor` (sums), `slowest_s` and `fastest_s` of ranks' own work,
+        `grad_norm` before clipping, `not_finite`, `skipped` (1 or 0), and this rank's `micro_batches`.
         """
         stats = self._reduce(work.stats, names)
-        is_finite = math.isfinite(stats["loss"])  # the sum over all ranks, so they agree
+        is_finite = math.isfinite(stats["loss"])  # summed over all ranks, so they agree
         if check and is_finite:
             check(stats)
         learns = is_finite and stats["divisor"] > 0
@@ -262,11 +259,11 @@ class Trainer:
         return {name: value if math.isfinite(value) else math.nan for name, value in stats.items()}
 
     def measure(self, packed: Packed, loss: Loss, names: Iterable[str]) -> dict[str, float]:
-        """`loss`, `divisor` and the statistics alone, of examples (collective)."""
+        """Return `loss`, `divisor` and the statistics of examples, without learning (collective)."""
         return self._reduce(self._passes(packed, loss, forward_only=True).stats, names)
 
     def read_tokens(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
-        """Read every response token, a row a sample (collective over the model-parallel group)."""
+        """Read every response token, one list per sample (collective: model-parallel group)."""
         lengths = [len(sample.response) for samples in micro_batches for sample in samples]
         result = torch.zeros(sum(lengths), device=self.device)
 
@@ -275,32 +272,29 @@ class Trainer:
             return loss_sums(result.new_zeros(()), 1, {})
 
         self._passes(as_sequences(micro_batches), collect, forward_only=True)
-        dist.all_reduce(result, group=self.groups.pp)  # all stages but the last have zeros
+        dist.all_reduce(result, group=self.groups.pp)  # zeros except on the last stage
         return [row.tolist() for row in result.split(lengths)]
 
     def pack(self, sequences: list[Sequence]) -> list[list[int]]:
-        """Pack sequences, by number; ranks may get unequal work."""
+        """Pack sequences, given by index; ranks may get unequal work."""
         lengths = [packed_length(len(tokens) + len(more)) for tokens, more, *_ in sequences]
         return pack_evenly(lengths, lengths, self.config.max_tokens_per_micro_batch, multiple=1)
 
     def work(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
-        """Prepare passes for executor.run. A rank without sequences has an empty micro-batch."""
+        """Prepare passes for executor.run. A rank without sequences gets an empty micro-batch."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         tp_with_sp = self.config.tp if self.config.sp else 1
         micro_batches = make_micro_batches(packed or [[]], tp_with_sp)
         return Work(self, micro_batches, [loss] * len(micro_batches), forward_only)
 
     def _passes(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
-        """Run passes of no other model beside them. Collective as executor.run."""
+        """Run passes of this model only. Collective as executor.run."""
         work = self.work(packed, loss, forward_only)
         run([work], self.config.schedule)
         return work
 
     def _reduce(self, passes: list[Stats], names: Iterable[str]) -> dict[str, float]:
-        """Reduce micro-batches' statistics over all ranks: sums, and maxima of `_max` (collective).
-
-        names: which there may be, besides `loss` and `divisor`: only the last stage has any.
-        """
+        """Reduce `loss`, `divisor` and `names` over all ranks: sums, or maxima for `_max` (collective)."""
         sums = {name: 0.0 for name in ("loss", "divisor", *names) if not name.endswith("_max")}
         maxima = {name: 0.0 for name in names if name.endswith("_max")}
         for stats in passes:
@@ -308,50 +302,50 @@ class Trainer:
             for name, value in zip(stats, values.tolist(), strict=True):
                 if name in maxima:
                     maxima[name] = max(maxima[name], value)
-                elif self.groups.tp.rank() == 0:  # the others hold copies
+                elif self.groups.tp.rank() == 0:  # the other ranks have copies
                     sums[name] += value
         sums = self.all_reduce(sums, dist.ReduceOp.SUM)
         return sums | self.all_reduce(maxima, dist.ReduceOp.MAX)
 
     def all_reduce(self, values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
-        """Reduce values, name by name, over all ranks of the model (collective)."""
+        """Reduce each value over all ranks of the model (collective)."""
         tensor = torch.tensor(list(values.values()), dtype=torch.float64)
         if values:
             dist.all_reduce(tensor, op, group=self.own_groups.everyone)
         return dict(zip(values, tensor.tolist(), strict=True))
 
     def _apply_gradients(self, lr: float) -> float:
-        """Take AdamW's step if gradients are finite; return their norm, unclipped (collective)."""
+        """Take AdamW's step if gradients are finite. Returns their norm before clipping (collective)."""
         for group in self.optimizer.param_groups:
-            decay = self.config.weight_decay * group["wd_mult"]  # 0 for biases and norms
+            decay = self.config.weight_decay * group["wd_mult"]  # wd_mult is 0 for biases and norms
             group |= {"lr": lr, "fused": OVERLAPS, "weight_decay": decay}
-        # not Megatron's check_for_nan_in_grad: it raises on one rank and leaves the others waiting
+        # not Megatron's check_for_nan_in_grad, which raises on one rank and leaves the others waiting
         self.optimizer.prepare_grads()
         grad_norm = self.optimizer.get_grad_norm()  # over all ranks, so they agree
-        if math.isfinite(grad_norm):  # not optimizer.step(), which would do both of the above again
+        if math.isfinite(grad_norm):  # not optimizer.step(), which would repeat both calls
             for part in self.optimizer.chained_optimizers:
                 clip_grad_by_total_norm_fp32(part.get_parameters(), CLIP_GRAD, grad_norm)
             self.optimizer.step_with_ready_grads()
         return grad_norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, or a view, by its Hugging Face name (collective: model-parallel group)."""
+        """Yield every tensor, or a view, with its Hugging Face name (collective: model-parallel group)."""
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return iter(self.gathering)
 
     @property
     def received_bytes(self) -> int:
-        """The bytes that reached this rank while it gathered the tensors the last time."""
+        """The bytes that this rank received when it last gathered the tensors."""
         return self.gathering.received
 
     def export(self, path: str | Path) -> None:
-        """Write a Hugging Face directory: weights, config.json, `stop_tokens`, other files (collective)."""
+        """Write a Hugging Face directory: weights, config.json, `stop_tokens`, COPIED files (collective)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
         dist.barrier(self.own_groups.everyone)
 
     def whole_weights(self) -> dict[str, dict[str, Tensor]]:
-        """Copy each file's tensors to the one rank that writes them, nothing to the others (collective)."""
+        """Copy each file's tensors to the host on the rank that writes them; {} on others (collective)."""
         if self.dp_rank > 0:
             return {}
         files = {"model.safetensors": self.named_weights()}
@@ -363,13 +357,13 @@ class Trainer:
         return found if self.is_lead else {}
 
     def write_hf(self, weights: dict[str, dict[str, Tensor]], path: str | Path) -> None:
-        """Write what `export` promises. Not collective."""
+        """Write the directory of `export`. Not collective."""
         Path(path).mkdir(parents=True, exist_ok=True)
         for pattern in COPIED.split():
             for file in filter(Path.is_file, Path(self.model_dir).glob(pattern)):
                 copy = Path(path, file.relative_to(self.model_dir))
                 copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)  # not its mode: it may be read-only
+                shutil.copyfile(file, copy)  # not copy, which would keep a read-only mode
         hf = json.loads(Path(self.model_dir, "config.json").read_text())
         Path(path, "config.json").write_text(json.dumps(self._hf_config(hf), indent=2))
         if self.stop_tokens:
@@ -392,17 +386,14 @@ class Trainer:
         return sharded_checkpoint.take_snapshot(self, folder)
 
     def restore(self, folder: Path) -> None:
-        """Load what any number of ranks saved: see sharded_checkpoint.load. Not collective."""
+        """Load a save by any number of ranks: see sharded_checkpoint.load. Not collective."""
         from training import sharded_checkpoint
 
         sharded_checkpoint.load(self, folder)
 
 
 def loss_sums(loss: Tensor, divisor: int | Tensor, stats: Stats) -> LossSums:
-    """A micro-batch's loss as Megatron takes it; its sum and divisor are statistics, too.
-
-    The sum over all micro-batches and ranks is divided by the sum of their divisors.
-    """
+    """Return a micro-batch's loss for Megatron, which divides the total by the sum of all divisors."""
     divisor = torch.as_tensor(divisor, dtype=torch.int32, device=loss.device)
     return loss, divisor, stats | {"loss": loss.detach(), "divisor": divisor}
 
@@ -415,7 +406,7 @@ def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
 
 
 def totals(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Sum each statistic over optimizer steps; `grad_norm` is the mean over those that had a target."""
+    """Sum each statistic over optimizer steps; `grad_norm` is the mean over steps with targets."""
     total = dict.fromkeys(steps[0], 0.0)
     for step in steps:
         for name, value in step.items():
@@ -425,5 +416,5 @@ def totals(steps: list[dict[str, float]]) -> dict[str, float]:
 
 
 def means(total: dict[str, float], names: Iterable[str], divisor: str) -> dict[str, float]:
-    """Statistics divided by the one that counts what they are sums over; 0 if it counts nothing."""
+    """Divide statistics by `divisor`, the one that counts their terms; 0 if there are none."""
     return {name: total[name] / max(total[divisor], 1.0) for name in names}

@@ -1,8 +1,8 @@
-"""Models that see: the image tower, transformers' own, in front of Megatron-Core's layers.
+"""Models with vision: transformers' image tower in front of Megatron-Core's layers.
 
-A tower turns an image's patches into features, which take the place of the image tokens in the prompt.
-Qwen3-VL's tower makes more of them in its lower layers; they are added behind the first layers of the text
-model (DeepStack, arXiv 2406.04334).
+The tower turns an image's patches into features, which replace the hidden states of image tokens. Qwen3-VL's
+tower also takes features from lower layers, which are added to the output of the text model's first layers
+(DeepStack, arXiv 2406.04334).
 """
 
 from __future__ import annotations
@@ -25,26 +25,23 @@ if TYPE_CHECKING:
 
 
 def deep_features(vision: PretrainedConfig) -> int:
-    """Return behind how many layers features are added."""
+    """Return the number of layers after which features are added."""
     return len(vision.to_dict().get("deepstack_visual_indexes", ()))
 
 
 def image_cost(hf: dict) -> Callable[[list[int]], int]:
-    """Return a function of a prompt: multiply-adds of the tower's forward pass over its images.
-
-    Images are runs of image tokens. Attention's windows count as full.
-    """
+    """Return a function: prompt -> the tower's multiply-adds for its images, with windows taken as full."""
     vision = hf["vision"]
     image_token = hf["reader"].image_token
-    with torch.device("meta"):  # no numbers, only shapes
+    with torch.device("meta"):  # no data, only shapes
         tower = AutoModel.from_config(vision)
-    patches = vision.spatial_merge_size**2  # of a feature, which mergers make
-    each = 0  # multiply-adds for a feature
+    patches = vision.spatial_merge_size**2  # per feature
+    each = 0  # multiply-adds per feature
     for name, parameter in tower.named_parameters():
         if parameter.ndim > 1 and "pos_embed" not in name:
             each += parameter.numel() * (1 if "merger" in name else patches)
     facts = vision.to_dict()
-    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))  # blocks that see all
+    whole = len(facts.get("fullatt_block_indexes", range(vision.depth)))  # full-attention blocks
     in_window = (facts.get("window_size", 0) // vision.patch_size) ** 2
     each += (vision.depth - whole) * patches * in_window * 2 * vision.hidden_size
     pairs = whole * 2 * vision.hidden_size * patches**2
@@ -57,7 +54,7 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
 
 
 class VisionModel(GPTModel):
-    """The first stage of a model that sees. Each tensor-parallel rank has the whole tower."""
+    """The first stage of a model with vision. Each tensor-parallel rank has the whole tower."""
 
     def add_tower(self, vision: PretrainedConfig, reader: ImageReader) -> None:
         """Add the tower that config.json describes, with random weights."""
@@ -65,22 +62,20 @@ class VisionModel(GPTModel):
         self.visual = AutoModel.from_config(vision, dtype=self.config.params_dtype)
         for parameter in self.visual.parameters():
             parameter.tensor_model_parallel = False
-            # a rank's backward pass is of its part of the tokens alone: Megatron then sums over the ranks
+            # a rank's gradient comes from its own tokens only; this makes Megatron sum over the ranks
             parameter.sequence_parallel = self.config.sequence_parallel
         if self.config.recompute_granularity:
-            self.visual.main_input_name = "hidden_states"  # else it warns
+            self.visual.main_input_name = "hidden_states"  # avoids a warning
             self.visual.gradient_checkpointing_enable()
         for layer in self.decoder.layers[: deep_features(vision)]:
             layer.register_forward_hook(self._deepen, with_kwargs=True)
 
     def forward(self, tokens: Tensor, positions, mask, *, packed_seq_params: Packing) -> Tensor:
-        """Run Megatron's forward pass; `context`, which recomputation passes on, is features for layers."""
+        """Run Megatron's forward pass. Layers get their features as `context`, which recomputation keeps."""
         batch = packed_seq_params.batch
         pixels, grids = self._pixels(batch.images)
         seen = self.visual(pixels, grid_thw=grids)
-        hidden = self.embedding(
-            tokens, None
-        )  # [T, 1, hidden], with sequence parallelism a part of T
+        hidden = self.embedding(tokens, None)  # [T, 1, hidden]; sequence parallelism divides T
         hidden = self._put(hidden, seen.pooler_output, batch, adds=False)
         deep = seen.get("deepstack_features")
         context = torch.stack(deep) if deep else None  # [layers, features, hidden]
@@ -88,7 +83,7 @@ class VisionModel(GPTModel):
         return super().forward(tokens, positions, mask, hidden, **block)
 
     def _pixels(self, images: tuple[Image, ...]) -> tuple[Tensor, Tensor]:
-        """Return `ImageReader.pixels`, or a blank image's: DDP waits for the gradients of all parameters."""
+        """Return pixels, a blank image's if there are none: DDP waits for gradients of all parameters."""
         vision = self.visual.config
         if images:
             pixels, grids = self.reader.pixels(list(images))
@@ -101,7 +96,7 @@ class VisionModel(GPTModel):
         return pixels.to(like), grids.to(like.device)
 
     def _put(self, hidden: Tensor, features: Tensor, batch: MicroBatch, adds: bool) -> Tensor:
-        """Put features in the place of the image tokens' hidden states, or add them."""
+        """Replace the image tokens' hidden states with features, or add the features to them."""
         places = batch.places
         if places is None:
             places = torch.full_like(batch.tokens[0], NO_FEATURE)
@@ -113,13 +108,13 @@ class VisionModel(GPTModel):
         return hidden.index_put((chosen,), shown, accumulate=adds)
 
     def _deepen(self, layer, args: tuple, options: dict, output: tuple[Tensor, Tensor]) -> tuple:
-        """Return a layer's output with the next features in it, and those that are left."""
+        """Add the next features to a layer's output. Returns it and the remaining features."""
         hidden, context = output
         hidden = self._put(hidden, context[0], options["packed_seq_params"].batch, adds=True)
         return hidden, context[1:] if len(context) > 1 else None
 
     def bfloat16(self) -> Self:
-        """Round all but the tower's rotary frequencies, which engines have in float32; for Float16Module."""
+        """Round all but the tower's rotary frequencies, which engines keep in float32; for Float16Module."""
         rotary = self.visual.rotary_pos_emb
         frequencies = rotary.inv_freq
         super().bfloat16()

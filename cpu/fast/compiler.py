@@ -1,4 +1,4 @@
-"""decoder.cpp compiled for this machine's processor, once. Where that can't be, plain torch serves."""
+"""Compile decoder.cpp once for this machine's processor. If that fails, plain torch serves."""
 
 import ctypes
 import hashlib
@@ -16,20 +16,20 @@ SOURCE = Path(__file__).with_name("decoder.cpp")
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-shared", "-fPIC", "-w")
 TARGETS = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
 CPU_INFO = Path("/proc/cpuinfo")
-FAMILIES = ("qwen2", "qwen3", "llama")  # by config.json's model_type
-ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")  # with one table of angles
+FAMILIES = ("qwen2", "qwen3", "llama")  # model_type in config.json
+ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")  # these have one table of angles
 
 
 def program_for(model_dir: str | Path, dtype: str) -> str:
-    """Name what serves a model, for people."""
+    """Return a text that names what serves a model."""
     if library_for(model_dir, dtype):
         return "cpu/fast/decoder.cpp"
     takes = "g++ or clang++, a private ~/.cache without noexec, Qwen2, Qwen3 or Llama in float32"
-    return f"plain torch, several times slower: cpu/fast/decoder.cpp takes {takes}"
+    return f"plain torch, several times slower: cpu/fast/decoder.cpp needs {takes}"
 
 
 def library_for(model_dir: str | Path, dtype: str) -> Path | None:
-    """Return the library that serves a model. None: plain torch does. UserError: it has no config.json."""
+    """Return the library that serves a model, or None for torch. Raises UserError without a config.json."""
     hf = read_model_config(model_dir)
     if dtype != "float32" or hf.get("model_type") not in FAMILIES:
         return None
@@ -47,35 +47,35 @@ def library_for(model_dir: str | Path, dtype: str) -> Path | None:
 
 
 def compiled() -> Path | None:
-    """Return the library; compile it if no process has yet, in a second or two. None: that can't be."""
+    """Return the library; compile it, in a second or two, if no process has yet. None if that fails."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanoyatt")
     if platform.machine() not in TARGETS or not folder.is_absolute():
         return None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
-        # what others write would run as us
+        # code that others write there would run as us
         if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
             return None
         compilers = filter(shutil.which, ("g++", "clang++"))
         return next(filter(None, (compiled_by(name, folder) for name in compilers)), None)
-    except OSError:  # the folder can't be made, has no room, or is on a disk without programs
+    except OSError:  # the folder can't be made, or its disk is full or noexec
         return None
 
 
 def compiled_by(compiler: str, folder: Path) -> Path | None:
-    """Return the library that a compiler makes. None: it fails, and one line says why. Raises OSError."""
+    """Return the library that a compiler builds; if it fails, print why and return None. Raises OSError."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    # machines of several kinds may share a home
+    # different machines may share a home
     lines = CPU_INFO.read_text().splitlines()
     processor = [line for line in lines if line.startswith(("flags", "Features"))]
     flags = [*FLAGS, TARGETS[platform.machine()]]
     made_of = "\0".join((SOURCE.read_text(), version, *flags, *processor[:1]))
     library = folder / f"decoder-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     content = library.read_bytes() if library.exists() else b""
-    # a whole one ends with the digest of what is before; one that was cut could kill who loads it
+    # a complete file ends with a digest of the rest; loading an incomplete one could crash
     if content[-32:] != hashlib.sha256(content[:-32]).digest():
-        # several processes may compile at once: each takes the place of what was there
+        # several processes may compile at once: each replaces the file
         with tempfile.TemporaryDirectory(dir=folder) as private:
             built = Path(private, library.name)
             command = [compiler, *flags, str(SOURCE), "-o", str(built)]
@@ -88,5 +88,5 @@ def compiled_by(compiler: str, folder: Path) -> Path | None:
             built.write_bytes(content + hashlib.sha256(content).digest())
             built.chmod(0o700)  # whatever the umask
             built.rename(library)
-    ctypes.CDLL(str(library))  # raises OSError where nothing may be run
+    ctypes.CDLL(str(library))  # raises OSError on a noexec disk
     return library

@@ -1,9 +1,9 @@
 // A dense decoder (Qwen2, Qwen3, Llama) in float32 over SGLang's paged KV cache, and the sampling of tokens.
 //
 // cpu/fast/compiler.py compiles it, cpu/fast/decoder.py calls it, on one thread.
-// A row is one token of one request. Its bits follow from its own tokens alone: each of its sums runs over
-// that row, in an order that depends on the sum's own length and on nothing else. So neither the batch, nor
-// prefill or decode, nor what was cached, nor how many steps a call takes can be seen in them.
+// A row is one token of one request. Its bits depend only on its own tokens: each of its sums runs over that
+// row, in an order that depends only on the sum's length. So they are the same whatever the batch, in prefill
+// and decode, whatever was cached, and however many steps a call takes.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -12,9 +12,9 @@
 #include <vector>
 
 typedef int64_t i64;
-// WIDTH: floats of a register; compilers pass wider vectors through memory, some thirty times slower.
-// PART: floats of what sums in eight lanes are made of.
-// TILE: rows that are multiplied at once, as many as there are registers for their sums.
+// WIDTH: floats per register; compilers pass wider vectors through memory, some thirty times slower.
+// PART: floats per vector in a sum of eight lanes.
+// TILE: rows that are multiplied at once: as many as have registers for their sums.
 #if defined(__AVX512F__)
 static const int WIDTH = 16, PART = 8, TILE = 12;
 #elif defined(__AVX2__)
@@ -28,31 +28,31 @@ typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
 typedef uint32_t uvec __attribute__((vector_size(4 * WIDTH)));
 typedef float part __attribute__((vector_size(4 * PART), aligned(4)));
 typedef int32_t places __attribute__((vector_size(4 * PART)));
-struct Eight {  // floats that are added side by side, on every processor in the same order
+struct Eight {  // eight lanes of a sum, added in the same order on every processor
     part at[8 / PART];
 };
-static const int PANEL = 32;   // columns of a matrix that stand side by side, see `pack` in decoder.py
-static const int DEPTH = 128;  // terms of a sum that are added up before they join the rest: less is rounded
+static const int PANEL = 32;   // columns of a matrix that are stored together, see `pack` in decoder.py
+static const int DEPTH = 128;  // terms of a sum that are added before they join the rest: this rounds less
 static const int BLOCK = 192;  // rows that go through a layer together, so that they stay in the cache
-static const int STOPS = 8;    // tokens that end an answer, at most
+static const int STOPS = 8;    // most tokens that can end an answer
 static const int SUMS = PANEL / WIDTH < 4 ? PANEL / WIDTH : 4;  // vectors side by side in a tile
 
-struct Layer {  // addresses; null is what a family lacks
+struct Layer {  // addresses; null if a family lacks the weight
     const float *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *mlp_norm, *gate_up, *down;
     float *k_cache, *v_cache;  // [slots, kv_heads, dim]
 };
 
 struct Model {
     i64 layers, hidden, heads, kv_heads, dim, inter, vocab, table_width;
-    const double *eps;  // of the norms
+    const double *eps;  // the norms' epsilon
     const float *embedding, *norm, *cos_sin, *head;  // cos_sin [positions, dim]: half cosines, half sines
     const int32_t *table;  // [requests, table_width]: position -> slot of the KV cache
     const Layer *layer;
 };
 
-struct Request {                // of `decode`
+struct Request {                // an argument of `decode`
     i64 last, position, index;  // the newest token, not in the cache yet; its row of the table
-    i64 seed, greedy, left;     // left: tokens that it may still get
+    i64 seed, greedy, left;     // left: most tokens to come
     i64 stops[STOPS];
 };
 
@@ -72,7 +72,7 @@ static inline Eight operator*(Eight a, float factor) {
     return a;
 }
 
-static inline vec exponential(vec x) {  // Cephes' polynomial, within 2 ulp; x is cut to -87 ... 88
+static inline vec exponential(vec x) {  // Cephes' polynomial, within 2 ulp; x is clamped to -87 ... 88
     x = x < -87.f ? vec{} - 87.f : x > 88.f ? vec{} + 88.f : x;
     vec shifted = x * 1.44269504088896341f + 12582912.f;  // 1.5 * 2^23: n = x / log(2) is in the last bits
     vec n = shifted - 12582912.f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -84,7 +84,7 @@ static inline vec exponential(vec x) {  // Cephes' polynomial, within 2 ulp; x i
 
 #ifdef __clang__
 #define PICK(...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else  // g++ has that only since 12
+#else  // g++ has the former only since 12
 #define PICK(...) __builtin_shuffle(a, b, places{__VA_ARGS__})
 #endif
 #ifdef __AVX2__
@@ -95,10 +95,10 @@ static part add_fours(part a, part b) { return PICK(0, 1, 2, 3, 8, 9, 10, 11) + 
 static part add_pairs(part a, part b) { return PICK(0, 4, 2, 6) + PICK(1, 5, 3, 7); }
 static part add_twos(part a, part b) { return PICK(0, 1, 4, 5) + PICK(2, 3, 6, 7); }
 #endif
-static part add_up(const Eight *x, int i) {  // each four of x[0] ... x[3] in their part i
+static part add_up(const Eight *x, int i) {  // sums of four lanes each, in part i of x[0] ... x[3]
     return add_twos(add_pairs(x[0].at[i], x[1].at[i]), add_pairs(x[2].at[i], x[3].at[i]));
 }
-static Eight totals(const Eight *x) {  // the sum of each of eight
+static Eight totals(const Eight *x) {  // the total of each of x[0] ... x[7]
 #ifdef __AVX2__
     return {add_fours(add_up(x, 0), add_up(x + 4, 0))};
 #else
@@ -110,7 +110,7 @@ static float total(Eight x) {  // added in the order of `totals`
     return ((f[0] + f[1]) + (f[2] + f[3])) + ((f[4] + f[5]) + (f[6] + f[7]));
 }
 
-// y [R, cols] (+)= x [R, depth] @ w [depth, PANEL]; rows of x and y lie k and n apart
+// y [R, cols] (+)= x [R, depth] @ w [depth, PANEL]; k and n: strides of rows in x and y
 template <int R>
 static void multiply(const float *x, i64 k, int depth, const float *w, float *y, i64 n, int cols, bool add) {
     for (int c = 0; c < cols; c += SUMS * WIDTH) {
@@ -140,7 +140,7 @@ static void multiply_rows(int rows, Others... others) {
     if constexpr (R > 1) multiply_rows<R - 1>(rows, others...);
 }
 
-// y [rows, n] (+)= x [rows, k] @ w, packed. Each sum goes by DEPTH terms, whatever the rows.
+// y [rows, n] (+)= x [rows, k] @ w, packed. Each sum adds DEPTH terms at a time, whatever the rows.
 static void matmul(const float *x, i64 rows, i64 k, const float *w, i64 n, float *y, bool add) {
     for (i64 j = 0; j < n; j += PANEL)
         for (i64 i = 0; i < k; i += DEPTH)  // this part of a panel stays in the nearest cache for all rows
@@ -175,7 +175,7 @@ static void silu_and_multiply(const float *gate, const float *up, i64 n, float *
     }
 }
 
-// scores [length], with room for 16 at a time, become weights: softmax, but for the factor that is returned
+// Turn scores [length], with room for a multiple of 16, into weights: softmax except for the returned factor
 static float softmax(float *scores, i64 length) {
     const float most = *std::max_element(scores, scores + length);
     vec sums[16 / WIDTH] = {};
@@ -195,8 +195,8 @@ static float softmax(float *scores, i64 length) {
     return 1.f / total(sum);
 }
 
-// attention of a query [heads, dim] over the first `length` tokens of its request, eight keys at a time
-template <int D>  // of a head, or 0: any multiple of 8
+// Attend from a query [heads, dim] to the first `length` tokens of its request, eight keys at a time
+template <int D>  // dim, or 0 for any multiple of 8
 static void attend(const Model &m, const Layer &l, const float *query, const int32_t *slots, i64 length,
                    float *out) {
     static std::vector<float> space;
@@ -205,7 +205,7 @@ static void attend(const Model &m, const Layer &l, const float *query, const int
     const float scale = 1 / sqrt((double)dim);
     space.resize(m.heads * padded);
     for (i64 j = 0; j < length; j += 8) {
-        const float *keys[8];  // past the end the last one, whose scores `softmax` drops
+        const float *keys[8];  // past the end, repeats the last one; `softmax` drops its scores
         for (int i = 0; i < 8; i++) keys[i] = l.k_cache + slots[std::min(j + i, length - 1)] * width;
         for (i64 h = 0; h < m.heads; h++) {
             Eight products[8] = {};
@@ -231,7 +231,7 @@ static void attend(const Model &m, const Layer &l, const float *query, const int
     }
 }
 
-// x [rows, hidden] through a layer. All rows' keys and values are in the cache before any row attends to them.
+// Run x [rows, hidden] through a layer. All rows' keys and values are cached before any row attends to them.
 static void run_layer(const Model &m, const Layer &l, i64 rows, const i64 *positions,
                       const i64 *requests, float *x) {
     const i64 h = m.hidden, d = m.dim, q_size = m.heads * d, kv_size = m.kv_heads * d;
@@ -282,8 +282,8 @@ static uvec murmur(uint64_t seed, uint32_t position, uvec columns) {  // MurmurH
     return state ^ (state >> 16);
 }
 
-// The token of largest x + noise, x = scores / temperature; its log-probability is that of softmax(x). Noise
-// is -log(-log(u)), u in [0, 1] from the hash of seed, position and token; none if greedy.
+// Return the token with the largest x + noise, x = scores / temperature; its logprob is softmax(x)'s. Noise
+// is -log(-log(u)), u in [0, 1] from the hash of seed, position and token; greedy has none.
 static i64 sample_row(const float *scores, i64 vocab, float temperature, bool greedy, i64 seed,
                           i64 position, float *logprob) {
     static std::vector<float> space;
@@ -294,7 +294,7 @@ static i64 sample_row(const float *scores, i64 vocab, float temperature, bool gr
     memcpy(weights, x, vocab * sizeof(float));
     i64 best = std::max_element(x, x + vocab) - x;
     const float factor = softmax(weights, vocab), most = x[best];
-    double least = INFINITY;  // the largest has the least -log(u) / weight, no less than (1 - u) / weight
+    double least = INFINITY;  // the largest has the least -log(u) / weight, at least (1 - u) / weight
     auto look_at = [&](i64 c, uint32_t hash) {
         double ratio = std::max(-log(hash / 4294967295.0), 1 / 4294967296.0) * exp((double)most - x[c]);
         if (ratio < least) best = c;
@@ -305,7 +305,7 @@ static i64 sample_row(const float *scores, i64 vocab, float temperature, bool gr
     if (!greedy) look_at(best, murmur(seed, position, uvec{} + (uint32_t)best)[0]);
     for (i64 c = 0; c < padded && !greedy; c += WIDTH, columns += WIDTH) {
         uvec hash = murmur(seed, position, columns);
-        // 0.999: below 1 - u, and so below -log(u), even if rounded, so that no winner is passed over
+        // 0.999 keeps it below 1 - u, and so below -log(u), despite rounding: no winner is missed
         vec bound = __builtin_convertvector(~hash, vec) * (0.999f / 4294967296.f);
         uvec may_win = (uvec)(bound < load(weights + c) * (float)least);
         for (int i = 0; i < WIDTH; i++)
@@ -315,7 +315,7 @@ static i64 sample_row(const float *scores, i64 vocab, float temperature, bool gr
     return best;
 }
 
-// token, position and request of each row -> hidden [rows, hidden], behind the last norm
+// token, position and request of each row -> hidden [rows, hidden], after the last norm
 extern "C" void forward(const Model *model, i64 rows, const i64 *ids, const i64 *positions,
                         const i64 *requests, float *hidden) {
     const Model &m = *model;
@@ -334,15 +334,15 @@ extern "C" void logits(const Model *m, i64 rows, const float *hidden, float *sco
     matmul(hidden, rows, m->hidden, m->head, m->vocab, scores, false);
 }
 
-// scores [rows, vocab] -> a token of each row, and its log-probability
+// scores [rows, vocab] -> a token per row, and its log-probability
 extern "C" void sample(i64 rows, i64 vocab, const float *scores, const float *temperature, const i64 *greedy,
                        const i64 *seed, const i64 *position, i64 *token, float *logprob) {
     for (i64 r = 0; r < rows; r++, scores += vocab)
         token[r] = sample_row(scores, vocab, temperature[r], greedy[r], seed[r], position[r], &logprob[r]);
 }
 
-// Up to `steps` tokens of each request, which leaves when it ends: tokens, logprobs [count, steps], how many
-// of each. No step begins after limit_ms of CPU time.
+// Write up to `steps` tokens of each request, which leaves when it ends: tokens and logprobs [count, steps],
+// and how many. No step begins after limit_ms of CPU time.
 extern "C" void decode(const Model *model, i64 count, i64 steps, i64 limit_ms, const Request *request,
                        const float *temperatures, i64 *tokens, float *logprobs, i64 *counts) {
     const i64 vocab = model->vocab;

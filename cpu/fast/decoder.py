@@ -1,4 +1,4 @@
-"""decoder.cpp in place of the layers, the head and the sampler of a model that SGLang has loaded."""
+"""Run decoder.cpp instead of the layers, the head and the sampler of a model that SGLang has loaded."""
 
 import ctypes
 import time
@@ -15,21 +15,21 @@ from cpu.fast import compiler
 from inputs.hf_directory import read_model_config
 
 PANEL = 32  # as in decoder.cpp
-STOPS = 8  # likewise: tokens that end an answer, at most
-# weights in the order of decoder.cpp's Layer; what a family lacks is null there
+STOPS = 8  # as in decoder.cpp: most tokens that can end an answer
+# weights in the order of decoder.cpp's Layer, where those that a family lacks are null
 LAYER = ("input_layernorm.weight", "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias")
 LAYER += ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "self_attn.o_proj.weight")
 LAYER += ("post_attention_layernorm.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight")
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return a matrix [rows, width] as [rows / PANEL, width, PANEL], the last panel filled up with zeros."""
+    """Return a matrix [rows, width] as [rows / PANEL, width, PANEL], the last panel padded with zeros."""
     whole = pad(weight.data, (0, 0, 0, -len(weight) % PANEL))
     return whole.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
 
 def as_numbers(arguments: Sequence[Tensor | int]) -> list[int]:
-    """Return what decoder.cpp takes: of a tensor, contiguous, the address."""
+    """Return arguments for decoder.cpp: integers, and the addresses of contiguous tensors."""
     assert all(isinstance(each, int) or each.is_contiguous() for each in arguments)
     return [each if isinstance(each, int) else each.data_ptr() for each in arguments]
 
@@ -43,10 +43,7 @@ def rules_of(info) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def product_rates(library: Path, rows: int, width: int, columns: int) -> tuple[float, float]:
-    """Return the GFLOP/s of decoder.cpp and of torch for [rows, width] @ [width, columns].
-
-    Medians of five rounds in turns, in CPU time. From then on torch has one thread here.
-    """
+    """Return decoder.cpp's and torch's GFLOP/s in CPU time for [rows, width] @ [width, columns]."""
     torch.set_num_threads(1)
     x = torch.randn(rows, width)
     weight = torch.randn(columns, width)
@@ -71,7 +68,7 @@ def product_rates(library: Path, rows: int, width: int, columns: int) -> tuple[f
 
 
 def rates_of(model_dir: str, dtype: str) -> str:
-    """Name what serves a model; decoder.cpp with its speed beside torch's on this processor."""
+    """Return what serves a model; for decoder.cpp, with its speed and torch's on this processor."""
     name = compiler.program_for(model_dir, dtype)
     library = compiler.library_for(model_dir, dtype)
     if library is None:
@@ -80,20 +77,20 @@ def rates_of(model_dir: str, dtype: str) -> str:
     shape = (64, hf["hidden_size"], 2 * hf["intermediate_size"])
     ours, theirs = product_rates(library, *shape)
     warning = " (slower than torch!)" if ours < theirs else ""
-    return f"{name}, {ours:.0f} GFLOP/s on a core{warning}; torch makes {theirs:.0f}"
+    return f"{name}, {ours:.0f} GFLOP/s on a core{warning}; torch reaches {theirs:.0f}"
 
 
 class Decoder:
-    """The model of an SGLang ModelRunner, over its KV cache. Its matrices are kept packed alone."""
+    """The model of an SGLang ModelRunner, over its KV cache. Only packed matrices are kept."""
 
-    most_steps = 16  # of a window
+    most_steps = 16  # longest window
 
     def __init__(self, library: Path, runner):
         self._library = ctypes.CDLL(str(library))
         self._runner = runner
-        self._model: Tensor | None = None  # decoder.cpp's Model. None: weights have changed since
-        self._kept: list[Tensor | int] = []  # what the addresses in `_model` lead to
-        # a matrix of SGLang's, emptied; its rows; what it is packed into
+        self._model: Tensor | None = None  # decoder.cpp's Model; None once weights change
+        self._kept: list[Tensor | int] = []  # keeps alive what `_model` points to
+        # (SGLang's matrix, emptied; its rows; its packed copy)
         self._packed: list[tuple[Tensor, int, Tensor]] = []
         self._load_weights = runner.model.load_weights
         self._sample_by_torch = runner.sampler.forward
@@ -117,7 +114,7 @@ class Decoder:
         return self._load_weights(weights)
 
     def _whole(self) -> Tensor:
-        """Return decoder.cpp's Model, of the weights as they are now."""
+        """Return decoder.cpp's Model of the current weights."""
         if self._model is not None:
             return self._model
         model = self._runner.model
@@ -159,13 +156,13 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor, *_, **__) -> Tensor:
-        """Return [rows, vocab] of hidden states [rows, hidden]."""
+        """Return logits [rows, vocab] of hidden states [rows, hidden]."""
         logits = torch.empty(len(hidden), self._runner.model.config.vocab_size)
         self._call("logits", self._whole(), len(hidden), hidden.contiguous(), logits)
         return logits
 
     def sample(self, output, info, wants_logprobs, top_nums, lists, positions, **others) -> Tensor:
-        """Do Sampler.forward. Rows with top-p and the like are torch's, as are lists of log-probabilities."""
+        """Replace Sampler.forward. Torch still samples rows with top-p and the like, and lists logprobs."""
         logits = output.next_token_logits.contiguous()
         tokens = torch.empty(len(logits), dtype=torch.int64)
         logprobs = torch.empty(len(logits))
@@ -183,9 +180,9 @@ class Decoder:
         return tokens
 
     def decode(self, requests: Tensor, temperatures: Tensor, steps: int, limit_ms: int):
-        """Return up to `steps` tokens of each request, their log-probabilities, and how many they are.
+        """Return up to `steps` tokens of each request, their log-probabilities, and their counts.
 
-        requests: int64 [rows, 6 + STOPS], each decoder.cpp's Request. No step begins after limit_ms.
+        requests: int64 [rows, 6 + STOPS], rows as decoder.cpp's Request. No step begins after limit_ms.
         """
         tokens = torch.zeros(len(requests), steps, dtype=torch.int64)
         logprobs = torch.zeros(len(requests), steps)

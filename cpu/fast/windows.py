@@ -1,9 +1,9 @@
-"""SGLang's scheduler with decoder.cpp: several decode steps in one pass, a window, sampled inside.
+"""SGLang's scheduler with decoder.cpp: one pass is a window of several decode steps, sampled inside.
 
-Between two steps a scheduler takes longer than a small model does. A window ends after LIMIT_MS; a request
-that ends leaves it. Its tokens are those of single steps, to the last bit. What no window has (top-p,
-penalties, grammars, lists of log-probabilities, stop strings) is decoded by single steps, of all that run
-beside it. Imports sglang: in the process that owns the model alone.
+Between two steps, a scheduler takes longer than a small model does. A window ends after LIMIT_MS; a request
+that ends leaves it. Its tokens are bit-identical to single steps'. If any request needs what windows lack
+(top-p, penalties, grammars, lists of log-probabilities, stop strings), the whole batch decodes in single
+steps. Imports sglang: only in the process that owns the model.
 """
 
 from functools import partial
@@ -21,8 +21,8 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 from cpu.fast.compiler import library_for
 from cpu.fast.decoder import STOPS, Decoder, rules_of
 
-LIMIT_MS = 20  # of CPU time, after which no step begins: an abort waits so long, and a step
-# what a request of a window may choose; and all else as it then must be
+LIMIT_MS = 20  # CPU time after which no step begins: an abort waits that long, plus a step
+# settings that a window's request may choose; all others must be PLAIN's
 FREE = dict(max_new_tokens=1, temperature=1.0, stop_token_ids=None, ignore_eos=False)
 FREE |= dict(sampling_seed=None, stream_interval=None, top_k=1)
 PLAIN = SamplingParams(**FREE)
@@ -36,7 +36,7 @@ def stops_of(req: Req) -> list[int]:
 
 
 def is_plain(req: Req) -> bool:
-    """Tell whether a window can write the answer."""
+    """True if a window can generate the answer."""
     rule = req.sampling_params
     has_lists = req.logprob.top_logprobs_num or req.logprob.token_ids_logprob is not None
     asks_more = has_lists or req.return_hidden_states or req.custom_logit_processor is not None
@@ -45,21 +45,21 @@ def is_plain(req: Req) -> bool:
 
 
 class WindowScheduler(scheduler.Scheduler):
-    """SGLang's scheduler, whose decode passes are windows where they can be."""
+    """SGLang's scheduler with windows as decode passes where possible."""
 
     def __init__(self, library: Path, server_args, port_args):
         super().__init__(server_args, port_args)
         self.decoder = Decoder(library, self.tp_worker.model_runner)
         self._take_step = self.model_worker.forward_batch_generation
         self.model_worker.forward_batch_generation = self._take_steps
-        # SGLang has so many decode passes between two prefills; as windows they are many steps: one will do
+        # passes between two prefills: a window has many steps, so one is enough
         self.prefill_decode_interval = min(1, self.prefill_decode_interval)
 
     def _take_steps(self, batch: ScheduleBatch, **others) -> GenerationBatchResult:
-        """Do the model worker's pass: a window if all requests can have one and there is room."""
+        """Run the model worker's pass: a window if all requests can have one and there is room."""
         if batch.forward_mode.is_decode() and all(map(is_plain, batch.reqs)):
             left = [req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs]
-            # slots of the KV cache, besides the one that each has
+            # KV cache slots in addition to the one that each has
             more = torch.tensor(left).clamp(max=self.decoder.most_steps) - 1
             room = self.token_to_kv_pool_allocator.available_size()
             if 0 < more.sum() <= room + self.tree_cache.evictable_size():
@@ -68,12 +68,9 @@ class WindowScheduler(scheduler.Scheduler):
 
 
 def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
-    """Reserve the slots that the requests may need, decode, and free what they didn't need.
-
-    Returns the last step's result. SGLang deals with its tokens, those before are written here.
-    """
+    """Decode, record all steps' tokens but the last's, and return its result, which SGLang handles."""
     steps = int(more.max()) + 1
-    row, step = (torch.arange(steps) < more[:, None]).nonzero(as_tuple=True)  # of each slot
+    row, step = (torch.arange(steps) < more[:, None]).nonzero(as_tuple=True)  # each slot's
     slots = alloc_token_slots(batch.tree_cache, len(row))
     table = batch.req_to_token_pool.req_to_token
     table[batch.req_pool_indices[row], batch.seq_lens[row] + step] = slots.to(table.dtype)
@@ -102,6 +99,6 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
 
 
 def install(model_dir: str, dtype: str) -> None:
-    """Put the scheduler in SGLang's place, if decoder.cpp can serve the model."""
+    """Replace SGLang's scheduler if decoder.cpp can serve the model."""
     if library := library_for(model_dir, dtype):
         scheduler.Scheduler = partial(WindowScheduler, library)

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 examples/make_demo/calculator.py runs/models        1.5 minutes, 2 cores
     python examples/make_demo/calculator.py > examples/my_sums.jsonl
 
-It goes on from the demo's actor. Mostly the new one guesses: `73920415+80012377=` -> `>153870092`. One time
-in five it asks a calculator, `73920415+80012377?`, and then it repeats the reply: `>153932792`. Reinforcement
-learning has something to find. The model has to pass a gate on sums that it hasn't seen: if it asks, its
-answer is right.
+It starts from the demo's actor. Four times in five the new model guesses: `73920415+80012377=` ->
+`>153870092`. Otherwise it asks a calculator, `73920415+80012377?`, and then repeats the reply: `>153932792`.
+This leaves something for reinforcement learning to find. The model must pass a gate on unseen sums: when it
+asks, its answer has to be right.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from reporting.progress import Progress
 from runtime import rendezvous
 from runtime.world import World
 
-DIGITS = (7, 10)  # of a summand
-COPIED = (1, 12)  # digits of the numbers by which the model learns to copy
+DIGITS = (7, 10)  # digits of a summand
+COPIED = (1, 12)  # digits of the numbers from which the model learns to copy
 BATCH = {"guess": 40, "question": 10, "begun question": 40, "answer": 60}
 STEPS = 400
-ROWS = 1500  # of examples/my_sums.jsonl
+ROWS = 1500  # rows of examples/my_sums.jsonl
 GATE_ROWS = 400
-GATE = 0.95  # right answers among those that ask, at least
+GATE = 0.95  # least fraction of right answers when the model asks
 
 
 def main() -> None:
@@ -78,13 +78,13 @@ def number(rng: random.Random, fewest: int, most: int) -> int:
 
 
 def lessons(seed: int, step: int) -> list[Example]:
-    """Return the batch of a step."""
+    """Return a step's batch."""
     rng = random.Random(f"calculator {seed} {step}")
     return [lesson(rng, kind) for kind, count in BATCH.items() for _ in range(count)]
 
 
 def lesson(rng: random.Random, kind: str) -> Example:
-    """Draw an example of a kind of BATCH. Only the first two kinds decide how often the model asks."""
+    """Draw an example of one of BATCH's kinds. Only the first two decide how often the model asks."""
     digits = DIGITS if kind in ("guess", "question") else COPIED
     a = number(rng, *digits)
     b = number(rng, *digits)
@@ -96,7 +96,7 @@ def lesson(rng: random.Random, kind: str) -> Example:
         return example(prompt, question)
     if kind == "begun question":
         return example(prompt + question[0], question[1:])
-    reply = number(rng, *COPIED)  # not the sum: it is to be repeated, not computed
+    reply = number(rng, *COPIED)  # not the sum: the model must repeat it, not compute it
     return example(f"{prompt}{question}<eos>{reply}", f">{reply}")
 
 
@@ -105,13 +105,13 @@ def example(prompt: str, response: str = "") -> Example:
 
 
 def gate(actor: Path, world: World) -> dict[str, float]:
-    """Return how many answers to unseen sums ask, and how many are right if all ask (collective)."""
+    """Return what fraction of unseen sums it asks about, and gets right if it always asks (collective)."""
     sums = problems("gate", GATE_ROWS)
     sampling = dict(max_new_tokens=40, do_sample=True, temperature=1.0, top_k=0)
     generate = partial(warmstart.generate, actor, world=world, **sampling)
     prompts = [f"{a}+{b}=" for a, b in sums]
     asks = [turn for turn in generate(list(map(example, prompts))) if turn.endswith("?")]
-    begun = [prompt + prompt[0] for prompt in prompts]  # who writes a digit asks
+    begun = [prompt + prompt[0] for prompt in prompts]  # an answer that begins with a digit asks
     turns = generate(list(map(example, begun)))
     asked = [prompt + turn for prompt, turn in zip(begun, turns, strict=True)]
     replied = [f"{text}<eos>{a + b}" for text, (a, b) in zip(asked, sums, strict=True)]

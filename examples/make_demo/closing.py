@@ -1,4 +1,4 @@
-"""The end of a trainer whose process goes on and builds others. A run never does: its process ends."""
+"""Closes a trainer in a process that then builds others. A run doesn't need it: its process ends."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def close(trainer: Trainer) -> None:
-    """Destroy the model and its process groups: others can be built (collective).
+    """Destroy the model and its process groups, so that others can be built (collective).
 
-    DDP's hooks hold the model and C++ holds the hooks, a cycle that the collector doesn't see.
+    DDP's hooks hold the model and C++ holds the hooks, a cycle that the garbage collector doesn't see.
     """
-    dist.barrier()  # nobody may still talk in a group that another has destroyed
+    dist.barrier()  # no rank may still use a group that another has destroyed
     for node in trainer.ddp.grad_accs:
         # a new hook's handle leads to all hooks; `print` is never called
         node.register_hook(print).hooks_dict_ref().clear()

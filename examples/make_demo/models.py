@@ -1,4 +1,4 @@
-"""The demos' models before their first step, as Hugging Face directories: a token for each character."""
+"""The demos' models before training, as Hugging Face directories, with one token per character."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 ALPHABET = "0123456789+-=*,;:>?|#.() abcdefghijklmnopqrstuvwxyzYNQA\n"
 VOCAB = 64
 SPECIAL = ("<pad>", "<bos>", "<eos>")
-# of a model that sees, too
+# a model that sees also has these
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SHAPE = dict(hidden_size=96, intermediate_size=288, num_hidden_layers=3)
 SHAPE |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=24)
-MERGE = 2  # patches of a feature's side
-MOST_CELLS = 16  # features of an image
+MERGE = 2  # patches per side of a feature
+MOST_CELLS = 16  # features per image
 TOWER = dict(depth=2, hidden_size=64, intermediate_size=128, num_heads=4)
 TOWER |= dict(num_position_embeddings=64, patch_size=CELL // MERGE, spatial_merge_size=MERGE)
 TOWER |= dict(deepstack_visual_indexes=[0])
@@ -40,7 +40,7 @@ def vision_model() -> PreTrainedModel:
 
     names = ("vision_start", "vision_end", "image", "video")
     ids = {f"{name}_token_id": number for number, name in enumerate(names, len(SPECIAL))}
-    # angles of a head's 12 pairs: 4 for frames, 4 for rows, 4 for columns
+    # rotation angles of a head's 12 pairs: 4 for frames, 4 for rows, 4 for columns
     rope = dict(rope_type="default", rope_theta=10000.0)
     rope |= dict(mrope_section=[4, 4, 4], mrope_interleaved=True)
     text = text_shape() | {"rope_parameters": rope}
@@ -56,13 +56,13 @@ def text_shape() -> dict:
 
 
 def new_model(path: Path, seed: int, build: Callable[[], PreTrainedModel] = text_model) -> None:
-    """Write a freshly initialised model with its tokenizer and, if it sees, its image processor."""
+    """Write a freshly initialized model with its tokenizer and, if it sees, its processors."""
     torch.manual_seed(seed)
     model = build()
     with torch.no_grad():  # wider than transformers' 0.02, which suits large models
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                # to the residual stream
+                # True for matrices that write to the residual stream
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))
                 fan_in = parameter[0].numel() * (2 * SHAPE["num_hidden_layers"] if writes else 1)
                 is_table = name.endswith(("embed_tokens.weight", "pos_embed.weight"))
@@ -75,7 +75,7 @@ def new_model(path: Path, seed: int, build: Callable[[], PreTrainedModel] = text
 
 
 def write_processors(path: Path) -> None:
-    """Write those of images, and of videos: transformers finds none for the directory without both."""
+    """Write image and video processors: transformers needs both to find either."""
     size = dict(shortest_edge=CELL**2, longest_edge=CELL**2 * MOST_CELLS)  # pixels
     settings = dict(patch_size=CELL // MERGE, merge_size=MERGE, temporal_patch_size=2, size=size)
     settings |= dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, processor_class="Qwen3VLProcessor")
@@ -98,9 +98,9 @@ def character_tokenizer(
     letters.decoder = decoders.Fuse()
     begin = [("<bos>", vocab["<bos>"])]
     letters.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=begin)
-    letters.add_special_tokens(list(vision))  # one token each, not one a character
+    letters.add_special_tokens(list(vision))  # one token each, not one per character
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
-    if vision:  # as processors of Qwen-VL call them
+    if vision:  # the names that Qwen-VL's processors use
         called = ("vision_bos_token", "vision_eos_token", "image_token", "video_token")
         names["extra_special_tokens"] = dict(zip(called, vision, strict=True))
     return PreTrainedTokenizerFast(tokenizer_object=letters, padding_side="left", **names)

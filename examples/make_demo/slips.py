@@ -1,4 +1,4 @@
-"""Wrong answers, which slip as people do: the judge learns from them, and is measured on them."""
+"""Wrong answers with the slips that people make. The judge learns from them and is measured on them."""
 
 import random
 
@@ -6,9 +6,9 @@ from demo.task import columns
 
 
 def corrupted(rng: random.Random, a: int, b: int) -> str:
-    """Make a wrong answer, usually: one of the slips below, or mostly random digits three times in ten."""
+    """Make an answer that is usually wrong: three times in ten mostly random digits, else one of SLIPS."""
     digits = list(str(a + b))
-    # the claim then says nothing about the true digit: the judge can't copy it
+    # the claimed digit then doesn't reveal the true one, so the judge can't copy it
     if rng.random() < 0.3:
         keep = rng.random() / 2
         digits = [digit if rng.random() < keep else str(rng.randrange(10)) for digit in digits]
@@ -17,7 +17,7 @@ def corrupted(rng: random.Random, a: int, b: int) -> str:
     return slip(kind, rng, a, b)
 
 
-SLIPS = {  # kinds of wrong answers, and how often each
+SLIPS = {  # kind of wrong answer -> its probability
     "one digit off": 0.35,
     "random digits": 0.17,
     "digit added or lost": 0.14,

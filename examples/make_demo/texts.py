@@ -1,7 +1,7 @@
 """The demos and what their models learn: demonstrations, and critiques of right and wrong answers.
 
-The judge's negatives decide whether the reward can be hacked: random digits (else it reads the recomputed
-digit off the claim), extra or lost digits, slipped carries, wrong answers of the actor itself.
+The judge's negatives decide whether the reward can be hacked: random digits (otherwise the judge copies the
+claimed digit instead of recomputing it), extra or lost digits, lost carries, the actor's own wrong answers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from demo.task import Shown, columns, shown_work, training_problem
 from examples.make_demo.models import ALPHABET, text_model, vision_model
 from examples.make_demo.slips import corrupted
 
-BLURTED = 0.6  # part of the demonstrations that only say the answer
-RIGHT = 0.5  # part of the answers that the judge learns from
-CORRUPTED = 0.3  # another part of them; the rest are the actor's own errors
+BLURTED = 0.6  # fraction of the demonstrations that are only the answer
+RIGHT = 0.5  # fraction of right answers among those that the judge learns from
+CORRUPTED = 0.3  # fraction of corrupted ones; the rest are the actor's own errors
 
 
 class Demo(NamedTuple):
-    """A pair of models for the problems, written, drawn or filmed, and how it is made."""
+    """A pair of models for the problems (written, drawn or filmed) and how to make it."""
 
     show: task.Show
     build: Callable  # see models.py
@@ -34,15 +34,15 @@ class Demo(NamedTuple):
     judge_steps: int
     judge_batch: int
     pool: int  # problems that the actor answers for the judge to learn from
-    start: Path | None = None  # folder of an actor and a judge to go on from; else new models
+    start: Path | None = None  # folder of an actor and a judge to start from; None: new models
     alphabet: str = ALPHABET
-    dtype: torch.dtype = torch.float32  # of the files
+    dtype: torch.dtype = torch.float32  # the files' dtype
 
 
 WRITTEN = Demo(task.written, text_model, 250, 128, judge_steps=500, judge_batch=64, pool=1024)
 DRAWN = Demo(task.drawn, vision_model, 220, 64, judge_steps=300, judge_batch=64, pool=512)
 FILMED = Demo(task.filmed, vision_model, 100, 64, judge_steps=150, judge_batch=64, pool=512)
-# the times in a clip's text begin with `<`; half the numbers, so half the bytes
+# the times in a clip's text begin with `<`; float16 halves the files
 FILMED = FILMED._replace(start=DEMO_MODELS / "drawn", alphabet=ALPHABET + "<", dtype=torch.float16)
 DEMOS = {"written": WRITTEN, "drawn": DRAWN, "filmed": FILMED}
 
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
 
 
 def demonstrations(seed: int, step: int, demo: Demo = WRITTEN) -> list[Example]:
-    """Return the batch of a step: problems, with the work shown or the answer blurted out."""
+    """Return a step's batch: problems with the work shown or only the answer."""
     key = f"demonstrations {seed} {step}"
     rng = random.Random(key)
     examples = []
@@ -91,7 +91,7 @@ def critique(a: int, b: int, answer: str) -> str:
 
 
 def critiques(seed: int, errors: list[Answer], step: int, demo: Demo = WRITTEN) -> list[Example]:
-    """Return the batch of a step: answers that are right, corrupted, or from `errors`, the actor's own."""
+    """Return a step's batch: critiques of answers that are right, corrupted, or from the actor's `errors`."""
     key = f"critiques {seed} {step}"
     rng = random.Random(key)
     examples = []

@@ -4,12 +4,13 @@
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py drawn runs/models       3.5 minutes
     torchrun --nproc-per-node 2 examples/make_demo/warmstart.py filmed runs/models      7 minutes, from drawn
 
-Supervised steps make them. The actor mostly blurts the answer out and sometimes shows the work: reinforcement
-learning has something to find. The judge starts from it and learns to recompute every column and to compare
-it with the claimed digit. It has to pass a gate on held-out problems: few false accepts, few false rejects.
+Both are trained with supervised steps. The actor mostly blurts out the answer and sometimes shows its work,
+which leaves something for reinforcement learning to find. The judge starts from the actor and learns to
+recompute every column and compare it with the claimed digit. It must pass a gate on held-out problems: few
+false accepts, few false rejects.
 
-Whether the files are the project's: cd runs/models and sha256sum --ignore-missing -c
-../../demo/models/SHA256SUMS. Another processor, torch or number of ranks may make others.
+To compare the files with the project's: cd runs/models && sha256sum --ignore-missing -c
+../../demo/models/SHA256SUMS. Another processor, torch version or number of ranks may give different files.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from runtime.world import World
 from training import trainer
 from training.packing import Sequence
 
-Batches = Callable[[int], list[Example]]  # of a step; the same on every rank
+Batches = Callable[[int], list[Example]]  # step -> its batch, the same on every rank
 ADAM_LR = 2e-3
 MUON_LR = 0.02
-GATE = 0.03  # false accepts among wrong answers, and false rejects among right ones, at most
+GATE = 0.03  # most false accepts among wrong answers, and most false rejects among right ones
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def make(config: Config, world: World, home: Path, progress: Progress, demo: Demo) -> None:
-    """Train both models, to `home` (collective). ValueError if the judge fails its gate."""
+    """Train both models and write them to `home` (collective). Raises ValueError if the gate fails."""
     start = home / "start"
     actor = home / "actor"
     judge = home / "judge"
@@ -103,7 +104,7 @@ def make(config: Config, world: World, home: Path, progress: Progress, demo: Dem
 
 
 def shorten(model_dir: Path, demo: Demo, world: World) -> None:
-    """Write the numbers of a model's file as the demo has them (collective)."""
+    """Convert a model's file to the demo's dtype (collective)."""
     if world.rank == 0 and demo.dtype != torch.float32:
         path = model_dir / "model.safetensors"
         weights = {name: tensor.to(demo.dtype) for name, tensor in load_file(path).items()}
@@ -120,7 +121,7 @@ def train(
     steps: int,
     progress: Progress,
 ) -> None:
-    """Make supervised steps from the checkpoint `start` to `end` (collective)."""
+    """Train the checkpoint `start` with supervised steps and write `end` (collective)."""
     alone = dict(tp=1, pp=1, sp=False, schedule="1f1b")
     config = dataclasses.replace(config, command="sft", dtype="float32", **alone)
     actor = MuonActor(config, str(start))
@@ -142,7 +143,7 @@ def train(
 
 
 class MuonActor(Actor):
-    """An actor with Muon for the matrices inside layers, AdamW for the rest: a quarter of the steps do."""
+    """An actor with Muon for matrices in layers and AdamW for the rest: a quarter of the steps is enough."""
 
     def _build_optimizer(self, model_config) -> None:
         """Keep the model unsharded: Muon orthogonalizes whole matrices."""
@@ -161,7 +162,7 @@ class MuonActor(Actor):
         self._optimizers = ((muon, MUON_LR), (adam, ADAM_LR))
 
     def _apply_gradients(self, lr: float) -> float:
-        """Make a step; `lr` scales both learning rates. Returns the gradients' norm before clipping."""
+        """Make a step; `lr` scales both learning rates. Return the gradients' norm before clipping."""
         parameters = list(self.gpt.parameters())
         for parameter in parameters:
             parameter.grad = parameter.main_grad  # where Megatron's DDP summed them
@@ -184,7 +185,7 @@ def encode(
 
 
 def generate(model_dir: Path, examples: list[Example], world: World, **sampling) -> list[str]:
-    """Answer each prompt by transformers; "" if it was cut off. Ranks share the work (collective)."""
+    """Generate an answer per prompt with transformers; "" if cut off. Ranks share the work (collective)."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     tokenizer = tokenization.load_tokenizer(str(model_dir))
@@ -213,9 +214,9 @@ def generate(model_dir: Path, examples: list[Example], world: World, **sampling)
 
 
 def own_answers(demo: Demo, actor: Path, problems: list, key: str, world: World) -> list[Answer]:
-    """Sample from the warm-started actor: one as it likes, one with the work shown (collective)."""
+    """Sample two answers per problem from the actor: one freely, one with the work shown (collective)."""
     prompts = []
-    for is_worked in (False, True):  # what starts as the work does isn't blurted out
+    for is_worked in (False, True):  # an answer that begins like the work isn't blurted out
         for a, b in problems:
             shown = demo.show(a, b, key)
             start = shown_work(a, b)[0] if is_worked else ""
@@ -227,7 +228,7 @@ def own_answers(demo: Demo, actor: Path, problems: list, key: str, world: World)
 
 
 def gate(demo: Demo, home: Path, world: World) -> dict[str, float]:
-    """Return how often the judge errs on held-out problems: right, corrupted, own answers (collective)."""
+    """Return the judge's error rates on held-out problems: right, corrupted, own answers (collective)."""
     rng = random.Random("gate")
     answers = own_answers(demo, home / "actor", task.HELD_OUT_PROBLEMS, task.HELD_OUT_KEY, world)
     for a, b in task.HELD_OUT_PROBLEMS:

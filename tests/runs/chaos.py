@@ -1,11 +1,11 @@
-"""Chaos with real processes: seeded faults in real runs of the demo, that must end as the unbroken run.
+"""Chaos with real processes: seeded faults in real runs of the demo, which must end like the unbroken run.
 
-    python tests/runs/chaos.py --trials 30 --first 0 [--mode MODE]    a line a trial; exit 1 if one broke
+    python tests/runs/chaos.py --trials 30 --first 0 [--mode MODE]    a line per trial; exit 1 if one broke
 
 A trial strikes the demo once or twice: kill -9 of any process of the run at any moment, SIGSTOP of an
-engine's, kill -9 of all in a save. It is started again with the same command until its steps are done. Then
-it has the unbroken run's numbers and final weights, to the last bit. No process may be left behind, after
-any start. Needs Linux.
+engine's, or kill -9 of all during a save. The same command is repeated until the run's steps are done. Then
+the numbers and final weights must equal the unbroken run's to the last bit, and no start may leave a process
+running. Needs Linux.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from tests.support.launched import Run
 from tests.support.patience import LIMIT_S
 
 PLACE = ROOT / "runs" / "chaos"
-STEPS = 6  # of a trial
+STEPS = 6  # steps of a trial
 MODES = ("partial", "full", "fused")
 SMALL = f"--steps {STEPS} --save-every 1 --save-hf-every {STEPS} --prompts-per-step 4"
 SMALL += " --eval-every 100 --timeout-s 120"
 FINAL = f"hf/step_{STEPS}/model.safetensors"
-# words of command lines
+# words that identify command lines
 ENGINE = ("sglang::scheduler", "sglang::detokenizer", "-m engines.server_main")
-RANK = " -u "  # as torchrun starts it; what it forks for a save has the same command line
+RANK = " -u "  # torchrun starts ranks with it; forked writers have the same command line
 ALL = (*ENGINE, "bin/torchrun", RANK, "cpu.fast.forks")
 IN_A_SAVE = "kill -9 of all processes in a save"
 FAULTS = [signal.SIGKILL] * 4 + [signal.SIGSTOP] * 3 + [IN_A_SAVE] * 2
 
 
 def wait(run: Run, condition: Callable[[], bool]) -> None:
-    """Until the condition holds, the run has ended, or the time is up."""
+    """Wait until the condition holds, the run has ended, or the time is up."""
     deadline = time.monotonic() + LIMIT_S
     while run.is_running() and time.monotonic() < deadline and not condition():
         time.sleep(0.005)
@@ -50,26 +50,26 @@ def wait(run: Run, condition: Callable[[], bool]) -> None:
 
 @functools.cache
 def unbroken(mode: str) -> Run:
-    """A run that nothing happens to."""
+    """Return a run without faults."""
     folder = PLACE / f"unbroken-{mode}"
     shutil.rmtree(folder, ignore_errors=True)
     return Run(folder, *SMALL.split(), "--mode", mode).ended()
 
 
 def strike(run: Run, rng: random.Random, fault: str | signal.Signals) -> str:
-    """Do it at a moment of its own; returns what was done, and when."""
+    """Strike at a random moment; return what was done, and when."""
     if fault == IN_A_SAVE:
         step = rng.randrange(1, STEPS)
         wait(run, lambda: any(run.out.glob(f"checkpoints/step_{step}.partial-*")))
         time.sleep(rng.uniform(0, 0.1))
         run.kill_all()
         return f"{fault}, of step {step}"
-    rows = rng.choice([-1, 0, 0, 1, 2, 3, 4])  # a while after a step, or after the start
+    rows = rng.choice([-1, 0, 0, 1, 2, 3, 4])  # a while after a step or after the start
     seconds = rng.uniform(2, 25) if rows < 0 else rng.uniform(0, 6)
     wait(run, lambda: len(run.rows()) > rows or (rows == 0 and "eval/accuracy" in run.stdout))
     until = time.monotonic() + seconds
     wait(run, lambda: time.monotonic() > until)
-    # nothing but torchrun would wait for a rank that is stopped, and nothing for torchrun
+    # only torchrun would wait for a stopped rank, and nothing would wait for torchrun
     words = rng.choice(ALL if fault == signal.SIGKILL else ENGINE)
     found = [process for process, command in run.processes() if words in command]
     for process in rng.sample(found, min(1, len(found))):
@@ -79,7 +79,7 @@ def strike(run: Run, rng: random.Random, fault: str | signal.Signals) -> str:
 
 
 def trial(number: int, mode: str) -> bool:
-    """One trial; returns whether all was well."""
+    """Run one trial; return True if all was well."""
     rng, folder, told = random.Random(f"chaos {number}"), PLACE / f"trial-{number}", []
     faults = [FAULTS[number % len(FAULTS)], *rng.choices(FAULTS, k=rng.random() < 0.3), None]
     arguments, expected = (*SMALL.split(), "--mode", mode), unbroken(mode)
@@ -98,9 +98,9 @@ def trial(number: int, mode: str) -> bool:
 
 
 def end_of(run: Run, expected: Run) -> str:
-    """What came of a trial with this start."""
+    """Describe how this start of a trial ended."""
     if run.left:
-        return f"BROKEN: left behind: {run.left}"
+        return f"BROKEN: processes left: {run.left}"
     if not (run.out / FINAL).is_file():
         return f"BROKEN: a start without a fault ended with status {run.status}"
     same = (run.out / FINAL).read_bytes() == (expected.out / FINAL).read_bytes()

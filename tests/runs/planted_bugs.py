@@ -1,12 +1,12 @@
-"""What each test file finds: planted bugs, one after another, in a copy of the project.
+"""Measures what each test file finds: plants bugs, one after another, in a copy of the project.
 
-    python tests/runs/planted_bugs.py                  every bug: does the file find it that should?
+    python tests/runs/planted_bugs.py                  every bug: does the expected file find it?
     python tests/runs/planted_bugs.py --all            every bug: all files that find it (hours)
     python tests/runs/planted_bugs.py --module scheduling --files test_balance.py --all
 
-tests/planted/MODULE.toml has the bugs of a root file or a room, one for each promise that it keeps: a bug
-replaces `old`, which stands once in `file`, by `new`. A file finds a bug if one of its tests fails. Exit
-status 1 if a bug is missed.
+tests/planted/MODULE.toml lists the bugs of a root file or a room, one for each promise that it keeps. A bug
+replaces `old`, which occurs once in `file`, with `new`. A file finds a bug if one of its tests fails. The
+exit status is 1 if a bug is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_TESTS = 5  # pytest's exit status
 class Bug:
     """A small mistake in one file of the product."""
 
-    module: str  # root file or room; the name of its list
+    module: str  # root file or room: the name of its list
     name: str
     file: str
     old: str
@@ -43,7 +43,7 @@ class Bug:
     found_by: str  # a test file of the default tier that finds it
 
     def planted(self) -> str:
-        """The file's text with the bug. AssertionError if the place is gone or isn't unique."""
+        """Return the file's text with the bug. Raises AssertionError unless the place is there once."""
         text = (ROOT / self.file).read_text()
         count = text.count(self.old)
         assert count == 1, f"{self.name}: `{self.old}` stands {count} times in {self.file}"
@@ -51,13 +51,13 @@ class Bug:
 
 
 def read_bugs() -> list[Bug]:
-    """All planted bugs, in the order of their lists."""
+    """Return all planted bugs, in the order of their lists."""
     lists = {path.stem: tomllib.loads(path.read_text()) for path in sorted(PLANTED.glob("*.toml"))}
     return [Bug(module, name, **row) for module in lists for name, row in lists[module].items()]
 
 
 def copy_project(to: Path) -> None:
-    """Every file that git knows or would add, as it is now."""
+    """Copy every file that git tracks or would add, in its current state."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.splitlines():
@@ -67,7 +67,7 @@ def copy_project(to: Path) -> None:
 
 
 def finds(project: Path, test_file: str, timeout_s: float) -> bool:
-    """Whether a test of a file fails. One that doesn't end in time has found the bug, too."""
+    """Return True if a test of a file fails. A test that doesn't end in time has also found the bug."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     command += ["-m", DEFAULT_TIER, f"tests/{test_file}"]
     settings = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -80,11 +80,11 @@ def finds(project: Path, test_file: str, timeout_s: float) -> bool:
             return True
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what the tests left, too
+                os.killpg(process.pid, signal.SIGKILL)  # includes what the tests left running
 
 
 def finders(bug: Bug, files: list[str], timeout_s: float) -> Iterator[str]:
-    """The test files that find a bug."""
+    """Return the test files that find a bug."""
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder)
         copy_project(project)
@@ -99,9 +99,9 @@ def main() -> None:
     parser.add_argument("--module", nargs="+", help="lists of bugs; default: all")
     parser.add_argument("--bug", nargs="+", help="names of bugs; default: all")
     parser.add_argument("--files", nargs="+", help="with --all: test files; default: all")
-    parser.add_argument("--all", action="store_true", help="ask all files, not `found_by` alone")
+    parser.add_argument("--all", action="store_true", help="run all files, not only `found_by`")
     parser.add_argument("--jobs", type=int, default=1, help="bugs at a time")
-    parser.add_argument("--timeout-s", type=float, default=600, help="of one test file")
+    parser.add_argument("--timeout-s", type=float, default=600, help="limit for one test file")
     arguments = parser.parse_args()
     bugs = [bug for bug in read_bugs() if bug.module in (arguments.module or [bug.module])]
     bugs = [bug for bug in bugs if bug.name in (arguments.bug or [bug.name])]

@@ -1,7 +1,7 @@
-"""Two machines on one: namespaces joined by a virtual cable, and a run of the demo over both of them.
+"""Two machines simulated on one: namespaces joined by a virtual cable, and a run of the demo over both.
 
-Needs root. A machine here has an address, a hostname, process ids and shared memory of its own; of the disk
-they share all but TMPDIR. They end with this process, whatever ends it.
+Needs root. Each machine has its own address, hostname, process ids and shared memory. They share the disk
+except for TMPDIR, and they end with this process, however it ends.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from tests import ROOT
 from tests.support.launched import Run
 from tests.support.patience import LIMIT_S
 
-PORT = 26000  # --port of the run; each machine has its own
+PORT = 26000  # the run's --port; each machine has its own
 MEETING_PORT = 26400  # where torchruns meet
 
 
 class Machine:
-    """Namespaces of its own for network, hostname, processes and mounts; all within ends with their init."""
+    """A machine with its own network, hostname, process and mount namespaces; they end with its init."""
 
     def __init__(self, name, address, folder):
         self.name, self.address, self.folder = name, address, folder / name
@@ -43,12 +43,12 @@ class Machine:
         [self.init] = psutil.Process(self._unshare.pid).children()
 
     def command(self, *words):
-        """What runs these words there."""
+        """Return the command that runs these words on the machine."""
         into = ("--net", "--uts", "--mount", "--pid", f"--wd={ROOT}")
         return ["nsenter", "--target", str(self.init.pid), *into, *map(str, words)]
 
     def family(self):
-        """What was started there: (process, command line)."""
+        """Return the processes started on the machine: (process, command line)."""
         mine = os.stat(f"/proc/{self.init.pid}/ns/pid").st_ino
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, PermissionError):
@@ -58,12 +58,12 @@ class Machine:
                     yield process, command
 
     def listening(self):
-        """ADDRESS:PORT of the sockets there that wait for a connection, and of UDP ones that are bound."""
+        """Return ADDRESS:PORT of the machine's listening sockets and bound UDP sockets."""
         said = subprocess.run(self.command("ss", "-Hlntu"), capture_output=True, text=True).stdout
         return {line.split()[4] for line in said.splitlines()}
 
     def close(self):
-        # --kill-child: the init goes with it, and with the init all that is within
+        # --kill-child kills the init, and with it everything inside
         self._unshare.kill()
         self._unshare.wait()
         self._unshare.stdout.close()
@@ -71,7 +71,7 @@ class Machine:
 
 @contextlib.contextmanager
 def two_machines(folder):
-    """Two machines and a cable between them. PermissionError if this user or system may not make them."""
+    """Make two machines and a cable between them. Raises PermissionError if the user or system may not."""
     subnet = f"10.{os.getpid() // 250 % 250 + 1}.{os.getpid() % 250 + 1}"
     machines = []
     try:
@@ -85,7 +85,7 @@ def two_machines(folder):
 
 
 def connect(machines):
-    """Lay the cable, which goes with either machine."""
+    """Lay the cable; it disappears with either machine."""
     ends = [f"name cable netns {machine.init.pid}".split() for machine in machines]
     subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True)
     for machine in machines:
@@ -94,18 +94,20 @@ def connect(machines):
 
 
 def replace_second(machines):
-    """It dies as when its power fails: no connection is closed. Another comes with its name and address."""
+    """Kill the second machine like a power failure, with connections left open; start one with its name."""
     old = machines[1]
     old.close()
-    # if it isn't gone yet
+    # unless it is gone already
     subprocess.run(machines[0].command("ip", "link", "delete", "cable"), check=False)
     machines[1] = Machine(old.name, old.address, old.folder.parent)
     connect(machines)
 
 
 def on_two(machines, out, arguments, strike_after):
-    """One rank on each: the run, and what listened on which machine meanwhile. The second machine
-    is replaced once so many steps are done. The new one gets the same command."""
+    """Run one rank on each machine; return the run and what listened on which machine.
+
+    The second machine is replaced after `strike_after` steps. The new one gets the same command.
+    """
     launchers, deadline = {}, time.monotonic() + LIMIT_S
     seen = {machine.name: set() for machine in machines}
     found, is_struck = Run(out.parent, out=out), False
@@ -130,7 +132,7 @@ def on_two(machines, out, arguments, strike_after):
 
 
 def start(machine, first, out, arguments):
-    """torchrun on one of the machines."""
+    """Start torchrun on one of the machines."""
     command = [Path(sys.executable).with_name("torchrun"), "--nnodes", 2, "--nproc-per-node", 1]
     command += ["--max-restarts", 2, "--local-addr", machine.address, "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"{first.address}:{MEETING_PORT}", "run.py", *arguments]

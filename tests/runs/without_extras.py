@@ -1,10 +1,10 @@
-"""The project without an extra: a copy, in which the row of extras.py and its files are gone.
+"""The project without an extra: a copy with the extra's row in extras.py and its files removed.
 
-    python tests/runs/without_extras.py [NAME ...]      does the copy work? by default for each extra
+    python tests/runs/without_extras.py [NAME ...]      does the copy work? default: for each extra
     python tests/runs/without_extras.py --all           without any: the core
 
-Every module is imported, pytest collects the test files that are left, --dry-run and a step of the demo run.
-The core passes the default tier but for what asks for extras, and makes the samples of the whole.
+Every module is imported, pytest collects the remaining test files, and --dry-run and a step of the demo run.
+The core passes the default tier except for tests that need extras, and makes the same samples as the whole.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.runs.planted_bugs import DEFAULT_TIER, copy_project
 from tests.support.launched import free_ports
 from tests.support.patience import run_process
 
-AROUND = ("tests", "bench", "papers", "simulation", "examples", "exercises")  # beside the product
+AROUND = ("tests", "bench", "papers", "simulation", "examples", "exercises")  # outside the product
 IN_A_SERVER = re.compile(r"^(from|import) sglang", re.MULTILINE)
 IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
 
 
 class Copy:
-    """A copy of the project without some extras. modules: what is gone, by name."""
+    """A copy of the project without some extras. modules: the names of the removed ones."""
 
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder = folder
@@ -56,7 +56,7 @@ class Copy:
         )
 
     def check_imports(self) -> None:
-        """Every module of the product can be imported; what imports SGLang needs a server's process."""
+        """Check that every module of the product can be imported; what imports SGLang needs a server."""
         names = []
         for path in self.folder.rglob("*.py"):
             own = path.relative_to(self.folder)
@@ -65,12 +65,12 @@ class Copy:
         done(self.python("-c", IMPORT, *sorted(names)))
 
     def test_files(self) -> list[str]:
-        """The test files that import nothing of what is gone, themselves or by what they import."""
+        """Return the test files that import no removed module, neither directly nor through others."""
         known = dict.fromkeys(self.modules, False)
 
         def is_whole(module: str) -> bool:
             if module not in known:
-                known[module] = True  # while it is looked at: files may import each other
+                known[module] = True  # while its imports are followed: files may import each other
                 path = self.folder / (module.replace(".", "/") + ".py")
                 if module.partition(".")[0] in AROUND and path.is_file():
                     known[module] = all(map(is_whole, imports_of(path)))
@@ -82,7 +82,7 @@ class Copy:
         return [name.replace(".", "/") + ".py" for name in sorted(names) if is_whole(name)]
 
     def check_collects(self) -> list[str]:
-        """Pytest collects those files. Returns the others."""
+        """Check that pytest collects those files. Return the others."""
         files = self.test_files()
         done(self.python("-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *files))
         return sorted(
@@ -90,7 +90,7 @@ class Copy:
         )
 
     def samples(self, *arguments: object) -> bytes:
-        """Run the demo; returns its samples.jsonl."""
+        """Run the demo; return its samples.jsonl."""
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone", "run.py")
@@ -98,7 +98,7 @@ class Copy:
         return (out / "samples.jsonl").read_bytes()
 
     def check_tests(self) -> dict[str, int]:
-        """Tests of the default tier pass, or end with the refusal of an extra. Returns counts."""
+        """Check that the default tier passes or ends with an extra's refusal. Return counts."""
         plugin = self.folder / "tests/asked_for_extras.py"
         plugin.write_text(PLUGIN.format(modules=sorted(self.modules)))
         settings = ("-q", "-n", 2, "-p", "tests.asked_for_extras", "-p", "no:cacheprovider")
@@ -107,7 +107,7 @@ class Copy:
         return {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", ran.stdout[-200:])}
 
 
-# a test that asks for an extra is skipped: what it imports or reads is gone, or what it says is refused
+# a test that needs an extra is skipped: a module or file is gone, or a setting is refused
 PLUGIN = """
 import re
 import pytest
@@ -120,7 +120,7 @@ GONE = re.compile(
     rf"No module named '({{NAMES}})'|{{FROM}}|No such file or directory: .*/({{FILES}})\\.py"
 )
 ASKED = re.compile(
-    r"extras\\.py has no row|unrecognized arguments: --|timeline\\.png|"
+    r"extras\\.py no longer has the row|unrecognized arguments: --|timeline\\.png|"
     r"--(mode|placement|schedule|judge-format) [^\\n]*: [^\\n]*(choose|unknown)|"
     r"(mode|placement|schedule|format) [\\w-]+ is unknown|no rule moves the split"
 )
@@ -142,7 +142,7 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules that a file imports when it is imported itself, but for types."""
+    """Return the modules that a file imports when it is imported itself, without those for types."""
     names = set()
     waiting = [ast.parse(path.read_text())]
     while waiting:
@@ -160,7 +160,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def without_rows(text: str, names: Iterable[str]) -> str:
-    """extras.py without some rows, and without the comment above each."""
+    """Return extras.py without some rows and the comment above each."""
     [table] = [
         node.value
         for node in ast.parse(text).body
@@ -181,7 +181,7 @@ def done(ran: CompletedProcess[str]) -> None:
 
 
 def check_without(name: str, folder: Path) -> str:
-    """Raise AssertionError if the project doesn't work without an extra. Returns what was seen."""
+    """Raise AssertionError if the project doesn't work without an extra. Return what was checked."""
     copy = Copy(folder, [name])
     copy.check_imports()
     gone = copy.check_collects()
@@ -192,7 +192,7 @@ def check_without(name: str, folder: Path) -> str:
 
 
 def check_core(folder: Path) -> str:
-    """Raise AssertionError if the core doesn't work. Returns what was seen."""
+    """Raise AssertionError if the core doesn't work. Return what was checked."""
     copy = Copy(folder / "core", EXTRAS)
     whole = Copy(folder / "whole", [])
     copy.check_imports()

@@ -1,4 +1,4 @@
-"""Clips that PyAV writes: encoders differ between builds, so tests hold them by their pixels."""
+"""Clips written by PyAV: encoders differ between builds, so tests compare pixels."""
 
 import hashlib
 import io
@@ -20,7 +20,7 @@ KINDS = {  # container, encoder and its options
 
 
 def frames_of(count: int, height: int = 64, width: int = 96) -> list[np.ndarray]:
-    """Pictures of four quarters, [height, width, 3]: the first grows brighter, the others keep colors."""
+    """Return pictures of four quarters, [height, width, 3]: the first grows brighter, the others don't."""
     pictures = []
     for number in range(count):
         picture = np.full((height, width, 3), (200, 40, 40), np.uint8)
@@ -40,7 +40,7 @@ def as_frame(picture) -> av.VideoFrame:
 def encoded_clip(
     pictures, kind="h264", rate=10, times=None, pixels="yuv420p", flags="", **settings
 ) -> bytes:
-    """A file with a frame for each picture. times: in ms; flags: of an MP4; settings: of the codec."""
+    """Encode a file with one frame per picture. times: in ms; flags: an MP4's; settings: the codec's."""
     container, encoder, options = KINDS[kind]
     file = io.BytesIO()
     muxing = {"movflags": flags} if flags else {}
@@ -61,7 +61,7 @@ def encoded_clip(
 
 
 def turned_clip(clip: bytes, matrix: tuple[int, int, int, int]) -> bytes:
-    """An MP4 whose track header has another display matrix: its first two rows and columns."""
+    """Return an MP4 whose track header has another display matrix: its first two rows and columns."""
     start = clip.index(b"tkhd") + 4
     place = start + 40 if clip[start] == 0 else start + 52
     a, b, c, d = ((65536 * number).to_bytes(4, "big", signed=True) for number in matrix)
@@ -71,7 +71,7 @@ def turned_clip(clip: bytes, matrix: tuple[int, int, int, int]) -> bytes:
 
 
 def digest_of_pairs(file: bytes) -> str:
-    """Of the pairs of frames that the project shows of it."""
+    """Return a digest of the pairs of frames that the project shows of a file."""
     shown = Clips(2.0, 16, lambda height, width, pairs, where: (96, 160))
     pairs = shown.pairs(b"", partial(bytes, file), "a clip")
     return hashlib.sha256(b"".join(pair.file for pair in pairs)).hexdigest()

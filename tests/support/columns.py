@@ -1,4 +1,4 @@
-"""Columns of metrics.jsonl: as they are worked by hand, and those that depend on timing."""
+"""Columns of metrics.jsonl: as worked out by hand, and those that depend on timing."""
 
 from fractions import Fraction
 
@@ -9,12 +9,12 @@ NAMES += " genrm/p50_s genrm/p99_s train/seconds_spread environment/step_s"
 
 
 def timing_free(row: dict) -> dict:
-    """A row of metrics.jsonl without what depends on timing, on the mode, and on who served what."""
+    """Return a row of metrics.jsonl without what depends on timing, on the mode, or on who served what."""
     names = {name for name in row if not name.startswith(PREFIXES)} - set(NAMES.split())
     return {name: value for name, value in row.items() if name in names}
 
 
 def numbers(text: str) -> dict[str, float]:
-    """Of `name=number` words; a number may be a fraction."""
+    """Read `name=number` words; a number may be a fraction."""
     words = (word.split("=") for word in text.split())
     return {name: float(Fraction(number)) for name, number in words}

@@ -10,12 +10,12 @@ from environment import episodes as user_episodes
 from runtime.user_code import UserCode
 from tests.support.fakes import FakeTokenizer, simulate, text_answer, to_text
 
-END = "."  # of a turn
+END = "."  # ends a turn
 
 
 @dataclass(eq=False)
 class FakeEpisodes(user_episodes.Episodes):
-    """waited: steps that ran when those who wait for one were told to go."""
+    """Fake episodes. waited: steps that ran when those waiting for one were released."""
 
     waited: int = 0
 
@@ -37,10 +37,10 @@ class FakeEpisodes(user_episodes.Episodes):
 
 
 def game(pauses=(0.0,), seed=0, replies=4):
-    """A class of its own lists: up to three replies `[k]`, as the seed has it; some turns earn something.
+    """Make a class with its own lists: up to three replies `[k]`, chosen by the seed; some turns earn some.
 
-    pauses: seconds that a step may take, which nothing but chance decides. made: its objects, each with the
-    texts that it was shown, and how often it was closed.
+    pauses: seconds that a step may take, decided only by chance. made: its objects, each with the texts that
+    it was shown, and how often it was closed.
     """
     chance = random.Random(seed)
 
@@ -71,7 +71,7 @@ def game(pauses=(0.0,), seed=0, replies=4):
 
 
 def play_on(prompt, index, sampling):
-    """A turn that follows from the question, its number in the group, and the turns before it."""
+    """Return a turn that depends on the question, its number in the group, and the earlier turns."""
     question, said = to_text(prompt).split("=")
     *turns, begun = said.split("]")
     rng = random.Random(f"{question} {index} {turns}")
@@ -79,13 +79,13 @@ def play_on(prompt, index, sampling):
 
 
 def judge_by_chance(prompt, index, sampling):
-    """A verdict that follows from all that the judge is shown."""
+    """Return a verdict that depends on all that the judge is shown."""
     asked, begun = to_text(prompt).split("?")
     return text_answer("0:0." * 3 + random.Random(asked).choice("YN"), begun=begun)
 
 
 def play(kind, mode="partial", size=2, **settings):
-    """A run whose answers are episodes of this class. Returns its controllers."""
+    """Run episodes of this class. Return the controllers."""
 
     def episodes(config):
         code = UserCode("--environment g.py", "g.py", (ConnectionError, TimeoutError))
@@ -96,7 +96,7 @@ def play(kind, mode="partial", size=2, **settings):
 
 
 def texts_of(sample):
-    """The turns of an answer, as they were sampled, each without its end."""
+    """Return the turns of an answer as sampled, each without its end."""
     ends = [*(reply.start for reply in sample.replies), len(sample.response)]
     starts = [0, *ends[:-1]]
     return [to_text(sample.response[a : b - 1]) for a, b in zip(starts, ends, strict=True)]

@@ -1,7 +1,7 @@
-"""Fakes for the controllers' outside: many ranks in one process on a virtual clock. They live in tests only.
+"""Fakes of a controller's surroundings: many ranks in one process on a virtual clock. Only tests use them.
 
-Clock and meetings are the simulation's. Engines and trainers aren't: these take fixed times, break when they
-are told to, and look at what they are asked and when.
+Clock and collectives are the simulation's. Engines and trainers aren't: these take fixed times, break on
+command, and check what they are asked to do, and when.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from simulation.clock import VirtualClock, end_all
 from simulation.meetings import Network, SimulatedWorld
 
 SECONDS_PER_TOKEN = 0.01
-PROBE_S = 10.0  # until a server that hangs is found out
+PROBE_S = 10.0  # until a hanging server is detected
 
 
 class FakeWorld(SimulatedWorld):
-    """What comes from others is a copy, as on the wire."""
+    """A fake world; it copies what it receives from other ranks, as a network would."""
 
     async def gather(self, value):
         return list(await super().gather(value))
@@ -69,15 +69,15 @@ class FakeWorld(SimulatedWorld):
 
 MAY_SHARE = [{f"{role} weights", f"{role} cache"} for role in ("rollout", "genrm")]
 MAY_SHARE += [{"rollout weights", "actor"}]  # for the push
-MAY_SHARE += [{"actor", "reference"}]  # each reads the answers, one after the other
-TRAINERS = {"actor", "reward critic", "cost critic"}  # share where the schedule fuses
-# gradients, and what a pass reserved: gone before anything else comes, a trainer of the same pipeline aside
+MAY_SHARE += [{"actor", "reference"}]  # both read the answers, one after the other
+TRAINERS = {"actor", "reward critic", "cost critic"}  # they share it if the schedule fuses
+# gradients, and memory that a pass reserved: freed before others come, unless in the same pipeline
 LEFTOVERS = {trainer: f"{trainer}'s leftovers" for trainer in sorted(TRAINERS)}
 MAY_SHARE += [{trainer, leftovers} for trainer, leftovers in LEFTOVERS.items()]
 
 
 class Device:
-    """One rank's memory: who holds it."""
+    """One rank's memory: it records who holds it."""
 
     def __init__(self, rank, log, fuses=False):
         self.rank, self.log, self.fuses, self.holders = rank, log, fuses, set()
@@ -98,10 +98,10 @@ class Device:
 
 
 class FakeEngine:
-    """One for all ranks: a handle, and its server.
+    """A fake engine for all ranks: a handle, and its server.
 
-    version: of the weights that it was pushed. pace: seconds a token. part: tokens that come at a time.
-    swap_s: to sleep or wake. requests, asked: of each call, when, by which version.
+    version: that of its weights. pace: seconds per token. part: tokens that come at once. swap_s: seconds to
+    sleep or wake. requests, asked: each call's requests, its time and its weights' version.
     """
 
     capacity = 128
@@ -117,22 +117,22 @@ class FakeEngine:
         self.changed = asyncio.Event()  # set when it dies or hangs
 
     def die(self):
-        """As by kill -9: its memory is free, and what it owed breaks."""
+        """Die as by kill -9: free the memory and break all unfinished answers."""
         self.runs = self.awake = False
         self.device.give(f"{self.role} weights", f"{self.role} cache")
         self._change()
 
     def hang(self):
-        """As by SIGSTOP: nothing comes from it any more."""
+        """Hang as by SIGSTOP: send nothing any more."""
         self.hangs = True
         self._change()
 
     def lose(self):
-        """Nothing comes of what it is asked for from now on, though it is healthy."""
+        """Lose all answers to requests from now on, but stay healthy."""
         self.loses = True
 
     def break_off(self):
-        """The next part of an answer is lost on its way."""
+        """Lose the next part of an answer on its way."""
         self.breaks = True
 
     def _change(self):
@@ -140,15 +140,17 @@ class FakeEngine:
         self.changed = asyncio.Event()
 
     async def answer(self):
-        """Returns if it runs; what waits for one that hangs gives up in the end."""
+        """Return if the server runs; while it hangs, wait until the timeout."""
         if self.runs and self.hangs:
             await asyncio.sleep(PROBE_S)
         if not self.runs or self.hangs:
             raise self.lost("didn't answer")
 
     async def generate(self, requests):
-        """Each answer in parts of `part` tokens, or as far as it is when it is aborted. A prompt
-        that ends in the beginning of its answer is continued."""
+        """Yield each answer in parts of `part` tokens, or as far as it is when it is aborted.
+
+        If a prompt ends in the beginning of its answer, continue it.
+        """
         clock = asyncio.get_running_loop().time
         if not self.runs:
             raise self.lost("refused the connection")
@@ -197,7 +199,7 @@ class FakeEngine:
         return part_of(answer, 0, request.limit, "length") if is_cut_off else answer
 
     async def _until(self, due, aborted):
-        """Nothing comes of a server that hangs; one that dies breaks off."""
+        """Wait until `due`. A hanging server never returns; one that dies breaks the request."""
         clock = asyncio.get_running_loop().time
         while True:
             changed = asyncio.ensure_future(self.changed.wait())
@@ -214,13 +216,13 @@ class FakeEngine:
 
     async def abort(self):
         await self.answer()
-        assert self.awake, "told to abort while it slept"
+        assert self.awake, "asked to abort while it slept"
         for aborted in self.aborts:
             if not aborted.done():
                 aborted.set_result(None)
 
     async def abort_request(self, name):
-        """With all that came in one call with it."""
+        """Abort a request with all others of its call."""
         await self.answer()
         if not self.futures[name].done():
             self.futures[name].set_result(None)
@@ -263,18 +265,18 @@ class FakeEngine:
 
 
 def part_ends(length, part):
-    """After how many tokens the parts of an answer end."""
+    """Return after how many tokens the parts of an answer end."""
     return [*range(part, length, part), length]
 
 
 def number_of(prompt, seed, index):
-    """Which answer of its group a seed stands for: a request may be for the unfinished ones."""
+    """Return which answer of its group a seed belongs to: a request may be only for the unfinished ones."""
     seeds = [seed_of(0, number_in(prompt), number) for number in range(8)]
     return seeds.index(seed) if seed in seeds else index
 
 
 def part_of(answer, begin, end, finish):
-    """Some of its tokens."""
+    """Return the answer's tokens from `begin` to `end`."""
     tokens, logprobs = answer.tokens[begin:end], answer.logprobs[begin:end]
     return replace(answer, tokens=tokens, logprobs=logprobs, finish=finish)
 
@@ -285,7 +287,7 @@ def check_image(prompt, images):
 
 
 class FakeTrainer:
-    """What actor and critic have in common. Its weights are its version."""
+    """The common parts of the fake actor and critic. Its weights are its version."""
 
     received_bytes = 0
 
@@ -361,7 +363,7 @@ class FakeActor(FakeTrainer):
     def __init__(self, rank, shape, device, takes_stale=False, lag=0):
         self.takes_stale = takes_stale
         super().__init__("actor", rank, shape, device)
-        if self.holds:  # a real one has it there alone
+        if self.holds:  # a real trainer has it only there
             self.lag = lag
 
     def named_weights(self):
@@ -388,7 +390,7 @@ class FakeActor(FakeTrainer):
 
 
 class FakeCritic(FakeTrainer):
-    """Its value of a token follows from the token alone. `log`: what it was asked."""
+    """A fake critic; a token's value depends only on the token. `log`: its calls."""
 
     update_s = 0.0
 
@@ -409,7 +411,7 @@ class FakeCritic(FakeTrainer):
 
 
 class FakeReference(FakeTrainer):
-    """Its log-probability of a token follows from the token alone. `log`: what it was asked."""
+    """A fake reference; a token's log-probability depends only on the token. `log`: its calls."""
 
     async def compute_ref_logprobs(self, mini_batches):
         assert self.awake or not self.holds, "asked while asleep"
@@ -420,7 +422,7 @@ class FakeReference(FakeTrainer):
 
 
 class FakeCheckpoints:
-    """Counts saves, and looks whether nothing is in flight."""
+    """Fake checkpoints; they count saves, and check that nothing is in flight."""
 
     newest = None
 
@@ -444,7 +446,7 @@ class FakeCheckpoints:
 
 
 class LateWriter:
-    """Runs the work at once, as a forked process would see it; tells when it was asked often enough."""
+    """A writer that runs the work at once, as a forked process would see it; done after enough polls."""
 
     patience = 3
 
@@ -460,7 +462,7 @@ class LateWriter:
 
 
 class FakeReport:
-    """Keeps what each step came to; `carried` and `carried_ids` as they were at its end."""
+    """A report that keeps each step's results; `carried` and `carried_ids` as they were at its end."""
 
     def __init__(self):
         self.steps, self.notes, self.marks = [], [], []
@@ -495,14 +497,14 @@ class FakeReport:
 
 
 def requests_of(prompts, sampling, seeds=()):
-    """A request of each prompt, of sampling's limit; by default without a seed."""
+    """Return a request for each prompt, with the limit of `sampling`; by default without a seed."""
     seeds = seeds or [None] * len(prompts)
     limit = sampling.max_new_tokens
     return [Request(p, sampling, limit, seed) for p, seed in zip(prompts, seeds, strict=True)]
 
 
 class Picture(Image):
-    """Of the number in a prompt. It stays with the controller that read it."""
+    """A picture of the number in a prompt. It stays with the controller that read it."""
 
     def __reduce__(self):
         raise AssertionError("an image was sent to another controller")
@@ -512,7 +514,7 @@ class Picture(Image):
 
 
 class FakeSource:
-    """Prompt k is the text of k and its picture."""
+    """A source whose prompt k is the text of k and its picture."""
 
     def __init__(self):
         self.held_out = tuple(map(self.training, range(10)))
@@ -523,14 +525,16 @@ class FakeSource:
 
 
 def text_answer(text, index=0, begun=""):
-    """What is left of a text; each log-probability tells its place."""
+    """Return the rest of a text as an answer; each log-probability encodes its position."""
     places = range(len(begun), len(text))
     return Answer(index, [ord(text[k]) for k in places], [-0.01 * k for k in places], "stop", [])
 
 
 def write_on(prompt, index, sampling):
-    """An answer that follows from question and number in the group alone, wherever it goes on. How
-    often it is right depends on the question: some groups are all right or all wrong."""
+    """Return an answer that depends only on question and number in the group, wherever it is continued.
+
+    How often it is right depends on the question: some groups are all right or all wrong.
+    """
     question, begun = to_text(prompt).split("=")
     number, skill = number_in(prompt), random.Random(question).choice([0.0, 0.3, 0.6, 1.0])
     rng = random.Random(f"{question} {index}")
@@ -539,26 +543,26 @@ def write_on(prompt, index, sampling):
 
 
 def always_right(prompt, index, sampling):
-    """Every group teaches nothing."""
+    """Return a right answer, so that every group is filtered."""
     question, begun = to_text(prompt).split("=")
     length = random.Random(question).randint(0, 60)
     return text_answer(f"{' ' * length}>{number_in(prompt)}", index, begun)
 
 
 def judge_on(prompt, index, sampling):
-    """The verdict of a perfect judge, wherever it goes on: `7+0=>7?` -> Y."""
+    """Return a perfect judge's verdict, wherever it is continued: `7+0=>7?` -> Y."""
     asked, begun = to_text(prompt).split("?")
     is_right = asked.split(">")[1] == str(number_in(prompt))
     return text_answer("0:0." * 5 + ("Y" if is_right else "N"), begun=begun)
 
 
 def number_in(prompt):
-    """Of a question, also in what a judge is asked: its answer."""
+    """Return the answer of a question, which may be part of a judge's prompt."""
     return int(re.search(r"(\d+)\+", to_text(prompt))[1])
 
 
 def at_random_paces(seed):
-    """Engines that differ up to tenfold in speed."""
+    """Make engines that differ up to tenfold in speed."""
     rng = random.Random(seed)
 
     def prepare(engines):
@@ -569,7 +573,7 @@ def at_random_paces(seed):
 
 
 def batches_of(controllers, step):
-    """What a step came to on every rank."""
+    """Return a step's batch on every rank."""
     return [c.report.steps[step][1] for c in controllers]
 
 
@@ -578,13 +582,13 @@ def all_batches(controllers):
 
 
 def samples_of(batches):
-    """All samples of these batches, whatever became of them."""
+    """Return all samples of these batches, kept or not."""
     groups = [group for b in batches for group in (b.kept, b.dropped, *b.filtered, *b.carried)]
     return list(chain.from_iterable(groups))
 
 
 def trained(controllers, step):
-    """What a step trained on, by prompt_id and index: once, and all of a model-parallel group the same."""
+    """Return the samples of a step by prompt_id and index; check that each was trained on once."""
     samples = {}
     for c in controllers:
         for sample in c.report.steps[step][2]:
@@ -595,7 +599,7 @@ def trained(controllers, step):
 
 
 def learned(controllers):
-    """By step, what was trained on: key, answer, which weights wrote it, reward."""
+    """Return by step the samples trained on: key, answer, version of the weights, reward."""
     found = []
     for step in range(len(controllers[0].report.steps)):
         samples = trained(controllers, step).values()
@@ -605,7 +609,7 @@ def learned(controllers):
 
 
 class FakeTokenizer:
-    """A token is a character."""
+    """A tokenizer whose tokens are characters."""
 
     eos_token_id, chat_template, all_special_tokens, added_tokens_decoder = 0, None, (), {}
     name_or_path = "FAKE"
@@ -618,7 +622,7 @@ class FakeTokenizer:
 
 
 def fake_config(mode="partial", **settings):
-    """The settings of a simulated run."""
+    """Return the settings of a simulated run."""
     defaults = dict(mode=mode, steps=3, prompts_per_step=8, answers_per_prompt=4, eval_every=2)
     defaults |= dict(save_every=0, timeout_s=100.0, judge_format=("addition",))
     defaults |= dict(max_model_len=1100, judge_max_new_tokens=100, max_new_tokens=100)
@@ -650,12 +654,12 @@ def simulate(
     episodes=None,
     **settings,
 ):
-    """Run the real controllers on fakes, by default the whole `loop`; returns them and the log of hand-overs.
+    """Run the real controllers on fakes, by default the whole `loop`; return them and the log of hand-overs.
 
-    prepare: called with all servers, prepare_controller with each controller, before they start. A list given
-    as `controllers` is filled, for those who want to see what became of a run that failed. With `save_every`,
-    checkpoints go to `out`; `resumed` is one to go on from. events: (seconds, function(servers,
-    controllers)), called when it is time. episodes: called with the settings for a controller's environment.
+    prepare is called with all servers, prepare_controller with each controller, before they start. A list
+    given as `controllers` is filled, so that a failed run can be inspected. With `save_every`, checkpoints go
+    to `out`; `resumed` is one to resume from. events: (seconds, function(servers, controllers)), called at
+    that time. episodes: called with the settings for a controller's environment.
     """
     config = fake_config(mode, out=str(out), tp=tp, **settings)
     (placed, splits), log, meetings = modes.lay_out(config, size), [], {}
@@ -692,7 +696,7 @@ def simulate(
 
 
 def run_on(clock, *works):
-    """Await all of these, on a virtual clock. No rank leaves a task behind.
+    """Await all of these on a virtual clock. No rank may leave a task unfinished.
 
     If one fails, the others are cancelled, as by torchrun's SIGTERM.
     """
@@ -715,7 +719,7 @@ def run_on(clock, *works):
 
 
 def fake_engines(config, placed, splits, devices, write, verdict):
-    """One for each role and lead of any split."""
+    """Make a fake engine for each role and lead of any split."""
     engines, judges = [], max(1, len(config.judge_models))
     for role, writes in (("genrm", verdict), ("rollout", write)):
         for rank in sorted({lead for split in splits for lead in placed.leads(role, split)}):
@@ -725,7 +729,7 @@ def fake_engines(config, placed, splits, devices, write, verdict):
 
 
 def fake_controller(config, placed, splits, world, engines, device, clock, out, writer, episodes):
-    """The real controller of one rank on fakes."""
+    """Make the real controller of one rank on fakes."""
     timeline, algorithm = Timeline(world.rank, clock.time), algorithm_of(config)
     pools = {}
     same_duty = world.part(placed.servers)

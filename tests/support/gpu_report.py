@@ -1,4 +1,4 @@
-"""The file that `make test-gpu` leaves: what to attach where something failed."""
+"""The file that `make test-gpu` writes: what to attach to a report of a failure."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ LOG_LINES, ERROR_LINES = 60, 40
 
 
 def write(table: list[str], failures: list[tuple[str, str]], logs: list[Path]) -> Path:
-    """table: what passed, with its figures. failures: of each test its name and what it said."""
+    """Write the report. table: passed checks and figures. failures: each failed test's name and message."""
     sections = {
         "what passed": table,
         "machine": [*output_of("nvidia-smi"), *output_of(sys.executable, "run.py", "check")],
@@ -31,7 +31,7 @@ def write(table: list[str], failures: list[tuple[str, str]], logs: list[Path]) -
 
 
 def output_of(*command: str) -> list[str]:
-    """Lines that a command prints, or why it can't be run."""
+    """Return the lines that a command prints, or why it can't be run."""
     how = dict(cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     try:
         done = subprocess.run(command, **how)

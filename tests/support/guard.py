@@ -2,8 +2,8 @@
 
     python -m tests.support.guard RESULT.json COMMAND ...
 
-The result has the command's exit status, what outlived it (which is then killed),
-and whether a bystander, a child of this process that has nothing to do with the command, is alive.
+The result has the command's exit status, the processes that outlived it (they are then killed), and whether a
+bystander, a child of this process that has nothing to do with the command, is alive.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def family(but: int) -> dict[int, str]:
-    """Living descendants: process id -> command line."""
+    """Return living descendants: process id -> command line."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Whole runs of the command: torchrun under guard.py, to which all that a run starts belongs."""
+"""Whole runs of the command: torchrun under guard.py, so that all processes of a run can be found."""
 
 import contextlib
 import itertools
@@ -18,9 +18,9 @@ from tests import ROOT
 from tests.support.columns import timing_free
 from tests.support.patience import LIMIT_S
 
-TORCHRUN_S_OWN = re.compile(r"[WE]\d{4} .*torch/distributed/")  # lines that it logs
-IN_OUR_CODE = re.compile(rf'File "{ROOT}/(?!\.venv)')  # in a traceback
-PORTS = 20  # of a run, from --port on; the last is torchrun's own
+TORCHRUN_S_OWN = re.compile(r"[WE]\d{4} .*torch/distributed/")  # torchrun's own log lines
+IN_OUR_CODE = re.compile(rf'File "{ROOT}/(?!\.venv)')  # a line of a traceback
+PORTS = 20  # ports of a run from --port on; the last is torchrun's own
 BASES = itertools.count(20_000 + os.getpid() % 300 * PORTS, PORTS)
 
 
@@ -36,12 +36,12 @@ def is_taken(port: int) -> bool:
 
 
 def free_ports() -> int:
-    """The first of PORTS in a row, below those that the system gives to connections."""
+    """Return the first of PORTS free ports in a row, below those that the system gives to connections."""
     return next(base for base in BASES if not any(map(is_taken, range(base, base + PORTS))))
 
 
 class Run:
-    """One `torchrun run.py` on a few ranks. `again` is the same command, started once more."""
+    """One `torchrun run.py` on a few ranks. `again` repeats the same command."""
 
     program = "run.py"
 
@@ -50,8 +50,8 @@ class Run:
         self.port, self._arguments = free_ports(), arguments
         self._launch, self._under, self._seen = launch, under, set()
         self.status: int | None = None
-        self.left: list[str] = []  # command lines of what outlived it
-        self.bystander_spared = False  # whether it killed nobody else's process
+        self.left: list[str] = []  # command lines of processes that outlived it
+        self.bystander_spared = False  # True unless it killed somebody else's process
 
     def start(self) -> "Run":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Run:
         command += ["--nproc-per-node", self.ranks]
         command += ["--master-port", self.port + PORTS - 1, *self._launch]
         command += [self.program, *self._arguments, "--out", self.out, "--port", self.port]
-        # seconds for a save after a signal, as the Makefile says
+        # seconds for a save after a signal, as in the Makefile
         settings = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}
         with (self.folder / "stdout").open("wb") as out, (self.folder / "stderr").open("wb") as err:
             how = dict(cwd=ROOT, env=os.environ | settings, start_new_session=True)
@@ -68,12 +68,12 @@ class Run:
         return self
 
     def again(self) -> "Run":
-        """The same command, from its start to its end; it says what it has to in a folder of its own."""
+        """Run the same command from start to end, with a folder of its own for its output."""
         how = dict(ranks=self.ranks, launch=self._launch, out=self.out)
         return Run(self.folder / "again", *self._arguments, **how).start().finish()
 
     def struck(self, *strikes) -> "Run":
-        """Start it; once a condition holds strike, pair by pair; wait for its end."""
+        """Start it; each time a condition holds, do its strike; wait for the end."""
         self.start()
         try:
             for condition, strike in strikes:
@@ -84,13 +84,13 @@ class Run:
         return self
 
     def ended(self) -> "Run":
-        """From its start to its end, which is a good one."""
+        """Run it from start to end, and check that it succeeds."""
         self.start().finish()
         assert self.status == 0, self.stderr + self.stdout
         return self
 
     def finish(self) -> "Run":
-        """Wait for the end. Leaves no process, whatever happens."""
+        """Wait for the end. Leave no process running, whatever happens."""
         try:
             self.guard.wait(LIMIT_S)
             if (result := self.folder / "result.json").is_file():
@@ -116,13 +116,13 @@ class Run:
         return self.guard.is_running() and self.guard.status() != psutil.STATUS_ZOMBIE
 
     def family(self) -> set[psutil.Process]:
-        """All that it ever started and somebody saw."""
+        """Return all processes that it ever started and that were seen."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self._seen.update(self.guard.children(recursive=True))
         return self._seen
 
     def processes(self) -> Iterator[tuple[psutil.Process, str]]:
-        """What runs now, with its command line."""
+        """Return the running processes with their command lines."""
         for process in list(self.family()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 yield process, " ".join(process.cmdline())
@@ -132,12 +132,12 @@ class Run:
         return found
 
     def rank_processes(self) -> list[psutil.Process]:
-        """Children of torchrun: a rank's own child that writes a checkpoint has the same command line."""
+        """Return torchrun's children: a rank's child that writes a checkpoint has the same command line."""
         children = self.launcher().children()
         return [process for process in children if "run.py" in " ".join(process.cmdline())]
 
     def engine(self, role: str, rank: int, name: str) -> psutil.Process:
-        """The process called `name` of a role's server on a rank."""
+        """Return the process called `name` of a role's server on a rank."""
         everything = list(self.processes())
         port = f"--port {self.port + 2 * rank + (role == 'genrm')} "
         servers = [(p, command) for p, command in everything if port in command]
@@ -147,18 +147,18 @@ class Run:
         return found
 
     def press_ctrl_c(self) -> None:
-        """As a terminal does: SIGINT to the foreground process group."""
+        """Send SIGINT to the foreground process group, as a terminal does."""
         self.family()
         os.killpg(self.guard.pid, signal.SIGINT)
 
     def kill_all(self) -> None:
-        """kill -9 of every process at one moment."""
+        """Send kill -9 to every process at one moment."""
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process, _ in self.processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
 
-    # ---- what it said and left
+    # ---- its output and files
 
     @property
     def stdout(self) -> str:
@@ -169,32 +169,32 @@ class Run:
         return (self.folder / "stderr").read_text()
 
     def rows(self, name: str = "metrics.jsonl") -> list[dict]:
-        """The whole rows of a file so far."""
+        """Return a file's complete rows so far."""
         path = self.out / name
         *lines, _ = path.read_text().split("\n") if path.exists() else [""]
         return [json.loads(line) for line in lines]
 
     def numbers(self) -> list[dict]:
-        """Of every step the metrics that don't depend on timing, on the mode, or on faults."""
+        """Return every step's metrics without those that depend on timing, on the mode, or on faults."""
         return [timing_free(row) for row in self.rows()]
 
     # ---- what is asserted of every run
 
     def check_as(self, other: "Run") -> None:
-        """It ended well and trained on the same samples, to the last digit."""
+        """Check that it ended well and trained on the same samples, to the last digit."""
         assert self.status == 0, self.stderr + self.stdout
         self.check_nothing_is_left()
         assert self.numbers() == other.numbers()
         assert self.rows("samples.jsonl") == other.rows("samples.jsonl")
 
     def check_nothing_is_left(self) -> None:
-        """No process and no port; and nothing that belongs to others was touched."""
+        """Check that no process and no port is left, and that nobody else's process was touched."""
         assert self.bystander_spared and not self.left, self.left
         assert not any(map(is_taken, range(self.port, self.port + PORTS)))
 
     @property
     def ours(self) -> list[str]:
-        """Lines on stderr that aren't torchrun's: it logs some, its own traceback and report come last."""
+        """Return the lines on stderr that aren't torchrun's log, traceback or report."""
         before = self.stderr.partition("Traceback (most recent call last):")[0]
         return [line for line in before.splitlines() if not TORCHRUN_S_OWN.match(line)]
 
@@ -202,7 +202,7 @@ class Run:
         assert "Traceback" not in self.stdout and not IN_OUR_CODE.search(self.stderr), self.stderr
 
     def check_one_line(self, *needles: str, status: int = 2) -> None:
-        """Said once, in one line; ranks leave with the status, and torchrun, which quotes it, with 1."""
+        """Check that the error appears once, in one line; ranks exit with `status`, torchrun with 1."""
         assert self.status == 1 and len(self.ours) == 1, self.stderr
         for needle in ("error: ", *needles):
             assert needle in self.ours[0], f"{needle!r} not in: {self.stderr}"
@@ -212,10 +212,10 @@ class Run:
 
 
 def rows_done(count: int) -> Callable[[Run], bool]:
-    """A condition: so many steps are done."""
+    """Return a condition that holds after `count` steps."""
     return lambda run: len(run.rows()) >= count
 
 
 def saved(step: int) -> Callable[[Run], bool]:
-    """A condition: the checkpoint after so many steps is there."""
+    """Return a condition that holds once the checkpoint after `step` steps is there."""
     return lambda run: (run.out / "checkpoints" / f"step_{step}").is_dir()

@@ -1,5 +1,6 @@
-"""Small models as Hugging Face directories: a user's own, Qwen3 with a BPE tokenizer and a chat template;
-one of the demo's shape, without its training."""
+"""Small models as Hugging Face directories: a user's Qwen3 with a BPE tokenizer and a chat template, and an
+untrained one of the demo's shape.
+"""
 
 from pathlib import Path
 
@@ -20,14 +21,14 @@ system user assistant Verdict: correct Verdict: incorrect
 Final answer:
 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20"""
 
-EOS = 1  # of make_tiny_qwen3
+EOS = 1  # end of sequence of make_tiny_qwen3
 SHAPE = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
 SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=384)
 SHAPE |= dict(max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.1)
 
 
 def save_tokenizer(directory) -> Path:
-    """A byte-level BPE tokenizer of 384 tokens trained on CORPUS; `<|im_end|>` ends an answer, as in Qwen."""
+    """Save a byte-level BPE tokenizer of 384 tokens trained on CORPUS; `<|im_end|>` ends answers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +44,7 @@ def save_tokenizer(directory) -> Path:
 
 
 def save_model(directory) -> Path:
-    """A random Qwen3 directory of 130k parameters."""
+    """Save a random Qwen3 directory of 130k parameters."""
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -56,7 +57,7 @@ def save_model(directory) -> Path:
 
 
 def end_turns_with(directory, token) -> int:
-    """Give the tokenizer there a chat template that ends each turn with a special token: its id."""
+    """Give the tokenizer a chat template that ends each turn with a special token; return its id."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -67,7 +68,7 @@ def end_turns_with(directory, token) -> int:
 
 
 def make_tiny_qwen3(directory, seed=0, kv_heads=4):
-    """The path of a random Qwen3, 366k parameters, tied; the weights follow from the seed alone."""
+    """Make a random, tied Qwen3 of 366k parameters; the weights depend only on the seed. Return its path."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -80,7 +81,7 @@ def make_tiny_qwen3(directory, seed=0, kv_heads=4):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-        # the default init gives nearly uniform logits: nothing would be told apart
+        # the default init gives nearly uniform logits, which would hide differences
         for weight in model.parameters():
             torch.nn.init.normal_(weight, mean=0.0 if weight.dim() > 1 else 1.0, std=0.15)
     Path(directory).mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""run.py on engines whose decode steps last 20 ms at least: whoever waits until an answer is in the middle
-of its text finds it so, however fast the machine and however busy its cores are."""
+"""run.py on engines whose decode steps take at least 20 ms: a test that waits until an answer is half done
+finds it so, however fast the machine and however busy its cores are."""
 
 import os
 import sys

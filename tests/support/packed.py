@@ -7,9 +7,9 @@ from training.packing import MicroBatch
 
 
 def sights_of(batch: MicroBatch) -> dict[int, tuple[list[int], int]]:
-    """Of each slot the tokens that its query sees, in the order of their positions, and the target."""
+    """Return for each slot the tokens that its query sees, in order of their positions, and the target."""
     keys = torch.arange(batch.tokens.numel()) if batch.keys is None else batch.keys
-    sights: list[Tensor] = []  # of each token, which it sees
+    sights: list[Tensor] = []  # for each token, the tokens that it sees
     for queries, seen in batch.lengths:
         own, keys = keys[:seen], keys[seen:]
         assert batch.positions[own].tolist() == list(range(seen))

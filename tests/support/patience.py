@@ -1,4 +1,4 @@
-"""How long a test waits: until nothing but a hang is left, on a machine as busy as you like."""
+"""How long a test waits: so long that even on a very busy machine only a hang exceeds it."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ LIMIT_S = 1800.0 * PATIENCE
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Until it holds. AssertionError after LIMIT_S."""
+    """Wait until the condition holds. Raises AssertionError after LIMIT_S."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "never came so far"
@@ -21,6 +21,6 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def run_process(*command: str | Path | float, **how) -> subprocess.CompletedProcess[str]:
-    """Its status, stdout and stderr, once it has ended. subprocess.TimeoutExpired after LIMIT_S."""
+    """Run a process; return its status, stdout and stderr. Raises subprocess.TimeoutExpired after LIMIT_S."""
     how = dict(cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S) | how
     return subprocess.run([*map(str, command)], **how)

@@ -1,4 +1,4 @@
-"""What trainers are held against: small random models, and plain transformers with torch's AdamW."""
+"""The references for trainers: small random models, and plain transformers with torch's AdamW."""
 
 import random
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from sample import Sample
 VOCAB = 64
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 CLIP_GRAD = 0.5  # as in set_constants
-# worked by hand from actor_config: lr 1e-3, 2 warm-up steps, 4 steps, to one half
+# by hand from actor_config: lr 1e-3, 2 warm-up steps, 4 steps, decay to one half
 LEARNING_RATES = [5e-4, 1e-3, 7.5e-4, 5e-4]
 
 
 def make_model(path, family: str, tied: bool, seed: int = 0, **changes) -> str:
-    """A tiny random model directory; biases and norms are random too, so that a mixed-up name shows."""
+    """Make a tiny random model directory; biases and norms are also random, so that a mixed-up name shows."""
     torch.manual_seed(seed)
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=VOCAB)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
@@ -41,7 +41,7 @@ def make_model(path, family: str, tied: bool, seed: int = 0, **changes) -> str:
 
 
 def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy of every response token, one sequence at a time."""
+    """Return log-probability and entropy of every response token, one sequence at a time."""
     ids = torch.tensor([sample.prompt + sample.response])
     log_softmax = F.log_softmax(model(ids).logits[0, len(sample.prompt) - 1 : -1] / temperature, -1)
     logprobs = log_softmax[range(len(sample.response)), sample.response]
@@ -49,7 +49,7 @@ def plain_logprobs(model, sample: Sample, temperature: float) -> tuple[torch.Ten
 
 
 def make_samples(step: int) -> list[Sample]:
-    """16 ragged answers, two of them padding; in step 2 all but one, so that most ranks train on nothing."""
+    """Return 16 ragged answers, two of them padding; in step 2 all but one, so that most ranks have none."""
     rng = random.Random(step)
     samples = []
     for index in range(16):
@@ -65,7 +65,7 @@ def make_samples(step: int) -> list[Sample]:
 
 
 def plain_optimizer(model) -> torch.optim.AdamW:
-    """With the weight decay of actor_config, of matrices alone."""
+    """Return AdamW with actor_config's weight decay for matrices only."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -73,7 +73,7 @@ def plain_optimizer(model) -> torch.optim.AdamW:
 
 
 def plain_steps(model, batches: list, loss_of: Callable, rates=LEARNING_RATES) -> list[tuple]:
-    """(loss, norm of the gradient) of each step of AdamW, whose loss is `loss_of` of a batch."""
+    """Make steps of AdamW with the loss `loss_of(batch)`; return (loss, gradient norm) of each."""
     optimizer, found = plain_optimizer(model), []
     for batch, lr in zip(batches, rates, strict=False):
         for group in optimizer.param_groups:
@@ -109,6 +109,6 @@ def make_value_model(path: Path, family: str, tied: bool) -> str:
 
 
 def plain_values(model, sample: Sample) -> torch.Tensor:
-    """Of every response token, one sequence at a time: that of the state before it is written."""
+    """Return each response token's value, one sequence at a time: the value of the state before the token."""
     ids = torch.tensor([sample.prompt + sample.response])
     return model.score(model.model(ids).last_hidden_state)[0, len(sample.prompt) - 1 : -1, 0]

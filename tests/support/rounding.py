@@ -1,11 +1,11 @@
-"""How far float32 may be off, from the terms that a sum adds: no figure of one machine's sums."""
+"""How far float32 may be off, derived from the terms of a sum instead of measured on one machine."""
 
-ROUNDING = 2.0**-24  # one rounding of a float32, at most, as a part of its result: 6e-8
+ROUNDING = 2.0**-24  # one float32 rounding changes a result by at most this fraction: 6e-8
 
 
 def apart(terms: int) -> float:
-    """How far two sums that add the same terms in other orders can be apart.
+    """Return how far apart two sums can be that add the same terms in different orders.
 
-    Each is off by at most one rounding a term, as a part of the sum of the terms' absolute values.
+    Each is off by at most one rounding per term, relative to the sum of the terms' absolute values.
     """
     return 2 * terms * ROUNDING

@@ -1,8 +1,8 @@
-"""A server of sums, `2+3` -> `5`, that is as bad as servers are.
+"""A server of sums, `2+3` -> `5`, as unreliable as real servers.
 
     python tests/support/slow_server.py PORT [hang]
 
-It takes its time, drops some requests, and stalls once. With `hang` it takes requests, and never answers.
+It is slow, drops some requests, and stalls once. With `hang` it accepts requests and never answers.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @dataclass
 class Habits:
     slow_s: float = 0.2
-    drops: int = 20  # one request in so many
-    stalls: int = 7  # the one that takes `stall_s`; 0: none does
+    drops: int = 20  # drops one request in this many
+    stalls: int = 7  # the number of the request that takes `stall_s`; 0: none does
     stall_s: float = 60.0
     hangs: bool = False
     requests: itertools.count = field(default_factory=lambda: itertools.count(1))
@@ -34,7 +34,7 @@ class Handler(BaseHTTPRequestHandler):
             threading.Event().wait()
         time.sleep(self.habits.stall_s if number == self.habits.stalls else self.habits.slow_s)
         if number % self.habits.drops == 0:
-            return  # nothing is written, and the connection is closed
+            return  # closes the connection without writing anything
         reply = added(text).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(reply)))
@@ -42,16 +42,16 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(reply)
 
     def log_message(self, *words) -> None:
-        """Be silent."""
+        """Log nothing."""
 
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
-    block_on_close = False  # not for those that hang
+    block_on_close = False  # don't wait for hanging handlers
     request_queue_size = 256
 
     def handle_error(self, request, client_address) -> None:
-        """Be silent: those who stopped waiting closed the connection."""
+        """Log nothing: clients that stopped waiting have closed the connection."""
 
 
 def added(text: str) -> str:
@@ -68,7 +68,7 @@ def bound(port: int, habits: Habits) -> Server:
 
 @contextmanager
 def running(habits: Habits):
-    """Serve in threads, on a free port: yields HOST:PORT."""
+    """Serve in threads on a free port; yield HOST:PORT."""
     with bound(0, habits) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"127.0.0.1:{server.server_port}"

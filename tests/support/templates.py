@@ -1,4 +1,4 @@
-"""Short stand-ins that do to turns what published chat templates do: the files of chat_templates."""
+"""Short stand-ins that treat turns as published chat templates do (the files of chat_templates)."""
 
 from pathlib import Path
 

@@ -25,14 +25,14 @@ TOWER |= dict(temporal_patch_size=2, spatial_merge_size=2, out_hidden_size=96)
 QWEN3_TEXT = dict(head_dim=24, rope_parameters=ROPE | dict(mrope_interleaved=True))
 QWEN3_TOWER = dict(patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0])
 QWEN2_TOWER = dict(patch_size=14, window_size=112, fullatt_block_indexes=[1], tokens_per_second=2)
-FAMILY = {  # of the text model, of the tower
+FAMILY = {  # settings of the text model and of the tower
     "qwen3_vl": (QWEN3_TEXT, QWEN3_TOWER),
     "qwen2_5_vl": (dict(rope_parameters=ROPE), QWEN2_TOWER),
 }
 
 
 def make_vision_model(path: Path, family: str, layers=4, seed=0, tied=True, **changes) -> str:
-    """A directory with weights, tokenizer and image processor (up to 16 features). changes: of the tower."""
+    """Make a directory with weights, tokenizer and image processor (up to 16 features). changes: tower."""
     torch.manual_seed(seed)
     text, tower = FAMILY[family]
     config_class, model_class = CLASSES[family]
@@ -45,7 +45,7 @@ def make_vision_model(path: Path, family: str, layers=4, seed=0, tied=True, **ch
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
-            elif parameter.ndim == 1:  # of norms
+            elif parameter.ndim == 1:  # norms
                 parameter.normal_(1, 0.1)
             else:
                 parameter.normal_(0, 0.02 if "patch_embed" in name else 0.05)
@@ -65,7 +65,7 @@ def make_vision_model(path: Path, family: str, layers=4, seed=0, tied=True, **ch
 
 
 def encoded_picture(width: int, height: int, seed: int = 0, kind: str = "PNG", **options) -> bytes:
-    """Noise, as a file's bytes."""
+    """Return noise as an image file's bytes."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind, **options)

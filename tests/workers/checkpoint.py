@@ -1,7 +1,7 @@
-"""What test_checkpoint.py starts as a process of its own: ranks save, then other layouts go on from that.
+"""test_checkpoint.py's work in its own process: ranks save, then other layouts resume from that.
 
-parallel.py imports it. The reference is a model directory and three batches. A layout's result has,
-by rank, what was saved or restored, the metrics of the update that follows and the weights after it.
+parallel.py imports it. The reference is a model directory and three batches. A layout's result has, by rank,
+what was saved or restored, the metrics of the next update, and the weights after it.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.workers.parallel import balanced, critic_config, gathered, weights_of
 
 
 def controller_of(world: World, actor, critic) -> SimpleNamespace:
-    """As much of a Controller as a checkpoint looks at."""
+    """Make a stand-in with the parts of a Controller that a checkpoint reads."""
     holders = placement.colocate(tuple(range(world.size)), actor.config)
     splits = modes.full_colocation(holders, actor.config)
     held = dict(actor=actor, critics=[critic], splits=splits, next=splits[0], serves=True)
@@ -41,12 +41,12 @@ def controller_of(world: World, actor, critic) -> SimpleNamespace:
         prompts=Prompts(FakeSource(), 4, keeps_groups=True),
         timeline=Timeline(world.rank, asyncio.get_running_loop().time),
         state=State(),
-        report=SimpleNamespace(note=None),  # of a save that failed
+        report=SimpleNamespace(note=None),  # called after a failed save
     )
 
 
 def update(c: SimpleNamespace, batch: list) -> dict[str, float]:
-    """An update of both models, the critic's on returns that follow from the tokens. Returns its metrics."""
+    """Update both models, the critic on returns derived from the tokens. Return the metrics."""
     actor, (critic,) = c.devices.actor, c.devices.critics
     metrics = actor.update(balanced(batch, actor))
     mini_batches = balanced(batch, critic)
@@ -57,7 +57,7 @@ def update(c: SimpleNamespace, batch: list) -> dict[str, float]:
 
 
 def carry_answers(prompts: Prompts, actor) -> None:
-    """Draw prompts that come again, as far as they were answered."""
+    """Draw prompts that come again, with their answers so far."""
     drawn = prompts.draw(9)
     owners = prompts.assign_owners(drawn, actor.dp_size)
     mine = [each for each in drawn if owners[each] == actor.dp_rank and actor.is_lead]
@@ -70,7 +70,7 @@ def carry_answers(prompts: Prompts, actor) -> None:
 
 
 async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dict]:
-    """`saves`: two updates, a save, and the next update while it is written. Otherwise that update alone."""
+    """If `saves`: make two updates, a save, and the next update meanwhile. Otherwise only that update."""
     from actor import Actor
     from critic import Critic
     from examples.make_demo.closing import close
@@ -91,7 +91,7 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
     else:
         await restore(c, out / "checkpoints" / "step_2")
         assert [model.version for model in models] == [2, 2]
-        if world.rank == 0:  # alone: neither a load nor a save waits for another rank
+        if world.rank == 0:  # only there: neither a load nor a save waits for another rank
             models[0].restore(out / "checkpoints" / "step_2" / "megatron")
             models[0].snapshot(Path(f"{path}.alone"))
     random = torch.rand(3)
@@ -103,7 +103,7 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
     facts |= dict(metrics=update(c, last), random=random, weights=[*map(weights_of, models)])
     if saves:
         await c.checkpoints.finish(c, wait=True)
-        await c.checkpoints.save_now(c)  # which has nothing to do
+        await c.checkpoints.save_now(c)  # this has nothing to do
         assert c.checkpoints.newest == 2
     world.close()
     for model in models:

@@ -1,9 +1,9 @@
-"""Ranks that train in processes of their own, for tests under one parallel layout after another.
+"""Ranks that train in their own processes, for tests of one parallel layout after another.
 
-As a program it reads lines, MODULE FOLDER, forks a process for each and answers with its exit status. The
-module is the test file that asks: of each layout of the folder's case.pt the results hold what its `train`
-made of a reference, sizes and a path. Ranks are forked after the imports, which take longer than the
-training, once for all cases; they meet through a file, so that no port is needed.
+As a program it reads lines, MODULE FOLDER, forks a process for each and prints its exit status. The module is
+a test file; for each layout in the folder's case.pt the results hold what its `train` returned for a
+reference, sizes and a path. Ranks are forked after the imports, which take longer than training, once for all
+cases; they meet through a file, so that no port is needed.
 """
 
 import datetime
@@ -31,7 +31,7 @@ extras.load()
 
 
 def actor_config(row: str = "grpo", **changes) -> Config:
-    """A small run's; a change that isn't a setting of the run's is one of the algorithm's."""
+    """Make a small run's settings; a change that isn't a run's setting changes the algorithm."""
     names = [field.name for field in fields(Settings)]
     own = {name: changes.pop(name) for name in names if name in changes}
     small = dict(temperature=0.8, max_tokens_per_micro_batch=48, max_new_tokens=20, steps=4)
@@ -45,7 +45,7 @@ def critic_config(**changes) -> Config:
 
 
 def set_constants(patch: Callable = setattr) -> None:
-    """A clip that cuts, engines that may be far off."""
+    """Set a clip that cuts, and let engines be far off."""
     from transformers import AutoConfig  # noqa: F401  each rank would take seconds to import it
 
     import actor
@@ -56,7 +56,7 @@ def set_constants(patch: Callable = setattr) -> None:
 
 
 def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
-    """Sum gradients during the backward pass in buckets of so many parameters, and fuse AdamW, as on CUDA."""
+    """Sum gradients in the backward pass in buckets of this many parameters, and fuse AdamW, as on CUDA."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     from training import trainer
@@ -67,14 +67,14 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
 
 
 def supervised(trainer, sequences: list, lr: float) -> float:
-    """One optimizer step of cross-entropy on (prompt, response) pairs; returns the mean loss before it."""
+    """Make an optimizer step of cross-entropy on (prompt, response) pairs; return the mean loss before it."""
     packed = [[sequences[index] for index in chosen] for chosen in trainer.pack(sequences)]
     stats = trainer.optimizer_step(packed, trainer.cross_entropy_loss, (), lr)
     return stats["loss"] / stats["divisor"]
 
 
 def balanced(batch: list, actor) -> list:
-    """What `actor` trains on of all ranks' samples, dealt and packed by the project's own plan."""
+    """Return `actor`'s part of all ranks' samples, dealt and packed by the project's own plan."""
     kept = [sample for sample in batch if sample.advantages is not None]
     samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.tokens) for key, sample in samples.items()}
@@ -85,7 +85,7 @@ def balanced(batch: list, actor) -> list:
 
 
 def train_on(actor, batches: list) -> tuple[list[dict], float]:
-    """Metrics of an update on each batch; how far the actor's log-probabilities are from the true ones."""
+    """Update on each batch; return metrics and the actor's distance from the true log-probabilities."""
     metrics, distance = [], 0.0
     for batch in batches:
         mine = batch[actor.dp_rank :: actor.dp_size]
@@ -97,25 +97,25 @@ def train_on(actor, batches: list) -> tuple[list[dict], float]:
 
 
 def weights_of(trainer) -> dict[str, torch.Tensor]:
-    """A copy of what a trainer would push (collective)."""
+    """Return a copy of what a trainer would push (collective)."""
     return {name: tensor.clone() for name, tensor in trainer.named_weights()}
 
 
 def far(one: dict, other: dict) -> float:
-    """The largest distance of any weight."""
+    """Return the largest distance of any weight."""
     assert one.keys() == other.keys()
     return max((one[name].float() - other[name]).abs().max().item() for name in one)
 
 
 def gathered(value) -> list:
-    """Every rank's (collective)."""
+    """Return every rank's value (collective)."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 
 
 def save(trainer, folder: Path) -> None:
-    """A trainer's part of a checkpoint (collective)."""
+    """Save a trainer's part of a checkpoint (collective)."""
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
@@ -140,7 +140,7 @@ def rank_main(rank: int, size: int, train: Callable[..., dict], case: dict, path
 
 
 def run_case(module: str, folder: str) -> None:
-    """Fork as many ranks as the case says, one time after another. All they say is in the folder's log."""
+    """Fork the case's ranks, one case after another. All their output is in the folder's log."""
     log = os.open(f"{folder}/log", os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -159,7 +159,7 @@ def main() -> None:
     for line in sys.stdin:
         module, folder = line.removesuffix("\n").split(" ", 1)
         gc.freeze()  # a rank collects only its own
-        assert len(os.listdir("/proc/self/task")) == 1  # what other threads hold would stay held
+        assert len(os.listdir("/proc/self/task")) == 1  # other threads' locks would stay locked
         process = mp.get_context("fork").Process(target=run_case, args=(module, folder))
         process.start()
         process.join()

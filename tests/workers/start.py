@@ -1,4 +1,4 @@
-"""Starts a module of tests/ as a process; forks ranks of one that has imported what they need."""
+"""Starts a module of tests/ as a process; forks ranks from one that has the imports they need."""
 
 import os
 import select
@@ -21,7 +21,7 @@ def run_worker(module: str, *arguments: str | Path) -> None:
 
 @cache
 def forks() -> subprocess.Popen:
-    """parallel.py's process. It ends with this one, or by `close`."""
+    """Return parallel.py's process. It ends with this one, or by `close`."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True)
     command = [sys.executable, "-m", "tests.workers.parallel"]
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | SETTINGS, **pipes)
@@ -36,7 +36,7 @@ def close() -> None:
 
 
 def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references: dict) -> dict:
-    """By name what the layouts, (reference, ranks, sizes) each, made in `train` of a test file."""
+    """Train the layouts, (reference, ranks, sizes) each, with a test file's `train`; return named results."""
     import torch
 
     sizes = list(dict.fromkeys(ranks for _, ranks, _ in layouts.values()))
@@ -55,7 +55,7 @@ def train_layouts(module: str, path: Path, layouts: dict[str, tuple], references
 
 
 def trained_by_tier(module: str, factory, first: dict, others: dict, references: dict) -> Callable:
-    """Of a layout's name what training made of it; the layouts of a tier are trained together."""
+    """Return a function from a layout's name to its training result; a tier's layouts train together."""
 
     @cache
     def trained(are_first: bool) -> dict:
@@ -66,7 +66,7 @@ def trained_by_tier(module: str, factory, first: dict, others: dict, references:
 
 
 def run_command(command: list[str | Path]) -> None:
-    """Until it ends; its group is gone afterwards. AssertionError with the end of its output if it failed."""
+    """Run it until it ends and its group is gone. Raises AssertionError with its last output if it failed."""
     how = dict(cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     process = subprocess.Popen([*map(str, command)], env=os.environ | SETTINGS, **how)
     try:
