@@ -85,10 +85,10 @@ def test_every_link_resolves(page):
 
 
 def commands_in(page: Path) -> list[list[str]]:
-    """Return the words of each command line of a page, without comments and without what follows &&."""
+    """Return the words of each command line of a page, without comments and without what follows `&`."""
     lines = page.read_text().replace("\\\n", " ").splitlines()
     starts = [line for line in lines if re.match(r"    (\w+=\w+ )?\S*(torchrun|python) ", line)]
-    return [shlex.split(line.split("#")[0].split("&&")[0]) for line in starts]
+    return [shlex.split(line.split("#")[0].split("&")[0]) for line in starts]
 
 
 def check_run(words: list[str]) -> None:
