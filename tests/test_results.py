@@ -54,7 +54,7 @@ def test_the_prose_of_readme_has_the_numbers_of_its_pages():
         f"the demo takes {demo['minutes']:.1f} minutes",
         f"the busiest holds {held} samples; a central one would hold all that are drawn in a step, "
         f"{all_drawn}.",
-        f"With images it takes {min(images):.2f} to {max(images):.2f} of the time",
+        f"a step with images takes {min(images):.2f} to {max(images):.2f} of a central one's time",
     ):
         assert words in prose, words
 
