@@ -1,7 +1,7 @@
 """The policy: its log-probabilities, loss and update; also the reference model of a KL penalty.
 
-controller.learn calls Trainer.update. For each mini-batch, that runs the passes (executor.py), in which
-Megatron calls policy_loss on the last stage, and then takes AdamW's step (Trainer.step).
+controller.learn calls Trainer.update. For each mini-batch it runs the passes (executor.py; Megatron calls
+policy_loss on the last stage), then takes AdamW's step (Trainer.step).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Actor(Trainer):
         self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
     ):
         self.algorithm = algorithm_of(config)
-        self.texts: list[Sequence] = []  # for the pretraining term, if there is one
+        self.texts: list[Sequence] = []  # texts for the pretraining term, if any
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
 
@@ -102,7 +102,7 @@ class Actor(Trainer):
                 sample.policy_logprobs = logprobs
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs`, with adapters switched off (collective: model-parallel group)."""
+        """Fill `reference_logprobs`, with any adapters off (collective: model-parallel group)."""
         self._switch_adapters(False)
         read = self.read_tokens(list(chain(*mini_batches)))
         self._switch_adapters(True)
@@ -122,7 +122,7 @@ class Actor(Trainer):
             assert fits, f"a sample of weights {sample.versions} meets weights {self.version}"
 
     def _check_engine(self, stats: dict[str, float]) -> None:
-        """Raise UserError if trainer and engine differ too much on tokens that the same weights wrote."""
+        """Raise UserError if trainer and engine differ too much on fresh tokens."""
         mean = engine_difference(stats)
         dtype = self.config.dtype
         most = MAX_LOGPROB_DIFF[dtype]
@@ -276,9 +276,8 @@ def importance_weights(
         fresh, corrects_mismatch   at most tis_cap              proximal
         stale                      at most behavior_weight_cap  proximal
 
-    Sources. Stale tokens: AReaL's decoupled objective (arXiv 2505.24298), section 5.2, after Hilton et al.
-    (arXiv 2110.00641). tis_cap: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    (2025).
+    Stale tokens: AReaL (arXiv 2505.24298), section 5.2, after Hilton et al. (arXiv 2110.00641). tis_cap: Yao
+    et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL (2025).
     """
     stale = targets.stale
     proximal = logprobs if targets.proximal_logprobs is None else targets.proximal_logprobs

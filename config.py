@@ -30,10 +30,7 @@ def setting(
     high: float = math.inf,
     choices: Sequence[str] = (),
 ) -> Any:
-    """Return a dataclass field with limits: low and high for a number, choices for a text.
-
-    help, group: the flag's help and its heading in --help, which is a part of the core or a row of extras.py.
-    """
+    """Return a field. group: heading in --help; low, high: a number's limits; choices: a text's values."""
     metadata = dict(help=help, group=group, low=low, high=high, choices=choices)
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -92,7 +89,7 @@ class Config:
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")
     environment: str = setting("", "FILE.py[:Class] that replies to turns", "environment")
     teacher: str = setting("", "directory of a model to learn from, by a KL", "teacher")
-    reward_weights: Numbers = setting((), "for judges, rules, environment", "rewards")
+    reward_weights: Numbers = setting((), "weights of judges, rules, environment", "rewards")
     cost_judge: Texts = setting((), "like --judge, for the cost (a constraint)", "rewards")
     cost_rule: Texts = setting((), "like --rule, for the cost (`cost` of FILE.py)", "rewards")
     judge_max_new_tokens: int = setting(1024, "longest critique with verdict", "rewards", low=1)
@@ -104,7 +101,7 @@ class Config:
     lr: float = setting(1e-6, "learning rate of AdamW", "training", low=TINY)
     lr_warmup_steps: int = setting(5, "steps in which the learning rate grows to --lr", "training")
     lr_decay_to: float = setting(1.0, "final fraction of --lr; demo: 0.1", "training", 0, 1)
-    max_tokens_per_micro_batch: int = setting(8192, "tokens per pass; CPUs: less", "training", 1)
+    max_tokens_per_micro_batch: int = setting(8192, "tokens per pass; CPU: fewer", "training", 1)
     tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
     pp: int = setting(1, "pipeline-parallel ranks", "training", low=1)
     sp: bool = setting(False, "sequence parallelism, with --tp", "training")

@@ -68,7 +68,7 @@ class Controller:
     timeline: Timeline
     report: Report
     checkpoints: Checkpoints | NoSaves
-    # with --placement standalone the serving or the training ranks, whichever this one is; else every rank
+    # every rank; with --placement standalone only the serving ranks, or the training ranks
     same_duty: World
     environment: Episodes | None = None  # replies to the policy's turns
     ahead: RolloutBatch | None = None  # a batch that is served but not yet trained on

@@ -56,9 +56,9 @@ EXTRAS = {
     "rules of users": Extra("scoring/rules.py"),
     # FORMATS: scalar reward models as judges
     "scalar judges": Extra("scoring/scalar.py", adds="scoring.scalar"),
-    # on CPUs, engines are forked, and SGLang's scheduler decodes with compiled code
+    # forked engines on CPUs, and compiled decoding in SGLang's scheduler
     "fast CPU": Extra("cpu/fast engines/forked.py"),
-    # at its start, a GPU run checks for the tools that it needs
+    # checks at the start of a GPU run for the tools that it needs
     "GPU tools": Extra("runtime/gpu_tools.py", adds="runtime.gpu_tools"),
     # OUT/timeline.png
     "figure": Extra("reporting/figure.py"),

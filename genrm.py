@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class JudgeFormat:
     """The prompt for one kind of judge, and the functions that read what it writes."""
 
-    final_answer: Callable[[str], str | None]  # reads it from a response; None scores 0 unjudged
+    final_answer: Callable[[str], str | None]  # response -> its final answer; None scores 0
     # (question or transcript, final answer) -> the judge's prompt, as text or chat turns
     prompt: Callable[[str, str], str | list[dict]]
     # critique -> True, False, or a grade from 0 to 1 (above 0.5 it accepts); None: it can't be read

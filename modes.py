@@ -36,9 +36,8 @@ async def collect(c: Controller) -> RolloutBatch:
     """Draw prompts, serve them, and replace groups that teach nothing (collective: ranks that serve).
 
     The first wave has `prompts_per_step` * `over_dispatch` prompts; up to `max_refill_waves` waves replace
-    filtered groups. The batch is the first informative groups in the order of drawing, or, with
-    `over_dispatch` above 1, the first to finish. Unused prompts come first in the next step. A stop abandons
-    the step, and all of its prompts come again.
+    filtered groups. The batch is the first informative groups as drawn (as finished, if `over_dispatch` > 1).
+    Unused prompts come first in the next step. A stop abandons the step, and all of its prompts come again.
     """
     if not c.devices.serves:
         return RolloutBatch()

@@ -125,7 +125,7 @@ class Models(NamedTuple):
     """The models to train, their references, and the route of the weights to the engines."""
 
     trainers: list[Trainer]  # the actor, then the critics
-    # for a KL, if there is one: a frozen model, or the actor with its adapters switched off
+    # the KL's reference, if there is one: a frozen model, or the actor with its adapters switched off
     references: list[Trainer]
     route: Route | None = None  # for pushes to other ranks
 

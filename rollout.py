@@ -336,7 +336,7 @@ class GroupsState(NamedTuple):
 
     finished: dict[int, bool]  # prompt_id, reported once -> whether the group is informative
     generated: int  # groups with only finished answers
-    failed: list[int]  # from Rewards.counts, as the next one
+    failed: list[int]  # see Rewards.counts
     succeeded: list[int]
     left: Remaining
 

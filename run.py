@@ -209,7 +209,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
             from engines import forked
 
             forked.start_forks()  # it imports in parallel
-        # in a thread, so that the event loop handles signals; asyncio would wait for the threads of to_thread
+        # a thread lets the event loop handle signals; not to_thread, because asyncio waits for its threads
         thread = ThreadPoolExecutor(1)
         loop = asyncio.get_running_loop()
         gc.disable()  # it would take a fifth of the time, and imported modules are never freed

@@ -1,8 +1,7 @@
 """Models and engines on separate ranks: placements that aren't colocated, and --ahead.
 
-HybridFlow (arXiv 2409.19256), section 8.3, compares `split` and `standalone` with `colocate`. Write any other
-placement as `engines=0-3 actor=0-1 critic=2-3:tp2`. With --ahead, ranks that only serve begin the next step
-while the others train.
+HybridFlow (arXiv 2409.19256), section 8.3, compares `split` and `standalone` with `colocate`. Others list
+ranks: `engines=0-3 actor=0-1 critic=2-3:tp2`. With --ahead, serving ranks go on while others train.
 """
 
 from __future__ import annotations

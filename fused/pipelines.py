@@ -50,9 +50,8 @@ def fused(pipes: Sequence[Pipe]) -> Table:
 def search(pipes: tuple[Pipe, ...]) -> Table:
     """Return the fastest of TRIES list schedules, or the first that meets `bound`: the same on every rank.
 
-    Each try reverses the last good schedule in time and rebuilds it: the tasks that ended last are the most
-    urgent, and gaps close (forward-backward improvement in project scheduling: Li and Willis, 1992). Random
-    shifts change the pipes' relative urgency.
+    Each try reverses the last good schedule in time and rebuilds it, so gaps close. Tasks that ended last are
+    the most urgent, up to random shifts (forward-backward improvement: Li and Willis, 1992).
     """
     best = pipeline.one_after_another(pipes)
     fastest = pipeline.evaluate(pipes, best).latency

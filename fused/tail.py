@@ -32,10 +32,9 @@ class TokenLatency(NamedTuple):
 
 
 def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
-    """Estimate the latency from the newest steps of fused mode or, without any, of any mode.
+    """Estimate the latency from the newest steps, of fused mode if any; half of it is assumed to be fixed.
 
-    Assumes that half of the time is fixed. Modes aren't mixed, because a trickle of prompts interrupts
-    decoding. Returns zeros if the role had no requests.
+    Modes aren't mixed, because a trickle of prompts interrupts decoding. Zeros if there were no requests.
     """
     fused = [step for step in history if step.split.mode == "fused"] or history
     seconds = []
@@ -53,7 +52,7 @@ def token_latency(history: list[StepStats], role: str, tp: int) -> TokenLatency:
 
 def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
     """Return how many engines the tail needs for its KV caches and its speed."""
-    # with this many answers an engine's step takes twice as long as with none
+    # an engine's step takes twice as long with this many answers as with none
     at_once = latency.fixed / latency.per_request if latency.per_request else math.inf
     return max(1, math.ceil(unwritten / max(1.0, min(capacity, at_once))))
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the order in which each rank runs the forward and backward passes of its stages. Pure.
+"""Pipeline schedules: the order in which each rank runs its stages' forward and backward passes. Pure.
 
 A schedule turns the `Pipe`s of an optimizer step into a `Table`; one executor runs any table.
 """
@@ -53,10 +53,7 @@ def needs(pipes: Sequence[Pipe], task: Task) -> list[Task]:
 
 
 def evaluate(pipes: Sequence[Pipe], table: Table) -> Evaluation:
-    """Run each rank's tasks in order, as early as possible; messages take no time.
-
-    Raises ValueError if ranks wait for each other.
-    """
+    """Run each rank's tasks in order; messages take no time. Raises ValueError if ranks are deadlocked."""
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
     free = [0.0] * len(table)  # when each rank becomes free
@@ -116,7 +113,7 @@ def one_after_another(pipes: Sequence[Pipe]) -> Table:
             forwards = [Task(number, stage, False, i) for i in micro_batches]
             backwards = [Task(number, stage, True, i) for i in micro_batches]
             warm_up = len(pipe.ranks) - 1 - stage
-            steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))  # in turns
+            steady = list(chain(*zip(forwards[warm_up:], backwards, strict=False)))  # alternating
             table[rank] += forwards[:warm_up] + steady + backwards[len(steady) // 2 :]
     return table
 

@@ -4,8 +4,7 @@ The idea is from a reader's notes on WeChat-YATT's withdrawn text; the timing of
 for COOL_DOWN steps. Then the first rule that applies decides:
 
 1. If an earlier split was faster, use it again. This also undoes moves that made steps slower.
-2. If one role's engines have UNEVEN times as many requests in flight as the other's, it gets one of the
-   other's engines, unless that split was tried already.
+2. If one role's engines are UNEVEN times as busy as the other's, it gets one of them, unless that was tried.
 3. Otherwise keep the split.
 """
 
@@ -37,7 +36,7 @@ def to_the_busier_role(
     more = [s for s in splits if s != now and (s.rollout > now.rollout) == (busier == "rollout")]
     following = min(more, key=lambda split: abs(split.rollout - now.rollout), default=now)
     if load[busier] < UNEVEN * load[idler]:
-        return Decision(now, f"{now} stays: both roles are as busy")
+        return Decision(now, f"{now} stays: both roles are equally busy")
     if following in paces:
         return Decision(now, f"{now} stays: {busier} is busier, the next split isn't faster")
     return Decision(following, f"{now} -> {following}: {busier} is busier")
