@@ -217,7 +217,10 @@ def parse_config(arguments: list[str], usage: str = "") -> Config:
 
 
 def evaluation_of(config: Config) -> Config:
-    """Return the settings of an evaluation: those of training have their defaults. May raise UserError."""
+    """Return the settings of an evaluation, with training's defaults.
+
+    Raises UserError if there are no prompts to answer, or if a checkpoint is named.
+    """
     if not config.eval_data and config.preset not in DEMOS:
         demos = "--preset tiny, images or video has the demo's"
         raise UserError(f"--steps 0 needs prompts to answer: --eval-data FILE; {demos}")

@@ -210,7 +210,7 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
 async def gather_metrics(
     c: Controller, stats: dict[str, float], shares: Shares
 ) -> dict[str, float]:
-    """Gather the metrics of all models, and note whether a rank was asked to stop (collective).
+    """Gather the metrics of all models; if they are on separate ranks, these meet and note a stop.
 
     Raises UserError after MAX_SKIPS consecutive skipped updates, and saves the samples of the last one.
     """

@@ -58,10 +58,10 @@ async def evaluate(c: Controller, step: int) -> None:
     if c.environment:
         c.environment.seconds.clear()
     facts = await c.same_duty.gather((answered.right, answered.earned, *c.rewards.counts()))
-    right, earned, failed, succeeded = zip(*facts, strict=True)
+    *of_prompts, failed, succeeded = zip(*facts, strict=True)
     c.rewards.check(rollout.sums(failed), rollout.sums(succeeded))
-    flags = list(chain.from_iterable(right))
-    c.report.evaluation(step, flags, list(chain.from_iterable(earned)), c.timeline.now())
+    right, earned = (list(chain.from_iterable(lists)) for lists in of_prompts)
+    c.report.evaluation(step, right, earned, c.timeline.now())
 
 
 async def answer_in_turn(

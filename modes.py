@@ -136,7 +136,10 @@ MODES = {  # fused/mode.py adds one
 
 
 def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
-    """Return the placement and the splits to use, the initial one first (pure). May raise UserError."""
+    """Return the placement and the splits to use, the initial one first (pure).
+
+    Raises UserError if the mode is unknown, or if the ranks don't hold its engines.
+    """
     placement = make_placement(config, world_size, on_machine)
     if config.mode not in MODES:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(MODES)}")

@@ -338,7 +338,7 @@ class GroupsState(NamedTuple):
     generated: int  # groups with only finished answers
     failed: list[int]  # see Rewards.counts
     succeeded: list[int]
-    left: Remaining
+    remaining: Remaining
 
     @staticmethod
     def of(step: RolloutStep) -> GroupsState:
@@ -349,15 +349,15 @@ class GroupsState(NamedTuple):
             finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())
-        left = Remaining(sum(unwritten), step.judging, begun)
-        return GroupsState(finished, unwritten.count(0), *step.c.rewards.counts(), left)
+        remaining = Remaining(sum(unwritten), step.judging, begun)
+        return GroupsState(finished, unwritten.count(0), *step.c.rewards.counts(), remaining)
 
     @staticmethod
     def total(parts: list[GroupsState]) -> GroupsState:
-        finished, generated, failed, succeeded, left = zip(*parts, strict=True)
+        finished, generated, failed, succeeded, remaining = zip(*parts, strict=True)
         union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
         return GroupsState(
-            union, sum(generated), sums(failed), sums(succeeded), Remaining(*sums(left))
+            union, sum(generated), sums(failed), sums(succeeded), Remaining(*sums(remaining))
         )
 
 
@@ -373,7 +373,7 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[
     step.sampler.num_generated = progress.generated  # first, because `record` may use it
     step.sampler.record(progress.finished)
     step.c.rewards.check(progress.failed, progress.succeeded)
-    return progress.left, meeting.rollout.outstanding
+    return progress.remaining, meeting.rollout.outstanding
 
 
 async def wait_for_all(c: Controller, tasks: Tasks) -> None:

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from training.trainer import Trainer  # imports Megatron, which takes seconds
 
 extras.load()
-COMMANDS = {  # former commands of run.py, and what replaces them
+REMOVED = {  # former commands of run.py, and what replaces them
     "eval": "python run.py --steps 0 --model DIR --eval-data FILE --eval-samples 8",
     "rm": "torchrun --nproc-per-node 2 examples/finetune.py rm ...",
     "sft": "torchrun --nproc-per-node 2 examples/finetune.py sft ...",
@@ -76,8 +76,8 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns the last line to print if the run was stopped."""
-    for word in COMMANDS.keys() & {*arguments[:1]}:
-        raise UserError(f"{word} is now: {COMMANDS[word]}")
+    for word in REMOVED.keys() & {*arguments[:1]}:
+        raise UserError(f"{word} is now: {REMOVED[word]}")
     is_first = os.environ.get("RANK", "0") == "0"
     if arguments[:1] == ["check"]:
         extras.need("dry run", "check")
@@ -168,11 +168,12 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
     work = evaluation.evaluate_once if config.evaluates else controller.train
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
-        is_first = os.environ["LOCAL_RANK"] == "0"  # once per machine: it takes almost a second
-        work_here = (
-            world.run(check_directories, config, placement) if is_first else asyncio.sleep(0)
+        # once on each machine: it takes almost a second
+        checks_here = os.environ["LOCAL_RANK"] == "0"
+        checked = (
+            world.run(check_directories, config, placement) if checks_here else asyncio.sleep(0)
         )
-        await raise_on_all(world, work_here)
+        await raise_on_all(world, checked)
         config = await world.run(resolved, config)
         for check in CHECKS:
             check(config, placement, splits)

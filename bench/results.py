@@ -32,8 +32,7 @@ FOLDER = ROOT / "runs" / "results"
 RESULTS = DOCS / "results.json"
 README = ROOT / "README.md"
 SCALE = DOCS / "papers" / "scale.md"
-BEGIN = "<!-- results: written by bench/results.py -->\n"
-END = "<!-- end of results -->"
+END = "<!-- end of result -->"
 Values = dict[str, list[float]]  # name -> one or several measurements
 
 
@@ -98,8 +97,8 @@ class Row:
 
 ROWS = {
     "demo": Row(
-        "The demo answers {before:.3f} of the held-out sums right at its start, and {after:.3f} after 40 "
-        "steps and {minutes:.1f} minutes",
+        "The demo's accuracy on held-out sums rises from {before:.3f} to {after:.3f} in 40 steps and "
+        "{minutes:.1f} minutes",
         "docs/algorithms.md",
         "torchrun --nproc-per-node 2 run.py --out runs/results/demo",
         demo_values,
@@ -123,15 +122,15 @@ ROWS = {
         in_readme=False,
     ),
     "save": Row(
-        "A run waits {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}) for a save of {size:.2f} GiB, "
-        "which is written during the next step; {synchronous:.1f} s if it isn't",
+        "A save of {size:.2f} GiB delays a run by {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}), "
+        "because it is written during the next step; a synchronous one by {synchronous:.1f} s",
         "docs/faults.md",
         "python bench/checkpoint.py",
         save_values,
     ),
     "trl": Row(
-        "At 0.37 M parameters on a CPU a whole step makes {ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) "
-        "of TRL's tokens a second",
+        "On a CPU, with 0.37 M parameters, whole steps produce {ratio:.2f} ({ratio_low:.2f} to "
+        "{ratio_high:.2f}) times as many tokens a second as TRL's",
         "docs/trl.md",
         "python bench/vs_trl.py --repeats 3 --steps 8",
         trl_values,
@@ -266,40 +265,40 @@ def render(results: dict[str, dict], simulated: list[str]) -> str:
     if origins:
         loads = [row["load"] for row in results.values()]
         load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
-        lines += ["", f"Rows with a command of their own: {origins[0]}, {load}."]
+        lines += ["", f"Measured rows: {origins[0]}, {load}."]
     return "\n".join(lines) + "\n"
 
 
-def with_table(page: str, table: str) -> str:
-    """Return the page with its table replaced."""
-    before, _, rest = page.partition(BEGIN)
+def with_result(page: str, name: str, text: str) -> str:
+    """Return the page with the text of one result replaced."""
+    begin = f"<!-- result: {name} -->\n"
+    before, found, rest = page.partition(begin)
+    assert found, f"a page has no place for the result {name}"
     _, _, after = rest.partition(END)
-    return before + BEGIN + table + END + after
+    return before + begin + text + END + after
 
 
 def simulated_rows() -> list[str]:
     return [scale_row(), time_row(), paper_row()]
 
 
-def block(name: str, result: dict) -> str:
+def paragraph(name: str, result: dict) -> str:
     """Return a row as its page shows it."""
     row = ROWS[name]
     origin = f"{row.kind}: `{row.command}`; {result['machine']}, commit {result['commit']}"
     lines = [f"{sentence(name, result)} ({origin})."]
     if row.shows_table:
         lines += ["", *result["table"], ""]
-    return "\n".join([f"<!-- result: {name} -->", *lines, "<!-- end of result -->"])
+    return "\n".join(lines) + "\n"
 
 
 def pages(results: dict[str, dict]) -> dict[Path, str]:
-    """Return the pages that README's rows link to, with the latest measurements."""
-    texts = {}
+    """Return README and the pages that its rows link to, with the latest measurements. Raises as `render`."""
+    texts = {README: with_result(README.read_text(), "all", render(results, simulated_rows()))}
     for name, result in results.items():
         path = ROOT / ROWS[name].page
         text = texts.get(path, path.read_text())
-        shown = re.search(rf"<!-- result: {name} -->.*?<!-- end of result -->", text, re.DOTALL)
-        assert shown, f"{ROWS[name].page} has no place for the row {name}"
-        texts[path] = text.replace(shown[0], block(name, result))
+        texts[path] = with_result(text, name, paragraph(name, result))
     return texts
 
 
@@ -320,11 +319,10 @@ def main() -> None:
             results[name] = measure(name, commit)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     try:
-        table = render(results, simulated_rows())
+        texts = pages(results)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    README.write_text(with_table(README.read_text(), table))
-    for path, text in pages(results).items():
+    for path, text in texts.items():
         path.write_text(text)
 
 

@@ -40,14 +40,14 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
     while not step.is_over:
         step.start(await step.draw_prompts(), generate_and_judge)
         await step.tasks.poll()
-        left, outstanding = await gather_finished_groups(step)
+        remaining, outstanding = await gather_finished_groups(step)
         if not step.is_over:
-            keep = kept_engines(left.unwritten, latency, capacity)
-            await follow_the_tail(c, left, keep, outstanding)
+            keep = kept_engines(remaining.unwritten, latency, capacity)
+            await follow_the_tail(c, remaining, keep, outstanding)
 
 
 async def follow_the_tail(
-    c: Controller, left: Remaining, keep: int, outstanding: Counter[int]
+    c: Controller, remaining: Remaining, keep: int, outstanding: Counter[int]
 ) -> None:
     """Divide the ranks by the answers that are left (collective). See ranks_of_tail."""
     devices = c.devices
@@ -58,7 +58,7 @@ async def follow_the_tail(
         devices.split.tail,
         units=placement.units,
         held=held,
-        left=left,
+        remaining=remaining,
         most_ranks=keep * tp,
         outstanding=outstanding,
         writers={engine.rank: engine.model for engine in devices.rollout.engines},

@@ -61,7 +61,7 @@ def ranks_of_tail(
     tail: float,
     units: list[Ranks],
     held: Ranks,
-    left: Remaining,
+    remaining: Remaining,
     most_ranks: int,
     outstanding: Counter[int],
     writers: dict[int, int],
@@ -79,10 +79,10 @@ def ranks_of_tail(
     engine has yet to write. writers, judges: lead rank -> model of each engine.
     """
     everyone = tuple(rank for unit in units for rank in unit)
-    is_tail = left.unwritten <= tail * left.begun
-    if not left.unwritten or (not held and left.judging):
+    is_tail = remaining.unwritten <= tail * remaining.begun
+    if not remaining.unwritten or (not held and remaining.judging):
         return ()
-    if not is_tail and (held == everyone or not left.judging):
+    if not is_tail and (held == everyone or not remaining.judging):
         return everyone
     if held != everyone and can_share({*held}, writers, judges):
         return held

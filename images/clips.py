@@ -65,7 +65,10 @@ class Clips:
         return pairs
 
     def bound(self, file: File, where: str) -> list[Pair]:
-        """Return the most pairs that the header allows, of the right sides but empty. Raises UserError."""
+        """Return the most pairs that the header allows, of the right sides but empty.
+
+        Raises UserError if the header can't be read, or allows too long or too large a clip.
+        """
         with opened(file, where) as (container, stream):
             seconds = container.duration / 1e6 if container.duration else MOST_SECONDS
             frames = min(max(int(seconds * self.fps) + 1, LEAST_FRAMES), self.most)

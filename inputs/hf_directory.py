@@ -86,9 +86,10 @@ def sees(model_dir: str | Path) -> bool:
 
 
 def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
-    """Map each tensor's name to its open file, of those that SGLang would take. Raises UserError.
+    """Map each tensor's name to its open file, among the files that SGLang would load.
 
     Reads only headers. framework: "pt" to load tensors; torch maps whole files, so needs more host memory.
+    Raises UserError if files are missing, damaged, or not in the index.
     """
     from safetensors import SafetensorError, safe_open
 

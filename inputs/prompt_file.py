@@ -61,7 +61,7 @@ class PromptFile(Sequence[Prompt]):
             self.say(f"{longer} of {len(rows)} prompts in {self.path} are left out: over {room}")
 
     def _row(self, line: int, row: dict) -> PromptRow:
-        """Check a row as far as possible without reading its media. Raises UserError."""
+        """Raise UserError if a row can't be used, as far as that shows without reading its media."""
         where = f"{self.path}:{line}"
         prompt = prompt_of(row, where, self.reader is not None)
         check_prompt(self.tokenizer, prompt, where)

@@ -29,9 +29,10 @@ UNREAD = {  # other trainers' columns -> where their contents go here
 
 
 def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
-    """Read a .jsonl, .json (one object per line) or .parquet file: (number from 1, row). Raises UserError.
+    """Read a .jsonl, .json (one object per line) or .parquet file: (number from 1, row).
 
-    A row has JSON values, without null fields, and for bytes of media a function that reads them.
+    A row has JSON values, without null fields, and for bytes of media a function that reads them. Raises
+    UserError if the file or a row can't be read, or if there is no row.
     """
     if not path.is_file():
         raise UserError(f"{setting} {path}: no such file")
@@ -162,7 +163,7 @@ def prompt_of(row: dict, where: str, sees: bool) -> Text:
 
 
 def with_tools(prompt: Text, row: dict, where: str) -> Text:
-    """Move a row's `tools` into its first turn, where `render` looks for them. Raises UserError."""
+    """Move a row's `tools` into its first turn for `render`. Raises UserError if they can't be used."""
     places = (row, *as_turns(prompt, "user"))  # some rows have them in a turn
     given = [place["tools"] for place in places if place.get("tools")]
     if not given:
@@ -176,7 +177,7 @@ def with_tools(prompt: Text, row: dict, where: str) -> Text:
 
 
 def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
-    """Read chat turns' contents and tool calls; with calls, content is optional. Raises UserError."""
+    """Read chat turns' contents (optional with tool calls). Raises UserError if a part isn't known."""
     if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         return turns
     read = [dict(turn) for turn in turns]
@@ -189,7 +190,7 @@ def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
 
 
 def read_conversation(prompt: Any, answer: Any, where: str) -> list[dict]:
-    """Join a row's prompt and answer into a conversation whose last turn is learned. Raises UserError."""
+    """Join prompt and answer into a conversation. Raises UserError if its last turn can't be learned."""
     before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
     turns = read_turns(as_turns(answer, "assistant"), where)
     if not (is_chat(before) and is_chat(turns) and turns):
@@ -205,7 +206,10 @@ def read_conversation(prompt: Any, answer: Any, where: str) -> list[dict]:
 
 
 def joined_turns(before: list[dict], turns: list[dict], where: str) -> list[dict]:
-    """Join a prompt's and an answer's turns, which may repeat all or the last of them. Raises UserError."""
+    """Join a prompt's turns and an answer's, which may repeat all or the last of the prompt's.
+
+    Raises UserError if the prompt contradicts them.
+    """
     first = turns[0]
     is_headed = first["role"] in ("system", "developer")
     if is_headed and turns[1 : 1 + len(before)] == before:
@@ -218,7 +222,7 @@ def joined_turns(before: list[dict], turns: list[dict], where: str) -> list[dict
 
 
 def read_functions(items: Any, field: str, where: str) -> list[dict]:
-    """Read tools or tool calls, and parse arguments given as JSON for the template. Raises UserError."""
+    """Read tools or tool calls, and parse JSON arguments. Raises UserError if one is of another form."""
     read = []
     for item in items if isinstance(items, list) else [None]:
         arguments = None
@@ -237,7 +241,7 @@ def read_functions(items: Any, field: str, where: str) -> list[dict]:
 
 
 def read_content(content: Any, where: str, sees: bool) -> Any:
-    """Join a list of parts, texts and media (if the model `sees`), into one text. Raises UserError."""
+    """Join texts, and media if the model `sees`, into one text. Raises UserError for other parts."""
     if not isinstance(content, list):
         return content
     whole = ""
@@ -274,7 +278,7 @@ def transcript(prompt: Text) -> str:
 
 
 def answer_key(answer: Any, where: str) -> str | None:
-    """Return a row's `answer` as text: "... #### 72" gives 72, and 56.0 gives 56. Raises UserError."""
+    """Return `answer` as text: "... #### 72" is 72, 56.0 is 56. Raises UserError for other kinds."""
     if answer is None or answer != answer:
         return None
     text = ""

@@ -46,7 +46,7 @@ def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
 
 
 def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenizer]:
-    """Load the policy's tokenizer, then the judges', with --template's settings. Raises UserError."""
+    """Load the policy's and judges' tokenizers. Raises UserError if one, or a --template setting, fails."""
     tokenizers = [load_tokenizer(model) for model in (config.model, *config.judge_models)]
     apply_settings(tokenizers, config.template, say)
     return tokenizers
@@ -100,7 +100,7 @@ def encode_prompt(
 def encode(
     tokenizer: Tokenizer, prompt: Text, where="a prompt", is_complete=False, image: str = IMAGE
 ) -> list[int]:
-    """Encode text, or chat turns as `render` writes them. Raises UserError."""
+    """Encode text, or chat turns as rendered. Raises UserError if the chat template can't render them."""
     if isinstance(prompt, str):
         text = prompt.replace(IMAGE, image)
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -130,7 +130,7 @@ def copied(sample: TextSample) -> TextSample:
 
 
 def load_file(title: str, spec: str, name: str, timeout_s: float) -> UserRule:
-    """Run a file and return its function: `my.py:other`, or `name` in `my.py`. Raises UserError."""
+    """Run a file; return its function `my.py:other`, or `name`. Raises UserError if there is none."""
     specs = "FILE.py, FILE.py:name, right, number, length:40 or forbidden:7"
     try:
         function, code = load(title, spec, name, "function {}(sample)", callable, specs)

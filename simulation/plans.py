@@ -257,7 +257,9 @@ def report(arguments: list[str]) -> None:
     # the finished run's own token limits, not those of this command
     own_costs = costs._replace(work=work_of(known, own)) if known else costs
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as processes:
-        again = known and processes.submit(simulate, own_costs, known.ranks, Plan("its own", own))
+        again = None
+        if known:
+            again = processes.submit(simulate, own_costs, known.ranks, Plan("its own", own))
         found = [*processes.map(work, plans)]
     results = sorted((r for r in found if isinstance(r, Result)), key=lambda r: r.seconds)
     left_out += [r for r in found if isinstance(r, str)]

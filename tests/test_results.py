@@ -3,26 +3,29 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench import results
 from tests import ROOT
 from tests.test_docs import check_program, check_run
+from tests.test_size import PRODUCT, is_extra
 from tests.workers.start import run_command
 
+CORE = [path for path in PRODUCT if not is_extra(path)]
 MEASURED = json.loads(results.RESULTS.read_text())
 
 
-def test_readme_shows_what_was_measured():
-    """A row that is measured again must also be written again, and all measured rows have one origin."""
-    table = results.render(MEASURED, results.simulated_rows())
-    assert results.BEGIN + table + results.END in results.README.read_text()
-
-
-def test_a_page_has_the_numbers_of_its_row():
+def test_pages_show_what_was_measured():
+    """A row that is measured again is also written again, to README and to its page."""
     for path, text in results.pages(MEASURED).items():
         assert path.read_text() == text, f"{path}: run bench/results.py --render"
+
+
+def lines_of(paths: list[Path]) -> int:
+    """Count lines, in thousands."""
+    return round(sum(len(path.read_text().splitlines()) for path in paths), -3)
 
 
 def number_in(page: str, pattern: str) -> str:
@@ -33,7 +36,7 @@ def number_in(page: str, pattern: str) -> str:
 
 
 def test_the_prose_of_readme_has_the_numbers_of_its_pages():
-    prose, _, _ = results.README.read_text().partition(results.BEGIN)
+    prose, _, _ = results.README.read_text().partition("<!-- result: all -->")
     prose = " ".join(prose.split())
     demo = {name: value["value"] for name, value in MEASURED["demo"]["values"].items()}
     before, after = f"{demo['before']:.3f}", f"{demo['after']:.3f}"
@@ -55,6 +58,7 @@ def test_the_prose_of_readme_has_the_numbers_of_its_pages():
         f"the busiest holds {held} samples; a central one would hold all that are drawn in a step, "
         f"{all_drawn}.",
         f"a step with images takes {min(images):.2f} to {max(images):.2f} of a central one's time",
+        f"is the core, {lines_of(CORE):,} of {lines_of(PRODUCT):,} lines",
     ):
         assert words in prose, words
 

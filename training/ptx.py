@@ -32,7 +32,10 @@ STATS = ("ptx", "ptx_tokens")  # statistics of micro-batches with texts
 
 
 def read_texts(path: Path, tokenizer: tokenization.Tokenizer, longest: int) -> list[Sequence]:
-    """Read rows with `text`, or `prompt` and `response`, truncated to `longest` tokens. Raises UserError."""
+    """Read rows with `text`, or `prompt` and `response`, truncated to `longest` tokens.
+
+    Raises UserError if a row has neither, or leaves nothing to learn.
+    """
     sequences = []
     for line, row in read_rows(path, "ptx_data"):
         names = ("prompt", "response") if "response" in row else ("text",)

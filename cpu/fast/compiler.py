@@ -64,7 +64,10 @@ def compiled() -> Path | None:
 
 
 def compiled_by(compiler: str, folder: Path) -> Path | None:
-    """Return the library that a compiler builds; if it fails, print why and return None. Raises OSError."""
+    """Return the library that a compiler builds; if it fails, print why and return None.
+
+    Raises OSError if the compiler or the folder can't be used.
+    """
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     # different machines may share a home
     lines = CPU_INFO.read_text().splitlines()
