@@ -38,15 +38,15 @@ test-gpu: $(if $(findstring file,$(origin PYTHON)),install)
 	  -m '$(if $(PART),gpu(part="$(PART)"),gpu)' tests/test_gpu.py $(ARGS)
 
 papers: install
-	printf '%s --write\n' papers/hybridflow.py papers/wechat_yatt.py papers/rlhfuse.py bench/central.py papers/measured.py \
+	printf '%s --write\n' reproduce/papers/hybridflow.py reproduce/papers/wechat_yatt.py reproduce/papers/rlhfuse.py reproduce/bench/central.py reproduce/papers/measured.py \
 	  | xargs -P 2 -L 1 $(BIN)/python
-	$(BIN)/python papers/pages.py
+	$(BIN)/python reproduce/papers/pages.py
 
 results: install
-	$(BIN)/python bench/results.py
+	$(BIN)/python reproduce/bench/results.py
 
 walkthrough: install
-	$(BIN)/python bench/walkthrough.py
+	$(BIN)/python reproduce/bench/walkthrough.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -57,7 +57,7 @@ class Actor(Trainer):
     def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
         """Build the optimizer. With --lora it has only the adapters' parameters; all others are frozen."""
         if self.config.lora:
-            from training.lora import Adapters
+            from extras.lora import Adapters
 
             self.gpt.adapters = Adapters(self.gpt, self.config.lora, self.config.seed)
         super()._build_optimizer(model_config)
@@ -79,7 +79,7 @@ class Actor(Trainer):
             loss = partial(policy_loss, read, targets, self.algorithm)
             work = self.work(as_sequences(micro_batches), loss)
             if self.texts:
-                from training import ptx
+                from extras import ptx
 
                 names = STATS + ptx.STATS
                 ptx.add_texts(self, work, number, targets.divisors)

@@ -35,7 +35,7 @@ from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
-    from environment.episodes import Episodes
+    from extras.environment.episodes import Episodes
 
 HISTORY = 50  # steps to remember; not more, because answer lengths change as the model learns
 MAX_SKIPS = 3  # consecutive updates with a loss or gradient that isn't finite

@@ -29,7 +29,7 @@ from runtime.errors import UserError
 from sample import Image
 
 if TYPE_CHECKING:
-    from images.reader import ImageReader
+    from extras.images.reader import ImageReader
     from inputs.tokenization import Tokenizer
 
 

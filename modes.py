@@ -129,7 +129,7 @@ class Mode(NamedTuple):
     serve: Callable[[RolloutStep], Awaitable[None]]
 
 
-MODES = {  # fused/mode.py adds one
+MODES = {  # extras/fused/mode.py adds one
     "partial": Mode(partial_colocation, judge_as_generated),
     "full": Mode(full_colocation, generate_then_judge),
 }

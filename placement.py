@@ -25,8 +25,8 @@ from scheduling.layout import Placement, Shape
 from scheduling.measured import Split
 
 if TYPE_CHECKING:
-    from apart.push import Route
     from controller import Controller
+    from extras.apart.push import Route
     from reporting.timeline import Timeline
     from rollout import RolloutBatch
     from scheduling.dealing import Shares
@@ -85,7 +85,7 @@ class PlacementRow(NamedTuple):
     sharing: Callable[[Placement], Shared]
 
 
-# apart/placements.py adds others
+# extras/apart/placements.py adds others
 PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Shared())}
 # checks of the settings before anything starts: each may raise a UserError
 CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []

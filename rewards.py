@@ -20,7 +20,7 @@ from runtime.errors import UserError
 from sample import Sample
 
 if TYPE_CHECKING:
-    from environment.episodes import Episodes
+    from extras.environment.episodes import Episodes
 
 MAX_FAILURES = 64  # they end the run if a judge or an environment hasn't succeeded yet
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
@@ -85,7 +85,7 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
                 signal, partial(judge_by_row, title, partial(function, **match.groupdict()))
             )
     extras.need("rules of users", title)
-    from scoring.rules import load_file
+    from extras.rules import load_file
 
     return Rule(signal, load_file(title, spec, signal, timeout_s).judge)
 

@@ -62,7 +62,7 @@ from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
     from checkpoint import Checkpoints
-    from environment.episodes import Episodes
+    from extras.environment.episodes import Episodes
     from training.trainer import Trainer  # imports Megatron, which takes seconds
 
 extras.load()
@@ -81,13 +81,13 @@ def start(arguments: list[str], stop: Stop) -> str:
     is_first = os.environ.get("RANK", "0") == "0"
     if arguments[:1] == ["check"]:
         extras.need("dry run", "check")
-        from commands.dry_run import check
+        from extras.dry_run import check
 
         sys.exit(check(parse_config(arguments[1:], __doc__)))
     if "--simulate" in arguments:
         extras.need("dry run", "--simulate")
         if is_first:
-            from commands.dry_run import simulate
+            from extras.dry_run import simulate
 
             simulate(arguments)
         return ""
@@ -99,7 +99,7 @@ def start(arguments: list[str], stop: Stop) -> str:
     placement, splits = check_settings(config, ranks or 2, on_machine)
     if config.dry_run:
         if is_first:
-            from commands.dry_run import dry_run
+            from extras.dry_run import dry_run
 
             check_directories(config, placement)
             config = resolved(config)
@@ -178,7 +178,7 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
         for check in CHECKS:
             check(config, placement, splits)
         if config.device == "cuda" and extras.has("memory"):
-            from commands import memory
+            from extras.memory import check as memory
 
             config = await memory.settled(config, placement, splits, world)
         fleet = await opened.enter_async_context(Fleet(config, world))
@@ -207,7 +207,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
         opened.callback(rendezvous.close)
         is_fast = config.device == "cpu" and extras.has("fast CPU")
         if config.command == "rl" and is_fast and os.environ["LOCAL_RANK"] == "0":
-            from engines import forked
+            from extras.fast_cpu import forked
 
             forked.start_forks()  # it imports in parallel
         # a thread lets the event loop handle signals; not to_thread, because asyncio waits for its threads
@@ -281,7 +281,7 @@ def report_of(config: Config, inputs: Inputs) -> Callable[..., Report]:
     """Return the constructor of the report: a run's or an evaluation's."""
     if not config.evaluates:
         return Report
-    from reporting.answers import AnswersReport
+    from extras.answers import AnswersReport
 
     return partial(AnswersReport, prompts=len(inputs.prompts.source.held_out))
 
@@ -291,7 +291,7 @@ async def saves_of(
 ) -> Checkpoints | NoSaves:
     """Prepare --out, and return the run's checkpoints (collective). Raises UserError if it can't."""
     if config.evaluates:
-        from reporting.answers import make_ready
+        from extras.answers import make_ready
 
         return await on_rank_0(world, make_ready, Path(config.out), say)
     if extras.has("checkpoints"):
@@ -307,7 +307,7 @@ def check_directories(config: Config, placement: Placement) -> None:
 
     model.check_models(config, placement, formats_of(config))
     if config.teacher:
-        from training.teacher import check_teacher
+        from extras.teacher import check_teacher
 
         check_teacher(placement.reference.sized(config))
 
@@ -316,7 +316,7 @@ def resolved(config: Config) -> Config:
     """Return the config with settings that follow from the models' directories."""
     if not extras.has("memory"):
         return config
-    from training.memory import with_micro_batch
+    from extras.memory.estimate import with_micro_batch
 
     return with_micro_batch(config)
 
@@ -354,7 +354,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     environment = None
     checks = []
     if config.environment:
-        from environment import episodes
+        from extras.environment import episodes
 
         environment = episodes.build(config, tokenizer, stop)
         checks.append(episodes.chat_check(environment.code.title, tokenizer, say))
@@ -383,7 +383,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
         scores.counted.append(environment)
     texts = []
     if algorithm.ptx_data:
-        from training import ptx
+        from extras import ptx
 
         texts = ptx.read_texts(Path(algorithm.ptx_data), tokenizer, longest)
     return Inputs(algorithm, decode, prompts, scores, sampling, texts, environment)
@@ -436,7 +436,7 @@ def build_models(
     def made(kind: type, shape: Shape, model: str, **how: Any) -> Trainer:
         own = shape.sized(config)
         if groups[shape] is None:
-            from apart.elsewhere import Elsewhere
+            from extras.apart.elsewhere import Elsewhere
 
             return Elsewhere(own, model, shape, **how)
         return kind(own, model, groups=groups[shape], **how)
@@ -454,7 +454,7 @@ def build_models(
         references[0].sleep()
     critics = []
     for name in inputs.algorithm.critics:
-        from critic import Critic
+        from extras.critic import Critic
 
         model = config.critic or config.model
         critics.append(made(Critic, placement.critic, model, name=name))
@@ -464,7 +464,7 @@ def build_models(
     receivers = sorted(engines - {*placement.actor.ranks})
     route = None
     if receivers:
-        from apart import push
+        from extras.apart import push
 
         route = push.connect(senders, receivers, config.timeout_s)
     return Models([actor, *critics], references, route)

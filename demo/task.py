@@ -16,7 +16,7 @@ from inputs.templates import IMAGE, VIDEO
 from sample import Image, Prompt
 
 if TYPE_CHECKING:
-    from images.reader import ImageReader, Media
+    from extras.images.reader import ImageReader, Media
 
 # digits of the longer summand -> relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
@@ -75,13 +75,13 @@ def written(a: int, b: int, key: str) -> Shown:
 
 
 def drawn(a: int, b: int, key: str) -> Shown:
-    from demo.drawing import picture
+    from extras.images.drawing import picture
 
     return Shown(f"{IMAGE}=", {IMAGE: partial(list, [picture(a, b, key)])})
 
 
 def filmed(a: int, b: int, key: str) -> Shown:
-    from demo.drawing import clip
+    from extras.images.drawing import clip
 
     return Shown(f"{VIDEO}=", {VIDEO: partial(list, [clip(a, b, key)])})
 

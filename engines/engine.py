@@ -132,7 +132,7 @@ class Engine:
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
         kind = server.ServerProcess
         if config.device == "cpu" and extras.has("fast CPU"):
-            from engines.forked import ForkedServer
+            from extras.fast_cpu.forked import ForkedServer
 
             kind = ForkedServer
         engine._process = kind(command, key, log, config.device, environment)
@@ -342,7 +342,7 @@ def body_of(requests: list[Request]) -> dict[str, Any]:
     if all(request.name for request in requests):
         body["rid"] = [request.name for request in requests]
     if any(request.images for request in requests):
-        from images.tokens import collapse
+        from extras.images.tokens import collapse
 
         body["input_ids"] = [collapse(request.prompt, request.images) for request in requests]
         each = [list(request.images) or [None] for request in requests]

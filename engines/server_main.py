@@ -40,7 +40,7 @@ def run_scheduler_process(server_args, *args, **kwargs):
         invariance.install()
         share_group()
         if extras.has("fast CPU"):
-            from cpu.fast import windows
+            from extras.fast_cpu import windows
 
             windows.install(server_args.model_path, server_args.dtype)
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
@@ -92,7 +92,7 @@ def main():
         server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     settings = server_args.prepare_server_args(sys.argv[1:])
     if sees(settings.model_path):
-        from images.reader import show_pairs
+        from extras.images.reader import show_pairs
 
         show_pairs()  # threads of this process read images
     try:

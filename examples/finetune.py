@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import extras
 import run
 from actor import Actor, learning_rate
-from commands import memory
 from config import HELD_OUT, Config, parse_settings, setting
 from controller import MAX_SKIPS
-from critic import Critic
 from demo.task import example_rows
+from extras.critic import Critic
+from extras.memory import check as memory
+from extras.memory.estimate import with_micro_batch
 from inputs import tokenization
 from inputs.hf_directory import sees
 from inputs.rows import PLACES, as_turns, read_conversation, read_rows, with_tools
@@ -47,7 +48,6 @@ from sample import Sample
 from scheduling.balance import Measure, packed_length, plan_batch
 from scheduling.layout import Placement
 from scheduling.pipeline import schedule_of
-from training.memory import with_micro_batch
 from training.model import check_models
 from training.packing import MicroBatch, Packed
 from training.trainer import LossSums, Trainer, as_sequences, loss_sums, means
@@ -102,7 +102,7 @@ def parse_rm(row: dict, tokenizer: Tokenizer, where: str) -> Example:
     pairs = [read_answer(row, row[name], tokenizer, where) for name in ("chosen", "rejected")]
     if pairs[0][0] != pairs[1][0]:
         raise UserError(f"{where}: `chosen` and `rejected` differ before their last turns")
-    from scoring.scalar import encode_exchange
+    from extras.scalar import encode_exchange
 
     texts = [encode_exchange(tokenizer, *pair, where=where) for pair in pairs]
     if texts[0] == texts[1]:

@@ -10,7 +10,7 @@ Any other turn is the answer, `>153932792`. examples/make_demo/calculator.py mad
 import re
 from math import prod
 
-from environment import Step
+from extras.environment import Step
 
 
 class Environment:

@@ -3,7 +3,7 @@
 import random
 import re
 
-from environment import Step
+from extras.environment import Step
 
 
 class Environment:

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import placement
 import run
-from apart import placements
+from extras.apart import placements
 from scheduling.layout import Placement, Shape
 
 

@@ -18,7 +18,7 @@ from sample import Prompt
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from images.reader import ImageReader
+    from extras.images.reader import ImageReader
 
 ReadKey = Callable[[str], str | None]
 

@@ -18,7 +18,7 @@ from runtime.errors import UserError
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from images.reader import ImageReader
+    from extras.images.reader import ImageReader
 
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with the end token
 
@@ -40,7 +40,7 @@ def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
     if not sees(model_dir):
         return None
     need("images", model_dir)
-    from images.reader import ImageReader
+    from extras.images.reader import ImageReader
 
     return ImageReader(model_dir, *sampling)
 

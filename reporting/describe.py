@@ -31,7 +31,7 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
         if value != field.default:
             text += f" --{dashed(field.name)} {as_text(value)}"
     if config.device == "cpu" and extras.has("fast CPU"):
-        from cpu.fast import compiler
+        from extras.fast_cpu import compiler
 
         text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
     if config.device == "cuda" and not config.deterministic:

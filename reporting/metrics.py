@@ -35,8 +35,8 @@ from scheduling.measured import StepStats
 if TYPE_CHECKING:
     from checkpoint import ResumePoint
     from controller import Controller
+    from extras.teacher import Difference
     from rollout import RolloutBatch
-    from training.teacher import Difference
 
 STEPS_TRACED = 10  # trace.json has the last ones
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
@@ -216,7 +216,7 @@ class Report:
         try:
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
             if has("figure"):
-                from reporting import figure  # matplotlib is slow to import; only one rank draws
+                from extras import figure  # matplotlib is slow to import; only one rank draws
 
                 figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
                 self._writer.show(self.config.steps, picture)
@@ -298,7 +298,7 @@ def local_facts(
         maxima |= {"memory/fragments_gb": fragments() / 1e9}
     differences = {}
     if c.config.teacher:
-        from training import teacher
+        from extras import teacher
 
         shown = [sample for sample in samples if sample.index < c.config.log_samples]
         differences = {sample.key: teacher.largest_differences(sample) for sample in shown}

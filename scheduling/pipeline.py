@@ -125,7 +125,7 @@ class Schedule(NamedTuple):
     fuses: bool = False  # actor and critics train in one table, with the critics' pipes reversed
 
 
-SCHEDULES = {"1f1b": Schedule(one_after_another)}  # fused/pipelines.py adds one
+SCHEDULES = {"1f1b": Schedule(one_after_another)}  # extras/fused/pipelines.py adds one
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -148,7 +148,7 @@ def fill_the_device() -> None:
 def nap() -> None:
     """Let a trainer sleep and wake between two updates; repeat the same twice without sleep."""
     from actor import Actor
-    from training.memory import trainer_parts
+    from extras.memory.estimate import trainer_parts
 
     torch.use_deterministic_algorithms(True)
     actor = Actor(settings(), MODEL)
@@ -206,8 +206,8 @@ def training_pass(how: str = "") -> None:
     torch's prototypes of newer attention and need their packages.
     """
     from actor import Actor
+    from extras.memory.estimate import trainer_parts, with_recompute
     from training.lm_head import CHUNK_BYTES
-    from training.memory import trainer_parts, with_recompute
 
     config = settings(mode="full", model=MODEL, judge=(MODEL,))
     if how in ("recompute", "fits"):
@@ -337,7 +337,7 @@ async def same_tokens() -> None:
 async def full() -> None:
     """Start both engines, then a trainer, as in full mode; the trainer learns and pushes."""
     from actor import Actor
-    from training.memory import peaks_of
+    from extras.memory.estimate import peaks_of
 
     config = settings(mode="full", model=MODEL, judge=(MODEL,), mem_fraction=0.3)
     engines, before = {}, used_bytes()

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image as pillow
 
 import data
-from images import clips, reader
+from extras.images import clips, reader
 from inputs.templates import VIDEO
 from runtime.errors import UserError
 from sample import Prompt

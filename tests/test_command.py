@@ -17,9 +17,9 @@ from safetensors import torch as safetensors
 
 import config
 import run
-from commands import dry_run
 from engines import fleet
 from engines.engine import Engine
+from extras import dry_run
 from genrm import formats_of
 from inputs import hf_directory, tokenization
 from modes import lay_out

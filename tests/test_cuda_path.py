@@ -19,13 +19,22 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from apart.elsewhere import Elsewhere
-from commands import memory
 from config import AS_FITS, PRESETS, Config, parse_config
 from demo import task  # noqa: F401  task adds the format
 from engines import wire
 from engines.server import server_environment, server_flags
 from engines.server_main import CHATTY
+from extras.apart.elsewhere import Elsewhere
+from extras.memory import check as memory
+from extras.memory.estimate import (
+    CONTEXT,
+    RESIDENT,
+    engines_of,
+    peaks_of,
+    trainer_parts,
+    trainers_of,
+    with_recompute,
+)
 from inputs.hf_directory import checkpoint_shapes
 from modes import lay_out
 from placement import colocate
@@ -35,15 +44,6 @@ from scheduling.layout import Shape
 from tests.support.fakes import LEFTOVERS, simulate
 from tests.support.patience import run_process
 from training.lm_head import CHUNK_BYTES
-from training.memory import (
-    CONTEXT,
-    RESIDENT,
-    engines_of,
-    peaks_of,
-    trainer_parts,
-    trainers_of,
-    with_recompute,
-)
 from training.trainer import Trainer
 
 H200 = 141e9  # bytes
@@ -482,7 +482,7 @@ def test_as_few_layers_are_computed_again_as_fit(models, monkeypatch):
     training_dir.symlink_to(models["7B"])
     serving = settings(str(training_dir), *how, "--mem-fraction", "0.9")
     assert with_recompute(serving, *placed, 85e9).recompute == 0
-    monkeypatch.setattr("training.memory.sees", lambda path: True)
+    monkeypatch.setattr("extras.memory.estimate.sees", lambda path: True)
     seeing = with_recompute(config, *placed, 85e9)
     assert (seeing.recompute, seeing.kept_chunks) == (28, 0)
 

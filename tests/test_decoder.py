@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from commands import dry_run
 from config import parse_config
-from cpu.fast import compiler
-from cpu.fast.decoder import STOPS, Decoder, product_rates
 from cpu.sglang import murmur_hash32
+from extras import dry_run
+from extras.fast_cpu import compiler
+from extras.fast_cpu.decoder import STOPS, Decoder, product_rates
 from tests.support.rounding import apart
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -275,7 +275,9 @@ def test_numbers_that_are_none_give_a_token(llama):
 
 def test_check_names_its_speed(capsys):
     dry_run.check(parse_config(["--device", "cpu"]))
-    said = r"rollout runs   cpu/fast/decoder.cpp, \d+ GFLOP/s on a core.*; torch reaches \d+\n"
+    said = (
+        r"rollout runs   extras/fast_cpu/decoder.cpp, \d+ GFLOP/s on a core.*; torch reaches \d+\n"
+    )
     assert re.search(said, capsys.readouterr().out)
 
 
@@ -351,7 +353,7 @@ def test_which_models_it_is_for(tmp_path):
         return compiler.library_for(tmp_path, dtype)
 
     assert choice() == compiler.compiled() is not None
-    assert compiler.program_for(tmp_path, "float32") == "cpu/fast/decoder.cpp"
+    assert compiler.program_for(tmp_path, "float32") == "extras/fast_cpu/decoder.cpp"
     assert choice(model_type="qwen3", head_dim=24, rope_scaling={"type": "yarn"})
     refused = [{"model_type": "qwen3_vl"}, {"dtype": "bfloat16"}, {"head_dim": 12}]
     refused += [{"attention_bias": True}, {"use_sliding_window": True}, {"hidden_size": 68}]

@@ -18,7 +18,7 @@ from config import dashed, parse_config
 from examples import finetune
 from examples.finetune import FinetuneConfig
 from placement import make_placement
-from simulation import plans
+from reproduce.simulation import plans
 from tests import ROOT
 from tests.support.patience import run_process
 from tests.test_size import PRODUCT

@@ -2,8 +2,8 @@
 
 from config import DEMO_MODELS
 from demo import task
-from demo.drawing import picture
-from images.reader import ImageReader
+from extras.images.drawing import picture
+from extras.images.reader import ImageReader
 from inputs.templates import IMAGE
 
 OTHERS = ((57, 68, "b"), (58, 68, "a"), (57, 69, "a"))

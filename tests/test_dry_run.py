@@ -11,20 +11,21 @@ import pytest
 
 import run
 import training
-from commands import dry_run, memory
-from commands.dry_run import device_map
 from config import Config, parse_config
 from engines import server
 from examples.make_demo import models
+from extras import dry_run
+from extras.dry_run import device_map
+from extras.memory import check as memory
+from extras.memory import free as free_memory
+from extras.memory.estimate import embedding, engine_parts, trainer_parts
 from inputs.hf_directory import checkpoint_shapes
-from runtime import free_memory
 from runtime.shutdown import Stop
 from scheduling.layout import Shape
 from tests.support.models import save_model
 from tests.support.patience import run_process
 from tests.support.rows import jsonl
 from tests.support.vision import make_vision_model
-from training.memory import embedding, engine_parts, trainer_parts
 
 LAYER = {
     **{f"self_attn.{name}.weight": [8, 8] for name in ("q_proj", "o_proj")},

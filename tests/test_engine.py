@@ -29,10 +29,10 @@ from engines import server, wire
 from engines.engine import Engine, EngineLost, Request, Sampling, read_part
 from engines.pool import Pool
 from engines.server import STREAM_INTERVAL
+from extras import scalar
 from reporting.timeline import Timeline
 from runtime import shutdown
 from runtime.errors import UserError
-from scoring import scalar
 from tests import ROOT
 from tests.support.fakes import VirtualClock, requests_of
 from tests.support.launched import free_port

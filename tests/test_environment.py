@@ -20,8 +20,8 @@ import algorithms
 import rewards
 import rollout
 from config import Config
-from environment import OWN_METRICS, Step, read_step
-from environment import episodes as user_episodes
+from extras.environment import OWN_METRICS, Step, read_step
+from extras.environment import episodes as user_episodes
 from inputs import tokenization
 from runtime.errors import UserError
 from sample import Outcome, Reply, Sample, sample_from_json

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import Config
-from environment import episodes as user_episodes
-from environment import read_step
+from extras.environment import episodes as user_episodes
+from extras.environment import read_step
 from inputs import tokenization
 from inputs.rows import as_turns
 from runtime.errors import UserError

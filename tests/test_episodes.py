@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import evaluation
-from environment import Step
+from extras.environment import Step
 from inputs.prompt_file import PromptFile
 from runtime.errors import UserError
 from scheduling.measured import histogram

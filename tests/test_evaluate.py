@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evaluation
-from reporting.answers import AnswersReport, make_ready
+from extras.answers import AnswersReport, make_ready
 from reporting.metrics import pass_at_k
 from runtime.errors import UserError
 from tests.support.fakes import FakeSource, number_in, simulate, text_answer, to_text

@@ -170,8 +170,8 @@ REFUSED = (
 
 def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
     """It must refuse anything but numbers with + - * between them."""
-    from environment import read_step
     from examples.my_environment import Environment
+    from extras.environment import read_step
 
     def new():
         return Environment(Sample(0, 0, [], "2+3=", "5"), seed=0)
@@ -187,8 +187,8 @@ def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
 
 def test_a_guessing_game_is_won_by_its_hints():
     """Its seed must choose the number. Each hint costs; at the end the distance of the last guess counts."""
-    from environment import read_step
     from examples.my_guessing_game import Environment
+    from extras.environment import read_step
 
     numbers = set()
     for seed in range(20):

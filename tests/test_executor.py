@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from actor import Actor
-from critic import Critic
 from examples.make_demo.closing import close
+from extras.critic import Critic
 from sample import flat
 from scheduling.pipeline import SCHEDULES, Pipe, Task
 from tests.support.plain import make_model, make_samples

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from exercises import __main__ as exercises
-from exercises.table import EXERCISES
+from examples.exercises import __main__ as exercises
+from examples.exercises.table import EXERCISES
 from tests import ROOT
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="originals are in git")

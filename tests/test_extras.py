@@ -1,4 +1,4 @@
-"""Each extra can be deleted: its row of extras.py, its files, and no other line."""
+"""Each extra can be deleted: its row of extras/__init__.py, its files, and no other line."""
 
 import pytest
 

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from cpu.fast import forks
-from engines.forked import ForkedServer
+from extras.fast_cpu import forks
+from extras.fast_cpu.forked import ForkedServer
 from tests import ROOT
 from tests.support.patience import LIMIT_S
 
@@ -21,9 +21,9 @@ SERVER = """
 import runpy, sys
 from unittest.mock import Mock
 
-names = "cpu.sglang cpu.fast.windows sglang.srt.entrypoints.http_server sglang.srt.models.registry"
+names = "cpu.sglang extras.fast_cpu.windows sglang.srt.entrypoints.http_server sglang.srt.models.registry"
 sys.modules |= dict.fromkeys(names.split(), Mock())
-runpy.run_module("cpu.fast.forks", run_name="__main__", alter_sys=True)
+runpy.run_module("extras.fast_cpu.forks", run_name="__main__", alter_sys=True)
 """
 OWNER = """
 import sys

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused import tail as fusion
-from fused.tail import FluidModel, TokenLatency, kept_engines, ranks_of_tail
+from extras.fused import tail as fusion
+from extras.fused.tail import FluidModel, TokenLatency, kept_engines, ranks_of_tail
 from genrm import FORMATS
 from reporting import timeline
 from scheduling.measured import Remaining, RequestStats, Split, StepStats, histogram

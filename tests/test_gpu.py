@@ -18,13 +18,13 @@ import torch
 
 from actor import MAX_LOGPROB_DIFF
 from config import parse_config
+from extras.memory.estimate import RESIDENT
 from runtime import devices
 from runtime.devices import why_unusable
 from runtime.errors import UserError
 from tests import ROOT
 from tests.gpu_model import SIZES, make_model
 from tests.workers.start import run_command, run_worker
-from training.memory import RESIDENT
 
 # a part needs what a run of its command needs: a trainer needs no engine packages and no nvcc
 COMMAND = {"trainer": "sft", "engine": "rl", "demo": "rl", "ranks": "rl"}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from commands import dry_run
-from runtime import devices, gpu_tools
+from extras import dry_run, gpu_tools
+from runtime import devices
 from runtime.errors import UserError
 from tests.test_cuda_path import NVCC, machine, settings  # noqa: F401
 

@@ -18,8 +18,8 @@ from config import Config
 from engines import server, wire
 from engines.engine import Engine, Request, Sampling, body_of
 from examples.make_demo.models import ALPHABET
-from images.reader import ImageReader
-from images.tokens import expand
+from extras.images.reader import ImageReader
+from extras.images.tokens import expand
 from inputs.tokenization import encode_prompt, load_tokenizer
 from sample import Image
 from tests.support.clips import encoded_clip, frames_of

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from actor import Actor
-from critic import Critic
 from examples.make_demo.closing import close
-from images.reader import ImageReader
+from extras.critic import Critic
+from extras.images.reader import ImageReader
 from sample import Sample
 from tests.support.plain import plain_steps
 from tests.support.vision import BOS, END, IMAGE, START, encoded_picture, make_vision_model

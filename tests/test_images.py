@@ -23,7 +23,7 @@ import demo.task  # noqa: F401 (it adds a judge format)
 import rewards
 from config import Config
 from engines.engine import Answer
-from images import reader, tokens
+from extras.images import reader, tokens
 from inputs import prompt_file, tokenization
 from runtime.errors import UserError
 from sample import Image, Sample

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apart.placements import placement_from, ranks_from
 from config import Config
+from extras.apart.placements import placement_from, ranks_from
 from placement import make_placement
 from runtime.errors import UserError
 from scheduling.layout import Placement, Shape, ranks_in_words

@@ -190,8 +190,8 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
 
 
 def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
-    from critic import Critic
     from examples.make_demo.closing import close
+    from extras.critic import Critic
 
     critic, metrics, distance = Critic(critic_config(**sizes), reference["model_dir"]), [], 0.0
     for batch in reference["batches"]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from actor import Actor
 from engines.engine import seed_of
 from examples.make_demo.closing import close
+from extras import lora
 from inputs.hf_directory import checkpoint_shapes
 from runtime.errors import UserError
 from tests.support.plain import make_model, make_samples, plain_logprobs
@@ -30,7 +31,6 @@ from tests.workers.parallel import (
     weights_of,
 )
 from tests.workers.start import trained_by_tier
-from training import lora
 from training.hf_weights import global_parameters
 from training.model import check_models
 from training.sharded_checkpoint import MOMENTS

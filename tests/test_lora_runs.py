@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from extras.lora import ALPHA
 from tests.support.launched import Run, saved
-from training.lora import ALPHA
 
 pytestmark = pytest.mark.slow
 LORA = ("--lora", 4, "--lr", 5e-3, "--steps", 4, "--prompts-per-step", 4)

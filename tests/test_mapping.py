@@ -2,10 +2,10 @@
 
 import pytest
 
-from papers import mapping
-from papers.mapping import Sizes, Speeds, Task
-from simulation.costs import Device, Model
-from simulation.trainers import forward_s, update_s
+from reproduce.papers import mapping
+from reproduce.papers.mapping import Sizes, Speeds, Task
+from reproduce.simulation.costs import Device, Model
+from reproduce.simulation.trainers import forward_s, update_s
 
 DEVICE = Device(flops=312e12, memory=80e9, hbm=2e12, network=3e9, host=2e10, link=2e11)
 SPEEDS = Speeds(DEVICE, mfu=0.8, half=2000, layer_s=2e-4, reduce_s=1e-4, update_s=0.3)

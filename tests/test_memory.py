@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from config import AS_FITS
+from extras.memory.estimate import KEPT
 from tests.support.plain import make_model, make_samples
 from tests.support.rounding import apart
 from tests.test_actor import actor_config, make_actor, update  # noqa: F401
 from tests.workers.parallel import far, weights_of
 from training import lm_head
-from training.memory import KEPT
 from training.offload import HostCopies
 
 HIDDEN, KV, FFN, VOCAB, TOKENS = 448, 64, 2368, 19008, 512

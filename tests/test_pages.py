@@ -5,9 +5,9 @@ import tomllib
 
 import pytest
 
-from papers import drawing, pages
-from papers.pages import PAGES, section, strips_of
-from papers.tables import DOCS, ROOT, read_rows
+from reproduce.papers import drawing, pages
+from reproduce.papers.pages import PAGES, section, strips_of
+from reproduce.papers.tables import DOCS, ROOT, read_rows
 
 PROSE = {page: tomllib.loads((ROOT / "prose" / f"{page}.toml").read_text()) for page in PAGES}
 ROWS = {page: read_rows(DOCS / "rows" / f"{page}.csv") for page in PAGES}

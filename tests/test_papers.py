@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from papers.tables import Paper, Point, Row, errors, read_constants, read_points, values
+from reproduce.papers.tables import Paper, Point, Row, errors, read_constants, read_points, values
 from tests import ROOT
 from tests.support.patience import run_process
 

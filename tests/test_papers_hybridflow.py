@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 
 import controller
-from papers import hybridflow, mapping
-from papers.hybridflow import FIGURES, PPO, SAFE, setting_of, table_2
-from papers.tables import ROOT, Paper, Point, read_constants, read_points
+from reproduce.papers import hybridflow, mapping
+from reproduce.papers.hybridflow import FIGURES, PPO, SAFE, setting_of, table_2
+from reproduce.papers.tables import ROOT, Paper, Point, read_constants, read_points
 from sample import flat
 
 CONSTANTS = read_constants(ROOT / "hybridflow.toml")

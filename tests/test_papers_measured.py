@@ -1,13 +1,13 @@
-"""The simulation against measurements of real engines, on the setup of bench/modes.py with a pace."""
+"""The simulation against measurements of real engines, on the setup of reproduce/bench/modes.py with a pace."""
 
 import statistics
 from itertools import combinations
 
 import pytest
 
-from papers import measured
-from papers.measured import serving_s
-from papers.tables import ROOT, Paper, read_constants, read_points
+from reproduce.papers import measured
+from reproduce.papers.measured import serving_s
+from reproduce.papers.tables import ROOT, Paper, read_constants, read_points
 
 PAPER = Paper(read_points(measured.MEASURED), read_constants(ROOT / "measured.toml"))
 

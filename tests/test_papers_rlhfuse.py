@@ -5,10 +5,10 @@ from unittest import mock
 import pytest
 
 import controller
-from fused import mode as fused
-from papers import rlhfuse
-from papers.rlhfuse import Setting, cluster_of, inference_s, simulate
-from papers.tables import ROOT, read_constants
+from extras.fused import mode as fused
+from reproduce.papers import rlhfuse
+from reproduce.papers.rlhfuse import Setting, cluster_of, inference_s, simulate
+from reproduce.papers.tables import ROOT, read_constants
 from scheduling import pipeline
 
 CONSTANTS = read_constants(ROOT / "rlhfuse.toml")

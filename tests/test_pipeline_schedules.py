@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused.pipelines import MOST_MEMORY, fused
-from papers.rlhfuse import read_instances
+from extras.fused.pipelines import MOST_MEMORY, fused
+from reproduce.papers.rlhfuse import read_instances
 from scheduling import pipeline
 from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate
 from tests import ROOT
@@ -116,7 +116,7 @@ def test_every_schedule(name, data):
 def test_every_process_finds_the_same_table():
     """The order of a process's sets must not matter: ranks that disagreed would wait for each other."""
     pipes = [Pipe((0, 1, 2), 5, 1.0, 1.7), Pipe((2, 1, 0), 3, 0.6, 1.1), Pipe((1, 0), 2)]
-    program = f"from fused.pipelines import *; print(repr(fused({pipes!r})))"
+    program = f"from extras.fused.pipelines import *; print(repr(fused({pipes!r})))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         found = run_process(sys.executable, "-c", program, env=environment).stdout

@@ -4,7 +4,7 @@ import pytest
 
 import placement
 from config import Config
-from fused.tail import TAILS
+from extras.fused.tail import TAILS
 from modes import lay_out
 from scheduling.measured import Split
 

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from config import parse_config
-from simulation import plans
-from simulation.cluster import Cluster, Lengths, Simulation, Workload
-from simulation.costs import Decode, Passes
-from simulation.engine import Moves
-from simulation.finished import APART, config_from, costs_like, read_run
-from simulation.plans import Plan, main, plans_of, simulate
+from reproduce.simulation import plans
+from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload
+from reproduce.simulation.costs import Decode, Passes
+from reproduce.simulation.engine import Moves
+from reproduce.simulation.finished import APART, config_from, costs_like, read_run
+from reproduce.simulation.plans import Plan, main, plans_of, simulate
 from tests import ROOT
 from tests.support.patience import run_process
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import run
 from config import Config
-from training import model, ptx
-from training.ptx import choose, read_texts, text_loss
+from extras import ptx
+from extras.ptx import choose, read_texts, text_loss
+from training import model
 
 TEXTS = [([1], [number]) for number in range(7)]
 

@@ -8,8 +8,8 @@ from statistics import median
 import pytest
 
 from controller import HISTORY
+from extras.rebalance import COOL_DOWN, to_the_busier_role
 from scheduling.measured import RequestStats, Split, StepStats
-from scheduling.rebalance import COOL_DOWN, to_the_busier_role
 
 TP = {"rollout": 1, "genrm": 1}
 

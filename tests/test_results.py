@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import results
+from reproduce.bench import results
 from tests import ROOT
 from tests.test_docs import check_program, check_run
 from tests.test_size import PRODUCT, is_extra
@@ -20,7 +20,7 @@ MEASURED = json.loads(results.RESULTS.read_text())
 def test_pages_show_what_was_measured():
     """A row that is measured again is also written again, to README and to its page."""
     for path, text in results.pages(MEASURED).items():
-        assert path.read_text() == text, f"{path}: run bench/results.py --render"
+        assert path.read_text() == text, f"{path}: run reproduce/bench/results.py --render"
 
 
 def lines_of(paths: list[Path]) -> int:
@@ -81,6 +81,6 @@ def test_every_command_is_understood():
 
 @pytest.mark.slow
 def test_a_small_save_is_measured():
-    """bench/checkpoint.py must build enough of a controller for a save."""
+    """reproduce/bench/checkpoint.py must build enough of a controller for a save."""
     small = ["--layers", "2", "--hidden", "128", "--repeats", "1"]
-    run_command([sys.executable, str(ROOT / "bench/checkpoint.py"), *small])
+    run_command([sys.executable, str(ROOT / "reproduce/bench/checkpoint.py"), *small])

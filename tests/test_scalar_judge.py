@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from engines.engine import Sampling
-from scoring.scalar import ScoringEngine
+from extras.scalar import ScoringEngine
 from tests.test_engine import PROMPT, ask
 from tests.test_genrm import Engine, Pool, always, make_rewards, sample, score_all
 

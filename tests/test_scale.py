@@ -1,11 +1,11 @@
-"""bench/central.py: which counts are flat and which grow; images pass through only one controller."""
+"""reproduce/bench/central.py: which counts are flat and which grow; images pass through only one controller."""
 
 from itertools import pairwise, product
 from statistics import fmean
 
 import pytest
 
-from bench import central
+from reproduce.bench import central
 
 
 @pytest.fixture(scope="module")

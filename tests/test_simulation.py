@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from engines.engine import Request, Sampling
+from reproduce.simulation.clock import VirtualClock, end_all
+from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
+from reproduce.simulation.costs import Decode, Device, Model, Passes, passes_of
+from reproduce.simulation.engine import Moves, Reply, SimulatedEngine
+from reproduce.simulation.meetings import SimulatedWorld
+from reproduce.simulation.trainers import SimulatedTrainer, forward_s, update_s
 from sample import Sample
 from scheduling.layout import Shape
-from simulation.clock import VirtualClock, end_all
-from simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
-from simulation.costs import Decode, Device, Model, Passes, passes_of
-from simulation.engine import Moves, Reply, SimulatedEngine
-from simulation.meetings import SimulatedWorld
-from simulation.trainers import SimulatedTrainer, forward_s, update_s
 
 DECODE = Decode(fixed=0.01, each=2e-4, context=1e-7, prefill=5e-6, most=32, kv_tokens=60_000)
 JUDGE = replace(DECODE, fixed=0.02)

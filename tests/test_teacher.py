@@ -15,6 +15,7 @@ from algorithms import algorithm_of, set_advantages
 from config import parse_config
 from examples.make_demo.closing import close
 from examples.make_demo.models import VISION, character_tokenizer
+from extras.teacher import check_teacher, largest_differences
 from genrm import Judgement
 from modes import lay_out
 from rewards import Rewards, Rule
@@ -24,7 +25,6 @@ from tests.support.plain import make_model, make_samples, plain_logprobs
 from tests.support.vision import make_vision_model
 from tests.workers.parallel import actor_config, balanced, set_constants, weights_of
 from tests.workers.start import train_layouts
-from training.teacher import check_teacher, largest_differences
 
 TEMPERATURE = 0.8  # actor_config's
 LARGER = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4)

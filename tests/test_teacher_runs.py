@@ -3,8 +3,8 @@
 import pytest
 
 from config import DEMO_MODELS
+from extras.teacher import SHOWN
 from tests.support.launched import Run, saved
-from training.teacher import SHOWN
 
 pytestmark = pytest.mark.slow
 STUDENT = ("--preset", "tiny", "--model", DEMO_MODELS / "written" / "actor")

@@ -12,11 +12,11 @@ import genrm
 import rewards
 from config import Config
 from examples.finetune import parse_rm, parse_sft
+from extras import scalar
 from inputs import tokenization
 from inputs.prompt_file import PromptFile
 from inputs.templates import TODAY
 from runtime.errors import UserError
-from scoring import scalar
 from tests.support.models import TEMPLATE, save_tokenizer
 from tests.support.rows import jsonl
 from tests.support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3

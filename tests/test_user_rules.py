@@ -16,10 +16,10 @@ import pytest
 
 import rewards
 from config import Config
+from extras import rules as user_rules
 from inputs import tokenization
 from runtime.user_code import UserCode
 from sample import Sample
-from scoring import rules as user_rules
 from tests import ROOT
 from tests.support.fakes import FakeSource, simulate, to_text, trained
 from tests.support.models import save_tokenizer

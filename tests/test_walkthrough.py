@@ -4,7 +4,7 @@ from string import Formatter
 
 import pytest
 
-from bench import walkthrough
+from reproduce.bench import walkthrough
 from tests.support.launched import free_ports
 
 WORDS = walkthrough.TEMPLATE.read_text()

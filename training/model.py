@@ -177,7 +177,7 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
     hf["whole"] = whole
     if FAMILIES[model_type].tower:
-        from images.reader import ImageReader
+        from extras.images.reader import ImageReader
 
         hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
     unsupported = {
@@ -270,7 +270,7 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
     """Return a function that maps a prompt to a forward pass's multiply-adds for its images."""
     if "vision" not in hf:
         return lambda prompt: 0
-    from training.vision import image_cost
+    from extras.images.vision import image_cost
 
     return image_cost(hf)
 
@@ -290,7 +290,7 @@ def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
             raise UserError(f"--{flag} {size} does not divide {name} = {hf[name]} of {setting}")
     layers = hf["num_hidden_layers"] // config.pp
     if "vision" in hf:
-        from training.vision import deep_features
+        from extras.images.vision import deep_features
 
         if layers < (deep := deep_features(hf["vision"])):
             needed = f"images enter the first {deep} of {setting}"
@@ -347,7 +347,7 @@ def check_models(
     for shape in shapes:
         check_sizes(hf, shape.sized(config))
     if config.lora:
-        from training.lora import check_rank
+        from extras.lora import check_rank
 
         check_rank(config, hf)
     scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
@@ -393,7 +393,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     layers = [layer] * transformer_block.get_num_layers_to_build(config, pp_rank=stage)
     kind = GPTModel
     if sees := stage == 0 and "vision" in hf:
-        from training.vision import VisionModel as kind
+        from extras.images.vision import VisionModel as kind
     gpt = kind(
         config,
         transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),

@@ -45,7 +45,9 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [1, T]
-    positions: Tensor  # [T], within the sequence; with images [3, T], see images.tokens.positions
+    positions: (
+        Tensor  # [T], within the sequence; with images [3, T], see extras.images.tokens.positions
+    )
     reads: Tensor  # [targets], positions of the tokens that precede a response token
     targets: Tensor  # [targets], the response tokens
     slots: Tensor  # [targets], ascending
@@ -153,7 +155,7 @@ def _with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) ->
     images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
     if not images:
         return batch
-    from images.tokens import positions
+    from extras.images.tokens import positions
 
     ends = accumulate(image.features for image in images)
     ranges = (range(end - image.features, end) for image, end in zip(images, ends, strict=True))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from demo.drawing import CELL
+from extras.images.drawing import CELL
 from inputs.hf_directory import VISION_FAMILIES
 
 if TYPE_CHECKING:

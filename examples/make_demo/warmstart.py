@@ -39,7 +39,7 @@ from examples.make_demo.closing import close
 from examples.make_demo.models import VISION, character_tokenizer, new_model
 from examples.make_demo.slips import corrupted
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
-from images.reader import ImageReader
+from extras.images.reader import ImageReader
 from inputs import tokenization
 from inputs.tokenization import reader_of
 from reporting.progress import Progress

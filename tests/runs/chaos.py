@@ -36,7 +36,7 @@ FINAL = f"hf/step_{STEPS}/model.safetensors"
 # words that identify command lines
 ENGINE = ("sglang::scheduler", "sglang::detokenizer", "-m engines.server_main")
 RANK = " -u "  # torchrun starts ranks with it; forked writers have the same command line
-ALL = (*ENGINE, "bin/torchrun", RANK, "cpu.fast.forks")
+ALL = (*ENGINE, "bin/torchrun", RANK, "extras.fast_cpu.forks")
 IN_A_SAVE = "kill -9 of all processes in a save"
 FAULTS = [signal.SIGKILL] * 4 + [signal.SIGSTOP] * 3 + [IN_A_SAVE] * 2
 

@@ -1,4 +1,4 @@
-"""The project without an extra: a copy with the extra's row in extras.py and its files removed.
+"""The project without an extra: a copy with the extra's row in extras/__init__.py and its files removed.
 
     python tests/runs/without_extras.py [NAME ...]      does the copy work? default: for each extra
     python tests/runs/without_extras.py --all           without any: the core
@@ -46,7 +46,7 @@ class Copy:
                 for path in [gone, *gone.rglob("*.py")]:
                     self.modules.add(module_of(path.relative_to(folder)))
                 shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-        index = folder / "extras.py"
+        index = folder / "extras/__init__.py"
         index.write_text(without_rows(index.read_text(), self.names))
 
     def python(self, *command: object, **how) -> CompletedProcess[str]:
@@ -160,7 +160,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def without_rows(text: str, names: Iterable[str]) -> str:
-    """Return extras.py without some rows and the comment above each."""
+    """Return extras/__init__.py without some rows and the comment above each."""
     [table] = [
         node.value
         for node in ast.parse(text).body

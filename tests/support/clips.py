@@ -8,7 +8,7 @@ from functools import partial
 import av
 import numpy as np
 
-from images.clips import Clips
+from extras.images.clips import Clips
 
 KINDS = {  # container, encoder and its options
     "h264": ("mp4", "libx264", {"bf": "2"}),

@@ -5,8 +5,8 @@ import inspect
 import random
 from dataclasses import dataclass
 
-from environment import Step
-from environment import episodes as user_episodes
+from extras.environment import Step
+from extras.environment import episodes as user_episodes
 from runtime.user_code import UserCode
 from tests.support.fakes import FakeTokenizer, simulate, text_answer, to_text
 

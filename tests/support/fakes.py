@@ -26,11 +26,11 @@ from engines.engine import LOOK_S, Answer, EngineLost, Request, Sampling, seed_o
 from engines.fleet import Fleet
 from engines.pool import Pool
 from reporting.timeline import MARKS, Timeline, of_kind
+from reproduce.simulation.clock import VirtualClock, end_all
+from reproduce.simulation.meetings import Network, SimulatedWorld
 from sample import Image, Prompt, flat
 from scheduling.balance import Prefix
 from scheduling.pipeline import schedule_of
-from simulation.clock import VirtualClock, end_all
-from simulation.meetings import Network, SimulatedWorld
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a hanging server is detected

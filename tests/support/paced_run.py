@@ -12,5 +12,5 @@ from engines.engine import Engine
 
 if __name__ == "__main__":
     os.environ["BENCH_PACE_MS"] = "20,0"
-    Engine.module = "bench.paced_server"
+    Engine.module = "reproduce.bench.paced_server"
     run.main(sys.argv[1:])

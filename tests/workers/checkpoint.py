@@ -72,8 +72,8 @@ def carry_answers(prompts: Prompts, actor) -> None:
 async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dict]:
     """If `saves`: make two updates, a save, and the next update meanwhile. Otherwise only that update."""
     from actor import Actor
-    from critic import Critic
     from examples.make_demo.closing import close
+    from extras.critic import Critic
 
     config, world = critic_config(**sizes), World("cpu", 60.0)
     models = [kind(config, reference["model_dir"]) for kind in (Actor, Critic)]

@@ -1,0 +1,302 @@
+"""A controller's episodes: the user's objects, the threads that run them, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from config import Config
+from engines.engine import seed_of
+from extras.environment import Step, is_number, read_step
+from inputs import tokenization
+from inputs.rows import Text, as_turns
+from inputs.templates import render
+from rewards import seen_by_rules
+from runtime import user_code
+from runtime.errors import UserError
+from runtime.user_code import UserCode
+from sample import Key, Reply, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+CLOSE_S = 5.0  # how long the end of a run waits for objects to close
+RESERVED = {  # names that a class may not have -> what to do instead
+    "reset": "an object is one episode, which begins in __init__",
+    "start": "an object is one episode, which begins in __init__",
+    "tools": "a row's `tools` go to the chat template, and step reads what the policy writes",
+}
+
+
+class Taken(NamedTuple):
+    """The outcome of a step. finish: the sample's, or "" if there is a reply for the policy to answer."""
+
+    finish: str
+    reply: Reply | None = None
+    reward: float = 0.0
+    metrics: Mapping[str, float] = {}
+
+
+@dataclass
+class Episode:
+    """An instance of the user's class, and its current step."""
+
+    instance: Any = None  # None until its first step
+    step: asyncio.Task[Taken] | None = None
+
+
+@dataclass(eq=False)
+class Episodes:
+    """The user's class and this controller's episodes. User code never runs in the controller's thread."""
+
+    kind: type
+    code: UserCode
+    tokenizer: Tokenizer
+    config: Config
+    stop_tokens: Collection[int]
+    failed: int = 0  # episodes lost since the run's start
+    succeeded: int = 0  # episodes played to the end
+    seconds: list[float] = field(default_factory=list)  # each step's, since the last `means`
+    _episodes: dict[Key, Episode] = field(default_factory=dict)
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        at_once = self.config.max_running_requests
+        self._limit_s = 0.9 * self.config.timeout_s  # other ranks wait for the whole timeout
+        self._free = asyncio.Semaphore(at_once)
+        self._threads = ThreadPoolExecutor(at_once)
+        self._loop = asyncio.new_event_loop()  # runs async user code, in its own thread
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._going = asyncio.Event()  # set to make every pending `answer` return
+
+    async def answer(self, sample: Sample) -> None:
+        """Answer a finished turn, which continues or finishes the sample. `let_go` makes it return early.
+
+        The step keeps running then, and the next call takes its result. Raises UserError if the user's code
+        fails, returns an invalid value or exceeds the time limit.
+        """
+        episode = self._episodes.setdefault(sample.key, Episode())
+        if episode.step is None:
+            episode.step = asyncio.create_task(self._step(episode, sample))
+        going = asyncio.create_task(self._going.wait())
+        try:
+            await asyncio.wait({episode.step, going}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            going.cancel()
+        if not episode.step.done():
+            return
+        taken = episode.step.result()
+        episode.step = None
+        self.failed += taken.finish == "lost"
+        self.succeeded += taken.finish in ("stop", "length")
+        sample.finish = taken.finish
+        sample.earned = [*sample.earned, taken.reward]
+        for name, number in taken.metrics.items():
+            sample.noted[name] = [*sample.noted.get(name, []), float(number)]
+        if taken.reply:
+            sample.replies = [*sample.replies, taken.reply]
+        else:
+            self._close(sample.key)
+
+    def let_go(self) -> None:
+        """Make every pending `answer` return now."""
+        self._going.set()
+        self._going = asyncio.Event()
+
+    def keep(self, prompt_ids: Collection[int]) -> None:
+        """Close all episodes except those of these prompts, which continue in a later step."""
+        for key in [key for key in self._episodes if key[0] not in prompt_ids]:
+            self._close(key)
+        for task in [task for task in self._closing if task.done()]:
+            self._closing.remove(task)
+            task.result()
+
+    async def close(self) -> None:
+        """Close all objects, abandoning slow ones. Raises UserError if one fails. Not collective."""
+        for key in [*self._episodes]:
+            self._close(key)
+        if self._closing:
+            done, _ = await asyncio.wait(self._closing, timeout=CLOSE_S)
+            for error in filter(None, [task.exception() for task in done]):
+                raise error
+
+    def never_succeeded(self, failures: int) -> str:
+        """Return the message that ends a run whose first episodes were all lost."""
+        lost = f"{self.code.title} lost each of the first {failures} episodes"
+        return f"{lost}: it raised ConnectionError or TimeoutError, or differed"
+
+    def means(self, samples: list[Sample]) -> dict[str, list[float]]:
+        """Return the values to average for each environment/* metric. step_s: since the last call."""
+        played = [sample for sample in samples if sample.finish != "lost"]
+        found = {
+            "environment/turns_mean": [1 + len(sample.replies) for sample in samples],
+            "environment/reward_mean": [math.fsum(sample.earned) for sample in played],
+            "environment/lost_frac": [sample.finish == "lost" for sample in samples],
+            "environment/step_s": self.seconds,
+        }
+        for sample in samples:
+            for name, values in sample.noted.items():
+                found[f"environment/{name}"] = found.get(f"environment/{name}", []) + values
+        self.seconds = []
+        return found
+
+    async def _step(self, episode: Episode, sample: Sample) -> Taken:
+        """Take a step. A ConnectionError or TimeoutError loses the episode."""
+        try:
+            if episode.instance is None:
+                await self._begin(episode, sample)
+            return await self._take(episode.instance, sample)
+        except (ConnectionError, TimeoutError):
+            return Taken("lost")
+
+    async def _begin(self, episode: Episode, sample: Sample) -> None:
+        """Begin an episode and replay it up to its last turn. Raises ConnectionError if a reply differs."""
+        own = deepcopy((sample.turns, sample.row))
+        first = Sample(*sample.key, [*sample.prompt], sample.question, sample.answer_key)
+        first.turns, first.row = own
+        seen = seen_by_rules(first, partial(tokenization.decode, self.tokenizer))
+        seed = seed_of(self.config.seed, "environment", sample.prompt_id)
+        episode.instance = await self._call(partial(self.kind, seen, seed=seed), sample)
+        for text, reply in zip(self._turns(sample), sample.replies, strict=False):
+            again = self._read(await self._call(partial(episode.instance.step, text), sample))
+            if again.done or self._tokens(sample, again.reply, reply.start) != reply.tokens:
+                raise ConnectionError("the replay differs")
+
+    async def _take(self, instance: Any, sample: Sample) -> Taken:
+        """Pass the last turn to the user's object, unless the token limit cut that turn off."""
+        step = Step(done=True)
+        finish = "length"
+        is_cut = sample.begun == self.config.max_new_tokens
+        if not is_cut or sample.response[-1] in self.stop_tokens:
+            clock = asyncio.get_running_loop().time
+            start = clock()
+            text = self._turns(sample)[-1]
+            step = self._read(await self._call(partial(instance.step, text), sample))
+            self.seconds.append(clock() - start)
+            finish = "stop"
+        if not step.done:
+            place = len(sample.response)
+            tokens = self._tokens(sample, step.reply, place)
+            # a reply that leaves no room for the next turn is dropped: cutting it could change its meaning
+            if sample.begun + len(tokens) < self.config.max_new_tokens:
+                return Taken("", Reply(place, tokens, step.reply), float(step.reward), step.metrics)
+            finish = "length"
+        reward = float(step.reward)
+        if "score" in dir(self.kind):
+            score = await self._call(instance.score, sample)
+            if not is_number(score):
+                self._refuse("score", score, "a finite number is needed")
+            reward += float(score)
+        return Taken(finish, None, reward, step.metrics)
+
+    def _close(self, key: Key) -> None:
+        self._closing.add(asyncio.create_task(self._close_object(self._episodes.pop(key), key)))
+
+    async def _close_object(self, episode: Episode, key: Key) -> None:
+        try:
+            if episode.step:
+                await episode.step
+        finally:
+            if episode.instance is not None and "close" in dir(self.kind):
+                with suppress(ConnectionError, TimeoutError):  # it is already gone
+                    await self._call(episode.instance.close, Sample(*key, []))
+
+    async def _call(self, function: Callable[[], Any], sample: Sample) -> Any:
+        """Run user code in a thread, async code in the loop. Raises UserError if it takes too long."""
+        async with self._free:
+            future = asyncio.wrap_future(
+                self._threads.submit(call, self.code, function, self._loop)
+            )
+            done, _ = await asyncio.wait({future}, timeout=self._limit_s)
+        if not done:
+            silent = f"{self.code.title} gave no answer for {self._limit_s:g} s (0.9 --timeout-s)"
+            of = f" of {self.code.file}, class {self.kind.__name__}"
+            raise UserError(f"{silent}{of}, on the prompt {sample.question[:60]!r}")
+        return future.result()
+
+    def _read(self, value: Any) -> Step:
+        try:
+            return read_step(value)
+        except ValueError as error:
+            self._refuse("step", value, str(error))
+
+    def _refuse(self, method: str, value: Any, why: str) -> None:
+        shown = " ".join(repr(value).split())[:60]
+        raise UserError(f"{self.code.title}: {method} returned {shown}: {why}")
+
+    def _turns(self, sample: Sample) -> list[str]:
+        """Return the policy's turns as text, without end tokens but with other special tokens."""
+        ends = [*(reply.start for reply in sample.replies), len(sample.response)]
+        starts = [0, *ends[:-1]]
+        decode = partial(tokenization.decode, self.tokenizer, special=True)
+        return [decode(sample.response[a : b - 1]) for a, b in zip(starts, ends, strict=True)]
+
+    def _tokens(self, sample: Sample, turns: list[dict], place: int) -> list[int]:
+        """Encode a reply, after the template's end of turn if the policy ended its turn otherwise."""
+        title = self.code.title
+        if not sample.turns and (len(turns) > 1 or turns[0]["role"] != "user"):
+            role = turns[0]["role"]
+            raise UserError(f"{title}: a reply to a prompt of text is text, not the {role}'s turn")
+        tokens = tokenization.encode_reply(self.tokenizer, sample.turns, turns, title)
+        end = tokenization.end_of_turn(self.tokenizer)
+        return [end, *tokens] if sample.turns and sample.response[place - 1] != end else tokens
+
+
+def call(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> Any:
+    """Run user code in this thread; if it is async, await it in the loop, which has its own thread."""
+    with code:
+        found = function()
+    if not inspect.isawaitable(found):
+        return found
+
+    async def waited() -> Any:
+        with code:
+            return await found
+
+    return asyncio.run_coroutine_threadsafe(waited(), loop).result()
+
+
+def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) -> Episodes:
+    """Load the user's class. Raises UserError if it can't be found or uses a reserved name."""
+    title = f"--environment {config.environment}"
+    specs = "FILE.py or FILE.py:Class"
+    how = ("Environment", "class {}", inspect.isclass, specs)
+    kind, code = user_code.load(title, config.environment, *how)
+    for name in RESERVED.keys() & {*dir(kind)}:
+        raise UserError(f"{title}: {name} is reserved: {RESERVED[name]}")
+    if "step" not in dir(kind) or not callable(kind.step):
+        raise UserError(f"{title}: the class {kind.__name__} has no step(self, text)")
+    code = replace(code, passes=(ConnectionError, TimeoutError))
+    return Episodes(kind, code, tokenizer, config, stop_tokens)
+
+
+def chat_check(
+    title: str, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> Callable[[Text, str], None]:
+    """Return a check of prompts, which raises UserError if the template rewrites earlier turns."""
+    seen = set()
+
+    def check(prompt: Text, where: str) -> None:
+        if isinstance(prompt, str):
+            return
+        roles = ("tools" in prompt[0], *(turn["role"] for turn in prompt))
+        if roles in seen:
+            return
+        asked = as_turns("So?", "user")
+        tokenization.encode_reply(tokenizer, prompt, asked, where)
+        thought = as_turns("<think>\nHm.\n</think>\n\nyes", "assistant")
+        if not seen and "Hm." not in render(tokenizer, [*prompt, *thought, *asked], where):
+            kept = "earlier turns keep it as it was sampled"
+            say(f"{title}: the chat template leaves out earlier reasoning; {kept}")
+        seen.add(roles)
+
+    return check

@@ -1,0 +1,330 @@
+"""README's results: run the rows' commands one after another, and write the table from their output.
+
+    python reproduce/bench/results.py                all rows -> docs/results.json, README: 30 minutes
+    python reproduce/bench/results.py --only modes   measure this row again; the others stay
+    python reproduce/bench/results.py --render       only write README and the pages, from what was measured before
+
+All measured rows must be from one commit; otherwise no table is written. Each row's sentence is also on its
+page, so both have the same numbers. Simulated rows come from docs/papers (`make papers`).
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from reproduce.bench.measuring import ROOT, TORCHRUN, parser_of, run_to_its_end
+from reproduce.papers.tables import errors, read_rows
+
+DOCS = ROOT / "docs"
+FOLDER = ROOT / "runs" / "results"
+RESULTS = DOCS / "results.json"
+README = ROOT / "README.md"
+SCALE = DOCS / "papers" / "scale.md"
+END = "<!-- end of result -->"
+Values = dict[str, list[float]]  # name -> one or several measurements
+
+
+def numbers_in(pattern: str, text: str) -> list[float]:
+    """Return the numbers that a pattern finds."""
+    return [float(number.replace(",", "")) for number in re.findall(pattern, text)]
+
+
+def demo_values(printed: str, seconds: float) -> Values:
+    """Return the accuracy before and after a run, and its minutes."""
+    accuracy = numbers_in(r"eval/accuracy ([\d.]+)", printed)
+    return {"before": accuracy[:1], "after": accuracy[-1:], "minutes": [seconds / 60]}
+
+
+def modes_values(printed: str, seconds: float) -> Values:
+    """Return partial colocation's serving seconds over full colocation's, one ratio per round."""
+    rows = json.loads((ROOT / "runs" / "bench" / "modes-4.json").read_text())
+    ratios = []
+    for repeat in sorted({row["repeat"] for row in rows}):
+        serving = {"full": [], "2|2": []}
+        for row in rows:
+            if row["repeat"] == repeat and row["step"] > 0:
+                serving[row["side"]].append(row["metrics"]["time/serve_s"])
+        ratios.append(median(serving["2|2"]) / median(serving["full"]))
+    return {"ratio": ratios}
+
+
+def media_values(printed: str, seconds: float) -> Values:
+    """Return the MB between controllers in a step, and with a central controller."""
+    sides = ("media", "central")
+    return {side: numbers_in(rf"\| 2 \| {side} \| ([\d.]+) \|", printed) for side in sides}
+
+
+def save_values(printed: str, seconds: float) -> Values:
+    """Return how long a forked and a synchronous save stall the run: median, smallest, largest."""
+    found = {"size": numbers_in(r"checkpoint of ([\d.]+) GiB", printed)}
+    for kind in ("forked", "synchronous"):
+        (stall,) = re.findall(rf"\| {kind} \| (.*?) \|", printed)
+        found[kind] = numbers_in(r"[\d.]+", stall)
+    return found
+
+
+def trl_values(printed: str, seconds: float) -> Values:
+    """Return our tokens per second in whole steps over TRL's: median, smallest, largest."""
+    (cells,) = re.findall(r"\| tokens per wall-second, whole steps \|(.*)\|", printed)
+    return {"ratio": numbers_in(r"[\d.]+", cells.split("|")[-1])}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table. text: a sentence with each value's median, and its _low and _high."""
+
+    text: str
+    page: str
+    command: str
+    # (the command's output, its seconds) -> the values
+    values: Callable[[str, float], Values]
+    kind: str = "measured"
+    shows_table: bool = False  # the page also shows the table that the command prints
+    in_readme: bool = True
+
+
+ROWS = {
+    "demo": Row(
+        "The demo's accuracy on held-out sums rises from {before:.3f} to {after:.3f} in 40 steps and "
+        "{minutes:.1f} minutes",
+        "docs/algorithms.md",
+        "torchrun --nproc-per-node 2 run.py --out runs/results/demo",
+        demo_values,
+    ),
+    "modes": Row(
+        "Where half of the groups are drawn again, partial colocation on 4 ranks serves a step in "
+        "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) of full colocation's time",
+        "docs/modes.md",
+        'python reproduce/bench/modes.py --ranks 4 --workloads resample --sides full "2|2" --repeats 3 --moving 0 '
+        "--pace 20,0.1 --figure runs/results/modes.png",
+        modes_values,
+        kind="measured at a set pace",
+    ),
+    "images": Row(
+        "In a step of 2 ranks with 34 MB of images, only {media:.2f} MB of tokens pass between controllers; "
+        "with a central controller it is {central:.1f} MB",
+        "docs/images.md",
+        "python reproduce/bench/media.py --ranks 2 --repeats 1",
+        media_values,
+        shows_table=True,
+        in_readme=False,
+    ),
+    "save": Row(
+        "A save of {size:.2f} GiB delays a run by {forked:.2f} s ({forked_low:.2f} to {forked_high:.2f}), "
+        "because it is written during the next step; a synchronous one by {synchronous:.1f} s",
+        "docs/faults.md",
+        "python reproduce/bench/checkpoint.py",
+        save_values,
+    ),
+    "trl": Row(
+        "On a CPU, with 0.37 M parameters, whole steps produce {ratio:.2f} ({ratio_low:.2f} to "
+        "{ratio_high:.2f}) times as many tokens a second as TRL's",
+        "docs/trl.md",
+        "python reproduce/bench/vs_trl.py --repeats 3 --steps 8",
+        trl_values,
+        shows_table=True,
+    ),
+}
+
+
+def measure(name: str, commit: str) -> dict:
+    """Run a row's command to its end. Return its entry in docs/results.json."""
+    row = ROWS[name]
+    log = FOLDER / f"{name}.log"
+    load = os.getloadavg()[0]
+    start = time.monotonic()
+    program, *options = shlex.split(row.command)
+    run_to_its_end([sys.executable if program == "python" else TORCHRUN, *options], log)
+    seconds = time.monotonic() - start
+    printed = log.read_text()
+    found = {}
+    for value, numbers in row.values(printed, seconds).items():
+        found[value] = {"value": median(numbers), "spread": [min(numbers), max(numbers)]}
+    about = {"kind": row.kind, "command": row.command, "commit": commit, "load": load}
+    if row.shows_table:
+        about["table"] = [line for line in printed.splitlines() if line.startswith("|")]
+    return {"values": found, "machine": machine()} | about
+
+
+def machine() -> str:
+    """Return what seconds depend on most: the number of cores, their model, their widest vectors."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
+    widths = {"avx512f": "AVX-512", "avx2": "AVX2", "asimd": "NEON"}
+    widest = next((words for flag, words in widths.items() if flag in text.split()), "SSE")
+    return f"{os.cpu_count()} cores of {name[1] if name else platform.machine()} with {widest}"
+
+
+def current_commit() -> str:
+    """Return the working tree's commit. Exits if a file that may change a number isn't committed."""
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!docs", ":!README.md")
+    if changed:
+        sys.exit(f"error: commit these first, because results name their commit:\n{changed}")
+    return git("rev-parse", "--short=10", "HEAD").strip()
+
+
+def git(*words: str) -> str:
+    ran = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return ran.stdout
+
+
+# ---------------------------------------------------------------- the table and the pictures
+
+PAPERS = {  # page -> whose numbers its rows are
+    "hybridflow": "HybridFlow's figures",
+    "rlhfuse": "RLHFuse's",
+    "wechat_yatt": "H20s, for WeChat-YATT's",
+    "measured": "This project's engines at a set pace",
+}
+
+
+def paper_row(folder: Path = DOCS / "papers") -> str:
+    """Return the papers' row: for each page, the errors of its predicted points."""
+    pages = []
+    for page, name in PAPERS.items():
+        found, _, _ = errors(read_rows(folder / "rows" / f"{page}.csv")).partition(" (")
+        pages.append(f"{name}: {found}")
+    pages_of = "`make papers`: [pages](docs/papers/README.md)"
+    return f"| {'. '.join(pages)} | predicted | {pages_of} |"
+
+
+def scale_at(ranks: str) -> tuple[str, str]:
+    """Return how many samples the busiest and a central controller hold, from docs/papers/scale.md."""
+    ways = ("parallel", "central")
+    found = [re.search(rf"\| {way} \| {ranks} \| ([\d,]+) \|", SCALE.read_text()) for way in ways]
+    return found[0][1], found[1][1]
+
+
+def scale_row() -> str:
+    """Return the row of docs/papers/scale.md: how many samples a controller holds at two scales."""
+    few, few_central = scale_at("64")
+    many, many_central = scale_at("4,096")
+    text = (
+        f"The busiest controller holds {few} samples on 64 GPUs and {many} on 4,096; a central one "
+    )
+    text += f"all that the step draws, {few_central} and {many_central}"
+    command = "python reproduce/bench/central.py --write"
+    return f"| {text} | simulated | `{command}`: [page](docs/papers/scale.md) |"
+
+
+def step_times() -> tuple[list[float], list[float]]:
+    """Return step times over a central controller's, from docs/papers/wechat_yatt.md: text, images."""
+    rows = [
+        row for row in read_rows(DOCS / "papers/rows/wechat_yatt.csv") if row.figure == "central"
+    ]
+    text = [row.simulated for row in rows if row.setting.startswith("0.05 MB")]
+    images = [row.simulated for row in rows if not row.setting.startswith("0.05 MB")]
+    return text, images
+
+
+def time_row() -> str:
+    """Return the row with the time that parallel controllers save."""
+    text_only, images = step_times()
+    text = f"With parallel controllers a step of text takes {min(text_only):.2f} to {max(text_only):.2f} "
+    text += "of a central one's time, and with 1 to 15 MB of images a sample "
+    text += f"{min(images):.2f} to {max(images):.2f}; WeChat-YATT reports 0.408"
+    command = "python reproduce/papers/wechat_yatt.py --figure central --write"
+    return f"| {text} | simulated | `{command}`: [page](docs/papers/wechat_yatt.md) |"
+
+
+def sentence(name: str, result: dict) -> str:
+    """Return a row's sentence with the numbers of its last run."""
+    numbers = {}
+    for value, found in result["values"].items():
+        low, high = found["spread"]
+        numbers |= {value: found["value"], f"{value}_low": low, f"{value}_high": high}
+    return ROWS[name].text.format(**numbers)
+
+
+def render(results: dict[str, dict], simulated: list[str]) -> str:
+    """Return the table in Markdown. Raises ValueError if its rows are from several commits or machines."""
+    origins = sorted({f"commit {row['commit']}, {row['machine']}" for row in results.values()})
+    if len(origins) > 1:
+        named = "; ".join(origins)
+        raise ValueError(f"rows from several origins ({named}): measure all of them again")
+    lines = ["| result | how | command, page |", "|---|---|---|"]
+    for name, row in ROWS.items():
+        if name not in results or not row.in_readme:
+            continue
+        command = row.command.replace("|", r"\|")
+        text = sentence(name, results[name])
+        lines.append(f"| {text} | {row.kind} | `{command}`: [page]({row.page}) |")
+    lines += simulated
+    if origins:
+        loads = [row["load"] for row in results.values()]
+        load = f"load average before each {min(loads):.1f} to {max(loads):.1f}"
+        lines += ["", f"Measured rows: {origins[0]}, {load}."]
+    return "\n".join(lines) + "\n"
+
+
+def with_result(page: str, name: str, text: str) -> str:
+    """Return the page with the text of one result replaced."""
+    begin = f"<!-- result: {name} -->\n"
+    before, found, rest = page.partition(begin)
+    assert found, f"a page has no place for the result {name}"
+    _, _, after = rest.partition(END)
+    return before + begin + text + END + after
+
+
+def simulated_rows() -> list[str]:
+    return [scale_row(), time_row(), paper_row()]
+
+
+def paragraph(name: str, result: dict) -> str:
+    """Return a row as its page shows it."""
+    row = ROWS[name]
+    origin = f"{row.kind}: `{row.command}`; {result['machine']}, commit {result['commit']}"
+    lines = [f"{sentence(name, result)} ({origin})."]
+    if row.shows_table:
+        lines += ["", *result["table"], ""]
+    return "\n".join(lines) + "\n"
+
+
+def pages(results: dict[str, dict]) -> dict[Path, str]:
+    """Return README and the pages that its rows link to, with the latest measurements. Raises as `render`."""
+    texts = {README: with_result(README.read_text(), "all", render(results, simulated_rows()))}
+    for name, result in results.items():
+        path = ROOT / ROWS[name].page
+        text = texts.get(path, path.read_text())
+        texts[path] = with_result(text, name, paragraph(name, result))
+    return texts
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), help="measure only these rows")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    given = parser.parse_args()
+    results = json.loads(RESULTS.read_text())
+    if not given.render:
+        commit = current_commit()
+        names = given.only or list(ROWS)
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        if "demo" in names:
+            shutil.rmtree(FOLDER / "demo", ignore_errors=True)
+        for name in names:
+            print(f"measuring {name}", flush=True)
+            results[name] = measure(name, commit)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    try:
+        texts = pages(results)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    for path, text in texts.items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Published points, the constants fitted on them, and the rows that compare them with the simulation.
+
+Each figure has a CSV of published points, one per row. Constants are in TOML; each table names its source or
+the points that it was fitted on. A row's kind is `fitted` (on this point), `follows` (computed from fitted
+points or equal to one), `predicted` (neither), `closed form` (a formula without controllers), `simulated`
+(nothing is published) or `not modelled` (its note has the reason). Rows are kept in docs/papers/rows;
+reproduce/papers/pages.py makes the pages from them.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import sys
+import tomllib
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections import namedtuple
+from collections.abc import Callable, Iterable
+from itertools import compress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runtime.errors import UserError
+
+ROOT = Path(__file__).parent
+DOCS = ROOT.parent / "docs" / "papers"
+COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
+Constants = dict[str, dict[str, Any]]  # table -> its keys
+Figures = dict[str, Callable[["Paper"], list["Row"]]]  # name -> maker of its rows
+
+
+class Point(namedtuple("Point", f"{COLUMNS},where", defaults=[""])):
+    """A published number: the text of its CSV's columns, and its file and line.
+
+    precision: relative. label: P (stated), FIG (digitized), CALC (computed), 2ND (from a third party) or RUN
+    (measured here).
+    """
+
+    @property
+    def name(self) -> str:
+        """The name by which `fitted_on` lists it."""
+        return f"{self.figure}:{self.system}:{self.setting}@{self.gpus}:{self.metric}"
+
+
+class Row(NamedTuple):
+    """A line of docs/papers/rows/*.csv."""
+
+    figure: str
+    system: str
+    setting: str
+    gpus: str
+    metric: str
+    published: float | None  # None: nothing is published
+    simulated: float | None  # None: not modelled
+    unit: str
+    kind: str
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        if self.published is None or self.simulated is None:
+            return None
+        return self.simulated / self.published - 1
+
+    @property
+    def devices(self) -> str:
+        """For example `1 GPU` or `64 GPUs`; for this program's own points, `4 ranks`."""
+        unit = "rank" if self.system == "nanoYATT" else "GPU"
+        return f"{self.gpus} {unit}{'s' * (self.gpus != '1')}"
+
+    @property
+    def name(self) -> str:
+        figure = f"figure {self.figure}" if self.figure.isdecimal() else self.figure
+        return f"{figure}: {self.system}, {self.setting}, {self.devices}, {self.metric}"
+
+    def at(self, side: str) -> float | None:
+        """Return the value of `published` or `simulated`."""
+        return self._asdict()[side]
+
+
+class Paper(NamedTuple):
+    points: list[Point]
+    constants: Constants
+    quick: bool = False  # --quick: fewer points
+    every: bool = False  # --all: more points than the page shows
+
+    def row(
+        self, point: Point, simulated: float | None, kind: str = "predicted", note: str = ""
+    ) -> Row:
+        """Return a point's row. `predicted` becomes `fitted` or `follows` if a constant was fitted on it."""
+        if kind == "predicted" and point.name in fitted_on(self.constants, "follows"):
+            kind = "follows"
+        if kind == "predicted" and point.name in fitted_on(self.constants):
+            kind = "fitted"
+        return Row(*point[:5], float(point.value), simulated, point.unit, kind, note)
+
+    def of(self, figure: str) -> list[Point]:
+        return [point for point in self.points if point.figure == figure]
+
+
+def values(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the constants of a table, without their sources."""
+    sources = ("source", "fitted_on", "follows")
+    return {name: value for name, value in table.items() if name not in sources}
+
+
+def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
+    """Return the names of all points that constants were fitted on; key `follows`: that follow from those."""
+    return {name for table in constants.values() for name in table.get(key, ())}
+
+
+def read_points(path: Path) -> list[Point]:
+    """Read one CSV. Raises UserError, which names the line, unless each line is a point above 0."""
+    points = []
+    with path.open(newline="", encoding="utf-8") as file:
+        lines = csv.DictReader(file, restval="")
+        try:
+            for cells in lines:
+                point = Point(**cells, where=f"{path}:{lines.line_num}")
+                if not 0 < float(point.value) < float("inf"):
+                    raise ValueError(f"{point.value} isn't a number above 0")
+                points.append(point)
+        except (TypeError, ValueError, csv.Error) as error:
+            raise UserError(f"{path}:{lines.line_num}: {error} (columns: {COLUMNS})") from None
+    return points
+
+
+def keep_measured(
+    path: Path, what: tuple[str, ...], seconds: list[float], middle: float, source: str
+) -> None:
+    """Put a measured point into a CSV, replacing a point of the same name.
+
+    what: its cells from figure to unit; middle: median or mean seconds; source: the measuring command.
+    """
+    points = {point.name: point for point in read_points(path)} if path.exists() else {}
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    precision = f"{(high - low) / middle:.3f}"
+    note = f"{len(seconds)} steps"
+    point = Point(*what, f"{middle:.3f}", precision, "RUN", source, "-", note)
+    points[point.name] = point
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([COLUMNS.split(","), *(each[:-1] for each in points.values())])
+
+
+def known(point: Point, name: str, table: dict[str, Any]) -> Any:
+    if name not in table:
+        raise UserError(f"{point.where}: {name} isn't one of {', '.join(table)}")
+    return table[name]
+
+
+def read_constants(path: Path) -> Constants:
+    """Read a TOML file of constants."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write a CSV with numbers to six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(Row._fields)
+        for row in rows:
+            lines.writerow(f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read the CSV that `write_rows` wrote."""
+    rows = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            numbers = {}
+            for name in ("published", "simulated"):
+                numbers[name] = float(cells[name]) if cells[name] else None
+            rows.append(Row(**cells | numbers))
+    return rows
+
+
+def table_of(rows: list[Row], published: str = "published") -> list[str]:
+    """Return a Markdown table without empty columns. published: that column's header."""
+    names = ("figure", "system", "setting", "on", "metric", published, "simulated", "error", "kind")
+    several = len({row.figure for row in rows}) > 1
+    table = []
+    for row in rows:
+        error = "" if row.error is None else percent(row.error, "+.1f")
+        what = (row.figure if several else "", row.system, row.setting, row.devices)
+        values = (number(row.published), number(row.simulated), error, row.kind, row.note)
+        table.append([*what, f"{row.metric}, {row.unit}", *values])
+    used = [any(column) for column in zip(*table, strict=True)]
+    lines = []
+    for cells in ((*names, "note"), ["---"] * 10, *table):
+        shown = [cell.replace("|", "\\|") for cell in compress(cells, used)]
+        lines.append(f"| {' | '.join(shown)} |")
+    return [*lines, ""]
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value > 999 else f"{value:.4g}"
+
+
+def percent(part: float, form: str = ".0f") -> str:
+    return f"{100 * part:{form}} %"
+
+
+def errors(rows: Iterable[Row]) -> str:
+    """Summarize the errors of predicted rows, or of all rows if none is predicted; "" without any."""
+    known = [row for row in rows if row.error is not None]
+    own = [row for row in known if row.kind == "predicted"] or known
+    if not own:
+        return ""
+    far = max(own, key=lambda row: abs(row.error))
+    if not far.error:
+        return f"{len(own)} {own[0].kind} points, all exact"
+    middle = percent(statistics.median(abs(row.error) for row in own), ".1f")
+    largest = percent(far.error, "+.1f")
+    return f"{len(own)} {own[0].kind} points: median error {middle}, largest {largest} ({far.name})"
+
+
+def command(
+    name: str, doc: str, figures: Figures, given: list[str], measure: Any = None, every: str = ""
+) -> int:
+    """Print a paper's rows; --write also writes docs/papers/rows/NAME.csv. Returns a status.
+
+    figures: each makes a figure's rows or raises UserError; measure: called by --real, with the value of
+    --quick; every: help text of --all.
+    """
+    others = "CSVs with the same columns, instead of reproduce/papers/published"
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.set_defaults(all=False, real=False)
+    parser.add_argument("--figure", nargs="+", choices=figures, default=list(figures))
+    parser.add_argument("--published", type=Path, nargs="+", help=others)
+    parser.add_argument("--quick", action="store_true", help="fewer points, within seconds")
+    parser.add_argument("--write", action="store_true", help="also write docs/papers/rows")
+    if every:
+        parser.add_argument("--all", action="store_true", help=every)
+    if measure:
+        parser.add_argument("--real", action="store_true", help="measure on this machine first")
+    chosen = parser.parse_args(given)
+    if chosen.write and (chosen.published or chosen.quick or chosen.all):
+        parser.error("--write works only without --published, --quick and --all")
+    if chosen.real:
+        measure(chosen.quick)
+    try:
+        files = chosen.published or sorted((ROOT / "published").glob(f"{name}_*.csv"))
+        points = [point for file in files for point in read_points(file)]
+        if unknown := [point for point in points if point.figure not in figures]:
+            raise UserError(f"{unknown[0].where}: its figure isn't one of {', '.join(figures)}")
+        constants = read_constants(ROOT / f"{name}.toml")
+        paper = Paper(points, constants, chosen.quick, chosen.all)
+        rows = [row for figure in chosen.figure for row in figures[figure](paper)]
+    except (OSError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(errors(rows))
+    for figure in dict.fromkeys(row.figure for row in rows):
+        print(f"\n## {figure}\n", *table_of([r for r in rows if r.figure == figure]), sep="\n")
+    if chosen.write:
+        path = DOCS / "rows" / f"{name}.csv"
+        before = read_rows(path) if path.exists() else []
+        kept = [row for row in before if row.figure not in chosen.figure]
+        order = list(figures)
+        write_rows(path, sorted(rows + kept, key=lambda row: order.index(row.figure)))
+    return 0
