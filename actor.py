@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +21,9 @@ from config import Config
 from runtime.errors import UserError
 from sample import Key, Sample, flat
 from training import lm_head
-from training import model as models
+from training.executor import Work
 from training.groups import Groups
-from training.packing import MicroBatch, Sequence
+from training.packing import MicroBatch
 from training.trainer import (
     LossSums,
     OptimizerStep,
@@ -41,6 +42,15 @@ ENGINE_STATS = ("fresh_tokens", "engine_logprob_diff_sum", "engine_logprob_diff_
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS)
 
 
+class Term(Protocol):
+    """A term that an update of the policy has besides its answers' loss."""
+
+    names: tuple[str, ...]  # statistics of its micro-batches
+
+    def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
+        """Add micro-batches to optimizer step `number`. divisors: the answers' (collective)."""
+
+
 class Actor(Trainer):
     """One rank's part of the policy. A sample's `versions` are those of the weights that wrote each token."""
 
@@ -50,17 +60,9 @@ class Actor(Trainer):
         self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
     ):
         self.algorithm = algorithm_of(config)
-        self.texts: list[Sequence] = []  # texts for the pretraining term, if any
+        self.terms: list[Term] = []  # of an update, besides its answers' loss
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
-
-    def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
-        """Build the optimizer. With --lora it has only the adapters' parameters; all others are frozen."""
-        if self.config.lora:
-            from extras.lora import Adapters
-
-            self.gpt.adapters = Adapters(self.gpt, self.config.lora, self.config.seed)
-        super()._build_optimizer(model_config)
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
         """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
@@ -71,18 +73,15 @@ class Actor(Trainer):
         if not entropy_learns:  # its gradient would double the memory of a kept chunk
             options["kept"] = self.config.kept_chunks
         read = partial(lm_head.read_targets, self.gpt, **options)
-        names = STATS
+        names = (*STATS, *chain(*(term.names for term in self.terms)))
         steps = []
         for number, micro_batches in enumerate(mini_batches):
             samples = list(chain(*micro_batches))
             targets = pack_targets(samples, self.version, proximal, self.algorithm, self.device)
             loss = partial(policy_loss, read, targets, self.algorithm)
             work = self.work(as_sequences(micro_batches), loss)
-            if self.texts:
-                from extras import ptx
-
-                names = STATS + ptx.STATS
-                ptx.add_texts(self, work, number, targets.divisors)
+            for term in self.terms:
+                term.add(self, work, number, targets.divisors)
             # only the first step has the engine's weights: later ones run on updated weights
             check = self._check_engine if number == 0 else None
             steps.append(OptimizerStep(work, names, self._learning_rate(), check))

@@ -19,7 +19,6 @@ from sample import Outcome, Sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from controller import State
 
 MULTIPLIER_MAX = 100.0  # largest lambda: the cost dominates, and lambda can still come back down
 MULTIPLIER_STEP_MAX = 1.0  # largest change of ln(lambda) per step: slack can't undo it at once
@@ -182,7 +181,7 @@ class Settings:
     cost_limit: float = setting(0.0, low=-HUGE, high=HUGE)  # highest mean cost of an answer
     # lambda, the cost's weight, before the first step; 0: it stays 0
     lagrange_init: float = setting(1.0, high=MULTIPLIER_MAX)
-    lagrange_lr: float = setting(0.1)  # learning rate of lambda: see update_multiplier
+    lagrange_lr: float = setting(0.1)  # learning rate of lambda: see updated_multiplier
     max_refill_waves: int = setting(3)  # waves per step that replace groups that teach nothing
     critic_lr: float = setting(1e-5, low=TINY)  # AdamW
     critic_warmup: int = setting(0)  # number of first steps in which only the critic learns
@@ -402,24 +401,27 @@ def whiten(samples: list[Sample], parts: list[tuple[int, float, float]]) -> None
         sample.advantages = [(advantage - mean) / (std + 1e-8) for advantage in sample.advantages]
 
 
-def lagrange_multiplier(state: State, algorithm: Algorithm) -> float:
+def lagrange_multiplier(log_multiplier: float, algorithm: Algorithm) -> float:
     """Return lambda, the weight of the cost: `lagrange_init` times the changes so far."""
-    return algorithm.lagrange_init * math.exp(state.log_multiplier)
+    return algorithm.lagrange_init * math.exp(log_multiplier)
 
 
-def update_multiplier(state: State, costs: list[float], algorithm: Algorithm) -> dict[str, float]:
+def updated_multiplier(
+    log_multiplier: float, costs: list[float], algorithm: Algorithm, reacts: bool = True
+) -> tuple[float, dict[str, float]]:
     """ln(lambda) += lagrange_lr * lambda * (mean cost - cost_limit). Safe RLHF (arXiv 2310.12773), eq. 31.
 
-    costs: those of all answers of the step, on all ranks. Returns the constraint's metrics.
+    costs: those of all answers of the step, on all ranks. reacts: the policy learns in this step. Returns the
+    new ln(lambda / lagrange_init), and the constraint's metrics.
     """
     if not costs:
-        return {}
+        return log_multiplier, {}
     mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks
     violation = mean - algorithm.cost_limit
     most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, TINY))
-    step = algorithm.lagrange_lr * lagrange_multiplier(state, algorithm) * violation
+    step = algorithm.lagrange_lr * lagrange_multiplier(log_multiplier, algorithm) * violation
     step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
-    if state.step >= algorithm.critic_warmup:  # earlier it would wind up: the policy can't react
-        state.log_multiplier = min(state.log_multiplier + step, most)
-    now = lagrange_multiplier(state, algorithm)
-    return {"cost/mean": mean, "cost/multiplier": now, "cost/violation": violation}
+    if reacts:
+        log_multiplier = min(log_multiplier + step, most)
+    now = lagrange_multiplier(log_multiplier, algorithm)
+    return log_multiplier, {"cost/mean": mean, "cost/multiplier": now, "cost/violation": violation}

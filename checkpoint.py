@@ -25,25 +25,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import psutil
 
-import rollout
 from config import Config, as_text, dashed
-from reporting import timeline
-from runtime import atomic_files
+from runtime import atomic_files, timeline
 from runtime.atomic_files import PARTIAL, step_of, steps_in
 from runtime.background_writer import BackgroundWriter
 from runtime.checkpoint_files import Part, complete_folders, make_folders, write_part
 from runtime.errors import RunLost, UserError
-from runtime.out_folder import archive, next_free
+from runtime.out_folder import ResumePoint, archive, next_free
 from runtime.world import World, on_rank_0
 from sample import sample_from_json
 from scheduling.measured import RequestStats, Split, StepStats
+from state import Controller, RolloutBatch
 
 if TYPE_CHECKING:
-    from controller import Controller
     from training.trainer import Trainer
 
 COMMON = "common.json"
@@ -119,7 +117,7 @@ async def restore(c: Controller, folder: Path) -> None:
         torch.set_rng_state(torch.tensor(random, dtype=torch.uint8))
 
 
-def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBatch | None:
+def restored_ahead(c: Controller, rows: list[dict | None]) -> RolloutBatch | None:
     """Return a batch that was served but not trained on, or None. Rank 0 gets all of its samples."""
     if not rows[0]:
         return None
@@ -132,7 +130,7 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     if total.split not in c.devices.splits:
         total = replace(total, split=c.devices.split)
     same = {name: vars(parts[0])[name] for name in ("missing_groups", "groups_per_kept")}
-    batch = rollout.RolloutBatch(waves=total.waves, **same)
+    batch = RolloutBatch(waves=total.waves, **same)
     added = ("kept", "dropped", "filtered", "carried", "tokens", "moved", "aborted", "latencies")
     if c.world.rank == 0:
         batch.stats = total
@@ -145,13 +143,13 @@ def restored_ahead(c: Controller, rows: list[dict | None]) -> rollout.RolloutBat
     return batch
 
 
-def batch_from(row: dict) -> rollout.RolloutBatch:
+def batch_from(row: dict) -> RolloutBatch:
     """Read a batch from the JSON of `asdict`."""
     read = {name: list(map(sample_from_json, row[name])) for name in ("kept", "dropped")}
     for name in ("filtered", "carried"):
         read[name] = [list(map(sample_from_json, group)) for group in row[name]]
     read["stats"] = row["stats"] and StepStats.of_json(row["stats"])
-    return rollout.RolloutBatch(**row | read)
+    return RolloutBatch(**row | read)
 
 
 @dataclass
@@ -163,7 +161,7 @@ class Saving:
     writer: BackgroundWriter
     # folder -> function that writes all ranks' descriptions there: see take_snapshot
     complete: dict[str, Callable[[list[list]], None]]
-    ahead: rollout.RolloutBatch | None
+    ahead: RolloutBatch | None
 
 
 @dataclass
@@ -176,7 +174,7 @@ class Checkpoints:
     contents: dict[str, list[str]]  # the result of contents_of at the start
     point: ResumePoint | None = None  # where the run continues from
     newest: int | None = None
-    newest_ahead: rollout.RolloutBatch | None = None  # the batch in the newest one
+    newest_ahead: RolloutBatch | None = None  # the batch in the newest one
     problem: str = ""  # why the last save failed
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
@@ -283,15 +281,6 @@ class Checkpoints:
         newest = "none" if self.newest is None else f"that of step {self.newest}"
         self.problem = f"step {step} could not be saved: {error}"
         c.report.note(f"CHECKPOINT FAILED: {self.problem}; the newest is {newest}")
-
-
-class ResumePoint(NamedTuple):
-    """A complete checkpoint that the run continues from."""
-
-    folder: Path
-    step: int
-    ended_s: float = 0.0  # when its record ends, on the run's own clock
-    newest: int | None = None  # step of this run's own newest checkpoint
 
 
 async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoints:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from extras import EXTRAS
 from runtime.devices import default_device
 from runtime.errors import UserError
 
@@ -130,6 +129,16 @@ class Config:
         return self.judge + self.cost_judge
 
     @property
+    def work(self) -> str:
+        """The row of build.WORKS."""
+        return "evaluate" if self.evaluates else "train"
+
+    @property
+    def reference(self) -> str:
+        """The directory of the reference of the policy's KL."""
+        return self.teacher or self.model
+
+    @property
     def evaluates(self) -> bool:
         """True if the run only answers held-out prompts, and trains nothing."""
         return self.steps == 0
@@ -195,10 +204,9 @@ ON_CUDA |= dict(prompts_per_step=64)
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
-# groups of settings that are flags of run.py: the core's, and one for each extra that is present
-GROUPS = ("run", "data", "evaluation", "engines", "training", "loop", "rewards", *EXTRAS)
-EVALUATION = ("run", "data", "evaluation", "engines")  # the groups that --steps 0 uses
-EVALUATION += ("images", "memory", "dry run", "environment")
+# groups of settings that are flags of run.py; each extra adds its own
+GROUPS = ["run", "data", "evaluation", "engines", "training", "loop", "rewards", "checkpoints"]
+EVALUATION = ["run", "data", "evaluation", "engines"]  # the groups that --steps 0 uses
 
 
 def dashed(name: str) -> str:

@@ -8,73 +8,22 @@ engines, trainers, and the event loop's clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import algorithms
 import modes
-from algorithms import Algorithm
-from config import Config
-from data import Prompts
-from engines.engine import Sampling
 from evaluation import evaluate
-from placement import Devices
-from reporting.metrics import Report
-from reporting.timeline import Timeline
-from rewards import Rewards
-from rollout import RolloutBatch
 from runtime.errors import UserError
-from runtime.out_folder import NoSaves
-from runtime.shutdown import Stop, Stopped
-from runtime.world import World
+from runtime.shutdown import Stopped
 from sample import Sample, flat
 from scheduling.dealing import Shares, Sizes, deal
 from scheduling.measured import MOVES, StepStats
 from scheduling.pipeline import schedule_of
-
-if TYPE_CHECKING:
-    from checkpoint import Checkpoints
-    from extras.environment.episodes import Episodes
+from state import Controller, RolloutBatch
 
 HISTORY = 50  # steps to remember; not more, because answer lengths change as the model learns
 MAX_SKIPS = 3  # consecutive updates with a loss or gradient that isn't finite
 MAX_EMPTY_STEPS = 20  # consecutive steps without an informative group
-
-
-@dataclass
-class State:
-    """The state that is carried from step to step; the same on every controller."""
-
-    step: int = 0
-    groups_per_kept: float = 1.0  # groups generated per group kept, a moving average
-    history: list[StepStats] = field(default_factory=list)  # measurements of the newest steps
-    empty_steps: int = 0  # consecutive
-    skips: int = 0  # consecutive
-    log_multiplier: float = 0.0  # ln(lambda / lagrange_init), if the cost is constrained
-
-
-@dataclass
-class Controller:
-    """Everything that one controller works with: the real parts under torchrun, fakes in tests."""
-
-    config: Config
-    algorithm: Algorithm
-    world: World
-    devices: Devices  # the actor, critics and engines, which take turns on this rank's device
-    rewards: Rewards
-    prompts: Prompts
-    sampling: Sampling  # how answers are sampled; greedy ones use temperature 0
-    timeline: Timeline
-    report: Report
-    checkpoints: Checkpoints | NoSaves
-    # every rank; with --placement standalone only the serving ranks, or the training ranks
-    same_duty: World
-    environment: Episodes | None = None  # replies to the policy's turns
-    ahead: RolloutBatch | None = None  # a batch that is served but not yet trained on
-    state: State = field(default_factory=State)
-    stop: Stop = field(default_factory=Stop)  # whether this process was asked to stop
-    stopping: bool = False  # the controllers have agreed to stop
 
 
 async def train(c: Controller) -> bool:
@@ -104,7 +53,7 @@ async def loop(c: Controller) -> None:
         sizes, measured = await gather_sizes(batch, c)  # all ranks meet: lengths, times, stop flags
         shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
         await c.devices.to_training()  # engines that share ranks with trainers sleep
-        c.ahead = await c.devices.sharing.serve_ahead(c)  # --ahead: serve-only ranks continue
+        c.ahead = await serve_ahead(c)  # --ahead: ranks that only serve continue
         with c.timeline.span("train"):
             stats = await learn(c, shares)
         stats = await gather_metrics(c, stats, shares)  # all ranks meet if some hold other models
@@ -164,6 +113,17 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
     return Shares(deals, samples, list(chain.from_iterable(each.costs for each in sizes)))
 
 
+async def serve_ahead(c: Controller) -> RolloutBatch | None:
+    """With --ahead, serve the next step's batch on the ranks that serve; the others go on to train.
+
+    It uses the weights from the start of this step, so the batch doesn't depend on timing.
+    """
+    is_last = c.state.step + 1 == c.config.steps
+    if not c.config.ahead or is_last:
+        return None
+    return await modes.collect(c)
+
+
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     """Update critics and actor: in turn, in one pipeline, or on separate ranks. Returns metrics."""
     stats = await compute_advantages(c, shares)
@@ -189,11 +149,16 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     for critic in c.devices.critics:
         await c.devices.give_device_to(critic)
         await c.same_duty.run(critic.compute_values, shares.of(critic))
-    await c.devices.sharing.share_columns(c, shares)
+    await c.devices.sharing.share_columns(c.same_duty, shares)
     metrics = {}
     if "cost" in c.algorithm.signals:
-        metrics = algorithms.update_multiplier(c.state, shares.costs, c.algorithm)
-    multiplier = algorithms.lagrange_multiplier(c.state, c.algorithm)
+        state = c.state
+        reacts = state.step >= c.algorithm.critic_warmup  # earlier it would wind up
+        found = algorithms.updated_multiplier(
+            state.log_multiplier, shares.costs, c.algorithm, reacts
+        )
+        state.log_multiplier, metrics = found
+    multiplier = algorithms.lagrange_multiplier(c.state.log_multiplier, c.algorithm)
     learned = {}
     for trainer in (actor, *c.devices.critics):
         learned |= {sample.key: sample for sample in flat(shares.of(trainer))}
@@ -214,7 +179,9 @@ async def gather_metrics(
 
     Raises UserError after MAX_SKIPS consecutive skipped updates, and saves the samples of the last one.
     """
-    stats = await c.devices.sharing.gather_metrics(c, stats)
+    is_asked = bool(c.stop.asked)
+    stats, was_asked = await c.devices.sharing.gather_metrics(c.world, stats, is_asked)
+    c.stopping = c.stopping or was_asked
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:

@@ -8,15 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import rollout
 from engines.pool import QUEUED
 from runtime.shutdown import Stopped
 from sample import Prompt, Sample
-
-if TYPE_CHECKING:
-    from controller import Controller
+from state import Controller
 
 
 @dataclass

@@ -6,12 +6,11 @@ A mode is a row of MODES: the splits that it may use, and a short loop that serv
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from config import Config
 from placement import make_placement
 from rollout import (
-    RolloutBatch,
     RolloutStep,
     cut_off,
     gather_finished_groups,
@@ -27,9 +26,7 @@ from runtime.shutdown import Stopped
 from scheduling.dynamic_sampling import FirstFinishedSampler, OrderedSampler
 from scheduling.layout import Placement
 from scheduling.measured import MOVES, Split, StepStats, histogram
-
-if TYPE_CHECKING:
-    from controller import Controller
+from state import Controller, RolloutBatch
 
 
 async def collect(c: Controller) -> RolloutBatch:

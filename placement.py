@@ -14,7 +14,7 @@ Engines on ranks that don't train sleep only during a push. While all sleep, the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config
 from engines.pool import EngineStatus, Pool
@@ -25,10 +25,7 @@ from scheduling.layout import Placement, Shape
 from scheduling.measured import Split
 
 if TYPE_CHECKING:
-    from controller import Controller
-    from extras.apart.push import Route
-    from reporting.timeline import Timeline
-    from rollout import RolloutBatch
+    from runtime.timeline import Timeline
     from scheduling.dealing import Shares
     from training.trainer import Trainer  # imports Megatron, which placements don't need
 
@@ -66,16 +63,25 @@ class Shared:
         await devices.meet_for_wide_engines()
         await devices.rollout.wake_kv_cache()
 
-    async def serve_ahead(self, c: Controller) -> RolloutBatch | None:
-        """Return the next step's batch, if it is served while this step's is trained on."""
+    def stand_in(self, config: Config, model: str, shape: Shape, **how: Any) -> Trainer:
+        """Return the stand-in for a model on a rank that doesn't hold it; here every rank does."""
+        raise NotImplementedError
+
+    def connect(self, senders: list[int], receivers: list[int], timeout_s: float) -> Any:
+        """Return a route for pushes to engines on ranks without the actor; here there is none."""
         return None
 
-    async def share_columns(self, c: Controller, shares: Shares) -> None:
+    async def share_columns(self, world: World, shares: Shares) -> None:
         """Send what models computed to the ranks that need it; with shared ranks, all have it already."""
 
-    async def gather_metrics(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of all models; with shared ranks, every rank has them already."""
-        return stats
+    async def gather_metrics(
+        self, world: World, stats: dict[str, float], is_asked: bool
+    ) -> tuple[dict[str, float], bool]:
+        """Return the metrics of all models, and whether a rank notes a stop that it was asked for.
+
+        With shared ranks, every rank has the metrics already, and a stop is noted before the training.
+        """
+        return stats, False
 
 
 class PlacementRow(NamedTuple):
@@ -87,8 +93,6 @@ class PlacementRow(NamedTuple):
 
 # extras/apart/placements.py adds others
 PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Shared())}
-# checks of the settings before anything starts: each may raise a UserError
-CHECKS: list[Callable[[Config, Placement, list[Split]], None]] = []
 
 
 def row_of(config: Config) -> PlacementRow:
@@ -127,7 +131,7 @@ class Models(NamedTuple):
     trainers: list[Trainer]  # the actor, then the critics
     # the KL's reference, if there is one: a frozen model, or the actor with its adapters switched off
     references: list[Trainer]
-    route: Route | None = None  # for pushes to other ranks
+    route: Any = None  # for pushes to other ranks: see Shared.connect
 
 
 class Devices:

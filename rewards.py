@@ -9,18 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import extras
 from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
 from inputs.rows import as_turns
 from runtime.errors import UserError
 from sample import Sample
-
-if TYPE_CHECKING:
-    from extras.environment.episodes import Episodes
 
 MAX_FAILURES = 64  # they end the run if a judge or an environment hasn't succeeded yet
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
@@ -57,6 +53,10 @@ RULES = {  # pattern of a rule -> its function, which also takes the pattern's g
 }
 
 
+# load a rule that isn't a row of RULES, from a user's file; extras add theirs
+FILES: list[Callable[[str, str, str, float], Any]] = []  # (title, spec, signal, time limit)
+
+
 class Rule(NamedTuple):
     """A function that scores answers: a row of RULES, or one from a user's file.
 
@@ -84,10 +84,9 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
             return Rule(
                 signal, partial(judge_by_row, title, partial(function, **match.groupdict()))
             )
-    extras.need("rules of users", title)
-    from extras.rules import load_file
-
-    return Rule(signal, load_file(title, spec, signal, timeout_s).judge)
+    for load_file in FILES:
+        return Rule(signal, load_file(title, spec, signal, timeout_s).judge)
+    raise UserError(f"{title} is unknown; choose among {', '.join(RULES)}")
 
 
 async def judge_episode(sample: TextSample) -> Judgement:
@@ -104,12 +103,21 @@ def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return round(sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights), 9)
 
 
+class Counted(Protocol):
+    """Whatever scores answers and may fail: a judge, an environment."""
+
+    failed: int  # since the run's start
+    succeeded: int
+
+    def never_succeeded(self, failures: int) -> str: ...
+
+
 class Rewards:
     """Judges, rules and their judgements. In a step, a judge is asked only once about identical pairs."""
 
     def __init__(self, config: Config, judges: list[Judge], rules: list[Rule], decode: Decode):
         self.judges = judges
-        self.counted: list[Judge | Episodes] = [*judges]  # MAX_FAILURES of one end the run
+        self.counted: list[Counted] = [*judges]  # MAX_FAILURES of one end the run
         self.rules = rules
         self._sources: list[Judge | Rule] = [*judges, *rules]
         of_reward = [source for source in self._sources if source.signal == "reward"]

@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from algorithms import teaches
 from engines.engine import Answer, Request, seed_of
@@ -27,31 +27,10 @@ from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample
 from scheduling.dynamic_sampling import FirstFinishedSampler
-from scheduling.measured import Remaining, StepStats
-
-if TYPE_CHECKING:
-    from controller import Controller
+from scheduling.measured import Remaining
+from state import Controller, RolloutBatch
 
 MEETING_INTERVAL_S = 0.05  # controllers that serve meet at least this often
-
-
-@dataclass
-class RolloutBatch:
-    """The fate of this controller's groups in one step: each is kept, filtered or carried."""
-
-    kept: list[Sample] = field(default_factory=list)  # samples to train on
-    from_others: int = 0  # how many (the last of `kept`) other ranks served; metrics skip them
-    dropped: list[Sample] = field(default_factory=list)  # from kept groups: no reward, or greedy
-    filtered: list[list[Sample]] = field(default_factory=list)  # groups that teach nothing
-    carried: list[list[Sample]] = field(default_factory=list)  # groups whose prompts come again
-    waves: int = 0
-    missing_groups: int = 0  # how many the batch lacks, over all controllers
-    tokens: int = 0  # generated in this step
-    moved: int = 0  # answers that an engine aborted and that were continued in this step
-    aborted: int = 0  # answers that were cut off
-    stats: StepStats | None = None  # this controller's measurements
-    latencies: list[float] = field(default_factory=list)  # seconds of its critiques
-    groups_per_kept: float = 1.0  # State's value after this step
 
 
 @dataclass

@@ -8,15 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from genrm import FORMATS, JudgeFormat
-from inputs.templates import IMAGE, VIDEO
+from inputs.media import Media, Reader
 from sample import Image, Prompt
-
-if TYPE_CHECKING:
-    from extras.images.reader import ImageReader, Media
 
 # digits of the longer summand -> relative frequency
 DIGITS = {1: 3.0, 2: 4.0, 3: 4.0, 4: 3.0, 5: 2.5, 6: 2.0}
@@ -60,7 +56,7 @@ class Shown(NamedTuple):
     text: str
     media: Media
 
-    def read(self, reader: ImageReader | None) -> tuple[str, tuple[Image, ...]]:
+    def read(self, reader: Reader | None) -> tuple[str, tuple[Image, ...]]:
         """Return the text with an IMAGE for each image, and the images: a clip is several."""
         if reader is None:
             return self.text, ()
@@ -74,16 +70,12 @@ def written(a: int, b: int, key: str) -> Shown:
     return Shown(f"{a}+{b}=", {})
 
 
-def drawn(a: int, b: int, key: str) -> Shown:
-    from extras.images.drawing import picture
-
-    return Shown(f"{IMAGE}=", {IMAGE: partial(list, [picture(a, b, key)])})
+SHOWS: dict[str, Show] = {}  # preset -> how a model with an image reader gets the problems
 
 
-def filmed(a: int, b: int, key: str) -> Shown:
-    from extras.images.drawing import clip
-
-    return Shown(f"{VIDEO}=", {VIDEO: partial(list, [clip(a, b, key)])})
+def show_of(preset: str) -> Show:
+    """Return a preset's row of SHOWS; for another model with an image reader, the first one."""
+    return SHOWS.get(preset) or next(iter(SHOWS.values()), written)
 
 
 @dataclass
@@ -92,8 +84,8 @@ class Addition:
 
     seed: int
     encode: Callable[..., list[int]]  # takes a text and the images in it
-    reader: ImageReader | None = None
-    show: Show = drawn
+    reader: Reader | None = None
+    show: Show | None = None  # default: the first row of SHOWS
 
     def __post_init__(self):
         self.held_out = HeldOut(self)
@@ -103,7 +95,8 @@ class Addition:
         return self.prompt(*training_problem(random.Random(key)), key)
 
     def prompt(self, a: int, b: int, key: str) -> Prompt:
-        shown = (self.show if self.reader else written)(a, b, key)
+        show = self.show or show_of("") if self.reader else written
+        shown = show(a, b, key)
         question, images = shown.read(self.reader)
         return Prompt(self.encode(question, images), question, str(a + b), images)
 

@@ -18,7 +18,7 @@ from runtime.world import World, raise_on_all
 from scheduling.measured import ROLES
 
 if TYPE_CHECKING:
-    from reporting.timeline import Timeline
+    from runtime.timeline import Timeline
 
 OWNER_S = 3.0  # time that a lost engine's owner gets to report the cause
 

@@ -18,7 +18,7 @@ from scheduling.measured import RequestStats
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from reporting.timeline import Timeline
+    from runtime.timeline import Timeline
 
 QUEUED = 2  # open requests per slot of an engine's batch; each takes a connection and an open file
 WAIT_S = 0.05  # interval between checks that engines have finished and can sleep

@@ -180,8 +180,14 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     return found["max_position_embeddings"]
 
 
+# modules whose `install(settings)` every server calls before it starts; extras add theirs
+PATCHES: list[str] = []
+
+
 class ServerProcess:
     """A server on this machine: a process group, a log, a private folder. command: a module, its flags."""
+
+    patches: tuple[str, ...] = ()  # this kind's own, besides PATCHES
 
     def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
         self._command = command
@@ -191,8 +197,18 @@ class ServerProcess:
         how = {"prefix": "nanoyatt-", "dir": "/tmp" if len(tempfile.gettempdir()) > 57 else None}
         self.folder = tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True)
         self._environment = server_environment(key, self.folder.name, device) | environment
+        self._environment["NANOYATT_PATCHES"] = " ".join((*PATCHES, *self.patches))
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Prepare this machine for the run's servers, before the ranks meet."""
+
+    @classmethod
+    def describe(cls, config: Config) -> str:
+        """Return a line on how servers run, or an empty text."""
+        return ""
 
     def start(self) -> None:
         """Start the server. The log keeps earlier servers' lines, which may explain why they ended."""
@@ -239,3 +255,6 @@ class ServerProcess:
         """Return the lines since the last start, cut to MOST_COLUMNS."""
         newest = self._log.read_text(errors="replace").rpartition(LOG_START)[2]
         return [line[:MOST_COLUMNS] for line in newest.splitlines()[1:]]
+
+
+SERVERS = {"cpu": ServerProcess, "cuda": ServerProcess}  # --device -> how its servers start

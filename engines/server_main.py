@@ -6,6 +6,7 @@ or `main` in a process that has imported SGLang. With CUDA, only seeded sampling
 logged. The server dies with the process that started it.
 """
 
+import importlib
 import logging
 import multiprocessing
 import os
@@ -16,9 +17,7 @@ from multiprocessing import resource_tracker
 
 import torch
 
-import extras
 from cpu import invariance, sglang
-from inputs.hf_directory import sees
 from runtime.parent import die_with_owner
 
 # these log each batch, sleep and bucket of a push; the first one also all settings, with the key
@@ -39,10 +38,6 @@ def run_scheduler_process(server_args, *args, **kwargs):
     if not torch.cuda.is_available():
         invariance.install()
         share_group()
-        if extras.has("fast CPU"):
-            from extras.fast_cpu import windows
-
-            windows.install(server_args.model_path, server_args.dtype)
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 
 
@@ -91,10 +86,8 @@ def main():
         server_args.add_deterministic_attention_backend_choices(["torch_native"])
         server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     settings = server_args.prepare_server_args(sys.argv[1:])
-    if sees(settings.model_path):
-        from extras.images.reader import show_pairs
-
-        show_pairs()  # threads of this process read images
+    for name in os.environ.get("NANOYATT_PATCHES", "").split():
+        importlib.import_module(name).install(settings)
     try:
         http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
     finally:  # as in SGLang's own main: if the port is taken, this process would wait for its children

@@ -22,15 +22,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import extras
+import build
 import run
 from actor import Actor, learning_rate
+from build import KINDS
 from config import HELD_OUT, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from demo.task import example_rows
-from extras.critic import Critic
+from extras import lora
+from extras.critic.model import Critic
 from extras.memory import check as memory
 from extras.memory.estimate import with_micro_batch
+from genrm import FORMATS
 from inputs import tokenization
 from inputs.hf_directory import sees
 from inputs.rows import PLACES, as_turns, read_conversation, read_rows, with_tools
@@ -147,14 +150,14 @@ class Task(NamedTuple):
     """A command: how a row is parsed, which model learns, and from which loss."""
 
     parse: Callable[[dict, Tokenizer, str], Example]
-    model: type[Trainer]
+    model: str  # a row of build.KINDS
     loss: Callable[[Trainer, MicroBatch, Tensor], LossSums]
     stats: tuple[str, ...] = ()  # what the loss adds up
 
 
 TASKS = {
-    "sft": Task(parse_sft, Actor, Actor.cross_entropy_loss),
-    "rm": Task(parse_rm, Critic, pair_loss, PAIR_STATS),
+    "sft": Task(parse_sft, "actor", Actor.cross_entropy_loss),
+    "rm": Task(parse_rm, "critic", pair_loss, PAIR_STATS),
 }
 
 
@@ -164,7 +167,7 @@ class Learner:
     def __init__(self, config: FinetuneConfig):
         """Load --model (collective)."""
         self.task = TASKS[config.command]
-        self.trainer = self.task.model(config, config.model)
+        self.trainer = KINDS[self.task.model](config)(config, config.model)
         self.loss = partial(self.task.loss, self.trainer)
 
     def step(self, examples: list[Example]) -> dict[str, float]:
@@ -196,8 +199,9 @@ async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None])
     """Check the model; on rank 0, archive --out and, without --data, write the demo's examples to it."""
     is_scalar = config.command == "rm"
     if is_scalar:
-        extras.need("scalar judges", "finetune.py rm")
+        build.needed(FORMATS, "score", "finetune.py rm")
     check_models(config, becomes_scalar=is_scalar)
+    lora.check(config)
     if is_scalar and sees(config.model):
         raise UserError("rm: a scalar reward model reads text only, and --model sees images")
     if rank:
@@ -293,7 +297,7 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
     """Run the command line, as run.start does."""
     config = parse_command(arguments)
     schedule_of(config)  # raises UserError for a bad one
-    placement = make_placement(config, run.launched("WORLD_SIZE") or 2)
+    placement = make_placement(config, build.launched("WORLD_SIZE") or 2)
     run.check_launcher(f"examples/finetune.py {config.command} ...")
     choose_device(config)
     return shutdown.run(learn(config, placement), stop)

@@ -3,16 +3,36 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from build import WORKS, Inputs, Work
+from config import Config
+from evaluation import evaluate_once
 from genrm import none_right
 from reporting.metrics import Report
 from runtime import out_folder
 from runtime.atomic_files import append, complete_rows
 from runtime.errors import UserError
+from runtime.world import World, on_rank_0
 from sample import Sample
+from state import Controller
 
 ROWS = "answers.jsonl"
+
+
+async def open_saves(
+    config: Config, world: World, say: Callable[[str], None]
+) -> out_folder.NoSaves:
+    return await on_rank_0(world, make_ready, Path(config.out), say)
+
+
+def report_of(inputs: Inputs) -> Callable[..., Report]:
+    return partial(AnswersReport, prompts=len(inputs.prompts.source.held_out))
+
+
+def last_line(c: Controller) -> str:
+    return "stopped; the same command starts over"
 
 
 def make_ready(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
@@ -67,3 +87,6 @@ class AnswersReport(Report):
         if self._writer:
             self._writer.write(0, self._evaluated)
             self._writer.close()
+
+
+WORKS["evaluate"] = Work(evaluate_once, open_saves, report_of, last_line)

@@ -6,22 +6,43 @@ import re
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import psutil
 
+import build
 import extras
-from config import Config, as_text
+from config import Config, as_text, parse_config
 from engines import server
 from genrm import formats_of
 from modes import lay_out
 from reporting.describe import describe
+from rewards import load_rules
 from runtime import devices, rendezvous, supported
 from runtime.errors import UserError, printable
 from scheduling.layout import Placement
 from scheduling.measured import ROLES, Split
 
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
+
+
+def dry_run_of(arguments: list[str], usage: str) -> str:
+    """--dry-run: read and check everything that a run reads before engines start, on rank 0."""
+    config = parse_config(arguments, usage)
+    placement, splits = build.placed(config)
+    if is_first():
+        build.check_directories(config, placement)
+        if extras.has("memory"):
+            from extras.memory.estimate import with_micro_batch
+
+            config = with_micro_batch(config)
+        build.load_inputs(config, load_rules(config), print)
+        dry_run(config, placement, splits)
+    return ""
+
+
+def is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
@@ -57,8 +78,10 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
     return lines
 
 
-def simulate(arguments: list[str]) -> NoReturn:
+def simulate(arguments: list[str], usage: str) -> str:
     """Become the process that prints how long the run would take under each plan."""
+    if not is_first():
+        return ""
     if "--dry-run" not in arguments:
         raise UserError("--simulate needs --dry-run: it starts nothing")
     paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
@@ -72,6 +95,10 @@ class Row(NamedTuple):
     name: str
     text: str
     is_good: bool = True
+
+
+def check_of(arguments: list[str], usage: str) -> str:
+    sys.exit(check(parse_config(arguments[1:], usage)))
 
 
 def check(config: Config) -> int:
@@ -151,3 +178,7 @@ def graphics(config: Config) -> list[Row]:
     for tool in gpu_tools.tools(config):
         rows.append(Row(tool.name, tool.found if tool.is_there else tool.install, tool.is_there))
     return rows
+
+
+# --simulate comes first: it goes with --dry-run
+build.COMMANDS |= {"check": check_of, "--simulate": simulate, "--dry-run": dry_run_of}

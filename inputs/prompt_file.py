@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from inputs.media import Reader
 from inputs.rows import PLACES, Text, answer_key, as_turns, prompt_of, read_rows
 from inputs.shuffled import Shuffled, identities
 from inputs.templates import IMAGE, VIDEO, render
@@ -18,7 +19,6 @@ from sample import Prompt
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from extras.images.reader import ImageReader
 
 ReadKey = Callable[[str], str | None]
 
@@ -43,7 +43,7 @@ class PromptFile(Sequence[Prompt]):
     tokenizer: Tokenizer
     max_tokens: int  # longest prompt that fits the context; longer ones are left out
     say: Callable[[str], None] = print
-    reader: ImageReader | None = None  # for models with vision
+    reader: Reader | None = None  # for models with vision
     read_key: ReadKey = str  # as JudgeFormat.read_key
     needs: dict[str, ReadKey] = field(default_factory=dict)  # a setting -> how it reads its keys
     setting: str = "--data"  # or --eval-data

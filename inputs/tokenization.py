@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
-from extras import need
-from inputs.hf_directory import readable, sees
+from inputs.hf_directory import readable
+from inputs.media import Reader
 from inputs.rows import Text, as_turns
 from inputs.templates import IMAGE, apply_settings, break_special_tokens, render
 from runtime.errors import UserError
@@ -18,7 +18,6 @@ from runtime.errors import UserError
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from extras.images.reader import ImageReader
 
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with the end token
 
@@ -33,16 +32,6 @@ def load_tokenizer(model_dir: str) -> Tokenizer:
         if not isinstance(tokenizer.chat_template, str | dict | None):
             raise ValueError("its chat template isn't text")
     return tokenizer
-
-
-def reader_of(model_dir: str, *sampling: float) -> ImageReader | None:
-    """Return a model's image reader, None if it only reads text. sampling: ImageReader's fps and frames."""
-    if not sees(model_dir):
-        return None
-    need("images", model_dir)
-    from extras.images.reader import ImageReader
-
-    return ImageReader(model_dir, *sampling)
 
 
 def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenizer]:
@@ -87,7 +76,7 @@ def check_prompt(tokenizer: Tokenizer, prompt: Text, where: str) -> None:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, reader: ImageReader | None, prompt: Text, images=(), where="a prompt"
+    tokenizer: Tokenizer, reader: Reader | None, prompt: Text, images=(), where="a prompt"
 ) -> list[int]:
     """Encode a prompt with its images. Raises UserError if there aren't as many as IMAGEs in the text."""
     if reader is None:
@@ -164,7 +153,7 @@ def named_ends(model_dir: str) -> set[int]:
 
 
 def stop_tokens(
-    model_dir: str, tokenizer: Tokenizer, reader: ImageReader | None = None, say=lambda line: None
+    model_dir: str, tokenizer: Tokenizer, reader: Reader | None = None, say=lambda line: None
 ) -> tuple[int, ...]:
     """Return all ids that end an answer: of sequence, of turn, in generation_config.json, of images."""
     end = end_of_turn(tokenizer)

@@ -6,9 +6,9 @@ from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 
-import extras
 from algorithms import Settings, algorithm_of
 from config import Config, as_text, dashed, settings_of
+from engines.server import SERVERS
 from scheduling.layout import Placement
 from scheduling.measured import Split
 
@@ -30,10 +30,8 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
         value = vars(config)[field.name]
         if value != field.default:
             text += f" --{dashed(field.name)} {as_text(value)}"
-    if config.device == "cpu" and extras.has("fast CPU"):
-        from extras.fast_cpu import compiler
-
-        text += f"\n  rollout engines run {compiler.program_for(config.model, config.dtype)}"
+    if how := SERVERS[config.device].describe(config):
+        text += f"\n  {how}"
     if config.device == "cuda" and not config.deterministic:
         text += "\n  tokens differ between runs even with one seed; with --deterministic they don't"
         text += ", but engines decode 25 to 45 % slower (SGLang's numbers)"

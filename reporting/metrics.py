@@ -22,21 +22,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from config import Config
-from extras import has
 from genrm import none_right
-from reporting import timeline as tl
 from reporting.progress import Progress
 from runtime import atomic_files
+from runtime import timeline as tl
 from runtime.devices import fragments
 from runtime.world import World
 from sample import Key, Sample, parts_of
 from scheduling.measured import StepStats
+from state import Controller, RolloutBatch
 
 if TYPE_CHECKING:
-    from checkpoint import ResumePoint
-    from controller import Controller
-    from extras.teacher import Difference
-    from rollout import RolloutBatch
+    from runtime.out_folder import ResumePoint
 
 STEPS_TRACED = 10  # trace.json has the last ones
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
@@ -48,7 +45,10 @@ PHASES += ("train", "reference", "switch", "sync", "save")
 MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
 Metrics = dict[str, float | str]  # name -> value; some are texts, such as the split
-Shown = tuple[Sample, "list[Difference] | None"]  # its largest differences from a teacher
+Details = dict[str, Any]  # more columns of a sample in samples.jsonl
+# functions of (config, sample, decode), which the ranks that train on a sample call; extras add theirs
+DETAILS: list[Callable[[Config, Sample, Callable[[list[int]], str]], Details]] = []
+PICTURES: dict[str, Callable[[Path], Any]] = {}  # file in OUT -> a function that draws the run
 
 
 class MetricsWriter:
@@ -157,8 +157,8 @@ class Report:
         own = batch.kept[: len(batch.kept) - batch.from_others]
         shown = sorted(own, key=lambda sample: sample.index)[: self.config.log_samples]
         await self.written()
-        differences = dict(chain.from_iterable(each.differences.items() for each in gathered))
-        shown = [(sample, differences.get(sample.key)) for sample in shown]
+        details = dict(chain.from_iterable(each.details.items() for each in gathered))
+        shown = [(sample, details.get(sample.key, {})) for sample in shown]
         work = partial(self._write, step, metrics | self._evaluated, served, shown)
         self._writing = asyncio.get_running_loop().run_in_executor(None, work)
         self._evaluated = {}
@@ -174,19 +174,17 @@ class Report:
             why = f"after {batch.waves} waves: too many had equal rewards"
             self.note(f"step {step + 1}: {lacking} {why}")
 
-    def _write(self, step: int, metrics: Metrics, served: StepStats, shown: list[Shown]) -> None:
+    def _write(
+        self, step: int, metrics: Metrics, served: StepStats, shown: list[tuple[Sample, Details]]
+    ) -> None:
         rows = []
-        for sample, different in shown:
+        for sample, details in shown:
             row = {"step": step} | {name: vars(sample)[name] for name in SAMPLE_FIELDS}
             row["response"] = self.decode(sample.tokens[len(sample.prompt) :])
             if sample.replies:  # the policy's turns alternate with replies
                 parts = parts_of(sample.response, sample.replies)
                 row["turns"] = [self.decode(part) for part, _ in parts]
-            if different:
-                row["differences"] = [
-                    x._asdict() | {"token": self.decode([x.token])} for x in different
-                ]
-            rows.append(row)
+            rows.append(row | details)
         atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
         self._writer.write(step, metrics, "\n\n".join(map(as_markdown, rows)))
@@ -212,14 +210,11 @@ class Report:
             return
         # first: a run that has this row did all its steps, and isn't resumed
         self._writer.write(self.config.steps, self._evaluated)
-        picture = self.out / "timeline.png"
         try:
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
-            if has("figure"):
-                from extras import figure  # matplotlib is slow to import; only one rank draws
-
-                figure.make_figure(figure.read_run(self.out, -4, -1)).savefig(picture)
-                self._writer.show(self.config.steps, picture)
+            for name, draw in PICTURES.items():
+                draw(self.out).savefig(self.out / name)
+                self._writer.show(self.config.steps, self.out / name)
             self._writer.close()
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
@@ -241,7 +236,7 @@ class Facts(NamedTuple):
     sums: dict[str, int]
     maxima: dict[str, float]
     latencies: list[float]  # seconds per judgement
-    differences: dict[Key, list[Difference]]  # largest ones from a teacher
+    details: dict[Key, Details]
 
 
 def local_facts(
@@ -296,13 +291,13 @@ def local_facts(
     }
     if c.config.device == "cuda":
         maxima |= {"memory/fragments_gb": fragments() / 1e9}
-    differences = {}
-    if c.config.teacher:
-        from extras import teacher
-
-        shown = [sample for sample in samples if sample.index < c.config.log_samples]
-        differences = {sample.key: teacher.largest_differences(sample) for sample in shown}
-    return Facts(means, sums, maxima, batch.latencies, differences)
+    details = {}
+    for sample in samples:
+        if sample.index < c.config.log_samples:
+            for more in DETAILS:
+                if columns := more(c.config, sample, c.report.decode):
+                    details[sample.key] = details.get(sample.key, {}) | columns
+    return Facts(means, sums, maxima, batch.latencies, details)
 
 
 def summarize(facts: list[Facts]) -> dict[str, float]:

@@ -11,14 +11,26 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from config import Config
+
+class Settings(Protocol):
+    """The settings of a run that its processes need; config.Config has them."""
+
+    command: str
+    device: str
+    deterministic: bool
+    host: str
+    port: int
+    seed: int
+    sp: bool
+    timeout_s: float
+
 
 DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... if there is a driver
 DRIVER = Path("/sys/module/nvidia/version")
@@ -35,7 +47,7 @@ PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 # usable fraction of a GPU's free memory: an allocator leaves gaps, and a forecast may be wrong
 FULL = 0.9
 # more checks, which raise UserError if a run on this machine's GPUs would fail; extras add theirs
-PREFLIGHT: list[Callable[[Config], None]] = []
+PREFLIGHT: list[Callable[[Settings], None]] = []
 
 
 def default_device() -> str:
@@ -72,7 +84,7 @@ def why_unusable() -> str:
     return f"torch can't use {devices[0]}: {reason}"
 
 
-def choose_device(config: Config) -> None:
+def choose_device(config: Settings) -> None:
     """Set up this process and its children for --device. Raises UserError if the run would fail on it."""
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

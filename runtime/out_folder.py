@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import AsyncFileLock, Timeout
 
@@ -41,10 +42,19 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
         await lock.release()
 
 
+class ResumePoint(NamedTuple):
+    """A complete checkpoint that the run continues from."""
+
+    folder: Path
+    step: int
+    ended_s: float = 0.0  # when its record ends, on the run's own clock
+    newest: int | None = None  # step of this run's own newest checkpoint
+
+
 class NoSaves:
     """Stands in for checkpoint.Checkpoints when nothing is saved."""
 
-    point = None  # checkpoint that the run resumes from
+    point: ResumePoint | None = None  # the checkpoint that the run resumes from
     newest = None
     saving = None
 

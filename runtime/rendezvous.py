@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from config import Config
 from runtime import devices
+from runtime.devices import Settings
 from runtime.errors import UserError
 from runtime.world import World
 
 
-def join(config: Config) -> World:
+def join(config: Settings) -> World:
     """Join the other ranks (collective): gloo for controllers and CPU, nccl between GPUs."""
     import torch
     import torch.distributed as dist
@@ -43,7 +43,7 @@ def join(config: Config) -> World:
     return World(device, config.timeout_s)
 
 
-def init_method(config: Config) -> dict:
+def init_method(config: Settings) -> dict:
     """Return init_process_group's arguments; ranks connect only via --host. Raises UserError if they can't.
 
     On one machine they meet in a private file, on several in a store on rank 0. torchrun's own store listens
@@ -66,7 +66,7 @@ def init_method(config: Config) -> dict:
     return {"store": store, "rank": rank, "world_size": size}
 
 
-def store_of_machines(config: Config, rank: int, size: int) -> dict:
+def store_of_machines(config: Settings, rank: int, size: int) -> dict:
     """Return TCPStore's arguments for several machines: rank 0's --host and the port below --port."""
     host = config.host
     port = config.port - 1

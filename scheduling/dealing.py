@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from config import Config
 from sample import Key, Sample, flat
 from scheduling.balance import Measure, Prefix, plan_batch
 from scheduling.layout import Shape
-
-if TYPE_CHECKING:
-    from training.trainer import Trainer
 
 MiniBatches = list[list[list[Sample]]]  # one data-parallel rank's mini-batches of micro-batches
 
@@ -78,6 +75,14 @@ def deal(
     return owners, deals
 
 
+class Held(Protocol):
+    """A model as this rank sees it: a training.trainer.Trainer, or its stand-in on other ranks."""
+
+    holds: bool  # this rank has a part of it
+    shape: Shape
+    dp_rank: int
+
+
 @dataclass
 class Shares:
     """The samples that this rank's models read or train on, with the deals of all models."""
@@ -86,7 +91,7 @@ class Shares:
     samples: dict[Key, Sample]  # this rank's samples, for all its models
     costs: list[float]  # the costs of all samples of the step, if cost is a signal
 
-    def of(self, model: Trainer) -> MiniBatches:
+    def of(self, model: Held) -> MiniBatches:
         """Return this rank's mini-batches for a model; none if only other ranks hold the model."""
         if not model.holds:
             return []
@@ -95,7 +100,7 @@ class Shares:
             mini_batches.append([list(map(self.samples.__getitem__, keys)) for keys in mini_batch])
         return mini_batches
 
-    def imbalance(self, model: Trainer) -> float:
+    def imbalance(self, model: Held) -> float:
         """Return the largest work of a model's data-parallel ranks, divided by the mean."""
         work = self.deals[model.shape].work
         return max(work) / max(1, fmean(work))

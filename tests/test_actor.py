@@ -20,6 +20,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
 from config import Config
+from extras.ptx.term import Texts
 from runtime.errors import UserError
 from sample import Image, Sample
 from scheduling.balance import pack_evenly, packed_length
@@ -150,10 +151,11 @@ def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -
 def test_texts_are_read_at_temperature_1_beside_answers_at_another(make_actor, model_dir):
     """The pretraining term must equal the model's float64 -log p(token); the engine's check is at 0.5."""
     actor = make_actor(model_dir, temperature=0.5, ptx_coef=0.7, ptx_data="texts", ptx_batch=3)
-    actor.texts = [([number], [number + 1, 7, 40 - number]) for number in range(3)]
+    own = [([number], [number + 1, 7, 40 - number]) for number in range(3)]
+    actor.terms = [Texts(own)]
     metrics = update(actor, on_policy_samples(actor))
     model = AutoModelForCausalLM.from_pretrained(model_dir).double()
-    texts = [Sample(0, 0, prompt, response=response) for prompt, response in actor.texts]
+    texts = [Sample(0, 0, prompt, response=response) for prompt, response in own]
     logprobs = torch.cat([plain_logprobs(model, text, 1.0)[0] for text in texts])
     assert metrics["train/ptx_loss"] == pytest.approx(-logprobs.mean().item(), abs=1e-5)
     assert metrics["train/engine_logprob_diff_max"] < 1e-5
@@ -327,7 +329,7 @@ def test_learning_rate_of_every_update():
 def test_warm_up_counts_steps_as_its_help_says(make_actor, model_dir, updates):
     """However many updates a step has, all must have one learning rate, the actor's and the critic's."""
     from actor import learning_rate
-    from extras.critic import Critic
+    from extras.critic.model import Critic
 
     sizes = dict(steps=9, lr_warmup_steps=3, lr_decay_to=1.0, updates_per_step=updates)
     config = actor_config(**sizes)

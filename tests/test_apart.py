@@ -11,18 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+import build
 import checkpoint
 import controller
 import data
-import run
 from algorithms import algorithm_of
 from modes import lay_out
 from placement import Devices
-from reporting.timeline import Timeline
-from rollout import RolloutBatch, outcomes_of
+from rollout import outcomes_of
 from runtime.shutdown import Stop
+from runtime.timeline import Timeline
 from runtime.world import World
 from sample import Sample
+from state import RolloutBatch, State
 from tests.support.patience import LIMIT_S
 from tests.support.plain import make_model, make_value_model
 from tests.support.rounding import apart
@@ -86,7 +87,7 @@ def controller_of(config, placement, splits, models, world: World) -> SimpleName
         devices=held,
         prompts=data.Prompts(None, 1),
         timeline=timeline,
-        state=controller.State(),
+        state=State(),
         stop=Stop(),
         stopping=False,
         report=SimpleNamespace(note=print),
@@ -135,9 +136,9 @@ async def live(reference: dict, layout: dict, path: str) -> dict:
     given |= layout.get("sizes", {})
     config = actor_config(**PPO, **given, model=reference["model"], critic=reference["critic"])
     placement, splits = lay_out(config, size)
-    inputs = dict(algorithm=algorithm_of(config), texts=[])
+    inputs = dict(algorithm=algorithm_of(config), terms=[])
     inputs |= dict(sampling=SimpleNamespace(stop_token_ids=()))
-    models = run.build_models(config, SimpleNamespace(**inputs), placement, splits)
+    models = build.build_models(config, SimpleNamespace(**inputs), placement, splits)
     c = controller_of(config, placement, splits, models, World("cpu", LIMIT_S))
     if "resumes" in layout:
         c.state.step = 1

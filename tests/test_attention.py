@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from training import model
-from training.model import PackedAttention, Packing, packing_of, rotate
-from training.packing import MicroBatch, make_micro_batches, starts_of
+from training.model import PackedAttention, rotate
+from training.packing import MicroBatch, Packing, make_micro_batches, packing_of, starts_of
 
 HEADS, DIM, SCALE = 4, 8, 0.3
 LENGTHS = st.lists(st.integers(1, 5), max_size=4)

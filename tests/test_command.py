@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors import torch as safetensors
 
+import build
 import config
 import run
 from engines import fleet
 from engines.engine import Engine
 from extras import dry_run
+from extras.memory.estimate import with_micro_batch
 from genrm import formats_of
 from inputs import hf_directory, tokenization
 from modes import lay_out
@@ -66,7 +68,7 @@ def test_two_ranks_end_with_one_line(tmp_path):
 
 def test_a_value_error_that_is_no_users_shows_its_place():
     """A broken invariant isn't the user's mistake, though zip(strict=True) also raises a ValueError."""
-    broken = "import run; run.check_settings = lambda *_: list(zip([1], [], strict=True))"
+    broken = "import run; run.build.check_settings = lambda *_: list(zip([1], [], strict=True))"
     ran = run_process(sys.executable, "-c", f"{broken}; run.main([])")
     assert ran.returncode not in (0, 2) and "error: zip()" not in ran.stderr
     assert "in <lambda>" in ran.stderr and "ValueError: zip() argument 2" in ran.stderr
@@ -86,14 +88,14 @@ def rows(tmp_path):
     return jsonl(tmp_path / "rows.jsonl", [GOOD_ROW] * 4)
 
 
-def read(actor: Path, rows: Path, *more: str) -> run.Inputs:
+def read(actor: Path, rows: Path, *more: str) -> build.Inputs:
     """Read all that a rank reads of models and prompts before a start; return parts of a controller."""
     given = ["--model", str(actor), "--rule", "length:9", "--data", str(rows), *map(str, more)]
     settings = config.parse_config([*given, "--max-model-len", "512", "--max-new-tokens", "12"])
-    run.check_settings(settings, 2)
-    run.check_directories(settings, lay_out(settings, 2)[0])
-    settings = run.resolved(settings)
-    return run.load_inputs(settings, load_rules(settings), print)
+    build.check_settings(settings, 2)
+    build.check_directories(settings, lay_out(settings, 2)[0])
+    settings = with_micro_batch(settings)
+    return build.load_inputs(settings, load_rules(settings), print)
 
 
 def damaged(home: Path, file: str, change) -> Path:
@@ -278,13 +280,13 @@ def test_an_evaluation_has_all_rows_of_its_file(actor, tmp_path):
     settings += ["--max-new-tokens", "12"]
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "7" * 9000, "answer": 1}] * 30)
     settings = config.parse_config([*settings, "--eval-data", str(path)])
-    _, splits = run.check_settings(settings, 2)
+    _, splits = build.check_settings(settings, 2)
     assert splits == [Split("partial", 2, 0)]
-    held_out = run.load_inputs(settings, load_rules(settings), print).prompts.source.held_out
+    held_out = build.load_inputs(settings, load_rules(settings), print).prompts.source.held_out
     assert [prompt.answer_key for prompt in held_out] == ["1"] * 30
     jsonl(path, [{"prompt": "3+4=", "answr": 7}])
     with pytest.raises(UserError, match=r"rows\.jsonl:1: `answer` is missing, for --eval-data"):
-        run.load_inputs(settings, load_rules(settings), print)
+        build.load_inputs(settings, load_rules(settings), print)
 
 
 def test_a_file_that_cannot_evaluate_is_named(actor, tmp_path, rows):
@@ -326,7 +328,7 @@ def test_every_command_looks_at_its_model(tmp_path, command):
         if command == "check":
             dry_run.check(settings)
         else:
-            run.check_directories(settings, run.check_settings(settings, 2)[0])
+            build.check_directories(settings, build.check_settings(settings, 2)[0])
     assert not (tmp_path / "out").exists()
 
 
@@ -363,8 +365,8 @@ SERVERS |= {"--rule right --model m": "rollout 0 0; rollout 2 0"}
 def test_the_servers_of_each_rank(arguments, expected):
     settings = config.parse_config(arguments.split())
     size = expected.count(";") + 1
-    placed = run.check_settings(settings, size)
-    specs = [run.servers_of(rank, settings, *placed) for rank in range(size)]
+    placed = build.check_settings(settings, size)
+    specs = [build.servers_of(rank, settings, *placed) for rank in range(size)]
     for row, of_rank in zip(specs, expected.split("; "), strict=True):
         found = [f"{each.role} {each.port - settings.port} {each.model}" for each in row]
         assert ", ".join(found) == of_rank
@@ -436,12 +438,12 @@ def test_every_rank_has_a_handle_on_every_engine(tmp_path):
 
     One that doesn't fall asleep must be ended, because the next would measure a full device."""
     settings = config.parse_config([*f"{OWN} --mode full --out".split(), str(tmp_path)])
-    placed, meetings = run.check_settings(settings, 3), {}
+    placed, meetings = build.check_settings(settings, 3), {}
 
     async def rank(number):
         world = FakeWorld(number, 3, meetings)
         async with fleet.Fleet(settings, world) as engines:
-            specs = run.servers_of(number, settings, *placed)
+            specs = build.servers_of(number, settings, *placed)
             await engines.launch([spec._replace(engine=FakeEngine) for spec in specs])
             await engines.ready()
             return await engines.connect(None, world)
@@ -465,8 +467,11 @@ def test_every_rank_has_a_handle_on_every_engine(tmp_path):
 def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, raises):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(run, "joined", lambda _: nullcontext((FakeWorld(0, 1, {}), None)))
-    monkeypatch.setattr(run, "check_directories", Mock(side_effect=UserError("no such model")))
-    monkeypatch.setattr(run, "resolved", Mock(side_effect=UserError("checked elsewhere")))
+    monkeypatch.setattr(
+        run.build, "check_directories", Mock(side_effect=UserError("no such model"))
+    )
+    checks = [Mock(side_effect=UserError("checked elsewhere"))]
+    monkeypatch.setattr(run, "CHECKS", checks)
     given = config.parse_config(["--mode", "full"])
     with pytest.raises(UserError, match="no such model" if raises else "checked elsewhere"):
         asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
@@ -477,15 +482,20 @@ def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, r
 )
 def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     c = SimpleNamespace(
-        environment=None, checkpoints=SimpleNamespace(newest=newest), state=SimpleNamespace(step=3)
+        environment=None,
+        checkpoints=SimpleNamespace(newest=newest),
+        state=SimpleNamespace(step=3),
+        config=SimpleNamespace(steps=40),
     )
     joined = nullcontext((FakeWorld(0, 1, {}), None))
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(run, "joined", lambda _: joined)
     fleet = SimpleNamespace(while_up=lambda work: work)
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext(fleet))
-    monkeypatch.setattr(run, "build", AsyncMock(return_value=c))
-    monkeypatch.setattr(run.controller, "train", AsyncMock(return_value=True))
+    monkeypatch.setattr(run, "controller_of", AsyncMock(return_value=c))
+    work = run.WORKS["train"]._replace(run=AsyncMock(return_value=True))
+    monkeypatch.setitem(run.WORKS, "train", work)
+    monkeypatch.setattr(run, "CHECKS", [])
     given = config.parse_config(["--mode", "full"])
     line = asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
     assert line.startswith(f"stopped after 3 of 40 steps; {end}")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import config as settings
+from build import check_settings
 from config import DEMO_MODELS, EVALUATION, GROUPS, PRESETS, Config, parse_config, settings_of
-from run import check_settings, start
+from run import start
 from runtime.shutdown import Stop
 from scheduling.measured import Split
 from tests.support.patience import run_process

@@ -16,10 +16,10 @@ import controller
 import evaluation
 import modes
 from config import Config
-from controller import State, advance
-from rollout import RolloutBatch
+from controller import advance
 from runtime.errors import UserError
 from scheduling.balance import Measure
+from state import RolloutBatch, State
 from tests.support.fakes import (
     FakeSource,
     batches_of,

@@ -492,11 +492,17 @@ def test_ranks_settle_on_the_smallest_gpu(models, monkeypatch):
     config = settings(models["7B"], "--tp", "2", "--sp")
     monkeypatch.setattr(memory, "free_bytes", lambda: 85e9)
 
+    monkeypatch.setattr(memory, "check_fits", lambda *_: None)
+
     async def gather(own):
         return [own, 60e9]
 
+    async def call(function, *args):
+        return function(*args)
+
     placed = lay_out(config, 8)
-    found = asyncio.run(memory.settled(config, *placed, SimpleNamespace(gather=gather)))
+    world = SimpleNamespace(gather=gather, run=call)
+    found = asyncio.run(memory.settled(config, *placed, world))
     assert found == with_recompute(config, *placed, 60e9) != with_recompute(config, *placed, 85e9)
 
 

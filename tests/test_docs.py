@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-import run
+import build
 from algorithms import ALGORITHMS, Settings
 from config import dashed, parse_config
 from examples import finetune
@@ -28,7 +28,14 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 SLURM = ROOT / "examples" / "slurm.sh"  # starts several commands
 SCRIPTS = sorted({*ROOT.glob("examples/*.sh")} - {SLURM})
-ROOMS = ("bench", "papers", "reporting", "simulation", "tests", "tests/runs")
+ROOMS = (
+    "reproduce/bench",
+    "reproduce/papers",
+    "reproduce/simulation",
+    "extras",
+    "tests",
+    "tests/runs",
+)
 PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
 FINETUNE = "examples/finetune.py"
 KINDS = "train|critic|reward|environment|rollout|genrm|eval|perf|time|occupancy|split|sft|rm"
@@ -106,7 +113,7 @@ def check_run(words: list[str]) -> None:
         _, arguments = parser.parse_known_args(arguments)
     config = parse_config(arguments[1:] if arguments[:1] == ["check"] else arguments)
     if words[0].endswith("torchrun"):
-        run.check_settings(config, ranks)
+        build.check_settings(config, ranks)
         if Path(config.model).is_dir():  # the demo's
             model.check_sizes(model.read_hf_config(config.model), config)
 
@@ -120,7 +127,7 @@ def check_program(words: list[str]) -> None:
     path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
     flags = [word for word in words[words.index(name) :] if word.startswith("--")]
     if path.parent.name == "papers" and path.is_file():
-        path = ROOT / "papers" / "tables.py"
+        path = ROOT / "reproduce/papers/tables.py"
     if path.parent != ROOT / "examples":  # those use run.py's flags
         assert set(flags) <= flags_of(path), words
 
@@ -175,7 +182,7 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
         assert (*found, given.rdzv_id) == ("2", "8", "node7:29400", "c10d", "5")
         assert given.local_addr == config.host == f"{addresses}{number}"
         assert (config.model, config.steps, config.preset) == ("a b", 3, "cuda")
-        run.check_settings(config, 16, 8)
+        build.check_settings(config, 16, 8)
 
 
 def test_every_flag_that_is_named_exists():

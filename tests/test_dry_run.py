@@ -9,14 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
+import build
 import run
-import training
 from config import Config, parse_config
 from engines import server
 from examples.make_demo import models
 from extras import dry_run
 from extras.dry_run import device_map
 from extras.memory import check as memory
+from extras.memory import estimate
 from extras.memory import free as free_memory
 from extras.memory.estimate import embedding, engine_parts, trainer_parts
 from inputs.hf_directory import checkpoint_shapes
@@ -83,8 +84,8 @@ def test_the_actor_without_adapters_is_the_reference():
 
     def models(**more):
         config = settings(**kl | more)
-        placement, _ = run.check_settings(config, 2)
-        return [*training.memory.trainers_of(config, placement)]
+        placement, _ = build.check_settings(config, 2)
+        return [*estimate.trainers_of(config, placement)]
 
     assert models() == ["actor"]
     assert models(lora=0) == ["actor", "reference"]
@@ -95,7 +96,7 @@ def test_the_actor_without_adapters_is_the_reference():
 def test_memory_counts_critics_and_the_reference():
     def names(**more):
         config = settings(**more)
-        lines = memory.table(config, *run.check_settings(config, 2))
+        lines = memory.table(config, *build.check_settings(config, 2))
         # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         assert "loss 4.2" in lines[1]
         listed = [line.split(":")[0].strip() for line in lines[1:-4]]
@@ -110,7 +111,7 @@ def test_memory_counts_critics_and_the_reference():
 def test_bytes_of_an_engine_by_hand(monkeypatch):
     """A token has 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
     tokens = server.KV_TOKENS
-    monkeypatch.setattr(training.memory, "checkpoint_shapes", lambda path: TWO_LAYERS)
+    monkeypatch.setattr(estimate, "checkpoint_shapes", lambda path: TWO_LAYERS)
     for tp in (1, 2):
         expected = {"weights": 5152 // tp, "KV cache": tokens * 64 // tp}
         assert engine_parts("m", settings(), tp) == expected
@@ -118,7 +119,7 @@ def test_bytes_of_an_engine_by_hand(monkeypatch):
 
 def test_an_evaluation_has_engines_only():
     config = parse_config(["--steps", "0", "--port", "23010", "--tp", "2"])
-    placed = run.check_settings(config, 1)
+    placed = build.check_settings(config, 1)
     assert device_map(config, *placed)[1:] == ["  rank 0: rollout on port 23010"]
     lines = memory.table(config, *placed)
     assert [line.split()[0] for line in lines[1:-4]] == ["rollout"]
@@ -202,11 +203,11 @@ def test_shared_memory_has_room_for_pushes(monkeypatch, mode, tensor, needed):
     """It needs MB for two tensors of this many numbers: both, or per engine a bucket with the last one."""
     shapes = {"one": [tensor], "other": [tensor]}
     config = settings(port=23124, mode=mode, save_every=0)
-    monkeypatch.setattr(training.memory, "checkpoint_shapes", lambda path: shapes)
+    monkeypatch.setattr(estimate, "checkpoint_shapes", lambda path: shapes)
     monkeypatch.setattr(memory, "host_parts", lambda *_: {"libraries": 1.0})
     usage = SimpleNamespace(free=(15 + needed) * 10**6)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage)
-    placed = run.check_settings(config, 2)
+    placed = build.check_settings(config, 2)
     found = memory.needs_of(config, *placed)[1].needed
     assert found == pytest.approx((16 + needed) * 1e6, rel=1e-3)
     with pytest.raises(ValueError, match=r"^/dev/shm: .* are free: try docker run --shm-size; "):
@@ -226,7 +227,7 @@ MEASURED = {  # bytes: the peak PSS of all processes of `torchrun --nproc-per-no
 def test_the_demo_takes_what_is_counted(monkeypatch, given):
     """It must be within 15% on 2 cores (25% is promised). Two machines need the libraries twice."""
     config = parse_config(given.split())
-    placed = run.check_settings(config, 2)
+    placed = build.check_settings(config, 2)
     needed = memory.needs_of(config, *placed)[0].needed
     assert needed == pytest.approx(MEASURED[given], rel=0.15)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -30,9 +30,9 @@ from engines.engine import Engine, EngineLost, Request, Sampling, read_part
 from engines.pool import Pool
 from engines.server import STREAM_INTERVAL
 from extras import scalar
-from reporting.timeline import Timeline
 from runtime import shutdown
 from runtime.errors import UserError
+from runtime.timeline import Timeline
 from tests import ROOT
 from tests.support.fakes import VirtualClock, requests_of
 from tests.support.launched import free_port

@@ -282,7 +282,7 @@ def test_a_template_that_leaves_out_reasoning_is_named_once(directory):
 
 HEAD = """
 import asyncio, threading, time
-from environment import Step
+from extras.environment import Step
 both = threading.Barrier(2, timeout=20)
 shown, threads = [], []
 class Environment:

@@ -24,7 +24,7 @@ HINT = '''
 import json
 from pathlib import Path
 
-from environment import Step
+from extras.environment import Step
 
 LOG = Path(__file__).with_name("heard.jsonl")
 

@@ -26,7 +26,7 @@ from tests.support.launched import Run
 from tests.test_genrm import Characters
 
 EXAMPLES = ROOT / "examples"
-BENCH = ROOT / "bench"
+BENCH = ROOT / "reproduce/bench"
 
 
 @pytest.fixture(autouse=True)
@@ -308,4 +308,4 @@ def test_a_warm_start_learns_episodes_as_they_are_played():
 def test_a_benchmark_finds_what_it_measures(bench):
     if bench == "trl_baseline":
         pytest.importorskip("trl")
-    importlib.import_module(f"bench.{bench}")
+    importlib.import_module(f"reproduce.bench.{bench}")

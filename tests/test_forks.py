@@ -28,7 +28,7 @@ runpy.run_module("extras.fast_cpu.forks", run_name="__main__", alter_sys=True)
 OWNER = """
 import sys
 from pathlib import Path
-from engines import forked
+from extras.fast_cpu import forked
 
 forked.FORKS = (sys.executable, "-c", sys.argv[2])
 sleep = ["timeit", "-n1", "-r1", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(9999)"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from extras.fused import tail as fusion
 from extras.fused.tail import FluidModel, TokenLatency, kept_engines, ranks_of_tail
 from genrm import FORMATS
-from reporting import timeline
+from runtime import timeline
 from scheduling.measured import Remaining, RequestStats, Split, StepStats, histogram
 from tests.support.fakes import number_in, samples_of, simulate, text_answer, to_text
 from tests.test_faults import UNBROKEN, check_as_unbroken, in_parts_of

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import genrm
 import rewards
+from build import load_inputs
 from config import DEMO_MODELS, Config
 from engines.engine import Answer, Request
 from inputs import tokenization
-from run import load_inputs
 from runtime.errors import UserError
 from sample import Sample
 from tests.support.fakes import FakeTokenizer, VirtualClock, to_text

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from algorithms import ALGORITHMS, algorithm_of
+from extras.ptx.term import Texts
 from sample import Sample, flat
 from tests.support.plain import (
     LEARNING_RATES,
@@ -162,7 +163,8 @@ def mixed_update(actor, batch: list) -> dict[str, float]:
     actor.config = replace(actor.config, over_dispatch=2.0, updates_per_step=2)
     settings = dict(kl_coef=0.3, entropy_coef=0.2, ptx_coef=0.7, ptx_batch=5)
     actor.algorithm = replace(ALGORITHMS["gspo"], **settings, clip_low=0.2, clip_high=0.28)
-    actor.texts = [([n], [(7 * n + k) % 60 for k in range(3 + 5 * n)]) for n in range(1, 6)]
+    texts = [([n], [(7 * n + k) % 60 for k in range(3 + 5 * n)]) for n in range(1, 6)]
+    actor.terms = [Texts(texts)]
     batch = [replace(sample, versions=[actor.version] * len(sample.response)) for sample in batch]
     for sample in batch:
         pairs = zip(sample.response, sample.logprobs, strict=True)
@@ -191,7 +193,7 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
 
 def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
     from examples.make_demo.closing import close
-    from extras.critic import Critic
+    from extras.critic.model import Critic
 
     critic, metrics, distance = Critic(critic_config(**sizes), reference["model_dir"]), [], 0.0
     for batch in reference["batches"]:

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM
 from actor import Actor
 from engines.engine import seed_of
 from examples.make_demo.closing import close
-from extras import lora
+from extras.lora import adapters as lora
+from extras.lora import check
+from extras.lora.adapters import AdaptedActor
 from inputs.hf_directory import checkpoint_shapes
 from runtime.errors import UserError
 from tests.support.plain import make_model, make_samples, plain_logprobs
@@ -72,7 +74,7 @@ def make_actor(build):
     """Build an actor of a single rank with adapters, after closing the one before it."""
 
     def make(model_dir, **changes):
-        [actor] = build((Actor, actor_config(**{"lora": RANK} | changes), model_dir))
+        [actor] = build((AdaptedActor, actor_config(**{"lora": RANK} | changes), model_dir))
         return actor
 
     return make
@@ -167,7 +169,7 @@ def train(known: dict, sizes: dict, path: str) -> dict:
     folder = Path(path)
     if resumes:
         folder = folder.with_name(f"result.{resumes}")
-    actor = Actor(config, known["model_dir"])
+    actor = AdaptedActor(config, known["model_dir"])
     counted = lora.memory_of(checkpoint_shapes(known["model_dir"]), RANK, config, actor.dp_size)
     base = {name: weight.detach().clone() for name, weight in global_parameters(actor.gpt)}
     found = {"first": weights_of(actor), "counted": counted, "differences": [], "kl": []}
@@ -178,7 +180,7 @@ def train(known: dict, sizes: dict, path: str) -> dict:
             save(actor, folder)
         if step == 2 and (saves or resumes):
             close(actor)
-            actor = Actor(config, known["model_dir"])
+            actor = AdaptedActor(config, known["model_dir"])
             actor.restore(folder)
         elif resumes:
             continue
@@ -382,12 +384,12 @@ def test_peft_reads_an_export_of_a_model_that_sees(make_actor, tmp_path, family)
 @pytest.mark.parametrize("rank", [33, 1000])
 def test_a_rank_that_a_matrix_lacks_is_refused(model_dir, rank):
     with pytest.raises(UserError) as caught:
-        check_models(actor_config(lora=rank, model=model_dir, rule=("right",)))
+        check(actor_config(lora=rank, model=model_dir, rule=("right",)))
     assert str(caught.value) == f"--lora {rank}: a matrix of --model has a side of 32"
 
 
 def test_the_largest_rank_is_taken(model_dir):
-    check_models(actor_config(lora=32, model=model_dir, rule=("right",)))
+    check(actor_config(lora=32, model=model_dir, rule=("right",)))
 
 
 def test_an_adapter_is_no_model(model_dir, tmp_path):

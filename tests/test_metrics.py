@@ -16,8 +16,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from config import Config
-from controller import State
-from reporting import timeline as tl
 from reporting.metrics import (
     TEXTS,
     Facts,
@@ -27,10 +25,11 @@ from reporting.metrics import (
     serving_metrics,
     summarize,
 )
-from rollout import RolloutBatch
+from runtime import timeline as tl
 from runtime.errors import RunLost
 from sample import Sample
 from scheduling.measured import RequestStats, Split, StepStats
+from state import RolloutBatch, State
 from tests.support.columns import numbers
 from tests.support.fakes import FakeWorld, VirtualClock
 from tests.test_atomic_files import full_disk

@@ -60,7 +60,7 @@ def test_readme_says_how_far_off_all_predicted_rows_are():
         assert f"median error {median} %, largest {largest} %" in readme
 
 
-PUBLISHED = sorted((ROOT / "papers" / "published").glob("*.csv"))
+PUBLISHED = sorted((ROOT / "reproduce/papers" / "published").glob("*.csv"))
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: p.stem)
@@ -72,10 +72,12 @@ def test_every_published_number_has_a_source_and_one_place(path):
     assert all(point.source and point.page and 0 <= float(point.precision) < 1 for point in points)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "reproduce/papers").glob("*.toml")), ids=lambda p: p.stem
+)
 def test_constants_are_at_most_half_of_the_points_that_they_were_fitted_on(path):
     """Each of these points must be published; other constants need a source."""
-    published = (ROOT / "papers" / "published").glob(f"{path.stem}_*.csv")
+    published = (ROOT / "reproduce/papers" / "published").glob(f"{path.stem}_*.csv")
     names = {point.name for each in published for point in read_points(each)}
     for table in read_constants(path).values():
         assert table.keys() & {"fitted_on", "source"}
@@ -85,7 +87,9 @@ def test_constants_are_at_most_half_of_the_points_that_they_were_fitted_on(path)
         assert {*table.get("follows", ())} <= names - {*table.get("fitted_on", ())}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "papers").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "reproduce/papers").glob("*.toml")), ids=lambda p: p.stem
+)
 @pytest.mark.slow
 def test_a_quick_command(path):
     """It must end with status 0 and print only its table, started as a user does."""

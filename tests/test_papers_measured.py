@@ -1,4 +1,5 @@
-"""The simulation against measurements of real engines, on the setup of reproduce/bench/modes.py with a pace."""
+"""The simulation against measurements of real engines, on the setup of reproduce/bench/modes.py with a
+pace."""
 
 import statistics
 from itertools import combinations

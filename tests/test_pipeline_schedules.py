@@ -15,7 +15,7 @@ from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate
 from tests import ROOT
 from tests.support.patience import run_process
 
-TABLE3 = ROOT / "papers" / "published" / "rlhfuse_table3.json"
+TABLE3 = ROOT / "reproduce/papers/published" / "rlhfuse_table3.json"
 INSTANCES = read_instances(TABLE3)
 PUBLISHED = {instance["name"]: instance for instance in json.loads(TABLE3.read_text())}
 

@@ -12,7 +12,7 @@ from config import Config
 from engines.engine import Answer, EngineLost, Sampling, seed_of
 from engines.pool import EngineStatus, Pool
 from engines.routing import Load
-from reporting.timeline import Timeline
+from runtime.timeline import Timeline
 from tests.support.fakes import (
     Device,
     FakeEngine,

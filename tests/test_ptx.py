@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import run
+import build
 from config import Config
-from extras import ptx
-from extras.ptx import choose, read_texts, text_loss
+from extras.ptx import term as ptx
+from extras.ptx.term import choose, read_texts, text_loss
 from training import model
 
 TEXTS = [([1], [number]) for number in range(7)]
@@ -76,11 +76,18 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
     """Otherwise, if the model's context is longer, a step that draws a long text would end the run."""
     texts = ("grpo", "ptx_data=x.jsonl", "ptx_coef=0.1")
     config = Config(model="m", rule=("right",), judge_format=("chat",), algorithm=texts)
-    monkeypatch.setattr(run.server, "context_length", lambda *_: 32768)
-    elsewhere = [(model, "check_models"), (run, "task"), (run, "data"), (run, "tokenization")]
-    for where, name in [*elsewhere, (run.rewards, "build")]:
+    monkeypatch.setattr(build.server, "context_length", lambda *_: 32768)
+    elsewhere = [
+        (model, "check_models"),
+        (build, "task"),
+        (build, "data"),
+        (build, "tokenization"),
+        (build, "media"),
+    ]
+    for where, name in [*elsewhere, (build.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())
-    run.tokenization.load_tokenizers.return_value = [None, None]
-    run.data.READERS = 1
+    build.tokenization.load_tokenizers.return_value = [None, None]
+    build.data.READERS = 1
     monkeypatch.setattr(ptx, "read_texts", lambda path, tokenizer, longest: longest)
-    assert run.load_inputs(config, [], print).texts == config.max_tokens_per_micro_batch == 8192
+    [term] = build.load_inputs(config, [], print).terms
+    assert term.texts == config.max_tokens_per_micro_batch == 8192

@@ -12,11 +12,10 @@ import psutil
 import pytest
 
 import checkpoint
-from checkpoint import ResumePoint
 from config import parse_config
-from reporting import timeline
-from runtime import atomic_files
+from runtime import atomic_files, timeline
 from runtime.atomic_files import CHECKSUMS
+from runtime.out_folder import ResumePoint
 from tests.support.fakes import FakeWorld
 
 CONFIG = replace(parse_config([]), model="M", judge=("J",))

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import algorithms
 import genrm
 import rewards
-from algorithms import algorithm_of, lagrange_multiplier, update_multiplier
+from algorithms import algorithm_of
 from config import Config
 from sample import Sample
 from tests.support.fakes import simulate, to_text, trained
@@ -174,6 +175,17 @@ def safe_rlhf(**settings):
 def constraint(**changes):
     settings = {"cost_limit": 0.2, "lagrange_init": 0.5} | changes
     return algorithm_of(Config(algorithm=safe_rlhf(**settings), cost_rule=("length:50",)))
+
+
+def lagrange_multiplier(state, algorithm):
+    return algorithms.lagrange_multiplier(state.log_multiplier, algorithm)
+
+
+def update_multiplier(state, costs, algorithm):
+    reacts = state.step >= algorithm.critic_warmup
+    found = algorithms.updated_multiplier(state.log_multiplier, costs, algorithm, reacts)
+    state.log_multiplier, metrics = found
+    return metrics
 
 
 COSTS = st.lists(st.floats(-3, 3), min_size=1, max_size=12)

@@ -1,4 +1,5 @@
-"""reproduce/bench/central.py: which counts are flat and which grow; images pass through only one controller."""
+"""reproduce/bench/central.py: which counts are flat and which grow; images pass through only one
+controller."""
 
 from itertools import pairwise, product
 from statistics import fmean

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import run
+import build
 from actor import Actor
 from algorithms import algorithm_of, set_advantages
 from config import parse_config
 from examples.make_demo.closing import close
 from examples.make_demo.models import VISION, character_tokenizer
-from extras.teacher import check_teacher, largest_differences
+from extras.teacher.check import check_teacher, largest_differences
 from genrm import Judgement
 from modes import lay_out
 from rewards import Rewards, Rule
@@ -110,8 +110,8 @@ def build_models(config):
     """Build a run's models on its only rank."""
     placement, splits = lay_out(config, 1)
     sampling = SimpleNamespace(stop_token_ids=())
-    inputs = SimpleNamespace(algorithm=algorithm_of(config), texts=[], sampling=sampling)
-    return run.build_models(config, inputs, placement, splits)
+    inputs = SimpleNamespace(algorithm=algorithm_of(config), terms=[], sampling=sampling)
+    return build.build_models(config, inputs, placement, splits)
 
 
 def test_a_run_reads_the_teacher_and_leaves_it_as_it_is(models, single_rank):

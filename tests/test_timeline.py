@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extras import figure
-from reporting import timeline as tl
+from extras.figure import drawing as figure
+from runtime import timeline as tl
 
 # quarters are exact in binary, so brute force and busy() may be compared to the last bit
 QUARTERS = st.integers(0, 40).map(lambda n: n / 4)

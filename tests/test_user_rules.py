@@ -74,6 +74,7 @@ import sys
 
 from config import Config
 from genrm import Judgement
+import extras
 from rewards import Rewards, Rule, load
 from runtime import shutdown
 from runtime.errors import UserError
@@ -91,6 +92,7 @@ async def work():
     return sample.reward
 
 if __name__ == "__main__":
+    extras.load()
     rules = [load("reward", sys.argv[1], float(sys.argv[2]))]
     config = Config(model="m", rule=("right",), judge_format=("chat",))
     stop = shutdown.Stop(graceful=True)

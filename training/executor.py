@@ -13,38 +13,57 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from config import Config
+from runtime.timeline import Pass
 from scheduling.pipeline import SCHEDULES, Pipe, Table, Task
-from training.model import packing_of
+from training.groups import Pipeline
+from training.packing import MicroBatch, packing_of
 
-if TYPE_CHECKING:
-    from training.packing import MicroBatch
-    from training.trainer import Loss, Stats, Trainer
+Stats = dict[str, Tensor]  # a micro-batch's sums, or maxima if the name ends in _max
+LossSums = tuple[Tensor, Tensor, Stats]  # see trainer.loss_sums
+# the last stage outputs a policy's hidden states, [1, T, hidden], or a critic's values, [1, T, 1]
+Loss = Callable[[MicroBatch, Tensor], LossSums]
 
 
-class Pass(NamedTuple):
-    """A finished task of this rank; times in seconds, from time.monotonic."""
+class Stage(Protocol):
+    """One rank's part of a model, as passes and checkpoints need it; trainer.Trainer is one."""
 
-    title: str  # the model's
-    task: Task
-    start: float
-    end: float
+    title: str
+    holds: bool  # this rank has a part of the model
+    awake: bool
+    version: int
+    config: Config
+    device: torch.device
+    gpt: GPTModel
+    module: torch.nn.Module  # what passes run
+    ddp: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    groups: ProcessGroupCollection
+    pipeline: Pipeline
+    reverse: bool  # stage 0 is on the last rank
+    cost: Callable[[int], int]  # tokens -> a forward pass's multiply-adds
+    activations: int
+    frequencies: Tensor
 
 
 @dataclass
 class Work:
     """Passes over this rank's micro-batches; they leave the gradient of all ranks' mean loss in DDP."""
 
-    trainer: Trainer
+    trainer: Stage
     micro_batches: list[MicroBatch]
     losses: list[Loss]  # one per micro-batch
     forward_only: bool = False

@@ -5,7 +5,6 @@ Megatron's refuse sequence parallelism and packed sequences, respectively.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
@@ -32,12 +30,13 @@ from inputs.hf_directory import (
     readable,
     tensor_files,
 )
+from inputs.media import reader_of
 from runtime.errors import UserError
 from scheduling.balance import Prefix
 from scheduling.layout import Placement, Shape
 from training import lm_head
 from training.hf_weights import HFWeights
-from training.packing import MicroBatch
+from training.packing import MicroBatch, Packing
 
 OUTPUT = "lm_head.weight"
 SPLIT_BY_TP = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -78,21 +77,6 @@ class NormOnCPU(torch.autograd.Function):
         mean = (product @ weight)[..., None].div_(-len(weight))
         of_x = (slope * weight).addcmul_(normed, mean).mul_(inverse)
         return of_x, product.flatten(0, -2).sum(0), None
-
-
-@dataclass
-class Packing(PackedSeqParams):
-    """The data of a micro-batch that all layers share. Megatron's own layers only read `qkv_format`."""
-
-    batch: MicroBatch | None = None
-    rope: tuple[Tensor, Tensor] | None = None  # cosines and sines, [tokens, 1, dim]
-
-
-def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
-    """Compute the rotary table once for all layers. See `rotary_frequencies`."""
-    angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
-    table = torch.cat((angles, angles), -1)[:, None]
-    return Packing("thd", batch=batch, rope=(table.cos(), table.sin()))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -177,9 +161,7 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
     hf["whole"] = whole
     if FAMILIES[model_type].tower:
-        from extras.images.reader import ImageReader
-
-        hf |= {"vision": whole.vision_config, "reader": ImageReader(model_dir)}
+        hf |= {"vision": whole.vision_config, "reader": reader_of(model_dir)}
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
         "quantized weights": bool((hf | whole.to_dict()).get("quantization_config")),
@@ -270,9 +252,7 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
     """Return a function that maps a prompt to a forward pass's multiply-adds for its images."""
     if "vision" not in hf:
         return lambda prompt: 0
-    from extras.images.vision import image_cost
-
-    return image_cost(hf)
+    return hf["reader"].cost_of_images(hf)
 
 
 def prefix_of(hf: dict, images: Callable[[list[int]], int], prompt: list[int]) -> Prefix:
@@ -289,12 +269,10 @@ def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
         if hf[name] % size:
             raise UserError(f"--{flag} {size} does not divide {name} = {hf[name]} of {setting}")
     layers = hf["num_hidden_layers"] // config.pp
-    if "vision" in hf:
-        from extras.images.vision import deep_features
-
-        if layers < (deep := deep_features(hf["vision"])):
-            needed = f"images enter the first {deep} of {setting}"
-            raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
+    deep = hf["reader"].deep_layers(hf) if "vision" in hf else 0
+    if layers < deep:
+        needed = f"images enter the first {deep} of {setting}"
+        raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
 
 
 def tensor_shapes(hf: dict) -> dict[str, list[int]]:
@@ -346,25 +324,12 @@ def check_models(
     shapes = placement.shapes.values() if placement else [Shape.of(config, ())]
     for shape in shapes:
         check_sizes(hf, shape.sized(config))
-    if config.lora:
-        from extras.lora import check_rank
-
-        check_rank(config, hf)
     scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
     check_directory(config.model, "--model", hf, scores)
-    if config.critic:
-        check_critic(placement.critic.sized(config) if placement else config, hf)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)
         check_directory(path, setting, judge, judge_format.is_scalar, config.device)
-
-
-def check_critic(config: Config, actor: dict) -> None:
-    """Raise UserError unless --critic is a value model for the actor's tokens, and the sizes fit."""
-    hf = read_hf_config(config.critic, "--critic")
-    check_directory(config.critic, "--critic", hf, scores=True)
-    check_reads_policy(config, config.critic, "--critic", hf, actor)
 
 
 def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy: dict) -> None:
@@ -393,7 +358,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     layers = [layer] * transformer_block.get_num_layers_to_build(config, pp_rank=stage)
     kind = GPTModel
     if sees := stage == 0 and "vision" in hf:
-        from extras.images.vision import VisionModel as kind
+        kind = hf["reader"].first_stage()
     gpt = kind(
         config,
         transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),

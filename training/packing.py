@@ -8,8 +8,10 @@ from itertools import accumulate, chain
 from typing import NamedTuple, Self
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from inputs.media import positions
 from sample import Image, Reply, parts_of
 from scheduling.balance import packed_length
 
@@ -45,9 +47,7 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [1, T]
-    positions: (
-        Tensor  # [T], within the sequence; with images [3, T], see extras.images.tokens.positions
-    )
+    positions: Tensor  # [T], within the sequence; with images [3, T], see inputs.media.positions
     reads: Tensor  # [targets], positions of the tokens that precede a response token
     targets: Tensor  # [targets], the response tokens
     slots: Tensor  # [targets], ascending
@@ -155,8 +155,6 @@ def _with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) ->
     images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
     if not images:
         return batch
-    from extras.images.tokens import positions
-
     ends = accumulate(image.features for image in images)
     ranges = (range(end - image.features, end) for image, end in zip(images, ends, strict=True))
     features = dict(zip(images, ranges, strict=True))
@@ -172,3 +170,18 @@ def _with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) ->
         places += [next(left) if token in markers else NO_FEATURE for token in tokens]
     columns = torch.tensor([*zip(*axes, strict=True), places])[:, taken]
     return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """The data of a micro-batch that all layers share. Megatron's own layers only read `qkv_format`."""
+
+    batch: MicroBatch | None = None
+    rope: tuple[Tensor, Tensor] | None = None  # cosines and sines, [tokens, 1, dim]
+
+
+def packing_of(batch: MicroBatch, frequencies: Tensor) -> Packing:
+    """Compute the rotary table once for all layers. See `rotary_frequencies` in model.py."""
+    angles = (batch.positions[..., None].float() * frequencies[:, None]).sum(0)
+    table = torch.cat((angles, angles), -1)[:, None]
+    return Packing("thd", batch=batch, rope=(table.cos(), table.sin()))

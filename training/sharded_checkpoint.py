@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 from operator import add, getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from runtime.errors import UserError
-
-if TYPE_CHECKING:
-    from training.trainer import Trainer
+from training.executor import Stage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Shard = ShardedTensor | ShardedTensorFactory
@@ -104,7 +102,7 @@ class OnlyDescriptions(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def take_snapshot(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
+def take_snapshot(trainer: Stage, folder: Path) -> tuple[Callable, Callable]:
     """Plan a save into `folder`, an empty directory, and copy data off a GPU. Not collective.
 
     Returns `write`, which returns a description of what it wrote, and `complete`, which rank 0 calls with
@@ -131,7 +129,7 @@ def take_snapshot(trainer: Trainer, folder: Path) -> tuple[Callable, Callable]:
     return write, complete
 
 
-def load(trainer: Trainer, folder: Path) -> None:
+def load(trainer: Stage, folder: Path) -> None:
     """Load a save by any number of ranks. Raises UserError if it has code or gaps. Not collective."""
     with (folder / ".metadata").open("rb") as file:
         saved = OnlyDescriptions(file).load()
@@ -145,7 +143,7 @@ def load(trainer: Trainer, folder: Path) -> None:
         each.step.fill_(saved.planner_data["step"])
 
 
-def adam_of(trainer: Trainer) -> dict[Tensor, Adam]:
+def adam_of(trainer: Stage) -> dict[Tensor, Adam]:
     """Map parameters to AdamW's state on this rank, which is created if there hasn't been a step."""
     found = {}
     for optimizer in trainer.optimizer.chained_optimizers if trainer.holds else ():
@@ -162,7 +160,7 @@ def adam_of(trainer: Trainer) -> dict[Tensor, Adam]:
     return found
 
 
-def boxes_of_rank(trainer: Trainer, adam: dict[Tensor, Adam], saves: bool = False) -> Boxes:
+def boxes_of_rank(trainer: Stage, adam: dict[Tensor, Adam], saves: bool = False) -> Boxes:
     """Cut this rank's part of the model into boxes. If it `saves`, leave out what other ranks save."""
     found = {}
     if not trainer.holds:

@@ -29,9 +29,9 @@ from runtime import devices
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
-from training import hf_weights
+from training import hf_weights, sharded_checkpoint
 from training import model as models
-from training.executor import Pass, Work, run
+from training.executor import Loss, LossSums, Pass, Stats, Work, run
 from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
 from training.packing import MicroBatch, Packed, Sequence, make_micro_batches
@@ -49,10 +49,6 @@ ADAPTER = "adapter/adapter_model.safetensors"
 # an engine reports that it sleeps as soon as its first rank does: time for the others to follow
 RELEASE_S = 10.0
 
-Stats = dict[str, Tensor]  # a micro-batch's sums, or maxima if the name ends in _max
-LossSums = tuple[Tensor, Tensor, Stats]  # see `loss_sums`
-# the last stage outputs a policy's hidden states, [1, T, hidden], or a critic's values, [1, T, 1]
-Loss = Callable[[MicroBatch, Tensor], LossSums]
 Read = Callable[[MicroBatch, Tensor], Tensor]  # one number per target: [targets]
 
 
@@ -381,14 +377,10 @@ class Trainer:
 
     def snapshot(self, folder: Path) -> tuple[Callable, Callable]:
         """Plan a save: see sharded_checkpoint.take_snapshot. Not collective."""
-        from training import sharded_checkpoint
-
         return sharded_checkpoint.take_snapshot(self, folder)
 
     def restore(self, folder: Path) -> None:
         """Load a save by any number of ranks: see sharded_checkpoint.load. Not collective."""
-        from training import sharded_checkpoint
-
         sharded_checkpoint.load(self, folder)
 
 

@@ -2,7 +2,8 @@
 
     python -m examples.exercises list
     python -m examples.exercises start gae     # removes the function's body, or plants the bug
-    python -m examples.exercises check gae     # runs the project's own tests of it; `check all` checks every exercise
+    python -m examples.exercises check gae     # runs the project's own tests of it; `check all` checks
+    every exercise
     python -m examples.exercises solve gae     # restores the original, and shows how yours differs
 
 The originals come from git's HEAD, so don't commit while an exercise is open. The exit status is 1 if a check

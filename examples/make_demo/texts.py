@@ -18,6 +18,7 @@ from demo import task
 from demo.task import Shown, columns, shown_work, training_problem
 from examples.make_demo.models import ALPHABET, text_model, vision_model
 from examples.make_demo.slips import corrupted
+from extras.images import hooks
 
 BLURTED = 0.6  # fraction of the demonstrations that are only the answer
 RIGHT = 0.5  # fraction of right answers among those that the judge learns from
@@ -40,8 +41,8 @@ class Demo(NamedTuple):
 
 
 WRITTEN = Demo(task.written, text_model, 250, 128, judge_steps=500, judge_batch=64, pool=1024)
-DRAWN = Demo(task.drawn, vision_model, 220, 64, judge_steps=300, judge_batch=64, pool=512)
-FILMED = Demo(task.filmed, vision_model, 100, 64, judge_steps=150, judge_batch=64, pool=512)
+DRAWN = Demo(hooks.drawn, vision_model, 220, 64, judge_steps=300, judge_batch=64, pool=512)
+FILMED = Demo(hooks.filmed, vision_model, 100, 64, judge_steps=150, judge_batch=64, pool=512)
 # the times in a clip's text begin with `<`; float16 halves the files
 FILMED = FILMED._replace(start=DEMO_MODELS / "drawn", alphabet=ALPHABET + "<", dtype=torch.float16)
 DEMOS = {"written": WRITTEN, "drawn": DRAWN, "filmed": FILMED}

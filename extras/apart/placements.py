@@ -9,20 +9,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import modes
 from algorithms import algorithm_of
 from config import Config
 from placement import PLACEMENTS, Devices, PlacementRow, Shared
-from rollout import RolloutBatch
 from runtime.errors import UserError
+from runtime.world import World
 from scheduling.dealing import Shares
 from scheduling.layout import SIZES, Placement, Shape
 from scheduling.pipeline import schedule_of
 
 if TYPE_CHECKING:
-    from controller import Controller
+    from extras.apart.elsewhere import Elsewhere
+    from extras.apart.push import Route
 
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
@@ -101,32 +101,44 @@ class PartlyShared(Shared):
             yield f"{row} without kl_coef has no reference"
         yield from super().problems(placement, config)
 
+    def stand_in(self, config: Config, model: str, shape: Shape, **how: Any) -> Elsewhere:
+        from extras.apart.elsewhere import Elsewhere  # imports Megatron, which takes seconds
+
+        return Elsewhere(config, model, shape, **how)
+
+    def connect(self, senders: list[int], receivers: list[int], timeout_s: float) -> Route | None:
+        from extras.apart import push
+
+        return push.connect(senders, receivers, timeout_s) if receivers else None
+
     async def to_serving(self, devices: Devices) -> None:
         if not devices.actor.holds:
             await devices.rest_trainers()  # another model trained on this rank
         await super().to_serving(devices)
 
-    async def share_columns(self, c: Controller, shares: Shares) -> None:
+    async def share_columns(self, world: World, shares: Shares) -> None:
         """Send samples' values and log-probabilities from each copy's lead to the other models' ranks."""
         if len(shares.deals) == 1:
             return
         parcels = {}
         for source, target in itertools.permutations(shares.deals, 2):
             for key, makers in shares.deals[source].copies.items():
-                if makers[0] == c.world.rank:
+                if makers[0] == world.rank:
                     for rank in set(shares.deals[target].copies[key]).difference(makers):
                         parcels.setdefault(rank, {})[key] = shares.samples[key].columns()
-        for columns_of in (await c.same_duty.exchange(parcels)).values():
+        for columns_of in (await world.exchange(parcels)).values():
             for key, columns in columns_of.items():
                 shares.samples[key].fill(columns)
 
-    async def gather_metrics(self, c: Controller, stats: dict[str, float]) -> dict[str, float]:
+    async def gather_metrics(
+        self, world: World, stats: dict[str, float], is_asked: bool
+    ) -> tuple[dict[str, float], bool]:
         """Gather metrics of models that only some ranks hold, and requests to stop (collective)."""
-        await c.world.wait_for_all()
-        for of_rank, was_asked in await c.world.gather((stats, bool(c.stop.asked))):
+        await world.wait_for_all()
+        for of_rank, was_asked in await world.gather((stats, is_asked)):
             stats = stats | of_rank
-            c.stopping = c.stopping or was_asked
-        return stats
+            is_asked = is_asked or was_asked
+        return stats, is_asked
 
 
 class Apart(PartlyShared):
@@ -134,16 +146,6 @@ class Apart(PartlyShared):
 
     stops_serving = False  # because other ranks may be training
     serves_ahead = True
-
-    async def serve_ahead(self, c: Controller) -> RolloutBatch | None:
-        """With --ahead, serve the next step's batch on the ranks that serve; the others go on to train.
-
-        It uses the weights from the start of this step, so the batch doesn't depend on timing.
-        """
-        is_last = c.state.step + 1 == c.config.steps
-        if not c.config.ahead or is_last:
-            return None
-        return await modes.collect(c)
 
     async def to_training(self, devices: Devices) -> None:
         """Leave the engines awake."""

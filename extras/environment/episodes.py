@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from build import ENVIRONMENTS
 from config import Config
 from engines.engine import seed_of
 from extras.environment import Step, is_number, read_step
@@ -133,6 +134,9 @@ class Episodes:
         """Return the message that ends a run whose first episodes were all lost."""
         lost = f"{self.code.title} lost each of the first {failures} episodes"
         return f"{lost}: it raised ConnectionError or TimeoutError, or differed"
+
+    def row_check(self, say: Callable[[str], None]) -> Callable[[Text, str], None]:
+        return chat_check(self.code.title, self.tokenizer, say)
 
     def means(self, samples: list[Sample]) -> dict[str, list[float]]:
         """Return the values to average for each environment/* metric. step_s: since the last call."""
@@ -265,8 +269,11 @@ def call(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEven
     return asyncio.run_coroutine_threadsafe(waited(), loop).result()
 
 
-def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) -> Episodes:
-    """Load the user's class. Raises UserError if it can't be found or uses a reserved name."""
+def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) -> Episodes | None:
+    """Load the user's class, if there is one. Raises UserError if it can't be found or uses a reserved
+    name."""
+    if not config.environment:
+        return None
     title = f"--environment {config.environment}"
     specs = "FILE.py or FILE.py:Class"
     how = ("Environment", "class {}", inspect.isclass, specs)
@@ -300,3 +307,6 @@ def chat_check(
         seen.add(roles)
 
     return check
+
+
+ENVIRONMENTS.append(build)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
-from engines.server import ROOT, ServerProcess, for_us_alone, server_environment
+from config import Config
+from engines.server import ROOT, SERVERS, ServerProcess, for_us_alone, server_environment
+from extras.fast_cpu import compiler
 from runtime import rendezvous
 from runtime.shutdown import starting_deaf
 
@@ -47,7 +49,20 @@ def ask_forks() -> socket.socket:
 class ForkedServer(ServerProcess):
     """A server that the fork server forks. The process that requests it exits with the server's status."""
 
+    patches = ("extras.fast_cpu.windows",)
+
+    @classmethod
+    def prepare(cls) -> None:
+        start_forks()  # it imports in parallel
+
+    @classmethod
+    def describe(cls, config: Config) -> str:
+        return f"rollout engines run {compiler.program_for(config.model, config.dtype)}"
+
     def _popen(self, **how: Any) -> subprocess.Popen:
         command = [*FORKS, os.path.realpath(f"{forks_path()}.log"), *self._command]
         with ask_forks() as server:
             return subprocess.Popen(command, stdin=server, **how)
+
+
+SERVERS["cpu"] = ForkedServer

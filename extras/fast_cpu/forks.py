@@ -1,7 +1,8 @@
 """The fork server: it imports SGLang once for all engines of a machine, and forks each of them.
 
     python -m extras.fast_cpu.forks                          the server; stdin: a listening socket
-    python -m extras.fast_cpu.forks LOG MODULE [--flag ...]  runs MODULE.main() there; stdin: a connection to it
+    python -m extras.fast_cpu.forks LOG MODULE [--flag ...]  runs MODULE.main() there; stdin: a connection
+    to it
 
 An engine is the fork server's child and ends with it. The second command is its owner's child in its place:
 when one of the two ends, so does the other. LOG is the server's.

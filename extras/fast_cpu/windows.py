@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.server_args import ServerArgs
 
 from extras.fast_cpu.compiler import library_for
 from extras.fast_cpu.decoder import STOPS, Decoder, rules_of
@@ -98,7 +99,7 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
     return GenerationBatchResult(logits_output=output, next_token_ids=newest)
 
 
-def install(model_dir: str, dtype: str) -> None:
+def install(settings: ServerArgs) -> None:
     """Replace SGLang's scheduler if decoder.cpp can serve the model."""
-    if library := library_for(model_dir, dtype):
+    if library := library_for(settings.model_path, settings.dtype):
         scheduler.Scheduler = partial(WindowScheduler, library)

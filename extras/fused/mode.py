@@ -6,7 +6,6 @@ RLHFuse (arXiv 2409.13221), section 4. The decisions are in extras/fused/tail.py
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from config import Config
 from extras.fused.tail import TAILS, kept_engines, ranks_of_tail, token_latency
@@ -14,9 +13,7 @@ from modes import MODES, Mode
 from rollout import RolloutStep, gather_finished_groups, generate_and_judge
 from scheduling.layout import Placement
 from scheduling.measured import Remaining, Split
-
-if TYPE_CHECKING:
-    from controller import Controller
+from state import Controller
 
 
 def inter_stage_fusion(placement: Placement, config: Config) -> list[Split]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extras.images.clips import MOST_OF_A_FRAME, Clips, File, open_file
-from extras.images.tokens import expand
 from inputs.hf_directory import read_model_config, readable
+from inputs.media import Media, expand
 from inputs.rows import PLACES, Text
 from inputs.templates import IMAGE, map_texts
 from runtime.errors import UserError
@@ -33,7 +33,6 @@ TURNS |= {6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 # Pillow raises these on damaged images
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError)
 DAMAGED += (struct.error,)
-Media = dict[str, Callable[[], list[File]]]  # IMAGE, VIDEO -> function that returns a row's files
 
 
 class ImageReader:
@@ -59,6 +58,24 @@ class ImageReader:
         # per image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
         self._clips = Clips(fps, frames, self._fit)
+
+    def deep_layers(self, hf: dict) -> int:
+        """Return the number of layers after which features are added."""
+        from extras.images import vision  # imports Megatron, which takes seconds
+
+        return vision.deep_features(hf["vision"])
+
+    def cost_of_images(self, hf: dict) -> Callable[[list[int]], int]:
+        """Return a function: prompt -> a forward pass's multiply-adds for its images."""
+        from extras.images import vision
+
+        return vision.image_cost(hf)
+
+    def first_stage(self) -> type:
+        """Return the class of a model's first stage, which has the tower."""
+        from extras.images import vision
+
+        return vision.VisionModel
 
     def reads_as(self, other: ImageReader) -> bool:
         """Return whether both make the same tokens and pixels from an image."""

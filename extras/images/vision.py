@@ -16,12 +16,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
-from extras.images.reader import ImageReader
+from inputs.media import Reader
 from sample import Image
 from training.packing import NO_FEATURE, MicroBatch
 
 if TYPE_CHECKING:
-    from training.model import Packing
+    from training.packing import Packing
 
 
 def deep_features(vision: PretrainedConfig) -> int:
@@ -56,7 +56,7 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
 class VisionModel(GPTModel):
     """The first stage of a model with vision. Each tensor-parallel rank has the whole tower."""
 
-    def add_tower(self, vision: PretrainedConfig, reader: ImageReader) -> None:
+    def add_tower(self, vision: PretrainedConfig, reader: Reader) -> None:
         """Add the tower that config.json describes, with random weights."""
         self.reader = reader
         self.visual = AutoModel.from_config(vision, dtype=self.config.params_dtype)

@@ -8,10 +8,10 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
+from build import CHECKS
 from config import Config
 from engines import server
 from extras.memory.free import free_memory
-from placement import CHECKS
 from runtime.devices import FULL, free_bytes
 from runtime.errors import UserError
 from runtime.world import World
@@ -147,17 +147,6 @@ def needs_of(config: Config, placement: Placement, splits: list[Split]) -> list[
     return needs
 
 
-async def settled(
-    config: Config, placement: Placement, splits: list[Split], world: World
-) -> Config:
-    """Return settings that fit the run's smallest GPU, the same on all ranks (collective)."""
-    from extras.memory.estimate import with_recompute
-
-    if config.device == "cpu":
-        return config
-    return with_recompute(config, placement, splits, min(await world.gather(free_bytes())))
-
-
 def table(config: Config, placement: Placement, splits: list[Split]) -> list[str]:
     """Return the lines of --dry-run: a rank's part of each model, then what each place needs."""
     from extras.memory.estimate import engines_of, trainers_of, with_recompute
@@ -189,4 +178,17 @@ def check_fits(config: Config, placement: Placement, splits: list[Split]) -> Non
             raise UserError(f"{takes}; --no-memory-check starts anyway")
 
 
-CHECKS.append(check_fits)
+async def settled(
+    config: Config, placement: Placement, splits: list[Split], world: World
+) -> Config:
+    """Check the run, and return settings that fit its smallest GPU, the same on all ranks (collective)."""
+    from extras.memory.estimate import with_micro_batch, with_recompute
+
+    config = await world.run(with_micro_batch, config)
+    check_fits(config, placement, splits)
+    if config.device == "cpu":
+        return config
+    return with_recompute(config, placement, splits, min(await world.gather(free_bytes())))
+
+
+CHECKS.append(settled)

@@ -1,6 +1,7 @@
 """Does one controller carry too much? The load on a step's busiest process, from 64 to 4,096 ranks
 
-    python reproduce/bench/central.py [--quick] [--write]    only 64 to 256 ranks; also write docs/papers/scale.md
+    python reproduce/bench/central.py [--quick] [--write]    only 64 to 256 ranks; also write
+    docs/papers/scale.md
     python reproduce/bench/central.py --media 1              add 1 MB of images to each sample
 
 Partial colocation, with the same work on every rank. A node of 8 ranks is a unit: one controller, engines on
@@ -32,15 +33,14 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from controller import Controller
 from reproduce.papers.tables import DOCS, ROOT, read_constants, values
 from reproduce.papers.wechat_yatt import JUDGES, POLICY
 from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload
 from reproduce.simulation.costs import Device, decode_of, passes_of
 from reproduce.simulation.engine import Moves
 from reproduce.simulation.meetings import Network
-from rollout import RolloutBatch
 from sample import Sample
+from state import Controller, RolloutBatch
 
 RANKS = (64, 256, 1024, 4096)
 QUICK = (64, 128, 256)

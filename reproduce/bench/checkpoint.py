@@ -61,12 +61,12 @@ def make_model(folder: Path, layers: int, hidden: int) -> None:
 
 def controller_of(config: Config, world: World, actor: Actor) -> SimpleNamespace:
     """Make a stand-in with the parts of a Controller that a checkpoint reads."""
-    from controller import State
     from data import Prompts
     from demo.task import Addition
     from modes import full_colocation
     from placement import colocate
-    from reporting.timeline import Timeline
+    from runtime.timeline import Timeline
+    from state import State
 
     (split,) = full_colocation(colocate(tuple(range(world.size)), config), config)
     nobody_else = {"critics": [], "give_device_to": AsyncMock()}

@@ -1,6 +1,6 @@
 """The cost of images and clips to the controllers: real ranks, real engines, one file per prompt.
 
-    python reproduce/bench/media.py              images of 1 MB; 2 and 4 ranks: without, with, with a central controller
+    python reproduce/bench/media.py    images of 1 MB; 2 and 4 ranks: without, with, with a central controller
     python reproduce/bench/media.py --videos     clips of 10 MB
 
 Every run trains for two steps with 16 prompts per rank and 4 answers per prompt, scored by a rule. The model
@@ -30,9 +30,9 @@ import run
 from examples.make_demo import models
 from inputs.templates import IMAGE, VIDEO
 from reproduce.bench.measuring import ROOT, column, parser_of, peak_rss_mb, print_table, run_ranks
-from rollout import RolloutBatch
 from runtime.world import World
 from scheduling.dealing import Sizes
+from state import Controller, RolloutBatch
 
 SIDES = ("text", "media", "central")
 PROMPTS = 16  # per rank and step
@@ -51,7 +51,7 @@ sent = {"between": 0}  # bytes of samples that this rank sent to others
 
 
 async def exchange_through_one(
-    batch: RolloutBatch, held: list[Sizes], c: controller.Controller
+    batch: RolloutBatch, held: list[Sizes], c: Controller
 ) -> controller.Shares:
     """Replace controller.exchange: send all samples and their files to rank 0, which deals them out."""
     samples = batch.kept

@@ -2,9 +2,11 @@
 
     python reproduce/bench/modes.py --figure FILE       all workloads on 4 ranks -> a table and a picture
     python reproduce/bench/modes.py --sides full "2|2" rebalance       only these sides
-    python reproduce/bench/modes.py --workloads resample --sides full "2|2" "fused 0.2" --repeats 1 --moving 0 \\
+    python reproduce/bench/modes.py --workloads resample --sides full "2|2" "fused 0.2" --repeats 1
+    --moving 0 \\
         --pace 20,0.1 --compare docs/modes_compared.png      the timelines of a step, one below the other
-    python reproduce/bench/modes.py --workloads tail-judged --sides "fused 0.2" --repeats 1 --moving 0 --steps 7 \\
+    python reproduce/bench/modes.py --workloads tail-judged --sides "fused 0.2" --repeats 1 --moving 0
+    --steps 7 \\
         --pace 20,1 --compare docs/fusion.png                a timeline with all answers, of a single side
 
 Every rank hosts both real engines. One run on N ranks alternates between all sides, on the same engines and
@@ -26,8 +28,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from config import Config
-from extras.figure import INK, UPPER, Picture, add_legend, draw_lanes, make_figure, of_steps
-from reporting.timeline import WORK, of_kind, read
+from extras.figure.drawing import INK, UPPER, Picture, add_legend, draw_lanes, make_figure, of_steps
 from reproduce.bench.measuring import (
     ROOT,
     column,
@@ -38,6 +39,7 @@ from reproduce.bench.measuring import (
     run_ranks,
 )
 from reproduce.bench.workloads import WORKLOADS, Side
+from runtime.timeline import WORK, of_kind, read
 
 MOVING = "rebalance"  # the side whose split moves; it starts at 1|N-1
 OUT = ROOT / "runs" / "bench"

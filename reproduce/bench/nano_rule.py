@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import controller
 import modes
 import run
-from controller import Controller, train
+from controller import train
 from modes import collect
-from reporting import timeline
 from reproduce.bench.measuring import Meter
-from rollout import RolloutBatch
+from runtime import timeline
 from sample import Sample
+from state import Controller, RolloutBatch
 
 
 class MeasuredRun:

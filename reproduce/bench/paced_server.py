@@ -2,7 +2,8 @@
 
 It is for measurements on a machine whose ranks share its cores: an engine that sleeps leaves the cores to the
 others. BENCH_PACE_MS="20,0.1" is 20 ms, and 0.1 ms for each sequence; a third number is added for each prompt
-that is read. If it is set, reproduce/bench/served_load.py has servers run this module. It needs a C++ compiler.
+that is read. If it is set, reproduce/bench/served_load.py has servers run this module. It needs a C++
+compiler.
 """
 
 import math

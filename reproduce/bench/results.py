@@ -2,7 +2,7 @@
 
     python reproduce/bench/results.py                all rows -> docs/results.json, README: 30 minutes
     python reproduce/bench/results.py --only modes   measure this row again; the others stay
-    python reproduce/bench/results.py --render       only write README and the pages, from what was measured before
+    python reproduce/bench/results.py --render  only write README and the pages, from what was measured before
 
 All measured rows must be from one commit; otherwise no table is written. Each row's sentence is also on its
 page, so both have the same numbers. Simulated rows come from docs/papers (`make papers`).
@@ -107,8 +107,8 @@ ROWS = {
         "Where half of the groups are drawn again, partial colocation on 4 ranks serves a step in "
         "{ratio:.2f} ({ratio_low:.2f} to {ratio_high:.2f}) of full colocation's time",
         "docs/modes.md",
-        'python reproduce/bench/modes.py --ranks 4 --workloads resample --sides full "2|2" --repeats 3 --moving 0 '
-        "--pace 20,0.1 --figure runs/results/modes.png",
+        'python reproduce/bench/modes.py --ranks 4 --workloads resample --sides full "2|2" '
+        "--repeats 3 --moving 0 --pace 20,0.1 --figure runs/results/modes.png",
         modes_values,
         kind="measured at a set pace",
     ),

@@ -1,4 +1,5 @@
-"""The load that reproduce/bench/modes.py measures: one rank of a run whose answers have given lengths, on real engines.
+"""The load that reproduce/bench/modes.py measures: one rank of a run whose answers have given lengths, on
+real engines.
 
 Prompts are the demo's. A seed decides an answer's length and reward; rollout engines generate that many
 tokens, no matter which, and the judge's engines generate critiques of a given length. Training steps and
@@ -23,14 +24,14 @@ import modes
 import rewards
 import run
 from config import Config
-from controller import Controller, State, train
+from controller import train
 from engines.engine import Answer, Engine, Request, seed_of
 from engines.pool import Pool
 from reporting.metrics import local_facts, serving_metrics, summarize
 from reproduce.bench.measuring import parser_of
 from reproduce.bench.workloads import PROMPTS, WORKLOADS, Side, is_kept, length_of
-from rollout import RolloutBatch
 from sample import Key, Prompt, Sample
+from state import Controller, RolloutBatch, State
 
 
 class GivenPrompts(data.Prompts):

@@ -1,8 +1,8 @@
 """nanoYATT and TRL's GRPOTrainer side by side: same model, problems, reward, batch and learning rate, on CPU.
 
-    python reproduce/bench/vs_trl.py                           3 repeats of each: a table, runs/vs_trl-demo/results.json
+    python reproduce/bench/vs_trl.py                 3 repeats of each: a table, runs/vs_trl-demo/results.json
     python reproduce/bench/vs_trl.py --repeats 1 --steps 4     a quick look
-    python reproduce/bench/vs_trl.py --size larger             nine times the parameters, so that arithmetic matters
+    python reproduce/bench/vs_trl.py --size larger       nine times the parameters, so that arithmetic matters
     python reproduce/bench/vs_trl.py --model DIR --steps 3     any other model
 
 The model is the demo's actor, a larger one that has learned the demo's task from examples, or any other. The

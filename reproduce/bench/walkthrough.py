@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import controller
 import run
 from config import parse_config
-from extras.figure import INK, LOOKS, Picture, add_legend, draw_lanes, read_run
+from extras.figure.drawing import INK, LOOKS, Picture, add_legend, draw_lanes, read_run
 from genrm import JudgeFormat, formats_of
 from inputs import tokenization
-from reporting.timeline import INSTANTS, Event, of_kind
 from reproduce.bench.measuring import ROOT, run_ranks
+from runtime.timeline import INSTANTS, Event, of_kind
 from sample import flat
 from scheduling.dynamic_sampling import MARGIN, FirstFinishedSampler
 

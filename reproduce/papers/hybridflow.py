@@ -1,9 +1,11 @@
 """HybridFlow (arXiv 2409.19256): compares figures 9 to 16 and table 2 with the simulation.
 
     python reproduce/papers/hybridflow.py                                       everything, in five minutes
-    python reproduce/papers/hybridflow.py --figure 9 11 --published FILE.csv    other points with the same columns
+    python reproduce/papers/hybridflow.py --figure 9 11 --published FILE.csv    other points with the same
+    columns
 
-Figures 9, 11, 12 and 13 are simulated, with sizes from reproduce/papers/mapping.py. The others are closed forms. Rows
+Figures 9, 11, 12 and 13 are simulated, with sizes from reproduce/papers/mapping.py. The others are closed
+forms. Rows
 follow HybridFlow's order: answers are scored while reference and critic read them. This program scores them
 earlier.
 """
@@ -74,7 +76,8 @@ def table_2(pp: int, tp: int, copies: int, parts: int) -> dict[str, Cost]:
 
 
 class Setting(NamedTuple):
-    """A point's setting, in the order of the arguments in reproduce/papers/mapping.py. models: role -> model."""
+    """A point's setting, in the order of the arguments in reproduce/papers/mapping.py. models: role ->
+    model."""
 
     models: dict[str, Model]
     gpus: int

@@ -1,9 +1,10 @@
 """Runs the same workloads on real engines and on the virtual clock, and compares their times.
 
-    python reproduce/papers/measured.py            compare reproduce/papers/published/measured_*.csv with the simulation
+    python reproduce/papers/measured.py  compare reproduce/papers/published/measured_*.csv with the simulation
     python reproduce/papers/measured.py --real     measure again first: about 20 minutes on an idle machine
 
-Four ranks serve reproduce/bench/modes.py's workloads at a set pace (20 ms for a decode step, and 1 ms for each sequence
+Four ranks serve reproduce/bench/modes.py's workloads at a set pace (20 ms for a decode step, and 1 ms for
+each sequence
 in it). One constant was fitted, only on the workload `short`. Paced engines test scheduling, not hardware.
 The page also has the figures of reproduce/papers/plans.py, which measures them itself.
 """

@@ -2,7 +2,8 @@
 
     python reproduce/papers/pages.py
 
-reproduce/papers/prose holds the texts: claims of the papers, what was simulated, and why points miss. The simulation's
+reproduce/papers/prose holds the texts: claims of the papers, what was simulated, and why points miss. The
+simulation's
 numbers and the verdicts are computed here, from the rows.
 """
 
@@ -231,7 +232,8 @@ def section(
 
 
 def own_gpus(page: str, rows: list[Row]) -> list[str]:
-    """Return the commands that measure points of a page on your GPUs, and results. See reproduce/papers/own_runs.py."""
+    """Return the commands that measure points of a page on your GPUs, and results. See
+    reproduce/papers/own_runs.py."""
     points = {f"{r.figure}:{r.system}:{r.setting}@{r.gpus}:{r.metric}": r for r in rows}
     lines = []
     for name, about in read_constants(own_runs.COMMANDS).items():

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import controller
 import run
 from config import parse_config
-from controller import Controller, train
+from controller import train
 from engines.engine import Engine
 from reproduce.bench.measuring import parser_of, run_ranks
 from reproduce.papers.tables import ROOT, Paper, Row, keep_measured
@@ -36,6 +36,7 @@ from reproduce.simulation.plans import Plan, costs_like, simulate
 from runtime.atomic_files import complete_rows
 from sample import flat
 from scheduling.dealing import MiniBatches
+from state import Controller
 
 POINTS = ROOT / "published" / "measured_plans.csv"
 KNOWN = ROOT / "published" / "measured_plans.json"  # figure -> what --like knows

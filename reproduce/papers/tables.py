@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from runtime.errors import UserError
 
 ROOT = Path(__file__).parent
-DOCS = ROOT.parent / "docs" / "papers"
+DOCS = ROOT.parents[1] / "docs" / "papers"
 COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
 Constants = dict[str, dict[str, Any]]  # table -> its keys
 Figures = dict[str, Callable[["Paper"], list["Row"]]]  # name -> maker of its rows

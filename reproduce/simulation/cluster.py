@@ -28,21 +28,20 @@ import rewards
 import rollout
 from algorithms import algorithm_of
 from config import Config
-from controller import Controller
 from data import Prompts
 from engines import pool
 from engines.engine import Request, Sampling, seed_of
-from reporting import timeline as tl
 from reproduce.simulation.clock import VirtualClock, end_all
 from reproduce.simulation.costs import Decode, Passes
 from reproduce.simulation.engine import Moves, Reply, SimulatedEngine
 from reproduce.simulation.meetings import Network, SimulatedWorld
 from reproduce.simulation.shared import sharing
 from reproduce.simulation.trainers import SimulatedTrainer
-from rollout import RolloutBatch
+from runtime import timeline as tl
 from sample import Key, Prompt, Sample
 from scheduling.layout import Placement
 from scheduling.measured import StepStats
+from state import Controller, RolloutBatch
 
 extras.load()
 

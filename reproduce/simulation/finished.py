@@ -22,10 +22,10 @@ from config import AS_FITS, Config, dashed
 from genrm import formats_of
 from inputs.hf_directory import read_object, readable
 from placement import make_placement
-from reporting import timeline as tl
 from reproduce.simulation.cluster import Cluster, Costs, Lengths, Workload, simulation_of
 from reproduce.simulation.costs import Decode, Passes
 from reproduce.simulation.engine import FULL, Moves
+from runtime import timeline as tl
 from runtime.atomic_files import complete_rows
 from runtime.errors import UserError
 from scheduling.layout import Placement

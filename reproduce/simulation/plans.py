@@ -3,7 +3,8 @@
     WORLD_SIZE=8 python run.py --dry-run --simulate --like runs/mine SETTINGS      timed like a finished run
     WORLD_SIZE=8 python run.py --dry-run --simulate --devices FILE.toml SETTINGS   timed from a data sheet
 
-run.py starts this as a separate process: `python -m reproduce.simulation.plans`. The loop, modes and placements are the
+run.py starts this as a separate process: `python -m reproduce.simulation.plans`. The loop, modes and
+placements are the
 product's own code, on a virtual clock. The finished run or FILE sets how long engines and trainers take.
 OUT/plans.png shows a bar for each plan.
 """

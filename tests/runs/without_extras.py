@@ -28,7 +28,7 @@ from tests.runs.planted_bugs import DEFAULT_TIER, copy_project
 from tests.support.launched import free_ports
 from tests.support.patience import run_process
 
-AROUND = ("tests", "bench", "papers", "simulation", "examples", "exercises")  # outside the product
+AROUND = ("tests", "reproduce", "examples")  # outside the product
 IN_A_SERVER = re.compile(r"^(from|import) sglang", re.MULTILINE)
 IMPORT = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
 
@@ -120,7 +120,7 @@ GONE = re.compile(
     rf"No module named '({{NAMES}})'|{{FROM}}|No such file or directory: .*/({{FILES}})\\.py"
 )
 ASKED = re.compile(
-    r"extras\\.py no longer has the row|unrecognized arguments: --|timeline\\.png|"
+    r"no extra (has the row|reads)|unrecognized arguments: --|timeline\\.png|"
     r"--(mode|placement|schedule|judge-format) [^\\n]*: [^\\n]*(choose|unknown)|"
     r"(mode|placement|schedule|format) [\\w-]+ is unknown|no rule moves the split"
 )

@@ -25,9 +25,9 @@ from data import Prompts
 from engines.engine import LOOK_S, Answer, EngineLost, Request, Sampling, seed_of
 from engines.fleet import Fleet
 from engines.pool import Pool
-from reporting.timeline import MARKS, Timeline, of_kind
 from reproduce.simulation.clock import VirtualClock, end_all
 from reproduce.simulation.meetings import Network, SimulatedWorld
+from runtime.timeline import MARKS, Timeline, of_kind
 from sample import Image, Prompt, flat
 from scheduling.balance import Prefix
 from scheduling.pipeline import schedule_of

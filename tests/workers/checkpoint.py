@@ -16,11 +16,11 @@ import torch
 import modes
 import placement
 from checkpoint import Checkpoints, restore
-from controller import State
 from data import Prompts
-from reporting.timeline import Timeline
+from runtime.timeline import Timeline
 from runtime.world import World
 from sample import flat
+from state import State
 from tests.support.fakes import FakeSource
 from tests.workers.parallel import balanced, critic_config, gathered, weights_of
 
@@ -73,7 +73,7 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
     """If `saves`: make two updates, a save, and the next update meanwhile. Otherwise only that update."""
     from actor import Actor
     from examples.make_demo.closing import close
-    from extras.critic import Critic
+    from extras.critic.model import Critic
 
     config, world = critic_config(**sizes), World("cpu", 60.0)
     models = [kind(config, reference["model_dir"]) for kind in (Actor, Critic)]

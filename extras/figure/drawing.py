@@ -4,7 +4,7 @@ Above, a lane per rank and a color per model; an engine's shade is occupancy: re
 that it can decode at once. Below, a thin row per answer of a step shows the long tail, and what over-dispatch
 cuts off. Waves, weight pushes and changes of the split are marked above the lanes.
 
-    python -m extras.figure RUN --steps 10 14      counted from 1, as in the log
+    python -m extras.figure.drawing RUN --steps 10 14      counted from 1, as in the log
 """
 
 import argparse
@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
-from reporting.timeline import INSTANTS, LANES, MARKS, WORK, Event, Stretch, lanes, of_kind, read
 from runtime.errors import UserError
+from runtime.timeline import INSTANTS, LANES, MARKS, WORK, Event, Stretch, lanes, of_kind, read
 
 ROW = 0.011  # inches per answer's row
 MOST = 2.75  # inches for all rows: with more answers, rows get thinner

@@ -20,10 +20,12 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from actor import Actor
 from config import Config
 from engines.engine import seed_of
 from runtime.errors import UserError
@@ -190,6 +192,14 @@ class Adapters(dict[str, Adapter]):
         if self.gpt.family.tower:
             facts["exclude_modules"] = r".*\bvisual\..*"
         (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2))
+
+
+class AdaptedActor(Actor):
+    """A policy that trains only its adapters; all other weights are frozen."""
+
+    def _build_optimizer(self, model_config: TransformerConfig) -> None:
+        self.gpt.adapters = Adapters(self.gpt, self.config.lora, self.config.seed)
+        super()._build_optimizer(model_config)
 
 
 def memory_of(shapes: dict[str, list[int]], rank: int, config: Config, dp: int) -> dict[str, int]:

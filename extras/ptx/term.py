@@ -9,6 +9,7 @@ PPO-ptx of InstructGPT (arXiv 2203.02155), equation 2; Safe RLHF (arXiv 2310.127
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,24 +66,31 @@ def choose(
     return [order.training(draw) for draw in draws]
 
 
-def add_texts(actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-    """Add texts for optimizer step `number`, in separate micro-batches (collective)."""
-    config = actor.config
-    step = actor.version * config.updates_per_step + number
-    place = (actor.dp_rank, actor.dp_size)
-    mine = choose(actor.texts, step, actor.algorithm.ptx_batch, config.seed, *place)
-    # each rank of a model-parallel group counts the same tokens, which doesn't change the ratio
-    tokens = float(sum(len(response) for _, response in mine))
-    counts = {"divisor": divisors.sum().item(), "tokens": tokens}
-    total = actor.all_reduce(counts, dist.ReduceOp.SUM)
-    packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
-    # an equal number on every rank: otherwise replicas would sum gradients in a different order
-    most = actor.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
-    packed += [[]] * (int(most["count"]) - len(packed))
-    weight = actor.algorithm.ptx_coef * total["divisor"] / total["tokens"]
-    texts = actor.work(packed, partial(text_loss, actor.own_logprobs, weight))
-    work.micro_batches += texts.micro_batches
-    work.losses += texts.losses
+@dataclass
+class Texts:
+    """The texts of a run, as a term of its updates: see build.Term."""
+
+    texts: list[Sequence]
+    names: tuple[str, ...] = STATS
+
+    def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
+        """Add texts for optimizer step `number`, in separate micro-batches (collective)."""
+        config = actor.config
+        step = actor.version * config.updates_per_step + number
+        place = (actor.dp_rank, actor.dp_size)
+        mine = choose(self.texts, step, actor.algorithm.ptx_batch, config.seed, *place)
+        # each rank of a model-parallel group counts the same tokens, which doesn't change the ratio
+        tokens = float(sum(len(response) for _, response in mine))
+        counts = {"divisor": divisors.sum().item(), "tokens": tokens}
+        total = actor.all_reduce(counts, dist.ReduceOp.SUM)
+        packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
+        # an equal number on every rank: otherwise replicas would sum gradients in a different order
+        most = actor.all_reduce({"count": float(len(packed))}, dist.ReduceOp.MAX)
+        packed += [[]] * (int(most["count"]) - len(packed))
+        weight = actor.algorithm.ptx_coef * total["divisor"] / total["tokens"]
+        texts = actor.work(packed, partial(text_loss, actor.own_logprobs, weight))
+        work.micro_batches += texts.micro_batches
+        work.losses += texts.losses
 
 
 def text_loss(read: Read, weight: float, batch: MicroBatch, hidden: Tensor) -> LossSums:

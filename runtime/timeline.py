@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from runtime import atomic_files
-
-if TYPE_CHECKING:
-    from training.executor import Pass
 
 LANES = ("rollout", "genrm", "train", "sync", "switch")  # names of the spans that are drawn
 INSTANTS = ("moved", "aborted", "done")  # states of an answer without a duration
@@ -27,6 +24,15 @@ MARKS = ("wave", "weights", "split", "tail")
 WORK = ("span", "part")  # kinds that keep a lane busy
 STEPS_KEPT = 100
 MICRO = 1e6  # microseconds per second
+
+
+class Pass(NamedTuple):
+    """A stage's pass that this rank ran; times in seconds, from time.monotonic."""
+
+    title: str  # the model's
+    task: Any  # the row of the schedule: a scheduling.pipeline.Task
+    start: float
+    end: float
 
 
 class Event(NamedTuple):
