@@ -2,7 +2,7 @@
 
 They don't depend on the KV cache's contents or on decode or prefill either: the same prompt and seed give the
 same answer. SGLang ships GPU kernels for this. The sizes here were measured for float32 with torch 2.13 and
-its MKL on one thread (tests/test_engine.py). Attention is batched, as a call per request costs more.
+its MKL on one thread (tests/engines/test_engine.py). Attention is batched, as a call per request costs more.
 """
 
 import torch

@@ -4,7 +4,7 @@
 # Several machines of 8 GPUs under Slurm: sbatch --nodes 8 examples/slurm.sh --steps 100
 # Set MODEL, JUDGE and DATA in the environment. They, this folder and --out must be on a disk that all
 # machines share. If they have several networks, set NETWORK to the private one's address prefix (10.1.).
-# Not run on a cluster yet: tests/test_docs.py runs it with stand-ins for srun, scontrol and torchrun.
+# Not run on a cluster yet: tests/house/test_docs.py runs it with stand-ins for srun, scontrol and torchrun.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start it with sbatch}" # sbatch runs a copy of this file
 export OMP_NUM_THREADS=1 PATH="$PWD/.venv/bin:$PATH"

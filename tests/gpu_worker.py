@@ -25,6 +25,8 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # otherwise products may diff
 if sys.argv[2] == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # before tests/, whose rooms have the same names
+
 import torch
 from torch.nn.attention import activate_flash_attention_impl
 

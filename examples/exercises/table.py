@@ -24,7 +24,7 @@ EXERCISES = (
         30,
         "scheduling/dynamic_sampling.py",
         "FirstFinishedSampler.next_draw",
-        "test_dynamic_sampling.py test_next_wave test_experience_says_what_will_be_filtered"
+        "scheduling/test_dynamic_sampling.py test_next_wave test_experience_says_what_will_be_filtered"
         " test_in_order_a_step_is_as_wave_by_wave",
     ),
     Exercise(
@@ -34,7 +34,7 @@ EXERCISES = (
         20,
         "engines/routing.py",
         "Load.choose",
-        "test_pool.py test_who_ask_as_often_load_engines_alike"
+        "engines/test_pool.py test_who_ask_as_often_load_engines_alike"
         " test_route_asks_the_less_loaded_of_two_that_may_be_asked"
         " test_sleep_forgets_what_others_awaited",
     ),
@@ -45,7 +45,7 @@ EXERCISES = (
         40,
         "extras/fused/tail.py",
         "ranks_of_tail",
-        "test_fusion.py test_ranks_of_tail test_rollout_never_holds_what_a_judge_needs",
+        "extras/test_fusion.py test_ranks_of_tail test_rollout_never_holds_what_a_judge_needs",
     ),
     Exercise(
         "group_norm",
@@ -54,7 +54,7 @@ EXERCISES = (
         5,
         "algorithms.py",
         "group_norm",
-        "test_algorithms.py test_an_answer_alone_in_its_group_has_nothing_to_be_compared_with"
+        "root/test_algorithms.py test_an_answer_alone_in_its_group_has_nothing_to_be_compared_with"
         " test_advantages_are_the_plain_loop_wherever_the_samples_are[grpo]",
     ),
     Exercise(
@@ -64,7 +64,7 @@ EXERCISES = (
         20,
         "algorithms.py",
         "gae",
-        "test_algorithms.py test_the_estimators_are_the_plain_double_loop",
+        "root/test_algorithms.py test_the_estimators_are_the_plain_double_loop",
     ),
     Exercise(
         "karmarkar_karp",
@@ -73,7 +73,7 @@ EXERCISES = (
         45,
         "scheduling/balance.py",
         "karmarkar_karp",
-        "test_balance.py test_karmarkar_karp_by_hand test_karmarkar_karp",
+        "scheduling/test_balance.py test_karmarkar_karp_by_hand test_karmarkar_karp",
     ),
     Exercise(
         "clipped_loss",
@@ -82,7 +82,7 @@ EXERCISES = (
         15,
         "algorithms.py",
         "clip",
-        "test_algorithms.py test_the_clip_by_hand"
+        "root/test_algorithms.py test_the_clip_by_hand"
         " test_the_objective_of_a_step_is_the_plain_loop_however_it_is_split[grpo]",
     ),
     Exercise(
@@ -92,7 +92,7 @@ EXERCISES = (
         25,
         "scheduling/layout.py",
         "Shape.copies",
-        "test_layout.py test_a_shape_is_laid_out_as_by_megatron",
+        "scheduling/test_layout.py test_a_shape_is_laid_out_as_by_megatron",
     ),
     Exercise(
         "bug_on_four_ranks",
@@ -101,7 +101,7 @@ EXERCISES = (
         20,
         "algorithms.py",
         "whiten",
-        "test_advantages.py test_every_row_runs_in_the_same_loop[reinforce++-full-1-1]"
+        "root/test_advantages.py test_every_row_runs_in_the_same_loop[reinforce++-full-1-1]"
         " test_every_row_runs_in_the_same_loop[reinforce++-partial-4-2]",
         bug="algorithms.whitened_without_the_distance_between_ranks",
     ),
@@ -112,7 +112,7 @@ EXERCISES = (
         20,
         "engines/pool.py",
         "Pool.load_weights",
-        "test_controller.py test_ranks_need_not_divide_the_prompts",
+        "root/test_controller.py test_ranks_need_not_divide_the_prompts",
         bug="engines.weights_of_the_step_before",
     ),
 )

@@ -19,7 +19,7 @@ from scheduling.pipeline import schedule_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 # bytes that a layer without recomputation keeps per token and hidden, key-value or feed-forward column,
-# measured on a CPU (tests/test_memory.py); on an H100 fused kernels keep less (docs/gpu.md)
+# measured on a CPU (tests/extras/test_memory.py); on an H100 fused kernels keep less (docs/gpu.md)
 KEPT = {("cpu", "float32"): (32, 12, 20), ("cpu", "bfloat16"): (28, 6, 10)}
 KEPT |= {("cuda", "float32"): (40, 12, 20), ("cuda", "bfloat16"): (16, 6, 6)}
 ACTIVATIONS = 2_000_000_000  # for CPUs, where a larger micro-batch isn't faster

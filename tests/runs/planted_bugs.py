@@ -2,7 +2,7 @@
 
     python tests/runs/planted_bugs.py                  every bug: does the expected file find it?
     python tests/runs/planted_bugs.py --all            every bug: all files that find it (hours)
-    python tests/runs/planted_bugs.py --module scheduling --files test_balance.py --all
+    python tests/runs/planted_bugs.py --module scheduling --files scheduling/test_balance.py --all
 
 tests/planted/MODULE.toml lists the bugs of a root file or a room, one for each promise that it keeps. A bug
 replaces `old`, which occurs once in `file`, with `new`. A file finds a bug if one of its tests fails. The
@@ -40,7 +40,7 @@ class Bug:
     file: str
     old: str
     new: str
-    found_by: str  # a test file of the default tier that finds it
+    found_by: str  # a test file of the default tier that finds it, from tests/ on
 
     def planted(self) -> str:
         """Return the file's text with the bug. Raises AssertionError unless the place is there once."""
@@ -105,7 +105,8 @@ def main() -> None:
     arguments = parser.parse_args()
     bugs = [bug for bug in read_bugs() if bug.module in (arguments.module or [bug.module])]
     bugs = [bug for bug in bugs if bug.name in (arguments.bug or [bug.name])]
-    files = arguments.files or sorted(path.name for path in (ROOT / "tests").glob("test_*.py"))
+    found = (ROOT / "tests").rglob("test_*.py")
+    files = arguments.files or sorted(str(path.relative_to(ROOT / "tests")) for path in found)
     missed = 0
 
     def look(bug: Bug) -> tuple[Bug, list[str]]:

@@ -64,6 +64,10 @@ class Copy:
                 names.append(module_of(own))
         done(self.python("-c", IMPORT, *sorted(names)))
 
+    def all_test_files(self) -> list[str]:
+        paths = self.folder.glob("tests/**/test_*.py")
+        return sorted(str(path.relative_to(self.folder)) for path in paths)
+
     def test_files(self) -> list[str]:
         """Return the test files that import no removed module, neither directly nor through others."""
         known = dict.fromkeys(self.modules, False)
@@ -76,18 +80,13 @@ class Copy:
                     known[module] = all(map(is_whole, imports_of(path)))
             return known[module]
 
-        names = [
-            module_of(path.relative_to(self.folder)) for path in self.folder.glob("tests/test_*.py")
-        ]
-        return [name.replace(".", "/") + ".py" for name in sorted(names) if is_whole(name)]
+        return [file for file in self.all_test_files() if is_whole(module_of(Path(file)))]
 
     def check_collects(self) -> list[str]:
         """Check that pytest collects those files. Return the others."""
         files = self.test_files()
         done(self.python("-m", "pytest", "--collect-only", "-p", "no:cacheprovider", *files))
-        return sorted(
-            {f"tests/{path.name}" for path in self.folder.glob("tests/test_*")} - {*files}
-        )
+        return sorted({*self.all_test_files()} - {*files})
 
     def samples(self, *arguments: object) -> bytes:
         """Run the demo; return its samples.jsonl."""

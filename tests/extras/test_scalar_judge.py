@@ -1,0 +1,56 @@
+"""Scalar reward models as judges: what they see, and what becomes of their numbers."""
+
+import asyncio
+import math
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from engines.engine import Sampling
+from extras.scalar import ScoringEngine
+from tests.engines.test_engine import PROMPT, ask
+from tests.root.test_genrm import Engine, Pool, always, make_rewards, sample, score_all
+
+
+def test_a_scalar_reward_model_scores_the_whole_response():
+    """It must score even a response that was cut off. Accuracy uses its final answer."""
+    listed = make_rewards("addition_score")
+    judged, cut = sample("7+8+0=15;>125"), sample("7+8", finish="length")
+    engine = Engine(lambda prompt, _: (-2.5 if prompt.endswith(">7+8") else 1.25, -0.1, "stop"))
+    score_all(listed, Pool(engine), [judged, cut, sample("7+8")])  # the last is shown with its end
+    assert "<user>57+68=<assistant>7+8+0=15;>125" in engine.asked and len(engine.asked) == 3
+    assert (listed.counts(), judged.critique) == (([0], [3]), "score 1.25")
+    assert (judged.reward, judged.verdict, listed.final_answer(judged)) == (1.25, None, "125")
+    assert (cut.reward, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, None])
+def test_a_score_that_is_not_finite_is_a_failed_judgement(score):
+    """None comes from a server that can't send NaN."""
+    listed, judged = make_rewards("addition_score"), sample(">125")
+    score_all(listed, Pool(Engine(always(score))), [judged])
+    assert (judged.reward, listed.counts()) == (None, ([1], [0]))
+
+
+def test_a_server_that_can_not_say_its_score_has_none():
+    """FastAPI returns 500 for NaN; a request that a server refuses for another reason must stay an error."""
+
+    async def refuse(request):
+        asked = await request.json()
+        raise web.HTTPInternalServerError if asked["input_ids"] == [PROMPT] else web.HTTPBadRequest
+
+    async def score(prompt):
+        app = web.Application()
+        app.router.add_post("/classify", refuse)
+        async with TestServer(app) as stub:
+            engine = ScoringEngine("genrm", 0, str(stub.make_url("/")), "a key")
+            try:
+                return await ask(engine, [prompt], Sampling(0.0, 1))
+            finally:
+                await engine.close()
+
+    [answer] = asyncio.run(score(PROMPT))
+    assert answer.score is None and answer.finish == "stop"
+    with pytest.raises(ValueError, match="rank 0 refused /classify: 400"):
+        asyncio.run(score([5]))
