@@ -31,6 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import checkpoint
+import extras
 import rollout
 from placement import make_placement
 from runtime import atomic_files, checkpoint_files
@@ -364,6 +365,7 @@ def main():
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
+    extras.load()
     seeds, broken = range(given.first, given.first + given.seeds), []
     with multiprocessing.Pool(given.processes) as pool:
         for done, (seed, wrong) in enumerate(pool.imap(try_seed, seeds, 100), 1):
