@@ -73,7 +73,7 @@ class Sample:
     # stop | length | lost: finished; abort: it may be continued; turn: the environment is next
     finish: str = ""
     versions: list[int] = field(default_factory=list)  # the weights' version, one per token
-    # environment/; `response` has only the policy's own tokens, from all turns
+    # extras/environment/; `response` has only the policy's own tokens, from all turns
     replies: list[Reply] = field(default_factory=list)
     earned: list[float] = field(default_factory=list)  # the reward of each turn
     noted: dict[str, list[float]] = field(default_factory=dict)  # metrics, in order

@@ -1,9 +1,8 @@
 """The index of extras: what the demo doesn't need in partial and full mode. All else is the core.
 
 An extra is a file or folder here. To remove one, delete its row and its files; nothing else has to change.
-The
-core names no extra: an extra adds rows to the core's tables when `load` imports it. Without it, its flags are
-unknown, and other settings that need it raise a UserError.
+The core names no extra: an extra adds rows to the core's tables when `load` imports it. Without it, its flags
+are unknown, and other settings that need it raise a UserError.
 """
 
 from importlib import import_module

@@ -371,7 +371,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
         position_embedding_type="none",  # PackedAttention does it
     )
     gpt.family = FAMILIES[hf["model_type"]]
-    gpt.adapters = {}  # see lora.py
+    gpt.adapters = {}  # see extras/lora/
     if sees:
         gpt.add_tower(hf["vision"], hf["reader"])
     if gpt.post_process:

@@ -1,6 +1,6 @@
 // A dense decoder (Qwen2, Qwen3, Llama) in float32 over SGLang's paged KV cache, and the sampling of tokens.
 //
-// cpu/fast/compiler.py compiles it, cpu/fast/decoder.py calls it, on one thread.
+// compiler.py compiles it, decoder.py calls it, on one thread.
 // A row is one token of one request. Its bits depend only on its own tokens: each of its sums runs over that
 // row, in an order that depends only on the sum's length. So they are the same whatever the batch, in prefill
 // and decode, whatever was cached, and however many steps a call takes.
