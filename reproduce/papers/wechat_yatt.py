@@ -187,5 +187,5 @@ FIGURES = dict(claims=claims, partial=partial, central=central, h20=h20)
 
 
 if __name__ == "__main__":
-    every = "add partial colocation with 70 % of the groups kept"
+    every = "add partial colocation with 70 %% of the groups kept"
     sys.exit(command("wechat_yatt", __doc__, FIGURES, sys.argv[1:], every=every))
