@@ -24,7 +24,7 @@ hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 ENGINES = "test_command test_engine test_episode_runs test_extras test_forks test_image_engine"
-ENGINES += " test_machines test_runs test_security test_walkthrough"
+ENGINES += " test_machines test_one_file test_runs test_security test_walkthrough"
 
 # The other slow files come first, so that both streams end at about the same time: first those that wait
 # for engines, then those that fork ranks from one process, then by seconds
