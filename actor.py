@@ -1,7 +1,7 @@
 """The policy: its log-probabilities, loss and update; also the reference model of a KL penalty.
 
 controller.learn calls Trainer.update. For each mini-batch it runs the passes (executor.py; Megatron calls
-policy_loss on the last stage), then takes AdamW's step (Trainer.step).
+policy_loss on the last stage), then takes AdamW's step (Trainer.take_step).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from training.groups import Groups
 from training.packing import MicroBatch
 from training.trainer import (
     LossSums,
-    OptimizerStep,
+    PlannedStep,
     Trainer,
     as_sequences,
     loss_sums,
@@ -64,7 +64,7 @@ class Actor(Trainer):
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
 
-    def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
+    def plan_steps(self, mini_batches: list[list[list[Sample]]]) -> list[PlannedStep]:
         """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
         self._check_samples(flat(mini_batches))
         proximal = self._proximal_logprobs(mini_batches)
@@ -84,7 +84,7 @@ class Actor(Trainer):
                 term.add(self, work, number, targets.divisors)
             # only the first step has the engine's weights: later ones run on updated weights
             check = self._check_engine if number == 0 else None
-            steps.append(OptimizerStep(work, names, self._learning_rate(), check))
+            steps.append(PlannedStep(work, names, self._learning_rate(), check))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:

@@ -246,12 +246,12 @@ def build_models(
     for shape in dict.fromkeys(placement.models):
         groups[shape] = make_groups(shape, config.timeout_s)
 
-    sharing = row_of(config).sharing(placement)
+    colocation = row_of(config).colocation(placement)
 
     def made(kind: str, shape: Shape, model: str, **how: Any) -> Trainer:
         own = shape.sized(config)
         if groups[shape] is None:
-            return sharing.stand_in(own, model, shape, **how)
+            return colocation.stand_in(own, model, shape, **how)
         return KINDS[kind](config)(own, model, groups=groups[shape], **how)
 
     actor = made("actor", placement.actor, config.model)
@@ -272,5 +272,5 @@ def build_models(
     engines = {rank for split in splits for rank in placement.leads("rollout", split)}
     senders = [copy[0] for copy in placement.actor.copies]
     receivers = sorted(engines - {*placement.actor.ranks})
-    route = sharing.connect(senders, receivers, config.timeout_s)
+    route = colocation.connect(senders, receivers, config.timeout_s)
     return Models([actor, *critics], references, route)

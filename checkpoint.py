@@ -159,8 +159,8 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    # folder -> function that writes all ranks' descriptions there: see take_snapshot
-    complete: dict[str, Callable[[list[list]], None]]
+    # folder -> function that writes the index of all ranks' files there: see take_snapshot
+    write_index: dict[str, Callable[[list[list]], None]]
     ahead: RolloutBatch | None
 
 
@@ -238,12 +238,13 @@ class Checkpoints:
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
         writes = {}
-        complete = {}
+        write_index = {}
         hf = {}
         # the actor comes last, because its weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.devices.give_device_to(trainer)
-            writes[name], complete[name] = await self.world.run(trainer.snapshot, folder / name)
+            snapshot = await self.world.run(trainer.snapshot, folder / name)
+            writes[name], write_index[name] = snapshot
             if self.is_due(step, self.config.save_hf_every):
                 kind = "hf" if name == "megatron" else f"hf_{name}"
                 if weights := await self.world.run(trainer.whole_weights):
@@ -254,19 +255,21 @@ class Checkpoints:
         work = partial(write_part, folder, self.world.rank, state, writes, hf)
         # fork in the world's thread, which lives as long as the run: a writer dies with the forking thread
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, complete, c.ahead)
+        self.saving = Saving(step, folder, writer, write_index, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
         """Complete a checkpoint that all ranks have written, or give up one with an error."""
         saving = self.saving
         self.saving = None
-        parts = await self.world.gather_on_0(None if error else saving.writer.result()[0])
+        written = None if error else saving.writer.result()[0]
+        parts = await self.world.gather_on_0(written)
         saving.writer.close()
         await self.world.barrier()  # all writers have ended
         if not error:
-            name = partial(complete_folders, saving.folder, saving.step, saving.complete)
+            # the last step, on rank 0: the index, the checksums, then the folder's name
+            folders = (saving.folder, saving.step, saving.write_index)
             try:
-                await on_rank_0(self.world, name, parts, self.config.keep)
+                await on_rank_0(self.world, complete_folders, *folders, parts, self.config.keep)
             except OSError as caught:
                 error = str(caught)
         if error:

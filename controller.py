@@ -149,7 +149,7 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     for critic in c.devices.critics:
         await c.devices.give_device_to(critic)
         await c.same_duty.run(critic.compute_values, shares.of(critic))
-    await c.devices.sharing.share_columns(c.same_duty, shares)
+    await c.devices.colocation.send_columns(c.same_duty, shares)
     metrics = {}
     if "cost" in c.algorithm.signals:
         state = c.state
@@ -180,7 +180,7 @@ async def gather_metrics(
     Raises UserError after MAX_SKIPS consecutive skipped updates, and saves the samples of the last one.
     """
     is_asked = bool(c.stop.asked)
-    stats, was_asked = await c.devices.sharing.gather_metrics(c.world, stats, is_asked)
+    stats, was_asked = await c.devices.colocation.gather_metrics(c.world, stats, is_asked)
     c.stopping = c.stopping or was_asked
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0

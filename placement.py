@@ -39,7 +39,7 @@ def colocate(everyone: tuple[int, ...], config: Config) -> Placement:
     return Placement(everyone, shape, shape, shape)
 
 
-class Shared:
+class Colocated:
     """Engines and trainers share all ranks, and take turns on devices. Other placements are subclasses."""
 
     stops_serving = True  # a stop abandons the step that is being served
@@ -71,7 +71,7 @@ class Shared:
         """Return a route for pushes to engines on ranks without the actor; here there is none."""
         return None
 
-    async def share_columns(self, world: World, shares: Shares) -> None:
+    async def send_columns(self, world: World, shares: Shares) -> None:
         """Send what models computed to the ranks that need it; with shared ranks, all have it already."""
 
     async def gather_metrics(
@@ -88,11 +88,11 @@ class PlacementRow(NamedTuple):
     """A placement: which ranks hold what, and how they share their devices."""
 
     place: Callable[[tuple[int, ...], Config], Placement]  # (all ranks, config)
-    sharing: Callable[[Placement], Shared]
+    colocation: Callable[[Placement], Colocated]
 
 
 # extras/apart/placements.py adds others
-PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Shared())}
+PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Colocated())}
 
 
 def row_of(config: Config) -> PlacementRow:
@@ -114,7 +114,7 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
     try:
         row = row_of(config)
         placement = row.place(everyone, config)
-        unmet = row.sharing(placement).problems(placement, config)
+        unmet = row.colocation(placement).problems(placement, config)
         for problem in (*placement.problems(world_size), *unmet):
             raise UserError(problem)
     except UserError as error:
@@ -131,7 +131,7 @@ class Models(NamedTuple):
     trainers: list[Trainer]  # the actor, then the critics
     # the KL's reference, if there is one: a frozen model, or the actor with its adapters switched off
     references: list[Trainer]
-    route: Any = None  # for pushes to other ranks: see Shared.connect
+    route: Any = None  # for pushes to other ranks: see Colocated.connect
 
 
 class Devices:
@@ -152,7 +152,7 @@ class Devices:
         self.splits = splits
         self.split = splits[0]  # the current one
         self.next = splits[0]  # the next step's
-        self.sharing = row_of(config).sharing(placement)
+        self.colocation = row_of(config).colocation(placement)
         self.serves = world.rank in placement.servers  # if not, it only trains
         self.actor, *self.critics = models.trainers or [None]  # None in an evaluation
         self.references = models.references
@@ -206,11 +206,11 @@ class Devices:
 
     async def to_training(self) -> None:
         """Hand the devices that engines share with trainers to the trainers (collective)."""
-        await self.sharing.to_training(self)
+        await self.colocation.to_training(self)
 
     async def to_serving(self) -> None:
         """Push the weights, and wake the rollout engines (collective). The mode wakes genrm."""
-        await self.sharing.to_serving(self)
+        await self.colocation.to_serving(self)
 
     async def rest_engines(self) -> None:
         """Put all engines to sleep (collective)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
@@ -252,13 +252,16 @@ class Pool:
             await self._on_own(lambda engine: engine.wake_weights())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Push the actor's weights into this rank's engine (collective, as the iterator is)."""
+        """Push the actor's weights into this rank's engine (collective).
+
+        The iterator gathers each tensor when it is asked for the next one, so every rank must reach its end:
+        also a rank without an engine, or one that lost its engine halfway.
+        """
         with self.timeline.span("sync"):
             try:
                 await self._on_own(lambda engine: engine.load_weights(named_weights, version))
             finally:
-                # gathering is collective: a rank takes part even without an engine, or with a lost one
-                await self.world.run(deque, named_weights, 0)
+                await self.world.run(exhaust, named_weights)
 
     async def wake_kv_cache(self) -> None:
         """Allocate the KV cache; requests may come from then on (collective)."""
@@ -276,3 +279,9 @@ class Pool:
         """Await `verb` on this rank's engine, if the split has it."""
         if self.own:
             await verb(self.own)
+
+
+def exhaust(iterator: Iterator) -> None:
+    """Ask for every item that is left, and drop it."""
+    for _ in iterator:
+        pass

@@ -173,7 +173,7 @@ class Learner:
     def step(self, examples: list[Example]) -> dict[str, float]:
         """Learn from a batch; return its metrics from before the update (collective)."""
         lr = learning_rate(self.trainer.version, self.trainer.config)
-        stats = self.trainer.optimizer_step(self._packed(examples), self.loss, self.task.stats, lr)
+        stats = self.trainer.run_step(self._packed(examples), self.loss, self.task.stats, lr)
         self.trainer.version += 1
         metrics = means(stats, ("loss", *self.task.stats), "divisor")
         return metrics | {"grad_norm": stats["grad_norm"], "skipped": stats["skipped"], "lr": lr}

@@ -22,6 +22,6 @@ def critics_last(everyone, config):  # critics get the last ranks; everything el
     return Placement(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
 
 
-placement.PLACEMENTS["last"] = placement.PlacementRow(critics_last, placements.sharing_of)
+placement.PLACEMENTS["last"] = placement.PlacementRow(critics_last, placements.colocation_of)
 if __name__ == "__main__":
     run.main(sys.argv[1:])

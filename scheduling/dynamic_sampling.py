@@ -6,7 +6,6 @@ a refill can begin before all groups are judged.
 """
 
 import math
-from bisect import bisect
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -99,7 +98,10 @@ class FirstFinishedSampler:
         return self.refill(self.refill_size(missing))
 
     def refill(self, size: int) -> Draw | None:
-        """Return a draw in the wave after that of the earliest group to replace."""
+        """Return a draw in the wave after that of the earliest group to replace, if there may be such a wave.
+
+        Without a group to replace (the moving average asks for more) it is the wave after the newest one.
+        """
         newest = max(self.wave_of.values())
         wave = 1 + min((self.wave_of[prompt_id] for prompt_id in self.to_replace), default=newest)
         return Draw(wave, size) if wave <= self.max_refills else None
@@ -167,12 +169,15 @@ class OrderedSampler(FirstFinishedSampler):
         return candidates[: candidates.index(chosen[-1]) + 1]
 
     def refill(self, size: int) -> Draw | None:
-        """Return an early draw of no more prompts than may be needed."""
+        """Return an early draw: at most what is needed if every group in flight is filtered.
+
+        Its wave is that of its first prompt, although a large draw may reach into the next wave.
+        """
         drawn = len(self.wave_of)
         ends = self.wave_ends()
-        if drawn >= ends[-1]:
-            return None
-        return Draw(bisect(ends, drawn), min(size, ends[-1] - drawn))
+        room = ends[-1] - drawn
+        wave = sum(end <= drawn for end in ends)  # how many waves are drawn completely
+        return Draw(wave, min(size, room)) if room > 0 else None
 
     def groups_and_kept(self) -> tuple[int, int]:
         return len(self.used()), len(self.chosen())

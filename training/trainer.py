@@ -52,8 +52,8 @@ RELEASE_S = 10.0
 Read = Callable[[MicroBatch, Tensor], Tensor]  # one number per target: [targets]
 
 
-class OptimizerStep(NamedTuple):
-    """The arguments of Trainer.step."""
+class PlannedStep(NamedTuple):
+    """An optimizer step that is prepared but not run: the arguments of Trainer.take_step."""
 
     work: Work
     names: Iterable[str]  # the loss's statistics
@@ -68,8 +68,10 @@ class Trainer:
     rank of a model-parallel group that sends requests to engines; `cost(tokens)` is a sequence's work,
     `prefix_of(prompt)` what a prompt's answers share; `title` names the model in messages.
 
-    A subclass adds `optimizer_steps(mini_batches)`, which must not depend on the weights;
-    `metrics_of(steps)`, which turns `step`'s results into the update's metrics; and `read_targets`, a `Read`.
+    A subclass adds `plan_steps(mini_batches)`, which returns a PlannedStep per mini-batch and runs before the
+    first of them: it may read the weights at the update's start, not those that an earlier step leaves;
+    `metrics_of(results)`, which turns `take_step`'s results into the update's metrics; and `read_targets`, a
+    `Read`.
     """
 
     holds = True  # this rank has a part of the model; see Elsewhere
@@ -207,27 +209,27 @@ class Trainer:
         beside: models that learn the same samples; the passes of all models' n-th steps share a schedule.
         """
         trainers = [self, *beside]
-        plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
-        taken = [[] for _ in trainers]
+        plans = [trainer.plan_steps(mini_batches) for trainer in trainers]
+        results = [[] for _ in trainers]  # a list of take_step's results for each trainer
         self.passes = []
-        for steps in zip(*plans, strict=True):
+        for steps in zip(*plans, strict=True):  # the n-th step of each trainer
             run([step.work for step in steps], self.config.schedule)
-            for trainer, step, stats in zip(trainers, steps, taken, strict=True):
-                stats.append(trainer.step(*step))
+            for trainer, step, of_trainer in zip(trainers, steps, results, strict=True):
+                of_trainer.append(trainer.take_step(*step))
                 self.passes += step.work.passes
         metrics = {}
-        for trainer, stats in zip(trainers, taken, strict=True):
-            metrics |= trainer.metrics_of(stats)
+        for trainer, of_trainer in zip(trainers, results, strict=True):
+            metrics |= trainer.metrics_of(of_trainer)
             trainer.version += 1
         return metrics
 
-    def optimizer_step(
+    def run_step(
         self, packed: Packed, loss: Loss, names: Iterable[str], lr: float
     ) -> dict[str, float]:
-        """Run one optimizer step's passes and take the step; see `step` (collective: all ranks)."""
-        return self.step(self._passes(packed, loss), names, lr)
+        """Run one optimizer step's passes, then `take_step` (collective: all ranks)."""
+        return self.take_step(self._passes(packed, loss), names, lr)
 
-    def step(
+    def take_step(
         self, work: Work, names: Iterable[str], lr: float, check: Callable | None = None
     ) -> dict[str, float]:
         """Take an optimizer step with the gradient of finished work (collective: all ranks).

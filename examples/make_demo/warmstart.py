@@ -136,7 +136,7 @@ def train(
         packed = []
         for chosen in actor.pack(mine):
             packed.append([mine[index] for index in chosen])
-        stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), scale)
+        stats = actor.run_step(packed, actor.cross_entropy_loss, (), scale)
         assert not stats["skipped"], "the gradient isn't finite"
     actor.export(end)
     close(actor)

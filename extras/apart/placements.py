@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms import algorithm_of
 from config import Config
-from placement import PLACEMENTS, Devices, PlacementRow, Shared
+from placement import PLACEMENTS, Colocated, Devices, PlacementRow
 from runtime.errors import UserError
 from runtime.world import World
 from scheduling.dealing import Shares
@@ -85,7 +85,7 @@ def shape_from(text: str, default: Shape) -> Shape:
     return default._replace(ranks=ranks_from(ranks), **sizes)
 
 
-class PartlyShared(Shared):
+class PartlyColocated(Colocated):
     """Engines share ranks with trainers, but some models are on separate ranks."""
 
     def problems(self, placement: Placement, config: Config) -> Iterator[str]:
@@ -116,7 +116,7 @@ class PartlyShared(Shared):
             await devices.rest_trainers()  # another model trained on this rank
         await super().to_serving(devices)
 
-    async def share_columns(self, world: World, shares: Shares) -> None:
+    async def send_columns(self, world: World, shares: Shares) -> None:
         """Send samples' values and log-probabilities from each copy's lead to the other models' ranks."""
         if len(shares.deals) == 1:
             return
@@ -141,7 +141,7 @@ class PartlyShared(Shared):
         return stats, is_asked
 
 
-class Apart(PartlyShared):
+class Apart(PartlyColocated):
     """No rank both serves and trains. Engines sleep only during a push."""
 
     stops_serving = False  # because other ranks may be training
@@ -159,14 +159,14 @@ class Apart(PartlyShared):
         await devices.rollout.wake_kv_cache()
 
 
-def sharing_of(placement: Placement) -> Shared:
-    return Apart() if placement.is_apart else PartlyShared()
+def colocation_of(placement: Placement) -> Colocated:
+    return Apart() if placement.is_apart else PartlyColocated()
 
 
-PLACEMENTS["split"] = PlacementRow(split, sharing_of)
-PLACEMENTS["standalone"] = PlacementRow(standalone, sharing_of)
+PLACEMENTS["split"] = PlacementRow(split, colocation_of)
+PLACEMENTS["standalone"] = PlacementRow(standalone, colocation_of)
 # for example engines=0-3 actor=0-1
 PLACEMENTS["ranks"] = PlacementRow(
     lambda everyone, config: placement_from(config.placement, Shape.of(config, everyone)),
-    sharing_of,
+    colocation_of,
 )

@@ -23,7 +23,7 @@ from training.groups import Groups
 from training.packing import MicroBatch
 from training.trainer import (
     LossSums,
-    OptimizerStep,
+    PlannedStep,
     Trainer,
     as_sequences,
     loss_sums,
@@ -82,7 +82,7 @@ class Critic(Trainer):
         for sample, row in zip(flat(mini_batches), rows, strict=True):
             sample.values[self.name] = row
 
-    def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
+    def plan_steps(self, mini_batches: list[list[list[Sample]]]) -> list[PlannedStep]:
         """Prepare one optimizer step per mini-batch, which learns `returns[name]`. Not collective."""
         steps = []
         for micro_batches in mini_batches:
@@ -91,7 +91,7 @@ class Critic(Trainer):
             values = list(chain(*(sample.values[self.name] for sample in samples)))
             columns = torch.tensor([returns, values], dtype=torch.float32, device=self.device)
             work = self.work(as_sequences(micro_batches), partial(self._loss, *columns))
-            steps.append(OptimizerStep(work, STATS, self._learning_rate()))
+            steps.append(PlannedStep(work, STATS, self._learning_rate()))
         return steps
 
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:

@@ -107,7 +107,7 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
     config = Config(save_every=1, keep=1, steps=10**6)
     world = rendezvous.join(config)
     actor = Actor(config, str(folder / "model"))
-    actor.optimizer_step([[([1] * 8, [2] * 8)]], actor.cross_entropy_loss, (), 1e-4)
+    actor.run_step([[([1] * 8, [2] * 8)]], actor.cross_entropy_loss, (), 1e-4)
     c = controller_of(config, world, actor)
     rows = []
     for repeat in range(given.repeats + 1):

@@ -55,7 +55,7 @@ def works_of(trainers: list, count: int) -> list[executor.Work]:
         sample.logprobs = sample.advantages = zeros
         sample.values = sample.returns = {"reward": zeros}
         micro_batches.append([sample])
-    return [trainer.optimizer_steps([micro_batches])[0].work for trainer in trainers]
+    return [trainer.plan_steps([micro_batches])[0].work for trainer in trainers]
 
 
 def run_once(trainers: list, count: int, schedule: str) -> float:

@@ -69,7 +69,7 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
 def supervised(trainer, sequences: list, lr: float) -> float:
     """Make an optimizer step of cross-entropy on (prompt, response) pairs; return the mean loss before it."""
     packed = [[sequences[index] for index in chosen] for chosen in trainer.pack(sequences)]
-    stats = trainer.optimizer_step(packed, trainer.cross_entropy_loss, (), lr)
+    stats = trainer.run_step(packed, trainer.cross_entropy_loss, (), lr)
     return stats["loss"] / stats["divisor"]
 
 
