@@ -138,8 +138,8 @@ def one_of(length: int) -> list[int]:
     return [int(token == 0) for token in range(length)]
 
 
-# (length of an answer, longest allowed) -> each token's weight in the sum of the loss, and its share in the
-# optimizer step's divisor: no mean depends on how a step is split into micro-batches or over ranks
+# (length of an answer, longest allowed) -> each token's weight in the sum of the loss, and its part in the
+# optimizer step's divisor: no mean depends on how a step is divided into micro-batches or among ranks
 MEANS: dict[str, Callable[[int, int], tuple[list[float], list[int]]]] = {
     # all tokens have equal weight: DAPO (arXiv 2503.14476), section 3.3
     "token": lambda length, longest: ([1.0] * length, [1] * length),

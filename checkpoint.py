@@ -10,7 +10,7 @@
     OUT/hf/step_<n>/, OUT/hf_critic_<name>/   on request: Hugging Face directories, which are all kept
 
 A save takes a snapshot while the trainers are awake: GPU memory is copied to the host. Then each rank forks a
-process to write it, and continues. When all writers have succeeded, rank 0 completes the save at the end of a
+process to write it, and continues. When all writers have succeeded, rank 0 finishes the save at the end of a
 step: it syncs the checksums to the disk, then the folder's new name. If a save fails, the run continues.
 """
 
@@ -33,7 +33,7 @@ from config import Config, as_text, dashed
 from runtime import atomic_files, timeline
 from runtime.atomic_files import PARTIAL, step_of, steps_in
 from runtime.background_writer import BackgroundWriter
-from runtime.checkpoint_files import Part, complete_folders, make_folders, write_part
+from runtime.checkpoint_files import Part, make_folders, name_folders, write_part
 from runtime.errors import RunLost, UserError
 from runtime.out_folder import ResumePoint, archive, next_free
 from runtime.world import World, on_rank_0
@@ -196,20 +196,20 @@ class Checkpoints:
                 await self._begin(c)
 
     async def save_now(self, c: Controller) -> None:
-        """Save and wait until the save is complete, before a run with --save-every stops (collective)."""
+        """Save and wait until the save is finished, before a run with --save-every stops (collective)."""
         await self.finish(c, wait=True)
         is_saved = self.newest == c.state.step and self.newest_ahead is c.ahead
         if self.config.save_every and not is_saved:
             await self._begin(c)
 
     async def close(self, c: Controller) -> None:
-        """Wait until the last save is complete (collective). Raises RunLost if it failed."""
+        """Wait until the last save is finished (collective). Raises RunLost if it failed."""
         await self.finish(c, wait=True)
         if self.problem:
             raise RunLost(self.problem)
 
     async def finish(self, c: Controller, wait: bool = False) -> None:
-        """Complete a save that all ranks have written (collective). wait: at most --timeout-s for them."""
+        """Finish a save that all ranks have written (collective). wait: at most --timeout-s for them."""
         waited_s = 0.0  # counted, not measured, so that it is the same on every rank
         while self.saving:
             result = self.saving.writer.result()
@@ -258,7 +258,7 @@ class Checkpoints:
         self.saving = Saving(step, folder, writer, write_index, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
-        """Complete a checkpoint that all ranks have written, or give up one with an error."""
+        """Finish a checkpoint that all ranks have written, or give up one with an error."""
         saving = self.saving
         self.saving = None
         written = None if error else saving.writer.result()[0]
@@ -269,7 +269,7 @@ class Checkpoints:
             # the last step, on rank 0: the index, the checksums, then the folder's name
             folders = (saving.folder, saving.step, saving.write_index)
             try:
-                await on_rank_0(self.world, complete_folders, *folders, parts, self.config.keep)
+                await on_rank_0(self.world, name_folders, *folders, parts, self.config.keep)
             except OSError as caught:
                 error = str(caught)
         if error:
@@ -293,7 +293,7 @@ async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoint
         if any(await world.gather(was_restarted_after_a_save(config))):
             config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)
-        point = await on_rank_0(world, make_ready, config, contents, folder, say)
+        point = await on_rank_0(world, prepare_out, config, contents, folder, say)
     except OSError as error:
         raise UserError(f"--out {config.out} can't be used: {error}") from None
     newest = point.newest if point else None
@@ -333,11 +333,13 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
     raise UserError(f"--resume {config.resume}: no complete checkpoint: {damage}; {choice}")
 
 
-def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) -> ResumePoint | None:
+def prepare_out(
+    config: Config, contents: dict, folder: Path | None, say: Say
+) -> ResumePoint | None:
     """Archive an earlier run's files, or cut them back to the checkpoint that this run continues from."""
     out = Path(config.out)
     step = step_of(folder) if folder else 0
-    rows = atomic_files.complete_rows(out / "metrics.jsonl")
+    rows = atomic_files.whole_rows(out / "metrics.jsonl")
     is_done = any("time/step_s" not in row for row in rows)  # the last row belongs to no step
     if config.resume == "auto" and is_done and step >= config.steps:
         folder = None

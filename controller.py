@@ -63,7 +63,7 @@ async def loop(c: Controller) -> None:
         await c.devices.to_serving()  # rollout engines wake and load the weights; trainers sleep
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
-        await c.checkpoints.finish(c)  # complete the save if every rank has written its part
+        await c.checkpoints.finish(c)  # finish the save if every rank has written its part
         stop_if_due(c)
         del batch, sizes, shares  # free them before the next step is served
     c.timeline.step = c.config.steps
@@ -97,7 +97,7 @@ async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Sh
     """
     actor = c.devices.actor
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
-    owners, deals = deal(sizes, shapes, actor.cost, c.config)
+    owners, deals = deal(sizes, shapes, actor.macs, c.config)
     parcels: dict[int, list[Sample]] = {}  # receiver -> samples
     own = {sample.key: sample for sample in batch.kept}
     for key, owner in owners.items():

@@ -76,12 +76,12 @@ class RolloutStep:
 
     @property
     def is_over(self) -> bool:
-        """True once the batch is complete, or no more groups can come."""
+        """True once the batch is decided, or no more groups can come."""
         can_come = self.sampler.num_in_flight or self.sampler.next_draw()
-        return self.sampler.is_complete or not can_come
+        return self.sampler.is_decided or not can_come
 
     async def draw_prompts(self) -> list[int]:
-        """Draw the prompts that the sampler wants now. Returns this controller's share."""
+        """Draw the prompts that the sampler wants now. Returns this controller's."""
         draw = self.sampler.next_draw()
         if draw is None:
             return []

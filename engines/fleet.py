@@ -40,7 +40,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         self._config = config
         self._world = world
         self._engines: list[Engine] = []  # this rank's; after `connect` every rank's
-        self._share = 0.0  # bytes of this rank's GPU that an awake engine takes
+        self._engine_bytes = 0.0  # bytes of this rank's GPU that an awake engine takes
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
@@ -53,7 +53,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         compiles kernels, and the others find them cached. On a CPU all start at once.
         """
         if self._config.device == "cuda":
-            self._share = self._config.mem_fraction * devices.free_bytes()
+            self._engine_bytes = self._config.mem_fraction * devices.free_bytes()
         key = await self._world.broadcast(secrets.token_hex(32))
         for role in ROLES:
             of_role = [spec for spec in specs if spec.role == role]
@@ -94,7 +94,9 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         asleep = [engine.ready_asleep(limit_s) for engine in starting]
         await raise_on_all(self._world, asyncio.gather(*asleep))
         if self._config.device == "cuda" and self._config.memory_check:
-            room = self._world.run(devices.wait_for_room, self._share, "the next process", limit_s)
+            room = self._world.run(
+                devices.wait_for_room, self._engine_bytes, "the next process", limit_s
+            )
             await raise_on_all(self._world, room)
 
     async def connect(self, timeline: Timeline, serving: World | None = None) -> dict[str, Pool]:

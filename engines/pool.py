@@ -208,7 +208,7 @@ class Pool:
             takers = joining if relieves else set(leads)
             engines = [engine for engine in self.engines if engine.rank in takers]
             coming = Counter(engine.model for engine, _ in moving)
-            await self._load.deal(engines, coming, self.world)
+            await self._load.assign_waiting(engines, coming, self.world)
         else:
             self._load.forget()
         self._mark_awake(leads)
@@ -227,7 +227,7 @@ class Pool:
             await self._on_each(lambda engine: engine.sleep(), leaving)
 
     def _newest(self, staying: set[int], joining: set[int]) -> list[tuple[Engine, list[Request]]]:
-        """Return this controller's newest calls on staying engines: the joining engines' fair share."""
+        """Return this controller's newest calls on staying engines: as many as the joining engines take over."""
         joins = Counter(engine.model for engine in self.engines if engine.rank in joining)
         stays = Counter(engine.model for engine in self.engines if engine.rank in staying)
         of_all = [call for call in self._load.calls.values() if call[0].rank in staying]

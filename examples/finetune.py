@@ -187,7 +187,7 @@ class Learner:
         """Return this rank's micro-batches."""
         trainer = self.trainer
         rooms = {(n, 0): room(each) + 1 for n, each in enumerate(examples)}
-        measure = Measure(rooms, trainer.cost)
+        measure = Measure(rooms, trainer.macs)
         [plan] = plan_batch(measure, trainer.config, trainer.dp_size)[trainer.dp_rank]
         micro_batches = []
         for keys in plan:

@@ -16,7 +16,7 @@ from scheduling.layout import Placement, Shape
 
 def critics_last(everyone, config):  # critics get the last ranks; everything else shares the others
     shape = Shape.of(config, everyone)  # --tp and --pp, the same for every model
-    cut = len(everyone) - shape.unit
+    cut = len(everyone) - shape.copy_size
     actor = shape._replace(ranks=everyone[:cut])
     critic = shape._replace(ranks=everyone[cut:])
     return Placement(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)

@@ -39,7 +39,7 @@ def make_folders(folder: Path, *names: str) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def complete_folders(
+def name_folders(
     folder: Path, step: int, write_index: dict[str, Callable], parts: list[Part], keep: int
 ) -> None:
     """Name the folders once their files are on disk. Rank 0 may die between any two lines."""

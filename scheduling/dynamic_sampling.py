@@ -61,7 +61,7 @@ class FirstFinishedSampler:
         return sum(self.finished.values())
 
     @property
-    def is_complete(self) -> bool:
+    def is_decided(self) -> bool:
         return len(self.chosen()) == self.target
 
     def candidates(self) -> list[int]:
@@ -125,7 +125,7 @@ class OrderedSampler(FirstFinishedSampler):
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
         If 3 were also filtered, 2 groups would be missing: refill_size(2) = 3, wave_ends() = [4, 7].
         By experience 1 is missing: refill_size(1) = 2. So 4 and 5 are drawn, which stays within 7.
-        Both finish and are informative, but 3 comes before them: the batch isn't complete.
+        Both finish and are informative, but 3 comes before them: the batch isn't decided.
         Then 3 finishes and is informative, so only 1 was missing: wave_ends() = [4, 6].
         The batch is 0, 2, 3, 4, as if 4 and 5 had been drawn now; 5 comes first in the next step.
     """
@@ -136,9 +136,9 @@ class OrderedSampler(FirstFinishedSampler):
         return len(self.wave_ends())
 
     @property
-    def is_complete(self) -> bool:
+    def is_decided(self) -> bool:
         """True if the batch is full, or if all possible waves are finished and it stays short."""
-        return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
+        return len(self.candidates()) == self.wave_ends()[-1] or super().is_decided
 
     def wave_ends(self) -> list[int]:
         """Return the total number of prompts drawn by the end of each wave: [waves].

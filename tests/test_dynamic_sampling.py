@@ -41,7 +41,7 @@ def sampler_of(kind, target, waves, finished, **settings):
 def test_chosen_and_requeued(kind, finished, chosen, again, complete):
     """Four groups were drawn, and two are wanted."""
     sampler = sampler_of(kind, 2, [[10, 11, 12, 13]], finished)
-    assert (sampler.chosen(), sampler.carried(), sampler.is_complete) == (chosen, again, complete)
+    assert (sampler.chosen(), sampler.carried(), sampler.is_decided) == (chosen, again, complete)
     assert sampler.num_informative == sum(finished.values())
     assert sampler.num_in_flight == 4 - len(finished)
 
@@ -80,7 +80,7 @@ def test_experience_says_what_will_be_filtered():
 
 def play(sampler, truth, rng, draw, at_once=3):
     """Play a step as modes.collect does; groups finish in the order that `rng` gives, some together."""
-    while not sampler.is_complete:
+    while not sampler.is_decided:
         drawn = sampler.next_draw()
         if drawn is None and not sampler.num_in_flight:
             return

@@ -1,7 +1,7 @@
 """Resharding: from weights as they are sharded for training to whole ones for generation.
 
 HybridFlow (arXiv 2409.19256), section 5, with t_g = p_g = 1: the ranks of a model replica form its
-micro-data-parallel group and gather whole tensors. An engine with several ranks splits them itself.
+micro-data-parallel group and gather whole tensors. An engine with several ranks shards them itself.
 """
 
 from collections.abc import Iterator

@@ -65,7 +65,7 @@ class Trainer:
     """One rank's part of a model. All ranks of a model-parallel group get the same samples.
 
     `version` counts updates; `dp_rank` of `dp_size` is this rank's share of the samples; `is_lead` marks the
-    rank of a model-parallel group that sends requests to engines; `cost(tokens)` is a sequence's work,
+    rank of a model-parallel group that sends requests to engines; `macs(tokens)` counts the multiply-adds of a sequence's forward pass,
     `prefix_of(prompt)` what a prompt's answers share; `title` names the model in messages.
 
     A subclass adds `plan_steps(mini_batches)`, which returns a PlannedStep per mini-batch and runs before the
@@ -99,8 +99,8 @@ class Trainer:
         self._host_copies = HostCopies()
         self.device = own_device()
         hf = models.read_hf_config(model_dir)
-        self.cost = partial(models.forward_cost, hf)
-        self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
+        self.macs = partial(models.forward_macs, hf)
+        self.prefix_of = partial(models.prefix_of, hf, models.image_macs(hf))
         self._join(groups)
         model_config = models.transformer_config(hf, config)
         # a rough number per token: schedules compare models with it

@@ -33,8 +33,8 @@ class Elsewhere:
         self.version = 0
         self.passes = []
         hf = models.read_hf_config(model_dir)
-        self.cost = partial(models.forward_cost, hf)
-        self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
+        self.macs = partial(models.forward_macs, hf)
+        self.prefix_of = partial(models.prefix_of, hf, models.image_macs(hf))
         # Megatron's optimizer gathers its parameter groups from all ranks, then those of experts
         for _ in range(2 if learns else 0):
             dist.all_gather_object([None] * dist.get_world_size(), [])

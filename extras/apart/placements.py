@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
-def split(everyone: tuple[int, ...], config: Config) -> Placement:
+def apart_critics(everyone: tuple[int, ...], config: Config) -> Placement:
     """Put actor and reference on one half, critics on the other, engines on all. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
-    cut = len(everyone) // 2 // shape.unit * shape.unit
+    cut = len(everyone) // 2 // shape.copy_size * shape.copy_size
     actor = shape._replace(ranks=everyone[: len(everyone) - cut])
     critic = shape._replace(ranks=everyone[len(everyone) - cut :])
     return Placement(everyone, actor, critic, actor)
 
 
 def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Put engines on one half, and split the other between actor and critics. HybridFlow, section 8.3."""
+    """Put engines on one half, and divide the other between actor and critics. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
     models = 2 if algorithm_of(config).critics else 1
-    each = max(1, len(everyone) // 2 // models // shape.unit) * shape.unit
+    each = max(1, len(everyone) // 2 // models // shape.copy_size) * shape.copy_size
     first = len(everyone) - models * each
     actor = shape._replace(ranks=everyone[first : first + each])
     critic = shape._replace(ranks=everyone[-each:])
@@ -163,7 +163,7 @@ def colocation_of(placement: Placement) -> Colocated:
     return Apart() if placement.is_apart else PartlyColocated()
 
 
-PLACEMENTS["split"] = PlacementRow(split, colocation_of)
+PLACEMENTS["split"] = PlacementRow(apart_critics, colocation_of)
 PLACEMENTS["standalone"] = PlacementRow(standalone, colocation_of)
 # for example engines=0-3 actor=0-1
 PLACEMENTS["ranks"] = PlacementRow(

@@ -61,7 +61,7 @@ class Route:
 
 
 def connect(senders: Sequence[int], receivers: Sequence[int], timeout_s: float) -> Route | None:
-    """Deal the receivers to the senders in turn; return this rank's route (collective: every rank)."""
+    """Assign the receivers to the senders in turn; return this rank's route (collective: every rank)."""
     own = None
     for number, sender in enumerate(senders):
         ranks = [sender, *receivers[number :: len(senders)]]

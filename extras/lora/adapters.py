@@ -63,7 +63,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 class MergedLinear(torch.autograd.Function):
     """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. Never computes W's gradient, slope^T x.
 
-    spread: the group over which sequence parallelism splits the tokens of x, or None (collective over it).
+    spread: the group over which sequence parallelism shards the tokens of x, or None (collective over it).
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class MergedLinear(torch.autograd.Function):
 
 
 class Adapter(torch.nn.Module):
-    """A and B for a matrix. Tensor parallelism splits B along with its rows, or A along with its columns."""
+    """A and B for a matrix. Tensor parallelism shards B along with its rows, or A along with its columns."""
 
     def __init__(self, weight: torch.nn.Parameter, rank: int, seed: int, tp: ProcessGroup):
         """Draw all of A, uniformly, so that it doesn't depend on the number of ranks. B is zero."""
@@ -116,7 +116,7 @@ class Adapter(torch.nn.Module):
         b = self.b
         if not self.is_on:
             b = torch.zeros_like(b)
-        # each rank has a part of the gradient of the factor that isn't split
+        # each rank has a part of the gradient of the factor that isn't sharded
         elif self.b.tensor_model_parallel:
             a = mappings.copy_to_tensor_model_parallel_region(a, self.tp)
         else:
@@ -167,7 +167,7 @@ class Adapters(dict[str, Adapter]):
             [shard] = make_sharded_tensors_for_checkpoint(
                 {name: tensor}, "", axes, **groups
             ).values()
-            is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are split separately
+            is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are sharded separately
             yield apply_swiglu_sharded_factory(shard, ()) if is_fused else shard
 
     @torch.no_grad()

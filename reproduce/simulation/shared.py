@@ -1,7 +1,7 @@
 """Computes once the decisions that all controllers of this process would compute alike.
 
 A decision is a pure function. Its result is reused while the arguments stay the same. That comparison is
-cheap: the facts of a meeting are the same objects on every rank. Without `sharing` every controller computes
+cheap: the facts of a meeting are the same objects on every rank. Without `deciding_once` every controller computes
 everything, as in a real run, with the same results.
 """
 
@@ -87,7 +87,7 @@ class SharedOrderedSampler(SharedSampler, OrderedSampler):
 
 
 @contextmanager
-def sharing() -> Iterator[None]:
+def deciding_once() -> Iterator[None]:
     """While this is open, compute each decision once for all controllers of the process."""
     page: dict = {}
     shared = {

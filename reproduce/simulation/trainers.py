@@ -48,8 +48,8 @@ class SimulatedTrainer:
     def named_weights(self) -> Iterator:
         return iter(())
 
-    def cost(self, tokens: int) -> int:
-        """Return a sample's work in nanoseconds."""
+    def macs(self, tokens: int) -> int:
+        """Return a sample's work, here in nanoseconds."""
         return round(1e9 * self.costs.cost(tokens))
 
     async def forward(self, mini_batches: MiniBatches) -> None:

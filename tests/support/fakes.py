@@ -373,11 +373,11 @@ class FakeActor(FakeTrainer):
         for sample in flat(mini_batches):
             sample.policy_logprobs = sample.logprobs
 
-    def cost(self, tokens):
+    def macs(self, tokens):
         return 100 * tokens + tokens**2
 
     def prefix_of(self, prompt):
-        return Prefix(len(prompt) - 1, self.cost(len(prompt) - 1))
+        return Prefix(len(prompt) - 1, self.macs(len(prompt) - 1))
 
     def check(self, sample):
         versions, facts = sample.versions, (sample.logprobs, sample.versions)

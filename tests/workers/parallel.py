@@ -79,7 +79,7 @@ def balanced(batch: list, actor) -> list:
     samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.tokens) for key, sample in samples.items()}
     prefixes = {sample.prompt_id: actor.prefix_of(sample.prompt) for sample in kept}
-    measure = Measure(tokens, actor.cost, prefixes)
+    measure = Measure(tokens, actor.macs, prefixes)
     plan = plan_batch(measure, actor.config, actor.dp_size)[actor.dp_rank]
     return [[[samples[key] for key in micro] for micro in mini_batch] for mini_batch in plan]
 
