@@ -48,7 +48,7 @@ class Term(Protocol):
     names: tuple[str, ...]  # statistics of its micro-batches
 
     def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-        """Add micro-batches to optimizer step `number`. divisors: the answers' (collective)."""
+        """Add micro-batches to optimizer step `number` (collective: the model's ranks). divisors: the answers'."""
 
 
 class Actor(Trainer):
@@ -65,7 +65,7 @@ class Actor(Trainer):
         super().__init__(config, model_dir, groups, learns=learns)
 
     def plan_steps(self, mini_batches: list[list[list[Sample]]]) -> list[PlannedStep]:
-        """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
+        """Prepare an optimizer step for each mini-batch, without running it (collective: the model's ranks)."""
         self._check_samples(flat(mini_batches))
         proximal = self._proximal_logprobs(mini_batches)
         entropy_learns = self.algorithm.entropy_coef > 0
@@ -94,14 +94,14 @@ class Actor(Trainer):
         return learning_rate(self.version, self.config, self.algorithm.critic_warmup)
 
     def compute_policy_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `policy_logprobs` if the KL is part of the reward (collective: model-parallel group)."""
+        """Fill `policy_logprobs` if the KL is part of the reward (collective: a copy's ranks)."""
         if self.algorithm.kl_in == "reward":
             read = self.read_tokens(list(chain(*mini_batches)))
             for sample, logprobs in zip(flat(mini_batches), read, strict=True):
                 sample.policy_logprobs = logprobs
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs`, with any adapters off (collective: model-parallel group)."""
+        """Fill `reference_logprobs`, with any adapters off (collective: a copy's ranks)."""
         self._switch_adapters(False)
         read = self.read_tokens(list(chain(*mini_batches)))
         self._switch_adapters(True)
@@ -130,7 +130,7 @@ class Actor(Trainer):
             raise UserError(f"the trainer's log-probabilities differ from the engine's {apart}")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Return log-probabilities at the start of the step for samples that need them (collective)."""
+        """Return the needed log-probabilities at the start of the step (collective: a copy's ranks)."""
         if len(mini_batches) == 1:
             return {}  # the training pass itself computes them
 
@@ -221,7 +221,7 @@ def policy_loss(
     """
     targets = targets.at(batch.slots)
     logprobs, entropy = read(batch, hidden)
-    log_ratio = logprobs.detach() - targets.engine_logprobs
+    from_engine = logprobs.detach() - targets.engine_logprobs  # the losses have ratios of their own
     old_logprobs, importance = importance_weights(targets, algorithm, logprobs.detach())
     inputs = LossInputs(
         logprobs=logprobs,
@@ -233,7 +233,7 @@ def policy_loss(
     loss, clipped = algorithm.loss(inputs, algorithm)
     check_loss(loss, len(logprobs), algorithm)
     loss = importance * loss
-    stats = engine_stats(log_ratio[~targets.stale].abs())
+    stats = engine_stats(from_engine[~targets.stale].abs())
     if targets.reference_logprobs is not None:
         reference_kl = algorithm.kl(logprobs - targets.reference_logprobs)
         stats["reference_kl"] = reference_kl.detach().sum()
@@ -245,7 +245,7 @@ def policy_loss(
     stats["tokens"] = torch.tensor(len(logprobs))
     stats["policy_loss"] = loss.detach().sum()
     stats["entropy"] = entropy.detach().sum()
-    stats["kl"] = -log_ratio.sum()  # k1 estimate of KL(weights that wrote || weights in training)
+    stats["kl"] = -from_engine.sum()  # k1 estimate of KL(weights that wrote || weights in training)
     stats["clip_frac"] = clipped.sum()
     stats["stale_token_frac"] = targets.stale.sum()
     stats["stale_weight"] = importance[targets.stale].sum()

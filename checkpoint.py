@@ -89,7 +89,7 @@ def trainers_of(c: Controller) -> dict[str, Trainer]:
 
 
 async def restore(c: Controller, folder: Path) -> None:
-    """Load a checkpoint, on any number of ranks, while all engines sleep (collective)."""
+    """Load a checkpoint, on any number of ranks, while all engines sleep (collective: all ranks)."""
     import torch
 
     for name, trainer in trainers_of(c).items():
@@ -180,7 +180,7 @@ class Checkpoints:
     saving: Saving | None = None
 
     async def restore(self, c: Controller) -> None:
-        """Load the checkpoint that the run continues from, if there is one (collective)."""
+        """Load the checkpoint that the run continues from, if there is one (collective: all ranks)."""
         if self.point:
             await restore(c, self.point.folder)
 
@@ -189,27 +189,27 @@ class Checkpoints:
         return any(n and (step % n == 0 or step == self.config.steps) for n in every)
 
     async def save(self, c: Controller) -> None:
-        """Begin a checkpoint if one is due, and return once the snapshot is taken (collective)."""
+        """Begin a checkpoint if one is due, and return once the snapshot is taken (collective: all ranks)."""
         if self.is_due(c.state.step, self.config.save_every, self.config.save_hf_every):
             with c.timeline.span("save"):
                 await self.finish(c, wait=True)
                 await self._begin(c)
 
     async def save_now(self, c: Controller) -> None:
-        """Save and wait until the save is finished, before a run with --save-every stops (collective)."""
+        """Save, and wait for its end, before a run with --save-every stops (collective: all ranks)."""
         await self.finish(c, wait=True)
         is_saved = self.newest == c.state.step and self.newest_ahead is c.ahead
         if self.config.save_every and not is_saved:
             await self._begin(c)
 
     async def close(self, c: Controller) -> None:
-        """Wait until the last save is finished (collective). Raises RunLost if it failed."""
+        """Wait until the last save is finished (collective: all ranks). Raises RunLost if it failed."""
         await self.finish(c, wait=True)
         if self.problem:
             raise RunLost(self.problem)
 
     async def finish(self, c: Controller, wait: bool = False) -> None:
-        """Finish a save that all ranks have written (collective). wait: at most --timeout-s for them."""
+        """Finish a save that all ranks have written (collective: all ranks). wait: at most --timeout-s."""
         waited_s = 0.0  # counted, not measured, so that it is the same on every rank
         while self.saving:
             result = self.saving.writer.result()
@@ -287,7 +287,7 @@ class Checkpoints:
 
 
 async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoints:
-    """Prepare --out, and find where the run continues (collective). Raises UserError if it can't."""
+    """Prepare --out, and find where to continue (collective: all ranks). Raises UserError if it can't."""
     contents = await on_rank_0(world, contents_of, config)
     try:
         if any(await world.gather(was_restarted_after_a_save(config))):
@@ -311,7 +311,7 @@ def was_restarted_after_a_save(config: Config) -> bool:
 
 
 async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None:
-    """Return the checkpoint to resume from, or None (collective). Raises UserError if all are damaged."""
+    """Return the checkpoint to resume from (collective: all ranks). Raises UserError if all are damaged."""
     if config.resume == "never":
         return None
     folders = [Path(config.resume)]
@@ -397,7 +397,9 @@ def contents_of(config: Config) -> dict[str, list[str]]:
             value = vars(config)[name]
             for spec in [value] if isinstance(value, str) else value:
                 files = files_of(spec)
-                contents[name].append(spec.partition(".py:")[2] if files else spec)
+                _, _, function = spec.partition(".py:")  # none in a model's directory
+                # files may move: only the function's name in FILE.py:name counts
+                contents[name].append(function if files else spec)
                 contents[name] += threads.map(atomic_files.sha256, files)
     return contents
 

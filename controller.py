@@ -27,7 +27,7 @@ MAX_EMPTY_STEPS = 20  # consecutive steps without an informative group
 
 
 async def train(c: Controller) -> bool:
-    """Run the loop, then save everything (collective). Returns whether a stop ended it."""
+    """Run the loop, then save everything (collective: all ranks). Returns whether a stop ended it."""
     was_stopped = False
     try:
         await loop(c)
@@ -44,7 +44,7 @@ async def train(c: Controller) -> bool:
 
 
 async def loop(c: Controller) -> None:
-    """Serve, then train, step by step (collective). Raises Stopped on all ranks if one was asked to stop."""
+    """Serve, then train, step by step (collective: all ranks). Raises Stopped if a rank was asked to stop."""
     await c.devices.to_serving()  # engines start asleep: wake them and push the first weights
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
@@ -72,7 +72,7 @@ async def loop(c: Controller) -> None:
 
 
 async def gather_sizes(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], StepStats | None]:
-    """Gather every rank's sample sizes, and its measurements of serving (collective).
+    """Gather every rank's sample sizes, and its measurements of serving (collective: all ranks).
 
     Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run resumes.
     """
@@ -90,7 +90,7 @@ async def gather_sizes(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes],
 
 
 async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Shares:
-    """Deal all samples to the models' data-parallel ranks in equal work (collective).
+    """Deal all samples to the models' data-parallel ranks in equal work (collective: all ranks).
 
     Every rank computes the same deals from the gathered sizes: one per shape, because actor and critics may
     be sharded differently. For each model, a sample goes straight from its owner to every rank of one copy.

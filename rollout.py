@@ -305,7 +305,7 @@ class Meeting(NamedTuple):
 
 
 async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Meeting:
-    """Return all controllers' facts, combined by `add`, and the total status of engines (collective).
+    """Return all facts, combined by `add`, and the engines' total status (collective: ranks that serve).
 
     Raises Stopped if a rank was asked to stop and no rank is training, and the errors of Devices.apply.
     """
@@ -354,24 +354,25 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[int]]:
-    """Gather finished groups (collective). Returns what remains, and each engine's outstanding tokens."""
+    """Gather finished groups (collective: ranks that serve).
+
+    Returns what remains, and each engine's outstanding tokens.
+    """
     meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
     progress = meeting.facts
-    # before `record`: reproduce/simulation/shared.py's sampler stores what it computes under both
-    step.sampler.num_generated = progress.generated
-    step.sampler.record(progress.finished)
+    step.sampler.record(progress.finished, progress.generated)
     step.c.rewards.check(progress.failed, progress.succeeded)
     return progress.remaining, meeting.rollout.outstanding
 
 
 async def wait_for_all(c: Controller, tasks: Tasks) -> None:
-    """Wait for the tasks of every controller (collective)."""
+    """Wait for the tasks of every controller (collective: ranks that serve)."""
     while (await sync_controllers(c, len(tasks.running))).facts:
         await tasks.poll()
 
 
 async def wait_for_enough(step: RolloutStep) -> None:
-    """Wait for all tasks. With over-dispatch wait for enough, and cut off the rest (collective)."""
+    """Wait for all tasks, or with over-dispatch for enough, then cut off (collective: ranks that serve)."""
     c = step.c
     sampler = step.sampler
     if c.config.over_dispatch == 1:
@@ -386,7 +387,7 @@ async def wait_for_enough(step: RolloutStep) -> None:
 
 
 async def cut_off(c: Controller, tasks: Tasks) -> None:
-    """Abort all generation and judging, and wait until the requests have returned (collective)."""
+    """Abort generation and judging, and wait for the requests' ends (collective: ranks that serve)."""
     tasks.closed = True
     await c.rewards.cancel()
     if c.environment:

@@ -49,7 +49,7 @@ class Load:
             del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Return the awake engine that `assign_waiting` chose, else the less loaded of two, or None without engines.
+        """Return the engine that `assign_waiting` chose, else the less loaded of two; None without engines.
 
         The two are the next in turn and a random other one: until the next meeting, all controllers would
         choose the same least loaded engine. With four engines, two controllers begin with 0 and 2.
@@ -91,7 +91,7 @@ class Load:
     async def assign_waiting(
         self, engines: list[Engine], coming: Counter[int], world: World
     ) -> None:
-        """Assign the waiting requests to `engines` in turns, the least loaded first (collective).
+        """Assign waiting requests in turns, to the least loaded engine first (collective: ranks that serve).
 
         coming: by model, requests about to be aborted, which will wait soon. Example: ranks 0 and 1 have
         3 and 2 requests waiting for engines A and B. Rank 0 uses A, B, A; rank 1 continues with B, A.

@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 MARGIN = 1.2  # draw 20% more than the moving average predicts
-SHARE_GENERATED = 0.25  # the fraction of groups generated before the average may cause a refill
+FIRST_REFILL = 0.25  # the fraction of groups generated before the average may cause a refill
 MAX_GROUPS_PER_KEPT = 10.0  # limits one step's influence on the average
 
 
@@ -43,8 +43,9 @@ class FirstFinishedSampler:
         self.wave_of |= dict.fromkeys(prompt_ids, wave)
         self.to_replace = []
 
-    def record(self, finished: dict[int, bool]) -> None:
+    def record(self, finished: dict[int, bool], num_generated: int) -> None:
         """Record groups that finished on any controller: prompt_id -> whether it is informative."""
+        self.num_generated = num_generated
         self.finished |= finished
         self.to_replace += [p for p, is_informative in finished.items() if not is_informative]
 
@@ -65,7 +66,7 @@ class FirstFinishedSampler:
         return len(self.chosen()) == self.target
 
     def candidates(self) -> list[int]:
-        """Return the finished prompts to choose the batch from, in the order of drawing."""
+        """Return the finished prompts that the batch may be chosen from now, in the order of drawing."""
         return [prompt_id for prompt_id in self.wave_of if prompt_id in self.finished]
 
     def chosen(self) -> list[int]:
@@ -86,14 +87,14 @@ class FirstFinishedSampler:
         """Return what to draw now; None if nothing is missing, it is too early, or no wave is left.
 
         The first draw is a whole wave. Later ones replace what `target` lacks beyond informative groups and
-        the expected yield of those in flight. Before SHARE_GENERATED a draw needs a group to replace.
+        the expected yield of those in flight. Before FIRST_REFILL a draw needs a group to replace.
         """
         if not self.wave_of:
             return Draw(0, self.first_size)
         will_be_kept = self.num_in_flight / self.groups_per_kept
         missing = self.target - self.num_informative - will_be_kept
-        knows_enough = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
-        if missing <= 0 or not knows_enough:
+        is_early = self.num_generated < FIRST_REFILL * len(self.wave_of)
+        if missing <= 0 or (is_early and not self.to_replace):
             return None
         return self.refill(self.refill_size(missing))
 
@@ -156,7 +157,7 @@ class OrderedSampler(FirstFinishedSampler):
         return ends
 
     def candidates(self) -> list[int]:
-        """Return finished prompts in the order of drawing, up to one in flight or the end of the waves."""
+        """Return them: all before the first prompt in flight, and before the end of the last wave."""
         drawn = islice(self.wave_of, self.wave_ends()[-1])
         return list(takewhile(self.finished.__contains__, drawn))
 

@@ -22,7 +22,7 @@ def sampler_of(kind, target, waves, finished, **settings):
     sampler = kind(target, **settings)
     for number, prompt_ids in enumerate(waves):
         sampler.add(prompt_ids, number)
-    sampler.record(finished)
+    sampler.record(finished, 0)
     return sampler
 
 
@@ -88,8 +88,9 @@ def play(sampler, truth, rng, draw, at_once=3):
             sampler.add(draw(drawn.size), drawn.wave)
         in_flight = [key for key in sampler.wave_of if key not in sampler.finished]
         finished = rng.sample(in_flight, min(len(in_flight), rng.randint(0, at_once)))
-        sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished})
-        sampler.num_generated = rng.randint(len(sampler.finished), len(sampler.wave_of))
+        done = len(sampler.finished) + len(finished)
+        generated = rng.randint(done, len(sampler.wave_of))
+        sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished}, generated)
 
 
 STEP = dict(seed=SEEDS, target=st.integers(1, 6), keep=st.floats(0.1, 1))

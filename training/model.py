@@ -347,7 +347,7 @@ def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy
 
 
 def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection) -> GPTModel:
-    """Build this rank's stage with random weights (collective over the pipeline if embeddings are tied)."""
+    """Build this rank's stage with random weights (collective: pipeline, if embeddings are tied)."""
     stage = groups.pp.rank()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules

@@ -54,7 +54,7 @@ class Gathering:
                 yield name, whole
 
     def _whole(self, name: str, param: Parameter) -> Tensor:
-        """Join the shards of a parameter, merged with its adapter if it has one (collective: tp)."""
+        """Join the shards of a parameter, merged with its adapter if it has one (collective: tp group)."""
         tp = self.gpt.pg_collection.tp
         own = param.detach()
         if name in self.gpt.adapters:

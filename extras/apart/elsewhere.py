@@ -26,7 +26,7 @@ class Elsewhere:
     def __init__(
         self, config: Config, model_dir: str, shape: Shape, name: str = "actor", learns: bool = True
     ):
-        """Read a directory while other ranks build the model (collective: every rank of the run)."""
+        """Read a directory while other ranks build the model (collective: all ranks)."""
         self.config = config
         self.shape = shape
         self.name = name
@@ -44,8 +44,8 @@ class Elsewhere:
     def compute_ref_logprobs(self, mini_batches: list) -> None: ...
     def compute_values(self, mini_batches: list) -> None: ...
 
-    def trim(self, stays: bool) -> None:
-        """Free the bucket of the last push, which this rank shared with its engine. Not collective."""
+    def trim(self, keeps_gradients: bool) -> None:
+        """Free the last bucket of the last push, which this rank's engine has read. Not collective."""
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

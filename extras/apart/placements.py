@@ -111,11 +111,6 @@ class PartlyColocated(Colocated):
 
         return push.connect(senders, receivers, timeout_s) if receivers else None
 
-    async def to_serving(self, devices: Devices) -> None:
-        if not devices.actor.holds:
-            await devices.rest_trainers()  # another model trained on this rank
-        await super().to_serving(devices)
-
     async def send_columns(self, world: World, shares: Shares) -> None:
         """Send samples' values and log-probabilities from each copy's lead to the other models' ranks."""
         if len(shares.deals) == 1:
@@ -133,7 +128,7 @@ class PartlyColocated(Colocated):
     async def gather_metrics(
         self, world: World, stats: dict[str, float], is_asked: bool
     ) -> tuple[dict[str, float], bool]:
-        """Gather metrics of models that only some ranks hold, and requests to stop (collective)."""
+        """Gather metrics of models on some ranks, and requests to stop (collective: all ranks)."""
         await world.wait_for_all()
         for of_rank, was_asked in await world.gather((stats, is_asked)):
             stats = stats | of_rank
@@ -151,12 +146,9 @@ class Apart(PartlyColocated):
         """Leave the engines awake."""
 
     async def to_serving(self, devices: Devices) -> None:
-        """Put all engines to sleep, push, and wake the rollout engines (collective)."""
-        await devices.rest_engines()
-        devices.take_next_split()
-        await devices.give_device_to(devices.actor)
-        await devices.push(stays=True)
-        await devices.rollout.wake_kv_cache()
+        """Put all engines to sleep, which served until now, and push (collective: all ranks)."""
+        await devices.put_engines_to_sleep()
+        await devices.push(actor_stays=True)
 
 
 def colocation_of(placement: Placement) -> Colocated:

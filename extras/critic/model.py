@@ -77,7 +77,7 @@ class Critic(Trainer):
         return gpt
 
     def compute_values(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill the samples' `values[name]` (collective: model-parallel group)."""
+        """Fill the samples' `values[name]` (collective: a copy's ranks)."""
         rows = self.read_tokens(list(chain(*mini_batches)))
         for sample, row in zip(flat(mini_batches), rows, strict=True):
             sample.values[self.name] = row

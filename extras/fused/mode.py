@@ -46,7 +46,7 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
 async def follow_the_tail(
     c: Controller, remaining: Remaining, keep: int, outstanding: Counter[int]
 ) -> None:
-    """Divide the ranks by the answers that are left (collective). See ranks_of_tail."""
+    """Divide the ranks by the answers that are left (collective: ranks that serve). See ranks_of_tail."""
     devices = c.devices
     placement = devices.placement
     tp = placement.rollout_tp

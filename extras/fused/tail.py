@@ -73,10 +73,10 @@ def ranks_of_tail(
     2. Rollout has none, and answers are being judged: still none, so the next wave waits.
     3. More than `tail` of the answers are unwritten, and rollout has all ranks or none is being judged: all.
     4. Both roles have ranks: no change.
-    5. The tail begins: rollout keeps the groups of ranks with the most tokens outstanding, up to `most_ranks`.
+    5. The tail begins: rollout keeps the ranks with the most tokens outstanding, at most `most_ranks`.
 
-    rank_groups: ranks that move together. held: rollout's ranks now. outstanding: tokens that each rank's engine
-    has yet to write. writers, judges: lead rank -> model of each engine.
+    rank_groups: ranks that move together. held: rollout's ranks now. outstanding: tokens that each rank's
+    engine has yet to write. writers, judges: lead rank -> model of each engine.
     """
     everyone = tuple(rank for group in rank_groups for rank in group)
     is_tail = remaining.unwritten <= tail * remaining.begun

@@ -63,7 +63,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 class MergedLinear(torch.autograd.Function):
     """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. Never computes W's gradient, slope^T x.
 
-    spread: the group over which sequence parallelism shards the tokens of x, or None (collective over it).
+    spread: the group over which sequence parallelism shards the tokens of x (collective: this group), or None.
     """
 
     @staticmethod
@@ -109,7 +109,7 @@ class Adapter(torch.nn.Module):
         self.is_on = True
 
     def multiply(self, input, weight, bias, sequence_parallel, allreduce_dgrad, **unused) -> Tensor:
-        """Multiply in place of `_forward_impl` in Megatron's linear layers (collective: tp)."""
+        """Multiply in place of `_forward_impl` in Megatron's linear layers (collective: tp group)."""
         if allreduce_dgrad:
             input = mappings.copy_to_tensor_model_parallel_region(input, self.tp)
         a = self.a
@@ -172,7 +172,7 @@ class Adapters(dict[str, Adapter]):
 
     @torch.no_grad()
     def export(self, gathering: Gathering) -> Iterator[tuple[str, Tensor]]:
-        """Yield all stages' A and B under PEFT's names (collective: model-parallel group)."""
+        """Yield all stages' A and B under PEFT's names (collective: a copy's ranks)."""
         family = self.gpt.family
         for name, whole in gathering.wholes(self.parameters, torch.float32):
             base, letter = name.rsplit(".", 1)

@@ -97,7 +97,7 @@ async def one_save(c: SimpleNamespace) -> dict[str, float]:
 
 
 async def measure(given: Namespace, folder: Path) -> list[dict]:
-    """Alternate the two kinds of save; return a row per save (collective)."""
+    """Alternate the two kinds of save; return a row per save (collective: all ranks)."""
     from actor import Actor
     from checkpoint import Checkpoints
     from config import Config

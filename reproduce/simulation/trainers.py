@@ -43,7 +43,7 @@ class SimulatedTrainer:
         await asyncio.sleep(self.moves.sleep_s)
         self.awake = False
 
-    async def trim(self, stays: bool) -> None: ...
+    async def trim(self, keeps_gradients: bool) -> None: ...
 
     def named_weights(self) -> Iterator:
         return iter(())

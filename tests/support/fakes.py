@@ -308,9 +308,9 @@ class FakeTrainer:
         self.awake = False
         self.device.give(self.title, f"{self.title}'s leftovers")
 
-    def trim(self, stays):
+    def trim(self, keeps_gradients):
         assert self.awake or not self.holds, "trimmed while asleep"
-        self.has_gradients = stays
+        self.has_gradients = keeps_gradients
         self.device.give(f"{self.title}'s leftovers")
 
     async def update(self, mini_batches, beside=()):
