@@ -48,7 +48,7 @@ class Term(Protocol):
     names: tuple[str, ...]  # statistics of its micro-batches
 
     def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-        """Add micro-batches to optimizer step `number` (collective: the model's ranks). divisors: the answers'."""
+        """Add micro-batches to step `number` (collective: the model's ranks). divisors: the answers'."""
 
 
 class Actor(Trainer):
@@ -65,7 +65,7 @@ class Actor(Trainer):
         super().__init__(config, model_dir, groups, learns=learns)
 
     def plan_steps(self, mini_batches: list[list[list[Sample]]]) -> list[PlannedStep]:
-        """Prepare an optimizer step for each mini-batch, without running it (collective: the model's ranks)."""
+        """Prepare an optimizer step per mini-batch; none is run yet (collective: the model's ranks)."""
         self._check_samples(flat(mini_batches))
         proximal = self._proximal_logprobs(mini_batches)
         entropy_learns = self.algorithm.entropy_coef > 0

@@ -244,7 +244,7 @@ class Pool:
         return chosen
 
     async def _have_outstanding(self, leads: set[int]) -> bool:
-        """True if one has outstanding tokens (collective: ranks that serve). Raises as `apply_status` does."""
+        """True if one has tokens outstanding (collective: ranks that serve). Raises like `apply_status`."""
         status = await self.world.reduce(self.status(), EngineStatus.total)
         self.apply_status(status)
         return any(status.outstanding[rank] for rank in leads)

@@ -62,7 +62,7 @@ class World:
         return part
 
     async def wait_for_all(self) -> None:
-        """Return once every rank calls it, however long it works (collective: all ranks); at once without parts."""
+        """Return once all ranks call it, however late (collective: all ranks); at once without parts."""
         if not self.is_parted:
             return
         self._waits += 1

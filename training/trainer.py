@@ -344,7 +344,7 @@ class Trainer:
         dist.barrier(self.own_groups.everyone)
 
     def whole_weights(self) -> dict[str, dict[str, Tensor]]:
-        """Copy each file's tensors to the host on the lead of copy 0; {} on others (collective: its ranks)."""
+        """Copy each file's tensors to copy 0's lead's host; {} elsewhere (collective: that copy's ranks)."""
         if self.dp_rank > 0:
             return {}
         files = {"model.safetensors": self.named_weights()}

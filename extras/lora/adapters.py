@@ -63,7 +63,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 class MergedLinear(torch.autograd.Function):
     """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. Never computes W's gradient, slope^T x.
 
-    spread: the group over which sequence parallelism shards the tokens of x (collective: this group), or None.
+    spread: the group whose ranks shard the tokens of x by sequence parallelism (collective: it), or None.
     """
 
     @staticmethod
