@@ -87,8 +87,8 @@ class Actor(Trainer):
             steps.append(PlannedStep(work, names, self._learning_rate(), check))
         return steps
 
-    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        return update_metrics(steps, self._learning_rate())
+    def metrics_of(self, results: list[dict[str, float]]) -> dict[str, float]:
+        return update_metrics(results, self._learning_rate())
 
     def _learning_rate(self) -> float:
         return learning_rate(self.version, self.config, self.algorithm.critic_warmup)
@@ -315,9 +315,9 @@ def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
     return config.lr * (1 - min(progress, 1.0) * (1 - config.lr_decay_to))
 
 
-def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
+def update_metrics(results: list[dict[str, float]], lr: float) -> dict[str, float]:
     """Return an update's metrics, from the statistics of its optimizer steps."""
-    total = totals(steps)
+    total = totals(results)
     metrics = means(total, TOKEN_MEANS, "tokens")
     for name in ("tokens", "skipped", "not_finite", "grad_norm", "micro_batches"):
         metrics[name] = total[name]
@@ -326,9 +326,9 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     metrics["seconds_spread"] = (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"]
     stale_tokens = total["stale_token_frac"]
     metrics["stale_weight_mean"] = total["stale_weight"] / stale_tokens if stale_tokens else 1.0
-    if steps[0]["fresh_tokens"]:  # none is fresh if the batch was served ahead
-        metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
-        metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
+    if results[0]["fresh_tokens"]:  # none is fresh if the batch was served ahead
+        metrics["engine_logprob_diff_mean"] = engine_difference(results[0])
+        metrics["engine_logprob_diff_max"] = results[0]["engine_logprob_diff_max"]
     if total.get("ptx_tokens"):
         metrics["ptx_loss"] = total["ptx"] / total["ptx_tokens"]
     return {f"train/{name}": value for name, value in metrics.items()}

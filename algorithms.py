@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MULTIPLIER_MAX = 100.0  # largest lambda: the cost dominates, and lambda can still come back down
-MULTIPLIER_STEP_MAX = 1.0  # largest change of ln(lambda) per step: slack can't undo it at once
+MULTIPLIER_CHANGE_MAX = 1.0  # largest change of ln(lambda) per step: slack can't undo it at once
 HUGE = 1e30  # upper limit of numbers that must be finite
 
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
@@ -419,9 +419,9 @@ def updated_multiplier(
     mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks
     violation = mean - algorithm.cost_limit
     most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, TINY))
-    step = algorithm.lagrange_lr * lagrange_multiplier(log_multiplier, algorithm) * violation
-    step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
+    change = algorithm.lagrange_lr * lagrange_multiplier(log_multiplier, algorithm) * violation
+    change = min(max(change, -MULTIPLIER_CHANGE_MAX), MULTIPLIER_CHANGE_MAX)
     if reacts:
-        log_multiplier = min(log_multiplier + step, most)
+        log_multiplier = min(log_multiplier + change, most)
     now = lagrange_multiplier(log_multiplier, algorithm)
     return log_multiplier, {"cost/mean": mean, "cost/multiplier": now, "cost/violation": violation}

@@ -170,7 +170,7 @@ class Learner:
         self.trainer = KINDS[self.task.model](config)(config, config.model)
         self.loss = partial(self.task.loss, self.trainer)
 
-    def step(self, examples: list[Example]) -> dict[str, float]:
+    def learn(self, examples: list[Example]) -> dict[str, float]:
         """Learn from a batch; return its metrics from before the update (collective: all ranks)."""
         lr = learning_rate(self.trainer.version, self.trainer.config)
         stats = self.trainer.run_step(self._packed(examples), self.loss, self.task.stats, lr)
@@ -244,7 +244,7 @@ def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
             numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
-            metrics = learner.step(list(map(order.training, numbers)))
+            metrics = learner.learn(list(map(order.training, numbers)))
             row |= {f"{name}/{metric}": value for metric, value in metrics.items()}
             row["time/step_s"] = time.perf_counter() - began
             say(f"step {step + 1:3d}/{config.steps}  {shown(metrics)}")

@@ -400,13 +400,13 @@ def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
     ]
 
 
-def totals(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Sum each statistic over optimizer steps; `grad_norm` is the mean over steps with targets."""
-    total = dict.fromkeys(steps[0], 0.0)
-    for step in steps:
-        for name, value in step.items():
+def totals(results: list[dict[str, float]]) -> dict[str, float]:
+    """Sum each statistic of `take_step`'s results; `grad_norm` is the mean over steps with targets."""
+    total = dict.fromkeys(results[0], 0.0)
+    for result in results:
+        for name, value in result.items():
             total[name] += value
-    total["grad_norm"] /= max(1, sum(step["divisor"] > 0 for step in steps))
+    total["grad_norm"] /= max(1, sum(result["divisor"] > 0 for result in results))
     return total
 
 

@@ -94,8 +94,8 @@ class Critic(Trainer):
             steps.append(PlannedStep(work, STATS, self._learning_rate()))
         return steps
 
-    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        metrics = value_metrics(steps, self._learning_rate())
+    def metrics_of(self, results: list[dict[str, float]]) -> dict[str, float]:
+        metrics = value_metrics(results, self._learning_rate())
         prefix = "critic" if self.name == "reward" else f"{self.name}_critic"
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
@@ -148,9 +148,9 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tup
     return plain.maximum(clipped) / 2, clipped > plain
 
 
-def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
+def value_metrics(results: list[dict[str, float]], lr: float) -> dict[str, float]:
     """Return an update's metrics, from the statistics of its optimizer steps."""
-    total = totals(steps)
+    total = totals(results)
     mean = means(total, ("loss", *STATS), "divisor")
     returns_variance = mean["returns_squared"] - mean["returns"] ** 2
     errors_variance = mean["errors_squared"] - mean["errors"] ** 2
