@@ -371,6 +371,7 @@ def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorith
         rewards[-1] = score
     if algorithm.score is raw and signal == "reward":
         for reply, reward in zip(sample.replies, sample.turn_rewards, strict=False):
+            # the score is the sum over turns: move this turn's part from the last token to the turn's last
             rewards[reply.start - 1] += reward
             rewards[-1] -= reward
     if not algorithm.kl_coef or algorithm.kl_in != "reward":

@@ -229,9 +229,9 @@ class Rewards:
 def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:
     """Return the sample with its texts, but without a final answer."""
     last = sample.last_turn
-    before = sample.tokens[: len(sample.prompt) + sample.begun - len(last)]
+    earlier = sample.tokens[: len(sample.prompt) + sample.begun - len(last)]
     texts = {"text": decode(last, special=True), "plain_text": decode(last)}
-    texts["prompt_text"] = decode(before, special=True)
+    texts["prompt_text"] = decode(earlier, special=True)
     fields = vars(sample) | {"turns": turns_before(sample, decode)}
     return TextSample(**fields, **texts)
 

@@ -177,15 +177,17 @@ def boxes_of_rank(trainer: Stage, adam: dict[Tensor, Adam], saves: bool = False)
     for shard in shards:
         if not isinstance(shard, Shard):
             continue
-        *elsewhere, copy = shard.replica_id  # (index among tp and pp ranks, index in the group)
+        # which of several equal shards this is: (among tp and pp ranks, in the group)
+        *among_tp_and_pp, in_group = shard.replica_id
+        if saves and any(among_tp_and_pp):
+            continue
         stretch, _, held = adam.get(shard.data, NO_ADAM)
         weights = shard.data.view(-1)
         # everything when loading; when saving, all of a frozen parameter, on one rank
-        is_whole = not saves or (copy == 0 and not shard.data.requires_grad)
+        is_whole = not saves or (in_group == 0 and not shard.data.requires_grad)
         own = range(weights.numel()) if is_whole else stretch
-        if not saves or not any(elsewhere):
-            found |= boxes_of(shard, {"": weights[own.start : own.stop]}, own)
-            found |= boxes_of(shard, held, stretch)
+        found |= boxes_of(shard, {"": weights[own.start : own.stop]}, own)
+        found |= boxes_of(shard, held, stretch)
     return found
 
 

@@ -198,6 +198,7 @@ class AdaptedActor(Actor):
     """A policy that trains only its adapters; all other weights are frozen."""
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
+        """Add the adapters, which freezes all other weights; then the optimizer has only the adapters'."""
         self.gpt.adapters = Adapters(self.gpt, self.config.lora, self.config.seed)
         super()._build_optimizer(model_config)
 
@@ -208,7 +209,8 @@ def memory_of(shapes: dict[str, list[int]], rank: int, config: Config, dp: int) 
     gate = 0
     for name, shape in shapes.items():
         if found := MATRIX.search(name):
-            sides += shape[0] + (0 if found[1] in "kvu" else shape[1])  # k, v, up reuse an A
+            has_own_a = found[1] not in ("k", "v", "u")  # they use that of q or gate
+            sides += shape[0] + (shape[1] if has_own_a else 0)
             gate = prod(shape) if found[1] == "g" else gate
     learned = rank * sides // (config.tp * config.pp)
     parts = {"adapters": 4 * learned, "gradients": 4 * learned, "optimizer": 8 * learned // dp}
