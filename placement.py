@@ -244,21 +244,21 @@ class Devices:
             0      wakes the KV cache          its engine   it has the memory, and responds
             0, 1   meet at a barrier           each other   both are there; then requests may come
 
-        Beside each line: what it takes (+) or frees (-) on a GPU.
+        Beside each line: what it takes (+) or frees (-) on a GPU. A bucket has about 512 MiB.
         """
         self._take_next_split()
         if not actor_stays:
-            await self.put_trainers_to_sleep(but=[self.actor])  # - all other models
-        await self.give_device_to(self.actor)  # + weights, optimizer, gradients
-        await self._world.run(self.actor.trim, actor_stays)  # - gradients, cache
+            await self.put_trainers_to_sleep(but=[self.actor])  # - other models
+        await self.give_device_to(self.actor)  # + its weights, optimizer, gradients, if it slept
+        await self._world.run(self.actor.trim, actor_stays)  # - gradients, memory cached by passes
         await self._meet_for_wide_engines()
         await self.rollout.wake_weights()  # + the engine's weights, still empty
         weights = self.actor.named_weights()
         if self._route:  # engines on ranks without the actor
             weights = self._route.carry(weights)
-        await self.rollout.load_weights(weights, self.actor.version)  # + one bucket
+        await self.rollout.load_weights(weights, self.actor.version)  # + a bucket
         if not actor_stays:
-            await self.put_trainers_to_sleep()  # - weights, optimizer, bucket
+            await self.put_trainers_to_sleep()  # - the actor, the last bucket
             await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()  # + the KV cache
 

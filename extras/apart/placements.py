@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
-def apart_critics(everyone: tuple[int, ...], config: Config) -> Placement:
+def critics_apart(everyone: tuple[int, ...], config: Config) -> Placement:
     """Put actor and reference on one half, critics on the other, engines on all. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
     cut = len(everyone) // 2 // shape.copy_size * shape.copy_size
@@ -155,7 +155,7 @@ def colocation_of(placement: Placement) -> Colocated:
     return Apart() if placement.is_apart else PartlyColocated()
 
 
-PLACEMENTS["split"] = PlacementRow(apart_critics, colocation_of)
+PLACEMENTS["split"] = PlacementRow(critics_apart, colocation_of)
 PLACEMENTS["standalone"] = PlacementRow(standalone, colocation_of)
 # for example engines=0-3 actor=0-1
 PLACEMENTS["ranks"] = PlacementRow(
