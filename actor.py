@@ -1,7 +1,7 @@
 """The policy: its log-probabilities, loss and update; also the reference model of a KL penalty.
 
 controller.learn calls Trainer.update. For each mini-batch it runs the passes (executor.py; Megatron calls
-policy_loss on the last stage), then takes AdamW's step (Trainer.step).
+policy_loss on the last stage), then takes AdamW's step (Trainer.take_step).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from training.groups import Groups
 from training.packing import MicroBatch
 from training.trainer import (
     LossSums,
-    OptimizerStep,
+    PlannedStep,
     Trainer,
     as_sequences,
     loss_sums,
@@ -48,7 +48,7 @@ class Term(Protocol):
     names: tuple[str, ...]  # statistics of its micro-batches
 
     def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-        """Add micro-batches to optimizer step `number`. divisors: the answers' (collective)."""
+        """Add micro-batches to step `number` (collective: the model's ranks). divisors: the answers'."""
 
 
 class Actor(Trainer):
@@ -64,8 +64,8 @@ class Actor(Trainer):
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
 
-    def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
-        """Prepare an optimizer step for each mini-batch (collective: all ranks)."""
+    def plan_steps(self, mini_batches: list[list[list[Sample]]]) -> list[PlannedStep]:
+        """Prepare an optimizer step per mini-batch; none is run yet (collective: the model's ranks)."""
         self._check_samples(flat(mini_batches))
         proximal = self._proximal_logprobs(mini_batches)
         entropy_learns = self.algorithm.entropy_coef > 0
@@ -84,24 +84,24 @@ class Actor(Trainer):
                 term.add(self, work, number, targets.divisors)
             # only the first step has the engine's weights: later ones run on updated weights
             check = self._check_engine if number == 0 else None
-            steps.append(OptimizerStep(work, names, self._learning_rate(), check))
+            steps.append(PlannedStep(work, names, self._learning_rate(), check))
         return steps
 
-    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        return update_metrics(steps, self._learning_rate())
+    def metrics_of(self, results: list[dict[str, float]]) -> dict[str, float]:
+        return update_metrics(results, self._learning_rate())
 
     def _learning_rate(self) -> float:
         return learning_rate(self.version, self.config, self.algorithm.critic_warmup)
 
     def compute_policy_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `policy_logprobs` if the KL is part of the reward (collective: model-parallel group)."""
+        """Fill `policy_logprobs` if the KL is part of the reward (collective: a copy's ranks)."""
         if self.algorithm.kl_in == "reward":
             read = self.read_tokens(list(chain(*mini_batches)))
             for sample, logprobs in zip(flat(mini_batches), read, strict=True):
                 sample.policy_logprobs = logprobs
 
     def compute_ref_logprobs(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill `reference_logprobs`, with any adapters off (collective: model-parallel group)."""
+        """Fill `reference_logprobs`, with any adapters off (collective: a copy's ranks)."""
         self._switch_adapters(False)
         read = self.read_tokens(list(chain(*mini_batches)))
         self._switch_adapters(True)
@@ -130,7 +130,7 @@ class Actor(Trainer):
             raise UserError(f"the trainer's log-probabilities differ from the engine's {apart}")
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
-        """Return log-probabilities at the start of the step for samples that need them (collective)."""
+        """Return the needed log-probabilities at the start of the step (collective: a copy's ranks)."""
         if len(mini_batches) == 1:
             return {}  # the training pass itself computes them
 
@@ -221,7 +221,7 @@ def policy_loss(
     """
     targets = targets.at(batch.slots)
     logprobs, entropy = read(batch, hidden)
-    log_ratio = logprobs.detach() - targets.engine_logprobs
+    from_engine = logprobs.detach() - targets.engine_logprobs  # the losses have ratios of their own
     old_logprobs, importance = importance_weights(targets, algorithm, logprobs.detach())
     inputs = LossInputs(
         logprobs=logprobs,
@@ -233,7 +233,7 @@ def policy_loss(
     loss, clipped = algorithm.loss(inputs, algorithm)
     check_loss(loss, len(logprobs), algorithm)
     loss = importance * loss
-    stats = engine_stats(log_ratio[~targets.stale].abs())
+    stats = engine_stats(from_engine[~targets.stale].abs())
     if targets.reference_logprobs is not None:
         reference_kl = algorithm.kl(logprobs - targets.reference_logprobs)
         stats["reference_kl"] = reference_kl.detach().sum()
@@ -245,7 +245,7 @@ def policy_loss(
     stats["tokens"] = torch.tensor(len(logprobs))
     stats["policy_loss"] = loss.detach().sum()
     stats["entropy"] = entropy.detach().sum()
-    stats["kl"] = -log_ratio.sum()  # k1 estimate of KL(weights that wrote || weights in training)
+    stats["kl"] = -from_engine.sum()  # k1 estimate of KL(weights that wrote || weights in training)
     stats["clip_frac"] = clipped.sum()
     stats["stale_token_frac"] = targets.stale.sum()
     stats["stale_weight"] = importance[targets.stale].sum()
@@ -315,9 +315,9 @@ def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
     return config.lr * (1 - min(progress, 1.0) * (1 - config.lr_decay_to))
 
 
-def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
+def update_metrics(results: list[dict[str, float]], lr: float) -> dict[str, float]:
     """Return an update's metrics, from the statistics of its optimizer steps."""
-    total = totals(steps)
+    total = totals(results)
     metrics = means(total, TOKEN_MEANS, "tokens")
     for name in ("tokens", "skipped", "not_finite", "grad_norm", "micro_batches"):
         metrics[name] = total[name]
@@ -326,9 +326,9 @@ def update_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]
     metrics["seconds_spread"] = (total["slowest_s"] - total["fastest_s"]) / total["slowest_s"]
     stale_tokens = total["stale_token_frac"]
     metrics["stale_weight_mean"] = total["stale_weight"] / stale_tokens if stale_tokens else 1.0
-    if steps[0]["fresh_tokens"]:  # none is fresh if the batch was served ahead
-        metrics["engine_logprob_diff_mean"] = engine_difference(steps[0])
-        metrics["engine_logprob_diff_max"] = steps[0]["engine_logprob_diff_max"]
+    if results[0]["fresh_tokens"]:  # none is fresh if the batch was served ahead
+        metrics["engine_logprob_diff_mean"] = engine_difference(results[0])
+        metrics["engine_logprob_diff_max"] = results[0]["engine_logprob_diff_max"]
     if total.get("ptx_tokens"):
         metrics["ptx_loss"] = total["ptx"] / total["ptx_tokens"]
     return {f"train/{name}": value for name, value in metrics.items()}

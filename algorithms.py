@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MULTIPLIER_MAX = 100.0  # largest lambda: the cost dominates, and lambda can still come back down
-MULTIPLIER_STEP_MAX = 1.0  # largest change of ln(lambda) per step: slack can't undo it at once
+MULTIPLIER_CHANGE_MAX = 1.0  # largest change of ln(lambda) per step: slack can't undo it at once
 HUGE = 1e30  # upper limit of numbers that must be finite
 
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
@@ -138,8 +138,8 @@ def one_of(length: int) -> list[int]:
     return [int(token == 0) for token in range(length)]
 
 
-# (length of an answer, longest allowed) -> each token's weight in the sum of the loss, and its share in the
-# optimizer step's divisor: no mean depends on how a step is split into micro-batches or over ranks
+# (length of an answer, longest allowed) -> each token's weight in the sum of the loss, and its part in the
+# optimizer step's divisor: no mean depends on how a step is divided into micro-batches or among ranks
 MEANS: dict[str, Callable[[int, int], tuple[list[float], list[int]]]] = {
     # all tokens have equal weight: DAPO (arXiv 2503.14476), section 3.3
     "token": lambda length, longest: ([1.0] * length, [1] * length),
@@ -371,6 +371,7 @@ def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorith
         rewards[-1] = score
     if algorithm.score is raw and signal == "reward":
         for reply, reward in zip(sample.replies, sample.turn_rewards, strict=False):
+            # the score is the sum over turns: move this turn's part from the last token to the turn's last
             rewards[reply.start - 1] += reward
             rewards[-1] -= reward
     if not algorithm.kl_coef or algorithm.kl_in != "reward":
@@ -419,9 +420,9 @@ def updated_multiplier(
     mean = math.fsum(costs) / len(costs)  # fsum: the same on any number of ranks
     violation = mean - algorithm.cost_limit
     most = math.log(MULTIPLIER_MAX / max(algorithm.lagrange_init, TINY))
-    step = algorithm.lagrange_lr * lagrange_multiplier(log_multiplier, algorithm) * violation
-    step = min(max(step, -MULTIPLIER_STEP_MAX), MULTIPLIER_STEP_MAX)
+    change = algorithm.lagrange_lr * lagrange_multiplier(log_multiplier, algorithm) * violation
+    change = min(max(change, -MULTIPLIER_CHANGE_MAX), MULTIPLIER_CHANGE_MAX)
     if reacts:
-        log_multiplier = min(log_multiplier + step, most)
+        log_multiplier = min(log_multiplier + change, most)
     now = lagrange_multiplier(log_multiplier, algorithm)
     return log_multiplier, {"cost/mean": mean, "cost/multiplier": now, "cost/violation": violation}

@@ -49,7 +49,7 @@ class Work(NamedTuple):
     """What a run does with its controllers."""
 
     run: Callable[[Controller], Awaitable[bool]]  # returns whether a stop ended it
-    # (config, world, say) -> its checkpoints, with --out prepared (collective)
+    # (config, world, say) -> its checkpoints, with --out prepared (collective: all ranks)
     open_saves: Callable[[Config, World, Callable[[str], None]], Awaitable[NoSaves]]
     report: Callable[[Inputs], Callable[..., Report]]
     last_line: Callable[[Controller], str]  # of a run that was stopped
@@ -81,7 +81,7 @@ COMMANDS: dict[str, Callable[[list[str], str], str]] = {}
 WORKS = {"train": Work(controller.train, open_checkpoints, lambda inputs: Report, stopped_training)}
 # checks of the models' directories, before the ranks meet
 DIRECTORIES: list[Callable[[Config, Placement], None]] = [check_models]
-# checks of the whole run, before engines start; they may choose settings (collective)
+# checks of the whole run, before engines start; they may choose settings (collective: all ranks)
 CHECKS: list[Callable[[Config, Placement, list[Split], World], Awaitable[Config]]] = []
 # who answers the policy's turns: (config, the policy's tokenizer, its stop tokens); None: nobody
 ENVIRONMENTS: list[Callable[[Config, Any, tuple[int, ...]], Environment | None]] = []
@@ -237,7 +237,7 @@ def servers_of(
 def build_models(
     config: Config, inputs: Inputs, placement: Placement, splits: list[Split]
 ) -> Models:
-    """Build this rank's models, which are asleep; none for an evaluation (collective)."""
+    """Build this rank's models, which are asleep; none for an evaluation (collective: all ranks)."""
     if config.evaluates:
         return Models([], [])
     from training.groups import make_groups
@@ -246,12 +246,12 @@ def build_models(
     for shape in dict.fromkeys(placement.models):
         groups[shape] = make_groups(shape, config.timeout_s)
 
-    sharing = row_of(config).sharing(placement)
+    colocation = row_of(config).colocation(placement)
 
     def made(kind: str, shape: Shape, model: str, **how: Any) -> Trainer:
         own = shape.sized(config)
         if groups[shape] is None:
-            return sharing.stand_in(own, model, shape, **how)
+            return colocation.stand_in(own, model, shape, **how)
         return KINDS[kind](config)(own, model, groups=groups[shape], **how)
 
     actor = made("actor", placement.actor, config.model)
@@ -272,5 +272,5 @@ def build_models(
     engines = {rank for split in splits for rank in placement.leads("rollout", split)}
     senders = [copy[0] for copy in placement.actor.copies]
     receivers = sorted(engines - {*placement.actor.ranks})
-    route = sharing.connect(senders, receivers, config.timeout_s)
+    route = colocation.connect(senders, receivers, config.timeout_s)
     return Models([actor, *critics], references, route)

@@ -10,7 +10,7 @@
     OUT/hf/step_<n>/, OUT/hf_critic_<name>/   on request: Hugging Face directories, which are all kept
 
 A save takes a snapshot while the trainers are awake: GPU memory is copied to the host. Then each rank forks a
-process to write it, and continues. When all writers have succeeded, rank 0 completes the save at the end of a
+process to write it, and continues. When all writers have succeeded, rank 0 finishes the save at the end of a
 step: it syncs the checksums to the disk, then the folder's new name. If a save fails, the run continues.
 """
 
@@ -33,7 +33,7 @@ from config import Config, as_text, dashed
 from runtime import atomic_files, timeline
 from runtime.atomic_files import PARTIAL, step_of, steps_in
 from runtime.background_writer import BackgroundWriter
-from runtime.checkpoint_files import Part, complete_folders, make_folders, write_part
+from runtime.checkpoint_files import Part, make_folders, name_folders, write_part
 from runtime.errors import RunLost, UserError
 from runtime.out_folder import ResumePoint, archive, next_free
 from runtime.world import World, on_rank_0
@@ -89,7 +89,7 @@ def trainers_of(c: Controller) -> dict[str, Trainer]:
 
 
 async def restore(c: Controller, folder: Path) -> None:
-    """Load a checkpoint, on any number of ranks, while all engines sleep (collective)."""
+    """Load a checkpoint, on any number of ranks, while all engines sleep (collective: all ranks)."""
     import torch
 
     for name, trainer in trainers_of(c).items():
@@ -159,8 +159,8 @@ class Saving:
     step: int
     folder: Path
     writer: BackgroundWriter
-    # folder -> function that writes all ranks' descriptions there: see take_snapshot
-    complete: dict[str, Callable[[list[list]], None]]
+    # folder -> function that writes the index of all ranks' files there: see take_snapshot
+    write_index: dict[str, Callable[[list[list]], None]]
     ahead: RolloutBatch | None
 
 
@@ -180,7 +180,7 @@ class Checkpoints:
     saving: Saving | None = None
 
     async def restore(self, c: Controller) -> None:
-        """Load the checkpoint that the run continues from, if there is one (collective)."""
+        """Load the checkpoint that the run continues from, if there is one (collective: all ranks)."""
         if self.point:
             await restore(c, self.point.folder)
 
@@ -189,27 +189,27 @@ class Checkpoints:
         return any(n and (step % n == 0 or step == self.config.steps) for n in every)
 
     async def save(self, c: Controller) -> None:
-        """Begin a checkpoint if one is due, and return once the snapshot is taken (collective)."""
+        """Begin a checkpoint if one is due, and return once the snapshot is taken (collective: all ranks)."""
         if self.is_due(c.state.step, self.config.save_every, self.config.save_hf_every):
             with c.timeline.span("save"):
                 await self.finish(c, wait=True)
                 await self._begin(c)
 
     async def save_now(self, c: Controller) -> None:
-        """Save and wait until the save is complete, before a run with --save-every stops (collective)."""
+        """Save, and wait for its end, before a run with --save-every stops (collective: all ranks)."""
         await self.finish(c, wait=True)
         is_saved = self.newest == c.state.step and self.newest_ahead is c.ahead
         if self.config.save_every and not is_saved:
             await self._begin(c)
 
     async def close(self, c: Controller) -> None:
-        """Wait until the last save is complete (collective). Raises RunLost if it failed."""
+        """Wait until the last save is finished (collective: all ranks). Raises RunLost if it failed."""
         await self.finish(c, wait=True)
         if self.problem:
             raise RunLost(self.problem)
 
     async def finish(self, c: Controller, wait: bool = False) -> None:
-        """Complete a save that all ranks have written (collective). wait: at most --timeout-s for them."""
+        """Finish a save that all ranks have written (collective: all ranks). wait: at most --timeout-s."""
         waited_s = 0.0  # counted, not measured, so that it is the same on every rank
         while self.saving:
             result = self.saving.writer.result()
@@ -238,12 +238,13 @@ class Checkpoints:
         except OSError as error:
             return self._give_up(c, step, folder, str(error))
         writes = {}
-        complete = {}
+        write_index = {}
         hf = {}
         # the actor comes last, because its weights are pushed next
         for name, trainer in reversed(trainers.items()):
             await c.devices.give_device_to(trainer)
-            writes[name], complete[name] = await self.world.run(trainer.snapshot, folder / name)
+            snapshot = await self.world.run(trainer.snapshot, folder / name)
+            writes[name], write_index[name] = snapshot
             if self.is_due(step, self.config.save_hf_every):
                 kind = "hf" if name == "megatron" else f"hf_{name}"
                 if weights := await self.world.run(trainer.whole_weights):
@@ -254,19 +255,21 @@ class Checkpoints:
         work = partial(write_part, folder, self.world.rank, state, writes, hf)
         # fork in the world's thread, which lives as long as the run: a writer dies with the forking thread
         writer = await self.world.run(self.start_writer, work)
-        self.saving = Saving(step, folder, writer, complete, c.ahead)
+        self.saving = Saving(step, folder, writer, write_index, c.ahead)
 
     async def _end(self, c: Controller, error: str) -> None:
-        """Complete a checkpoint that all ranks have written, or give up one with an error."""
+        """Finish a checkpoint that all ranks have written, or give up one with an error."""
         saving = self.saving
         self.saving = None
-        parts = await self.world.gather_on_0(None if error else saving.writer.result()[0])
+        written = None if error else saving.writer.result()[0]
+        parts = await self.world.gather_on_0(written)
         saving.writer.close()
         await self.world.barrier()  # all writers have ended
         if not error:
-            name = partial(complete_folders, saving.folder, saving.step, saving.complete)
+            # the last step, on rank 0: the index, the checksums, then the folder's name
+            folders = (saving.folder, saving.step, saving.write_index)
             try:
-                await on_rank_0(self.world, name, parts, self.config.keep)
+                await on_rank_0(self.world, name_folders, *folders, parts, self.config.keep)
             except OSError as caught:
                 error = str(caught)
         if error:
@@ -284,13 +287,13 @@ class Checkpoints:
 
 
 async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoints:
-    """Prepare --out, and find where the run continues (collective). Raises UserError if it can't."""
+    """Prepare --out, and find where to continue (collective: all ranks). Raises UserError if it can't."""
     contents = await on_rank_0(world, contents_of, config)
     try:
         if any(await world.gather(was_restarted_after_a_save(config))):
             config = replace(config, resume="auto")
         folder = await find_checkpoint(config, world, say)
-        point = await on_rank_0(world, make_ready, config, contents, folder, say)
+        point = await on_rank_0(world, prepare_out, config, contents, folder, say)
     except OSError as error:
         raise UserError(f"--out {config.out} can't be used: {error}") from None
     newest = point.newest if point else None
@@ -308,7 +311,7 @@ def was_restarted_after_a_save(config: Config) -> bool:
 
 
 async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None:
-    """Return the checkpoint to resume from, or None (collective). Raises UserError if all are damaged."""
+    """Return the checkpoint to resume from (collective: all ranks). Raises UserError if all are damaged."""
     if config.resume == "never":
         return None
     folders = [Path(config.resume)]
@@ -330,11 +333,13 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
     raise UserError(f"--resume {config.resume}: no complete checkpoint: {damage}; {choice}")
 
 
-def make_ready(config: Config, contents: dict, folder: Path | None, say: Say) -> ResumePoint | None:
+def prepare_out(
+    config: Config, contents: dict, folder: Path | None, say: Say
+) -> ResumePoint | None:
     """Archive an earlier run's files, or cut them back to the checkpoint that this run continues from."""
     out = Path(config.out)
     step = step_of(folder) if folder else 0
-    rows = atomic_files.complete_rows(out / "metrics.jsonl")
+    rows = atomic_files.whole_rows(out / "metrics.jsonl")
     is_done = any("time/step_s" not in row for row in rows)  # the last row belongs to no step
     if config.resume == "auto" and is_done and step >= config.steps:
         folder = None
@@ -392,7 +397,9 @@ def contents_of(config: Config) -> dict[str, list[str]]:
             value = vars(config)[name]
             for spec in [value] if isinstance(value, str) else value:
                 files = files_of(spec)
-                contents[name].append(spec.partition(".py:")[2] if files else spec)
+                _, _, function = spec.partition(".py:")  # none in a model's directory
+                # files may move: only the function's name in FILE.py:name counts
+                contents[name].append(function if files else spec)
                 contents[name] += threads.map(atomic_files.sha256, files)
     return contents
 

@@ -27,7 +27,7 @@ MAX_EMPTY_STEPS = 20  # consecutive steps without an informative group
 
 
 async def train(c: Controller) -> bool:
-    """Run the loop, then save everything (collective). Returns whether a stop ended it."""
+    """Run the loop, then save everything (collective: all ranks). Returns whether a stop ended it."""
     was_stopped = False
     try:
         await loop(c)
@@ -44,7 +44,7 @@ async def train(c: Controller) -> bool:
 
 
 async def loop(c: Controller) -> None:
-    """Serve, then train, step by step (collective). Raises Stopped on all ranks if one was asked to stop."""
+    """Serve, then train, step by step (collective: all ranks). Raises Stopped if a rank was asked to stop."""
     await c.devices.to_serving()  # engines start asleep: wake them and push the first weights
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
@@ -63,7 +63,7 @@ async def loop(c: Controller) -> None:
         await c.devices.to_serving()  # rollout engines wake and load the weights; trainers sleep
         c.timeline.mark("weights", f"v{c.devices.actor.version}")
         await c.report.step(c, step, batch, flat(shares.of(c.devices.actor)), stats | decision)
-        await c.checkpoints.finish(c)  # complete the save if every rank has written its part
+        await c.checkpoints.finish(c)  # finish the save if every rank has written its part
         stop_if_due(c)
         del batch, sizes, shares  # free them before the next step is served
     c.timeline.step = c.config.steps
@@ -72,7 +72,7 @@ async def loop(c: Controller) -> None:
 
 
 async def gather_sizes(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes], StepStats | None]:
-    """Gather every rank's sample sizes, and its measurements of serving (collective).
+    """Gather every rank's sample sizes, and its measurements of serving (collective: all ranks).
 
     Raises Stopped if a rank was asked to stop: the batch is saved, and trained on when the run resumes.
     """
@@ -90,14 +90,14 @@ async def gather_sizes(batch: RolloutBatch, c: Controller) -> tuple[list[Sizes],
 
 
 async def exchange(batch: RolloutBatch, sizes: list[Sizes], c: Controller) -> Shares:
-    """Deal all samples to the models' data-parallel ranks in equal work (collective).
+    """Deal all samples to the models' data-parallel ranks in equal work (collective: all ranks).
 
     Every rank computes the same deals from the gathered sizes: one per shape, because actor and critics may
     be sharded differently. For each model, a sample goes straight from its owner to every rank of one copy.
     """
     actor = c.devices.actor
     shapes = [m.shape for m in (actor, *c.devices.critics, *c.devices.references)]
-    owners, deals = deal(sizes, shapes, actor.cost, c.config)
+    owners, deals = deal(sizes, shapes, actor.macs, c.config)
     parcels: dict[int, list[Sample]] = {}  # receiver -> samples
     own = {sample.key: sample for sample in batch.kept}
     for key, owner in owners.items():
@@ -149,7 +149,7 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     for critic in c.devices.critics:
         await c.devices.give_device_to(critic)
         await c.same_duty.run(critic.compute_values, shares.of(critic))
-    await c.devices.sharing.share_columns(c.same_duty, shares)
+    await c.devices.colocation.send_columns(c.same_duty, shares)
     metrics = {}
     if "cost" in c.algorithm.signals:
         state = c.state
@@ -180,7 +180,7 @@ async def gather_metrics(
     Raises UserError after MAX_SKIPS consecutive skipped updates, and saves the samples of the last one.
     """
     is_asked = bool(c.stop.asked)
-    stats, was_asked = await c.devices.sharing.gather_metrics(c.world, stats, is_asked)
+    stats, was_asked = await c.devices.colocation.gather_metrics(c.world, stats, is_asked)
     c.stopping = c.stopping or was_asked
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -38,7 +38,7 @@ class Prompts:
     carried: list[int] = field(default_factory=list)  # drawn, but not used
     groups: dict[int, Group] = field(default_factory=dict)  # this rank's groups of carried prompts
     owners: dict[int, int] = field(default_factory=dict)  # carried prompt -> rank of its group
-    _ahead: dict[int, Awaitable[Prompt]] = field(default_factory=dict, init=False)  # being read
+    _reading: dict[int, asyncio.Task[Prompt]] = field(default_factory=dict, init=False)
 
     def draw(self, count: int) -> list[int]:
         """Return the next prompt_ids: carried ones first, then new ones."""
@@ -62,9 +62,11 @@ class Prompts:
         return owners
 
     async def read(self, prompt_ids: Collection[int]) -> dict[int, Prompt]:
-        """Read training prompts, several at once. Raises UserError if one can't be used."""
-        self._begin(prompt_ids)
-        return {prompt_id: await self._ahead.pop(prompt_id) for prompt_id in prompt_ids}
+        """Read training prompts, with threads several at once. Raises UserError if one can't be used."""
+        if self.threads is None:
+            return {prompt_id: self.source.training(prompt_id) for prompt_id in prompt_ids}
+        self._start_reading(prompt_ids)
+        return {prompt_id: await self._reading.pop(prompt_id) for prompt_id in prompt_ids}
 
     def read_ahead(self, count: int, controllers: int, rank: int) -> None:
         """Start reading those of the next `count` prompts that this controller will probably own."""
@@ -73,15 +75,16 @@ class Prompts:
         preview = replace(self, carried=list(self.carried), owners=dict(self.owners))
         owners = preview.assign_owners(preview.draw(count), controllers)
         own = [prompt_id for prompt_id, owner in owners.items() if owner == rank]
-        for prompt_id in self._ahead.keys() - own:
-            self._ahead.pop(prompt_id).cancel()
-        self._begin(own)
+        for prompt_id in self._reading.keys() - own:
+            self._reading.pop(prompt_id).cancel()
+        self._start_reading(own)
 
-    def _begin(self, prompt_ids: Collection[int]) -> None:
+    def _start_reading(self, prompt_ids: Collection[int]) -> None:
+        """Start a task for each of these prompts that has none."""
         for prompt_id in prompt_ids:
-            if prompt_id not in self._ahead:
+            if prompt_id not in self._reading:
                 read = self.in_thread(self.source.training, prompt_id)
-                self._ahead[prompt_id] = asyncio.create_task(read) if self.threads else read
+                self._reading[prompt_id] = asyncio.create_task(read)
 
     async def in_thread(self, read: Callable[[int], Prompt], number: int) -> Prompt:
         """Call `read` in a thread, because a clip would block the event loop for seconds."""

@@ -26,7 +26,7 @@ class Answered:
 
 
 async def evaluate_once(c: Controller) -> bool:
-    """Answer the held-out prompts without training (collective). Returns whether a stop ended it."""
+    """Answer the held-out prompts only (collective: all ranks). Returns whether a stop ended it."""
     await c.devices.rollout.wake()
     c.timeline.start()
     try:

@@ -115,7 +115,7 @@ def full_colocation(placement: Placement, config: Config) -> list[Split]:
 def partial_colocation(placement: Placement, config: Config) -> list[Split]:
     """Let the first S ranks write and the rest judge, for each S that splits no engine. WeChat-YATT."""
     ranks = len(placement.engines)
-    cuts = range(placement.unit, ranks, placement.unit)
+    cuts = range(placement.least_ranks, ranks, placement.least_ranks)
     return [Split("partial", cut, ranks - cut) for cut in cuts]
 
 
@@ -151,8 +151,8 @@ def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Place
     if not splits:
         engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
         engines += f" for each of {judges} judges" if judges > 1 else ""
-        neighbours = f", on adjacent ranks that start at a multiple of {placement.unit}"
-        engines += neighbours if placement.unit > 1 else ""
+        neighbours = f", on adjacent ranks that start at a multiple of {placement.least_ranks}"
+        engines += neighbours if placement.least_ranks > 1 else ""
         raise UserError(f"--mode {config.mode} needs more ranks than {ranks} for {engines}")
     first = first_split(splits, config, ranks)
     others = [split for split in splits if split != first] if config.rebalance else []

@@ -5,8 +5,7 @@ genrm share the engines' ranks (modes.py). Whatever shares ranks takes turns. Th
 
     to training   every engine sleeps (frees weights and KV cache); then trainers wake: one at a time, or all
                   if the schedule runs them in one pipeline
-    to serving    critics sleep, the actor frees its gradients and buffers, the rollout weights wake, push,
-                  the actor sleeps, the KV cache wakes
+    to serving    see Devices.push; the mode wakes the judges
 
 Engines on ranks that don't train sleep only during a push. While all sleep, the split may change.
 """
@@ -39,7 +38,7 @@ def colocate(everyone: tuple[int, ...], config: Config) -> Placement:
     return Placement(everyone, shape, shape, shape)
 
 
-class Shared:
+class Colocated:
     """Engines and trainers share all ranks, and take turns on devices. Other placements are subclasses."""
 
     stops_serving = True  # a stop abandons the step that is being served
@@ -51,17 +50,12 @@ class Shared:
             yield "--ahead 1 needs engines on ranks that train nothing: --placement standalone"
 
     async def to_training(self, devices: Devices) -> None:
-        """Put engines to sleep (collective)."""
-        await devices.rest_engines()
+        """Put engines to sleep (collective: all ranks)."""
+        await devices.put_engines_to_sleep()
 
     async def to_serving(self, devices: Devices) -> None:
-        """Hand the devices from trainers to engines, in the order described above (collective)."""
-        devices.take_next_split()
-        await devices.give_device_to(devices.actor)
-        await devices.push(stays=False)
-        await devices.rest_trainers()
-        await devices.meet_for_wide_engines()
-        await devices.rollout.wake_kv_cache()
+        """Hand the devices from trainers to engines (collective: all ranks)."""
+        await devices.push()
 
     def stand_in(self, config: Config, model: str, shape: Shape, **how: Any) -> Trainer:
         """Return the stand-in for a model on a rank that doesn't hold it; here every rank does."""
@@ -71,7 +65,7 @@ class Shared:
         """Return a route for pushes to engines on ranks without the actor; here there is none."""
         return None
 
-    async def share_columns(self, world: World, shares: Shares) -> None:
+    async def send_columns(self, world: World, shares: Shares) -> None:
         """Send what models computed to the ranks that need it; with shared ranks, all have it already."""
 
     async def gather_metrics(
@@ -88,11 +82,11 @@ class PlacementRow(NamedTuple):
     """A placement: which ranks hold what, and how they share their devices."""
 
     place: Callable[[tuple[int, ...], Config], Placement]  # (all ranks, config)
-    sharing: Callable[[Placement], Shared]
+    colocation: Callable[[Placement], Colocated]
 
 
 # extras/apart/placements.py adds others
-PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Shared())}
+PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Colocated())}
 
 
 def row_of(config: Config) -> PlacementRow:
@@ -114,7 +108,7 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
     try:
         row = row_of(config)
         placement = row.place(everyone, config)
-        unmet = row.sharing(placement).problems(placement, config)
+        unmet = row.colocation(placement).problems(placement, config)
         for problem in (*placement.problems(world_size), *unmet):
             raise UserError(problem)
     except UserError as error:
@@ -131,7 +125,7 @@ class Models(NamedTuple):
     trainers: list[Trainer]  # the actor, then the critics
     # the KL's reference, if there is one: a frozen model, or the actor with its adapters switched off
     references: list[Trainer]
-    route: Any = None  # for pushes to other ranks: see Shared.connect
+    route: Any = None  # for pushes to other ranks: see Colocated.connect
 
 
 class Devices:
@@ -152,7 +146,7 @@ class Devices:
         self.splits = splits
         self.split = splits[0]  # the current one
         self.next = splits[0]  # the next step's
-        self.sharing = row_of(config).sharing(placement)
+        self.colocation = row_of(config).colocation(placement)
         self.serves = world.rank in placement.servers  # if not, it only trains
         self.actor, *self.critics = models.trainers or [None]  # None in an evaluation
         self.references = models.references
@@ -174,7 +168,7 @@ class Devices:
         return self.placement.leads(role, self.split)
 
     async def set_awake(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
-        """Wake the engines of these ranks, and put all others to sleep (collective).
+        """Wake the engines of these ranks, and put all others to sleep (collective: ranks that serve).
 
         Judges that must sleep finish first. Then answers move to the remaining rollout engines, and critiques
         that wait for busy judges move to the judges that wake.
@@ -205,15 +199,15 @@ class Devices:
             raise UserError(f"{asked} that --mode {self.split.mode} doesn't wake, and {idle}")
 
     async def to_training(self) -> None:
-        """Hand the devices that engines share with trainers to the trainers (collective)."""
-        await self.sharing.to_training(self)
+        """Hand the devices that engines share with trainers to the trainers (collective: all ranks)."""
+        await self.colocation.to_training(self)
 
     async def to_serving(self) -> None:
-        """Push the weights, and wake the rollout engines (collective). The mode wakes genrm."""
-        await self.sharing.to_serving(self)
+        """Push the weights, and wake the rollout engines (collective: all ranks). The mode wakes genrm."""
+        await self.colocation.to_serving(self)
 
-    async def rest_engines(self) -> None:
-        """Put all engines to sleep (collective)."""
+    async def put_engines_to_sleep(self) -> None:
+        """Put all engines to sleep (collective: all ranks)."""
         await self.rollout.sleep()
         await self.genrm.sleep()
         await self._world.barrier()
@@ -223,37 +217,59 @@ class Devices:
         wanted = [trainer for trainer in trainers if trainer.holds]
         if not wanted:
             return  # these models are on other ranks: leave this device as it is
-        await self.rest_trainers(but=wanted)
+        await self.put_trainers_to_sleep(but=wanted)
         for trainer in wanted:
             if not trainer.awake:
                 with self._timeline.span("switch"):
                     await self._world.run(trainer.wake)
 
-    async def rest_trainers(self, but: Collection[Trainer] = ()) -> None:
+    async def put_trainers_to_sleep(self, but: Collection[Trainer] = ()) -> None:
         """Put this rank's trainers to sleep, except some. Not collective."""
         for trainer in (self.actor, *self.critics, *self.references):
             if trainer.awake and trainer not in but:
                 with self._timeline.span("switch"):
                     await self._world.run(trainer.sleep)
 
-    def take_next_split(self) -> None:
-        """Assign the engines by the next step's split. Not collective."""
+    async def push(self, actor_stays: bool = False) -> None:
+        """Load the actor's weights into the rollout engines, and wake these (collective: all ranks).
+
+        actor_stays: the actor stays awake, because its ranks have no engines. Example with --tp 2: ranks 0
+        and 1 hold half of the actor each; the engine of rank 0 writes, that of rank 1 judges.
+
+            rank   does                        waits for    until
+            0, 1   gather a tensor             each other   both have asked for it
+            0      sends a bucket's handle     its engine   it has copied the bucket, and responds
+            1      drops the tensors           rank 0       rank 0 asks for the next bucket's first tensor
+            0, 1   put their actors to sleep   -
+            0      wakes the KV cache          its engine   it has the memory, and responds
+            0, 1   meet at a barrier           each other   both are there; then requests may come
+
+        Beside each line: what it takes (+) or frees (-) on a GPU. A bucket has about 512 MiB.
+        """
+        self._take_next_split()
+        if not actor_stays:
+            await self.put_trainers_to_sleep(but=[self.actor])  # - other models
+        await self.give_device_to(self.actor)  # + its weights, optimizer, gradients, if it slept
+        await self._world.run(self.actor.trim, actor_stays)  # - gradients, memory cached by passes
+        await self._meet_for_wide_engines()
+        await self.rollout.wake_weights()  # + the engine's weights, still empty
+        weights = self.actor.named_weights()
+        if self._route:  # engines on ranks without the actor
+            weights = self._route.carry(weights)
+        await self.rollout.load_weights(weights, self.actor.version)  # + a bucket
+        if not actor_stays:
+            await self.put_trainers_to_sleep()  # - the actor, the last bucket
+            await self._meet_for_wide_engines()
+        await self.rollout.wake_kv_cache()  # + the KV cache
+
+    def _take_next_split(self) -> None:
+        """Use the engines of the next step's split, which may differ from this one's. Not collective."""
         self.split = self.next
-        self.rollout.assign(self.leads("rollout"))
-        self.genrm.assign(self.leads("genrm"))
+        self.rollout.use_only(self.leads("rollout"))
+        self.genrm.use_only(self.leads("genrm"))
         self.swap_s = 0.0
 
-    async def push(self, stays: bool) -> None:
-        """Wake the rollout weights and load the actor's (collective). stays: the actor stays awake."""
-        await self._world.run(self.actor.trim, stays)
-        await self.meet_for_wide_engines()
-        await self.rollout.wake_weights()
-        named_weights = self.actor.named_weights()
-        if self._route:
-            named_weights = self._route.carry(named_weights)
-        await self.rollout.load_weights(named_weights, self.actor.version)
-
-    async def meet_for_wide_engines(self) -> None:
-        """Wait for all ranks if an engine spans several, which must have room (collective)."""
+    async def _meet_for_wide_engines(self) -> None:
+        """If an engine spans ranks, wait until all have room for its parts (collective: all ranks)."""
         if self.placement.rollout_tp > 1:
             await self._world.barrier()

@@ -135,33 +135,43 @@ class Rewards:
             judge.latencies.clear()
 
     async def score(self, sample: Sample, pool: Pool) -> None:
-        """Fill a finished sample's critique, verdict, reward and cost. All judges are asked at once."""
+        """Fill a finished sample's critique, verdict, reward and cost. All judges are asked at once.
+
+        The reward stays None, which drops the sample, in three cases: its episode is lost; a value can't be
+        read; or nothing with a weight applies to it.
+        """
         if sample.finish == "lost":
             return
         # shielded from this task's end, because another sample may wait for the same judgement
         found = await asyncio.gather(*map(asyncio.shield, self._judgements(sample, pool)))
-        said = {s: judged for s, judged in zip(self._sources, found, strict=True) if judged}
-        critiques = [judgement.critique for judgement in said.values()]
+        judgements = dict(zip(self._sources, found, strict=True))
+        # a rule that doesn't apply returns None
+        judgements = {source: one for source, one in judgements.items() if one is not None}
+        sample.critique = self._joined_critiques([one.critique for one in judgements.values()])
+        values = {source: one.value for source, one in judgements.items()}
+        if None in values.values():
+            return  # the mean of the other values would have a different scale
+        weighted_signals = {source.signal for source in values if self._weights[source]}
+        if weighted_signals != {source.signal for source in self._sources}:
+            return
+        of_reward = [source for source in values if source.signal == "reward"]
+        weights = [self._weights[source] for source in of_reward]
+        sample.reward = 0.0  # if the run only has a teacher
+        if of_reward:
+            sample.reward = weighted_mean([values[source] for source in of_reward], weights)
+            part = self._weights.get(ENVIRONMENT, 0.0) / sum(weights)
+            sample.turn_rewards = [part * earned for earned in sample.earned]
+        costs = [value for source, value in values.items() if source.signal == "cost"]
+        sample.cost = math.fsum(costs) if costs else None
+        verdicts = [values[judge] for judge in self.judges if judge.gives_verdict]
+        sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
+
+    def _joined_critiques(self, critiques: list[str]) -> str:
+        """Join a sample's critiques, the judges' first; with several judges each is named by its number."""
         if len(self.judges) > 1:
             for number in range(len(self.judges)):
                 critiques[number] = f"judge {number}:\n{critiques[number]}"
-        sample.critique = "\n".join(filter(None, critiques))
-        values = {source: judgement.value for source, judgement in said.items()}
-        if None in values.values():
-            return  # no reward without this value: the mean of the others has a different scale
-        counting = {source.signal for source in values if self._weights[source]}
-        if counting < {source.signal for source in self._sources}:
-            return  # no rule with a weight applies to it
-        rewards = [(x, self._weights[s]) for s, x in values.items() if s.signal == "reward"]
-        costs = [value for source, value in values.items() if source.signal == "cost"]
-        verdicts = [values[judge] for judge in self.judges if judge.gives_verdict]
-        sample.reward = 0.0  # if the run only has a teacher
-        if rewards:
-            sample.reward = weighted_mean(*zip(*rewards, strict=True))
-            part = self._weights.get(ENVIRONMENT, 0.0) / sum(weight for _, weight in rewards)
-            sample.turn_rewards = [part * earned for earned in sample.earned]
-        sample.cost = math.fsum(costs) if costs else None
-        sample.verdict = fmean(verdicts) > 0.5 if verdicts else None
+        return "\n".join(filter(None, critiques))
 
     async def cancel(self) -> None:
         """Cancel unfinished judgements, and wait until they end. A later request asks again."""
@@ -219,9 +229,9 @@ class Rewards:
 def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:
     """Return the sample with its texts, but without a final answer."""
     last = sample.last_turn
-    before = sample.tokens[: len(sample.prompt) + sample.begun - len(last)]
+    earlier = sample.tokens[: len(sample.prompt) + sample.begun - len(last)]
     texts = {"text": decode(last, special=True), "plain_text": decode(last)}
-    texts["prompt_text"] = decode(before, special=True)
+    texts["prompt_text"] = decode(earlier, special=True)
     fields = vars(sample) | {"turns": turns_before(sample, decode)}
     return TextSample(**fields, **texts)
 

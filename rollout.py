@@ -76,12 +76,12 @@ class RolloutStep:
 
     @property
     def is_over(self) -> bool:
-        """True once the batch is complete, or no more groups can come."""
+        """True once the batch is decided, or no more groups can come."""
         can_come = self.sampler.num_in_flight or self.sampler.next_draw()
-        return self.sampler.is_complete or not can_come
+        return self.sampler.is_decided or not can_come
 
     async def draw_prompts(self) -> list[int]:
-        """Draw the prompts that the sampler wants now. Returns this controller's share."""
+        """Draw the prompts that the sampler wants now. Returns this controller's."""
         draw = self.sampler.next_draw()
         if draw is None:
             return []
@@ -142,41 +142,49 @@ async def play(
     c: Controller,
     group: list[Sample],
     tasks: Tasks,
-    note: Callable[[Sample, Answer], None] = lambda sample, answer: None,
+    before_append: Callable[[Sample, Answer], None] = lambda sample, answer: None,
     on_finished: Callable[[Sample], None] = lambda sample: None,
 ) -> None:
-    """Generate a group's answers. With an environment, each is an episode that proceeds independently.
+    """Generate a group's answers, and call `on_finished(sample)` after the last part of each.
 
-    note(sample, answer) is called before a part is appended, on_finished(sample) after the last part.
+    Without an environment one stream writes all of them. With one, it writes each answer's first turn; from
+    then on the answer is an episode with a task of its own (`play_on`), so that none waits for another.
+    before_append(sample, answer): is called for every part.
     """
-    clock = asyncio.get_running_loop().time
 
-    def take(sample: Sample, answer: Answer) -> None:
-        note(sample, answer)
+    def append(sample: Sample, answer: Answer) -> None:
+        before_append(sample, answer)
         append_tokens(c, sample, answer)
 
-    async def go_on(sample: Sample) -> None:
+    async def play_on(sample: Sample) -> None:
+        """Alternate the environment's replies and the policy's turns until the episode ends or is cut off."""
         while sample.finish == "turn" and not tasks.closed:
-            start = clock()
-            await c.environment.answer(sample)
-            if sample.prompt_id >= 0:  # the timeline omits evaluations
-                c.timeline.sample("environment", *sample.key, c.world.rank, start, clock())
-            async for _, answer in stream_answers(c, [sample], tasks):
-                take(sample, answer)
+            await ask_environment(c, sample)
+            async for _, turn in stream_answers(c, [sample], tasks):
+                append(sample, turn)
         if sample.is_finished:
             on_finished(sample)
 
     async with Tasks() as episodes:
         for sample in group:
             if sample.finish == "turn":  # an earlier step was cut off here
-                episodes.start(sample.index, go_on(sample))
+                episodes.start(sample.index, play_on(sample))
         async for sample, answer in stream_answers(c, group, tasks):
-            take(sample, answer)
+            append(sample, answer)
             if sample.finish == "turn":
-                episodes.start(sample.index, go_on(sample))
+                episodes.start(sample.index, play_on(sample))
             elif sample.is_finished:
                 on_finished(sample)
         await asyncio.gather(*episodes.running.values())
+
+
+async def ask_environment(c: Controller, sample: Sample) -> None:
+    """Have the environment answer the policy's turn. If it ends the episode, the sample is finished."""
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    await c.environment.answer(sample)
+    if sample.prompt_id >= 0:  # the timeline omits evaluations
+        c.timeline.sample("environment", *sample.key, c.world.rank, start, clock())
 
 
 def append_tokens(c: Controller, sample: Sample, answer: Answer) -> None:
@@ -297,7 +305,7 @@ class Meeting(NamedTuple):
 
 
 async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Meeting:
-    """Return all controllers' facts, combined by `add`, and the total status of engines (collective).
+    """Return all facts, combined by `add`, and the engines' total status (collective: ranks that serve).
 
     Raises Stopped if a rank was asked to stop and no rank is training, and the errors of Devices.apply.
     """
@@ -305,7 +313,7 @@ async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Me
     own = Meeting(facts, *statuses, bool(c.stop.asked))
     meeting = await c.same_duty.reduce(own, partial(Meeting.total, add=add))
     c.devices.apply(meeting.rollout, meeting.genrm)
-    if meeting.stop and c.devices.sharing.stops_serving:
+    if meeting.stop and c.devices.colocation.stops_serving:
         raise Stopped
     return meeting
 
@@ -346,23 +354,25 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
 
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[int]]:
-    """Gather finished groups (collective). Returns what remains, and each engine's outstanding tokens."""
+    """Gather finished groups (collective: ranks that serve).
+
+    Returns what remains, and each engine's outstanding tokens.
+    """
     meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
     progress = meeting.facts
-    step.sampler.num_generated = progress.generated  # first, because `record` may use it
-    step.sampler.record(progress.finished)
+    step.sampler.record(progress.finished, progress.generated)
     step.c.rewards.check(progress.failed, progress.succeeded)
     return progress.remaining, meeting.rollout.outstanding
 
 
 async def wait_for_all(c: Controller, tasks: Tasks) -> None:
-    """Wait for the tasks of every controller (collective)."""
+    """Wait for the tasks of every controller (collective: ranks that serve)."""
     while (await sync_controllers(c, len(tasks.running))).facts:
         await tasks.poll()
 
 
 async def wait_for_enough(step: RolloutStep) -> None:
-    """Wait for all tasks. With over-dispatch wait for enough, and cut off the rest (collective)."""
+    """Wait for all tasks, or with over-dispatch for enough, then cut off (collective: ranks that serve)."""
     c = step.c
     sampler = step.sampler
     if c.config.over_dispatch == 1:
@@ -377,7 +387,7 @@ async def wait_for_enough(step: RolloutStep) -> None:
 
 
 async def cut_off(c: Controller, tasks: Tasks) -> None:
-    """Abort all generation and judging, and wait until the requests have returned (collective)."""
+    """Abort generation and judging, and wait for the requests' ends (collective: ranks that serve)."""
     tasks.closed = True
     await c.rewards.cancel()
     if c.environment:

@@ -99,7 +99,7 @@ def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) 
 
 
 async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
-    """Build the parts, train or evaluate, and tear down (collective: every rank)."""
+    """Build the parts, train or evaluate, and tear down (collective: all ranks)."""
     work = WORKS[config.work]
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
@@ -125,7 +125,7 @@ async def run(config: Config, placement: Placement, splits: list[Split], stop: S
 
 @contextlib.asynccontextmanager
 async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
-    """Yield the World of all ranks and the progress bar, with --out locked (collective)."""
+    """Yield the World of all ranks and the progress bar, with --out locked (collective: all ranks)."""
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
         if config.command == "rl" and os.environ["LOCAL_RANK"] == "0":
@@ -158,7 +158,7 @@ async def controller_of(
     fleet: Fleet,
     stop: Stop,
 ) -> Controller:
-    """Start this rank's servers, and build its controller, new or from a checkpoint (collective)."""
+    """Start this rank's servers, and build its controller or restore it (collective: all ranks)."""
     out = Path(config.out)
     # first read and check everything that doesn't need engines
     rules = rewards.load_rules(config)

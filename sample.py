@@ -82,7 +82,9 @@ class Sample:
     verdict: bool | None = None  # for reports; `reward` may include more
     reward: float | None = None
     cost: float | None = None
-    turn_rewards: list[float] = field(default_factory=list)  # the share of `earned` in `reward`
+    turn_rewards: list[float] = field(
+        default_factory=list
+    )  # the part of each of `earned` in `reward`
     # rollout.py; the outcomes of its whole group
     outcomes: list[Outcome] = field(default_factory=list)
     # actor.py, extras/critic/model.py (by name) and algorithms.py, on the ranks that train; one per
@@ -135,7 +137,7 @@ class Sample:
 
 
 def parts_of(response: list[int], replies: Iterable[Reply]) -> list[tuple[list[int], bool]]:
-    """Split what follows a prompt into parts, in order: (tokens, whether the policy wrote them)."""
+    """Divide what follows a prompt into parts, in order: (tokens, whether the policy wrote them)."""
     parts = []
     start = 0
     for place, tokens, _ in replies:

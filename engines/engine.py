@@ -283,7 +283,7 @@ class Engine:
                     raise UserError(f"the {self.name} refused: {event['error']['message']}")
                 part = read_part(event, written[event["index"]])
                 if part.finish == "length" and requests[part.index].sampling.ignore_eos:
-                    part = replace(part, finish="stop")  # it is complete
+                    part = replace(part, finish="stop")  # nothing follows
                 written[part.index] += len(part.tokens)
                 finished += bool(part.finish)
                 first_token = first_tokens.setdefault(part.index, clock())

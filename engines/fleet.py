@@ -34,26 +34,26 @@ class ServerSpec(NamedTuple):
 
 
 class Fleet(contextlib.AbstractAsyncContextManager):
-    """A run's servers: `launch`, build trainers, `ready`, `connect` (collective). `async with` ends them."""
+    """A run's servers: `launch`, build trainers, `ready`, `connect`. `async with` ends them."""
 
     def __init__(self, config: Config, world: World):
         self._config = config
         self._world = world
         self._engines: list[Engine] = []  # this rank's; after `connect` every rank's
-        self._share = 0.0  # bytes of this rank's GPU that an awake engine takes
+        self._engine_bytes = 0.0  # bytes of this rank's GPU that an awake engine takes
 
     async def __aexit__(self, *error: object) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     async def launch(self, specs: list[ServerSpec]) -> None:
-        """Start this rank's servers (collective). Raises UserError if that fails.
+        """Start this rank's servers (collective: all ranks). Raises UserError if that fails.
 
         With CUDA, roles start one by one: each sleeps before the next starts and before a trainer is built,
         as an engine takes a fraction of the memory that it finds free. Each role's first server on a machine
         compiles kernels, and the others find them cached. On a CPU all start at once.
         """
         if self._config.device == "cuda":
-            self._share = self._config.mem_fraction * devices.free_bytes()
+            self._engine_bytes = self._config.mem_fraction * devices.free_bytes()
         key = await self._world.broadcast(secrets.token_hex(32))
         for role in ROLES:
             of_role = [spec for spec in specs if spec.role == role]
@@ -63,14 +63,14 @@ class Fleet(contextlib.AbstractAsyncContextManager):
                 await self._start_in_turn(of_role, key)
 
     async def _start_in_turn(self, specs: list[ServerSpec], key: str) -> None:
-        """Start the first server on each machine, then, once it sleeps, the others (collective)."""
+        """Start each machine's first server, then, once it sleeps, the others (collective: all ranks)."""
         is_first = await self._is_first_here(specs)
         for turn in (is_first, not is_first):
             await raise_on_all(self._world, self._start(specs if turn else [], key))
             await self.ready()
 
     async def _is_first_here(self, specs: list[ServerSpec]) -> bool:
-        """True if no lower rank on this machine has such servers (collective)."""
+        """True if no lower rank on this machine has such servers (collective: all ranks)."""
         rank = self._world.rank
         first = rank - int(os.environ["LOCAL_RANK"])
         return not any((await self._world.gather(bool(specs)))[first:rank])
@@ -85,7 +85,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
             self._engines.append(engine)
 
     async def ready(self) -> None:
-        """Wait until all starting servers sleep (collective). Raises UserError with the end of a log.
+        """Wait until all started servers sleep (collective: all ranks). Raises UserError with a log's end.
 
         An engine of several ranks reports that its first one sleeps, so each rank also checks its own GPU.
         """
@@ -94,11 +94,13 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         asleep = [engine.ready_asleep(limit_s) for engine in starting]
         await raise_on_all(self._world, asyncio.gather(*asleep))
         if self._config.device == "cuda" and self._config.memory_check:
-            room = self._world.run(devices.wait_for_room, self._share, "the next process", limit_s)
+            room = self._world.run(
+                devices.wait_for_room, self._engine_bytes, "the next process", limit_s
+            )
             await raise_on_all(self._world, room)
 
     async def connect(self, timeline: Timeline, serving: World | None = None) -> dict[str, Pool]:
-        """Return pools by role with handles on all engines (collective). serving: ranks; all by default."""
+        """Return pools by role, with all engines (collective: all ranks). serving: all ranks by default."""
         own = [(type(e), e.role, e.rank, e.url, e.key, e.model, e.capacity) for e in self._engines]
         for rank, there in enumerate(await self._world.gather(own)):
             if rank != self._world.rank:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,8 +42,9 @@ class EngineStatus(NamedTuple):
 class Pool:
     """Handles on a role's engines; one of them may be this rank's own.
 
-    Collective methods act on each rank's own engine if the split has it (`assign`), and return on all ranks
-    together, so that no request reaches a sleeping engine. A lost engine ends the run.
+    Collective methods act on each rank's own engine if the split has it (`use_only`), and return on all ranks
+    together, so that no request reaches a sleeping engine. A lost engine ends the run. In a step,
+    Devices.push calls `wake_weights`, `load_weights`, `wake_kv_cache`; then the mode calls `set_awake`.
     """
 
     def __init__(self, engines: list[Engine], world: World, timeline: Timeline, config: Config):
@@ -68,10 +69,10 @@ class Pool:
         counts = Counter(engine.model for engine in engines)
         most = QUEUED * config.max_running_requests  # per engine
         self._turns = {model: asyncio.Semaphore(most * count) for model, count in counts.items()}
-        self.assign(tuple(engine.rank for engine in engines))
+        self.use_only(tuple(engine.rank for engine in engines))
 
-    def assign(self, leads: tuple[int, ...]) -> None:
-        """Use only the engines of these ranks."""
+    def use_only(self, leads: tuple[int, ...]) -> None:
+        """Use only the engines of these ranks, the split's."""
         assert not self.awake, "the split can change only while every engine sleeps"
         chosen = set(leads)
         self.engines = [engine for engine in self.all_engines if engine.rank in chosen]
@@ -170,11 +171,11 @@ class Pool:
             raise self.own.lost(f"has {owed} tokens outstanding and sent none for {most_s:g} s")
 
     async def wake(self) -> None:
-        """Bring weights and KV cache of all engines back to the devices (collective)."""
+        """Bring weights and KV cache of all engines back to the devices (collective: ranks that serve)."""
         await self.set_awake(tuple(engine.rank for engine in self.engines))
 
     async def sleep(self) -> None:
-        """Put this rank's engine to sleep: every rank does, between two meetings."""
+        """Put this rank's engine to sleep. Not collective, but every rank must call it before they meet."""
         assert not +self._load.outstanding, "an engine with outstanding tokens can't sleep"
         is_awake = self.world.rank in self.awake
         self._mark_awake(())
@@ -184,7 +185,7 @@ class Pool:
                 await self._on_own(lambda engine: engine.sleep())
 
     async def set_awake(self, leads: tuple[int, ...], move: bool = False) -> None:
-        """Have only the engines of these ranks awake (collective).
+        """Have only the engines of these ranks awake (collective: ranks that serve).
 
         A leaving engine first finishes its answers, or with `move` aborts them: then callers request the rest
         from engines that are awake. If engines join busy ones, `move` also aborts the newest requests on the
@@ -202,13 +203,15 @@ class Pool:
             self._wakes += 1
             await self._on_each(lambda engine: engine.wake_weights(), joining)
             await self._on_each(lambda engine: engine.wake_kv_cache(), joining)
-        relieves = bool(move and staying and joining)
-        moving = self._newest(staying, joining) if relieves else []
+        moving = []  # this controller's calls that go from a staying engine to a joining one
+        takers = set(leads)  # the engines that get the waiting requests
+        if move and staying and joining:
+            moving = self._newest(staying, joining)
+            takers = joining
         if leads:
-            takers = joining if relieves else set(leads)
             engines = [engine for engine in self.engines if engine.rank in takers]
             coming = Counter(engine.model for engine, _ in moving)
-            await self._load.deal(engines, coming, self.world)
+            await self._load.assign_waiting(engines, coming, self.world)
         else:
             self._load.forget()
         self._mark_awake(leads)
@@ -218,7 +221,7 @@ class Pool:
             self.woke_at = asyncio.get_running_loop().time()
 
     async def _finish_and_sleep(self, leaving: set[int], aborts: bool) -> None:
-        """Put these engines to sleep once their answers are finished or aborted (collective)."""
+        """Put engines to sleep when their answers are finished or aborted (collective: ranks that serve)."""
         while await self._have_outstanding(leaving):
             if aborts and self.world.rank in leaving:
                 await self._on_own(lambda engine: engine.abort())
@@ -227,7 +230,7 @@ class Pool:
             await self._on_each(lambda engine: engine.sleep(), leaving)
 
     def _newest(self, staying: set[int], joining: set[int]) -> list[tuple[Engine, list[Request]]]:
-        """Return this controller's newest calls on staying engines: the joining engines' fair share."""
+        """Return this controller's newest calls on staying engines that the joining ones take over."""
         joins = Counter(engine.model for engine in self.engines if engine.rank in joining)
         stays = Counter(engine.model for engine in self.engines if engine.rank in staying)
         of_all = [call for call in self._load.calls.values() if call[0].rank in staying]
@@ -241,7 +244,7 @@ class Pool:
         return chosen
 
     async def _have_outstanding(self, leads: set[int]) -> bool:
-        """True if any of these engines has outstanding tokens (collective). Raises as `apply_status` does."""
+        """True if one has tokens outstanding (collective: ranks that serve). Raises like `apply_status`."""
         status = await self.world.reduce(self.status(), EngineStatus.total)
         self.apply_status(status)
         return any(status.outstanding[rank] for rank in leads)
@@ -252,21 +255,24 @@ class Pool:
             await self._on_own(lambda engine: engine.wake_weights())
 
     async def load_weights(self, named_weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Push the actor's weights into this rank's engine (collective, as the iterator is)."""
+        """Push the actor's weights into this rank's engine (collective: ranks of the iterator).
+
+        The iterator gathers each tensor when it is asked for the next one, so every rank must reach its end:
+        also a rank without an engine, or one that lost its engine halfway.
+        """
         with self.timeline.span("sync"):
             try:
                 await self._on_own(lambda engine: engine.load_weights(named_weights, version))
             finally:
-                # gathering is collective: a rank takes part even without an engine, or with a lost one
-                await self.world.run(deque, named_weights, 0)
+                await self.world.run(exhaust, named_weights)
 
     async def wake_kv_cache(self) -> None:
-        """Allocate the KV cache; requests may come from then on (collective)."""
+        """Allocate the KV cache; requests may come from then on (collective: ranks that serve)."""
         await self._on_each(lambda engine: engine.wake_kv_cache())
         self._mark_awake(tuple(engine.rank for engine in self.engines))
 
     async def _on_each(self, verb: Verb, ranks: set[int] | None = None) -> None:
-        """Await `verb` on each engine of the split, or only on those of `ranks` (collective)."""
+        """Await `verb` on the split's engines, or on those of `ranks` (collective: ranks that serve)."""
         with self.timeline.span("switch"):
             if ranks is None or self.world.rank in ranks:
                 await self._on_own(verb)
@@ -276,3 +282,9 @@ class Pool:
         """Await `verb` on this rank's engine, if the split has it."""
         if self.own:
             await verb(self.own)
+
+
+def exhaust(iterator: Iterator) -> None:
+    """Ask for every item that is left, and drop it."""
+    for _ in iterator:
+        pass

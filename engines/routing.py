@@ -18,7 +18,7 @@ class Load:
         self.waiting: Counter[int] = Counter()  # model -> requests here that wait for an engine
         # name of a call's first request -> this controller's open call, oldest first
         self.calls: dict[str, tuple[Engine, list[Request]]] = {}
-        self._dealt: dict[int, deque[Engine]] = {}  # model -> engines for those, in order
+        self._assigned: dict[int, deque[Engine]] = {}  # model -> engines for those, in order
         self._world = world
         self.forget()
 
@@ -49,7 +49,7 @@ class Load:
             del self.calls[requests[0].name]
 
     def choose(self, engines: list[Engine]) -> Engine | None:
-        """Return the awake engine that `deal` chose, else the less loaded of two, or None without engines.
+        """Return the engine that `assign_waiting` chose, else the less loaded of two; None without engines.
 
         The two are the next in turn and a random other one: until the next meeting, all controllers would
         choose the same least loaded engine. With four engines, two controllers begin with 0 and 2.
@@ -58,8 +58,8 @@ class Load:
             return None
         count = len(engines)
         model = engines[0].model
-        if dealt := self._dealt.get(model):
-            engine = dealt.popleft()
+        if assigned := self._assigned.get(model):
+            engine = assigned.popleft()
             if engine in engines:
                 return engine
         turn = self._world.index * count // self._world.size + self._asked[model]
@@ -88,8 +88,10 @@ class Load:
         self._asked = Counter()  # model -> requests so far
         self._random = random.Random(self._world.rank)
 
-    async def deal(self, engines: list[Engine], coming: Counter[int], world: World) -> None:
-        """Deal the waiting requests to `engines` in turns, the least loaded first (collective).
+    async def assign_waiting(
+        self, engines: list[Engine], coming: Counter[int], world: World
+    ) -> None:
+        """Assign waiting requests in turns, to the least loaded engine first (collective: ranks that serve).
 
         coming: by model, requests about to be aborted, which will wait soon. Example: ranks 0 and 1 have
         3 and 2 requests waiting for engines A and B. Rank 0 uses A, B, A; rank 1 continues with B, A.
@@ -99,7 +101,7 @@ class Load:
         waiting, outstanding = await world.reduce(queues, sum_counters)
         self._reported = +self.outstanding
         self.update(outstanding)
-        self._dealt = {}
+        self._assigned = {}
         if not +waiting:
             return
         waiting_by_rank = await world.gather(own)
@@ -108,7 +110,7 @@ class Load:
             serving.sort(key=lambda engine: (outstanding[engine.rank], engine.rank))
             first = sum(there[model] for there in waiting_by_rank[: world.index])
             turns = range(first, first + waiting_by_rank[world.index][model])
-            self._dealt[model] = deque(serving[turn % len(serving)] for turn in turns if serving)
+            self._assigned[model] = deque(serving[turn % len(serving)] for turn in turns if serving)
 
 
 def sum_counters(rows: list[tuple[Counter, ...]]) -> tuple[Counter, ...]:

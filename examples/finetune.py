@@ -165,21 +165,21 @@ class Learner:
     """A task, and the model that learns it."""
 
     def __init__(self, config: FinetuneConfig):
-        """Load --model (collective)."""
+        """Load --model (collective: all ranks)."""
         self.task = TASKS[config.command]
         self.trainer = KINDS[self.task.model](config)(config, config.model)
         self.loss = partial(self.task.loss, self.trainer)
 
-    def step(self, examples: list[Example]) -> dict[str, float]:
-        """Learn from a batch; return its metrics from before the update (collective)."""
+    def learn(self, examples: list[Example]) -> dict[str, float]:
+        """Learn from a batch; return its metrics from before the update (collective: all ranks)."""
         lr = learning_rate(self.trainer.version, self.trainer.config)
-        stats = self.trainer.optimizer_step(self._packed(examples), self.loss, self.task.stats, lr)
+        stats = self.trainer.run_step(self._packed(examples), self.loss, self.task.stats, lr)
         self.trainer.version += 1
         metrics = means(stats, ("loss", *self.task.stats), "divisor")
         return metrics | {"grad_norm": stats["grad_norm"], "skipped": stats["skipped"], "lr": lr}
 
     def measure(self, examples: list[Example]) -> dict[str, float]:
-        """Return the metrics of examples without learning from them (collective)."""
+        """Return the metrics of examples without learning from them (collective: all ranks)."""
         stats = self.trainer.measure(self._packed(examples), self.loss, self.task.stats)
         return means(stats, ("loss", *self.task.stats), "divisor")
 
@@ -187,7 +187,7 @@ class Learner:
         """Return this rank's micro-batches."""
         trainer = self.trainer
         rooms = {(n, 0): room(each) + 1 for n, each in enumerate(examples)}
-        measure = Measure(rooms, trainer.cost)
+        measure = Measure(rooms, trainer.macs)
         [plan] = plan_batch(measure, trainer.config, trainer.dp_size)[trainer.dp_rank]
         micro_batches = []
         for keys in plan:
@@ -215,7 +215,7 @@ async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None])
 
 
 def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank: int) -> None:
-    """Run `config.command`; leave metrics and a Hugging Face directory in --out (collective)."""
+    """Run `config.command`; leave metrics and a Hugging Face directory in --out (collective: all ranks)."""
     say = progress.line
     name = config.command
     out = Path(config.out)
@@ -244,7 +244,7 @@ def train(config: FinetuneConfig, placement: Placement, progress: Progress, rank
         if step < config.steps:
             progress.doing(f"{name}: step {step + 1}")
             numbers = range(step * config.batch_size, (step + 1) * config.batch_size)
-            metrics = learner.step(list(map(order.training, numbers)))
+            metrics = learner.learn(list(map(order.training, numbers)))
             row |= {f"{name}/{metric}": value for metric, value in metrics.items()}
             row["time/step_s"] = time.perf_counter() - began
             say(f"step {step + 1:3d}/{config.steps}  {shown(metrics)}")
@@ -304,7 +304,7 @@ def start(arguments: list[str], stop: shutdown.Stop) -> str:
 
 
 async def learn(config: FinetuneConfig, placement: Placement) -> str:
-    """Join the other ranks, train, and leave (collective: every rank)."""
+    """Join the other ranks, train, and leave (collective: all ranks)."""
     async with run.joined(config) as (world, progress):
         await raise_on_all(world, prepare(config, world.rank, progress.line))
         await world.run(train, config, placement, progress, world.rank)

@@ -16,12 +16,12 @@ from scheduling.layout import Placement, Shape
 
 def critics_last(everyone, config):  # critics get the last ranks; everything else shares the others
     shape = Shape.of(config, everyone)  # --tp and --pp, the same for every model
-    cut = len(everyone) - shape.unit
+    cut = len(everyone) - shape.copy_size
     actor = shape._replace(ranks=everyone[:cut])
     critic = shape._replace(ranks=everyone[cut:])
     return Placement(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
 
 
-placement.PLACEMENTS["last"] = placement.PlacementRow(critics_last, placements.sharing_of)
+placement.PLACEMENTS["last"] = placement.PlacementRow(critics_last, placements.colocation_of)
 if __name__ == "__main__":
     run.main(sys.argv[1:])

@@ -12,7 +12,7 @@ from evaluation import evaluate_once
 from genrm import none_right
 from reporting.metrics import Report
 from runtime import out_folder
-from runtime.atomic_files import append, complete_rows
+from runtime.atomic_files import append, whole_rows
 from runtime.errors import UserError
 from runtime.world import World, on_rank_0
 from sample import Sample
@@ -24,7 +24,7 @@ ROWS = "answers.jsonl"
 async def open_saves(
     config: Config, world: World, say: Callable[[str], None]
 ) -> out_folder.NoSaves:
-    return await on_rank_0(world, make_ready, Path(config.out), say)
+    return await on_rank_0(world, start_evaluation, Path(config.out), say)
 
 
 def report_of(inputs: Inputs) -> Callable[..., Report]:
@@ -35,12 +35,12 @@ def last_line(c: Controller) -> str:
     return "stopped; the same command starts over"
 
 
-def make_ready(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
+def start_evaluation(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
     """Move an earlier run in --out aside, on rank 0. Raises UserError if there are weights."""
     for weights in (*out.glob("checkpoints/step_*"), *out.glob("hf*")):
         why = f"{weights.relative_to(out)} belongs to a run, and --steps 0 only evaluates --model"
         raise UserError(f"--out {out}: {why}: name another folder")
-    return out_folder.make_ready(out, say)
+    return out_folder.start_over(out, say)
 
 
 @dataclass
@@ -73,7 +73,7 @@ class AnswersReport(Report):
         if self.world.rank:
             return
         super().evaluation(step, right, earned, now)
-        rows = list(complete_rows(self.out / ROWS))
+        rows = list(whole_rows(self.out / ROWS))
         answers = len(rows) * (1 + self.config.eval_samples)
         if right and not any(first or count for first, count in right):
             keyed = next(row for row in rows if row["answer"] is not None)

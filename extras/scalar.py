@@ -78,7 +78,7 @@ def encode_exchange(
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
     needs_template = "tools" in turns[0] or "tool_calls" in turns[-1]
     if tokenizer.chat_template is not None or needs_template:
-        tokens = tokenization.encode(tokenizer, turns, where, is_complete=True)
+        tokens = tokenization.encode(tokenizer, turns, where, has_answer=True)
         end = tokenization.end_of_turn(tokenizer)
     else:
         texts = (transcript(turns[:-1]), turns[-1]["content"])

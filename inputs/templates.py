@@ -78,11 +78,11 @@ def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
 
 
 def render(
-    tokenizer: Tokenizer, turns: list, where: str, is_complete=False, is_learned=False, image=IMAGE
+    tokenizer: Tokenizer, turns: list, where: str, has_answer=False, is_learned=False, image=IMAGE
 ) -> str:
     """Render chat turns and the first one's `tools`. Raises UserError if the template leaves something out.
 
-    is_complete: the last turn is an answer. is_learned: it may spell out special tokens, unlike the others.
+    has_answer: the last turn is an answer. is_learned: it may spell out special tokens, unlike the others.
     image: replaces IMAGE, as in Qwen's templates.
     """
     name = tokenizer.name_or_path
@@ -92,7 +92,7 @@ def render(
     def plain(text: str) -> str:
         return break_special_tokens(tokenizer, text).replace(IMAGE, image)
 
-    settings = {"add_generation_prompt": not is_complete, "strftime_now": TODAY.strftime}
+    settings = {"add_generation_prompt": not has_answer, "strftime_now": TODAY.strftime}
     apply = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
     try:
         broken = turns[:-1] if is_learned else turns

@@ -48,7 +48,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
         return None
     turns = as_turns("Is it?", "user") + as_turns("yes", "assistant")
     try:
-        text = render(tokenizer, turns, "a prompt", is_complete=True)
+        text = render(tokenizer, turns, "a prompt", has_answer=True)
     except UserError:  # rows with plain text need no template
         return None
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -87,7 +87,7 @@ def encode_prompt(
 
 
 def encode(
-    tokenizer: Tokenizer, prompt: Text, where="a prompt", is_complete=False, image: str = IMAGE
+    tokenizer: Tokenizer, prompt: Text, where="a prompt", has_answer=False, image: str = IMAGE
 ) -> list[int]:
     """Encode text, or chat turns as rendered. Raises UserError if the chat template can't render them."""
     if isinstance(prompt, str):
@@ -96,7 +96,7 @@ def encode(
         framed = tokenizer(text)["input_ids"]
         # keep a BOS that the tokenizer adds, unless the text has it, but no EOS: an answer follows
         return framed[: framed.index(tokens[0])] + tokens if tokens else framed
-    text = render(tokenizer, prompt, where, is_complete, image=image)
+    text = render(tokenizer, prompt, where, has_answer, image=image)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -107,7 +107,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a pro
         # encode separately: a prompt never has a token that spans the border
         answer = tokenizer(response, add_special_tokens=False)["input_ids"]
         return start, [*answer, tokenizer.eos_token_id]
-    text = render(tokenizer, prompt + response, where, is_complete=True, is_learned=True)
+    text = render(tokenizer, prompt + response, where, has_answer=True, is_learned=True)
     both = tokenizer(text, add_special_tokens=False)["input_ids"]
     if both[: len(start)] != start or both == start:
         raise UserError(f"{where}: the chat template doesn't put the answer after its prompt")
@@ -125,7 +125,7 @@ def encode_reply(
     if not prompt:
         text = break_special_tokens(tokenizer, reply[-1]["content"])
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    before = render(tokenizer, prompt, where, is_complete=True)
+    before = render(tokenizer, prompt, where, has_answer=True)
     text = render(tokenizer, [*prompt, *as_turns("yes", "assistant"), *reply], where)
     answer = text.find("yes", len(before))
     end = end_of_turn(tokenizer)

@@ -137,7 +137,7 @@ class Report:
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: Metrics
     ) -> None:
-        """Write a step's metrics while the next is served (collective). Raises RunLost like `written`."""
+        """Write a step's metrics in the background (collective: all ranks). Raises RunLost like `written`."""
         facts = local_facts(c, batch, samples, c.timeline.drain())
         now = c.timeline.now()
         gathered = await self.world.gather_on_0(facts)

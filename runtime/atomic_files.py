@@ -30,7 +30,7 @@ def sha256(path: Path) -> str:
 
 
 def verify(folder: Path, rank: int = 0, size: int = 1) -> str:
-    """Return what is wrong with a checkpoint, or "". Each of `size` ranks reads a share of it."""
+    """Return what is wrong with a checkpoint, or "". Each of `size` ranks reads a part of it."""
     checksums = {}
     try:
         if (folder / CHECKSUMS).is_file():
@@ -107,11 +107,11 @@ def keep_rows(path: Path, keep: Callable[[Any], bool]) -> None:
     """Drop the rows of a JSONL file that `keep` rejects, and an incomplete last one."""
     if path.exists():
         new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(json.dumps(row) + "\n" for row in complete_rows(path) if keep(row)))
+        new.write_text("".join(json.dumps(row) + "\n" for row in whole_rows(path) if keep(row)))
         new.replace(path)
 
 
-def complete_rows(path: Path) -> Iterator[Any]:
+def whole_rows(path: Path) -> Iterator[Any]:
     """Yield a JSONL file's rows, except an incomplete last one. Raises UserError if one isn't JSON."""
     for number, line in enumerate(path.open() if path.exists() else (), 1):
         if line.endswith("\n"):

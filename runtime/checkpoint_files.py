@@ -39,16 +39,16 @@ def make_folders(folder: Path, *names: str) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def complete_folders(
-    folder: Path, step: int, complete: dict[str, Callable], parts: list[Part], keep: int
+def name_folders(
+    folder: Path, step: int, write_index: dict[str, Callable], parts: list[Part], keep: int
 ) -> None:
     """Name the folders once their files are on disk. Rank 0 may die between any two lines."""
     checkpoints = folder.parent
     checksums = {}
     for _, of_rank in parts:
         checksums |= of_rank
-    for name, complete_shards in complete.items():
-        complete_shards([described[name] for described, _ in parts])
+    for name, write in write_index.items():
+        write([described[name] for described, _ in parts])
         checksums |= sync_and_hash(folder, [f"{name}/.metadata"])
     lines = [f"{checksum}  {name}\n" for name, checksum in checksums.items()]
     (folder / atomic_files.CHECKSUMS).write_text("".join(lines))

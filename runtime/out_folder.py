@@ -65,7 +65,7 @@ class NoSaves:
     async def restore(self, c: object) -> None: ...
 
 
-def make_ready(out: Path, say: Callable[[str], None]) -> NoSaves:
+def start_over(out: Path, say: Callable[[str], None]) -> NoSaves:
     """Move an earlier run aside, and make a new one's folders. Raises UserError if the move fails."""
     archive(out, say)
     for name in ("spans", "logs"):

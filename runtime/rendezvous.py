@@ -20,7 +20,7 @@ from runtime.world import World
 
 
 def join(config: Settings) -> World:
-    """Join the other ranks (collective): gloo for controllers and CPU, nccl between GPUs."""
+    """Join the other ranks (collective: all ranks): gloo for controllers and CPU, nccl between GPUs."""
     import torch
     import torch.distributed as dist
 

@@ -60,7 +60,7 @@ class Stop:
     reason: str = "interrupted"  # printed if the process exits before it is done
 
     async def until_all_are_ready(self, world: World) -> None:
-        """Meet before training (collective): no rank continues before all can stop gracefully."""
+        """Meet before training (collective: all ranks): no rank continues before all can stop gracefully."""
         self.graceful = True
         first = world.rank - int(os.environ["LOCAL_RANK"])
         pids = await world.gather(os.getpid())

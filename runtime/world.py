@@ -41,7 +41,7 @@ class World:
         self._thread = ThreadPoolExecutor(1, "collective", initializer=self.enter_device)
 
     def _join(self, *parts: Sequence[int]) -> None:
-        """Make a group for each set of ranks, and join this rank's (collective: every rank)."""
+        """Make a group for each set of ranks, and join this rank's (collective: all ranks)."""
         timeout = timedelta(seconds=self._timeout_s)
         for ranks in parts:
             group = self._dist.new_group(ranks, backend="gloo", timeout=timeout)
@@ -52,7 +52,7 @@ class World:
                 self.index = ranks.index(self.rank)  # position among them
 
     def part(self, ranks: Sequence[int]) -> World:
-        """Return the World of these ranks; all others form a second one (collective)."""
+        """Return the World of these ranks; all others form a second one (collective: its ranks)."""
         others = [rank for rank in self.ranks if rank not in ranks]
         if not others:
             return self
@@ -62,7 +62,7 @@ class World:
         return part
 
     async def wait_for_all(self) -> None:
-        """Return once every rank calls it, however long a part works (collective); at once without parts."""
+        """Return once all ranks call it, however late (collective: all ranks); at once without parts."""
         if not self.is_parted:
             return
         self._waits += 1
@@ -83,19 +83,19 @@ class World:
         return await loop.run_in_executor(self._thread, function, *args)
 
     async def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank (collective). For counts and flags, not payloads."""
+        """Return every rank's `value`, by rank (collective: its ranks). For counts and flags only."""
         values = [None] * self.size
         await self.run(self._dist.all_gather_object, values, value, self._group)
         return values
 
     async def gather_on_0(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank, on the first rank; [] on the others (collective)."""
+        """Return every rank's `value`, by rank, on the first rank; [] on others (collective: its ranks)."""
         values = None if self.index else [None] * self.size
         await self.run(self._dist.gather_object, value, values, self.ranks[0], self._group)
         return values or []
 
     async def reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
-        """Combine every rank's `value` pairwise with `total`, in a binary tree (collective)."""
+        """Combine every rank's `value` pairwise with `total`, in a binary tree (collective: its ranks)."""
         return await self.run(self._reduce, value, total)
 
     def _reduce(self, value: Any, total: Callable[[list], Any]) -> Any:
@@ -114,17 +114,17 @@ class World:
         return box[0]
 
     async def broadcast(self, value: Any) -> Any:
-        """Return the first rank's value (collective)."""
+        """Return the first rank's value (collective: its ranks)."""
         box = [value]
         await self.run(self._dist.broadcast_object_list, box, self.ranks[0], self._group)
         return box[0]
 
     async def barrier(self) -> None:
-        """Return once every rank has called it (collective)."""
+        """Return once every rank has called it (collective: its ranks)."""
         await self.run(self._dist.barrier, self._group)
 
     async def exchange(self, outgoing: dict[int, Any]) -> dict[int, Any]:
-        """Send `outgoing[r]` to rank r; return values by sender (collective). A None isn't sent."""
+        """Send `outgoing[r]` to rank r, but no None; return values by sender (collective: its ranks)."""
         received = await self.run(self._exchange, outgoing | {self.rank: None})
         received[self.rank] = outgoing.get(self.rank)
         return {rank: value for rank, value in received.items() if value is not None}
@@ -168,7 +168,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
-    """Await `work`, which may raise UserError on only some ranks; then all raise it (collective)."""
+    """Await `work`. If it raises UserError on some ranks, all raise it (collective: the world's ranks)."""
     error = ""
     try:
         await work
@@ -180,7 +180,7 @@ async def raise_on_all(world: World, work: Awaitable[Any]) -> None:
 
 
 async def on_rank_0(world: World, function: Callable, *args: Any) -> Any:
-    """Return a function's result on rank 0, or raise its OSError or UserError (collective)."""
+    """Return a function's result on rank 0, or raise its OSError or UserError (collective: its ranks)."""
     value = error = None
     if world.rank == 0:
         try:

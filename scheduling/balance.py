@@ -16,14 +16,14 @@ class Prefix(NamedTuple):
     """The part of a prompt that its answers share. A micro-batch computes it only once."""
 
     tokens: int = 0
-    cost: int = 0  # including its images
+    macs: int = 0  # multiply-adds, including its images
 
 
 class Measure(NamedTuple):
-    """The lengths and costs of samples."""
+    """The lengths of samples, and the work on them: multiply-adds of forward passes."""
 
     tokens: dict[Key, int]  # prompt and response of each sample
-    cost: Callable[[int], int]  # tokens -> work
+    macs: Callable[[int], int]  # tokens -> multiply-adds
     prefixes: dict[int, Prefix] | None = None  # prompt_id -> prefix
 
     def prefix(self, key: Key) -> Prefix:
@@ -37,8 +37,8 @@ class Measure(NamedTuple):
 
     def work(self, keys: list[Key]) -> int:
         """Return the work on samples in one micro-batch."""
-        prefixes = {key[0]: self.prefix(key).cost for key in keys}
-        own = (self.cost(self.tokens[key]) - self.cost(self.prefix(key).tokens) for key in keys)
+        prefixes = {key[0]: self.prefix(key).macs for key in keys}
+        own = (self.macs(self.tokens[key]) - self.macs(self.prefix(key).tokens) for key in keys)
         return sum(prefixes.values()) + sum(own)
 
     def works(self, micro_batches: list[list[Key]]) -> int:
@@ -59,7 +59,7 @@ def plan_batch(measure: Measure, config: Config, dp_size: int) -> list[list[list
     for first in range(updates):
         mini_batch = keys[first::updates]
         ways = ([[key] for key in mini_batch], whole_groups(mini_batch, measure, budget))
-        deals = [deal_units(units, measure, budget, dp_size) for units in ways]
+        deals = [deal_bundles(bundles, measure, budget, dp_size) for bundles in ways]
         best = min(deals, key=lambda shares: max(map(measure.works, shares)))
         for rank, micro_batches in enumerate(best):
             plan[rank].append(micro_batches)
@@ -67,30 +67,30 @@ def plan_batch(measure: Measure, config: Config, dp_size: int) -> list[list[list
 
 
 def whole_groups(keys: list[Key], measure: Measure, budget: int) -> list[list[Key]]:
-    """Put answers that share a prefix into one unit, as many as fit the budget."""
-    units: list[list[Key]] = []
+    """Put answers that share a prefix into one bundle, as many as fit the budget."""
+    bundles: list[list[Key]] = []
     for key in keys:
-        is_next = units and units[-1][0][0] == key[0] and measure.prefix(key).tokens
-        if is_next and measure.length([*units[-1], key]) <= budget:
-            units[-1].append(key)
+        is_next = bundles and bundles[-1][0][0] == key[0] and measure.prefix(key).tokens
+        if is_next and measure.length([*bundles[-1], key]) <= budget:
+            bundles[-1].append(key)
         else:
-            units.append([key])
-    return units
+            bundles.append([key])
+    return bundles
 
 
-def deal_units(
-    units: list[list[Key]], measure: Measure, budget: int, dp_size: int
+def deal_bundles(
+    bundles: list[list[Key]], measure: Measure, budget: int, dp_size: int
 ) -> list[list[list[Key]]]:
-    """Deal whole units in equal work: [rank][micro-batch][sample]."""
-    lengths = list(map(measure.length, units))
-    packing = pack_evenly(lengths, list(map(measure.work, units)), budget, dp_size)
-    micro_batches = [[key for n in numbers for key in units[n]] for numbers in packing]
+    """Deal whole bundles in equal work: [rank][micro-batch][sample]."""
+    lengths = list(map(measure.length, bundles))
+    packing = pack_evenly(lengths, list(map(measure.work, bundles)), budget, dp_size)
+    micro_batches = [[key for n in numbers for key in bundles[n]] for numbers in packing]
     by_rank = karmarkar_karp(list(map(measure.work, micro_batches)), dp_size)
     return [[micro_batches[n] for n in numbers] for numbers in by_rank]
 
 
-def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int) -> Packing:
-    """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal cost.
+def pack_evenly(lengths: list[int], work: list[int], budget: int, multiple: int) -> Packing:
+    """Pack sequences into micro-batches of at most `budget` tokens and of nearly equal work.
 
     Their number is a multiple of `multiple`. It is near the minimum if sequences are short, and always below
     twice the minimum plus `multiple`. Returns the more even packing of `karmarkar_karp` and `spread`, which
@@ -99,7 +99,7 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     budget = max(budget, *lengths, 1)
 
     def fitting(count: int) -> list[Packing]:
-        tried = (karmarkar_karp(costs, count), spread(lengths, costs, budget, count))
+        tried = (karmarkar_karp(work, count), spread(lengths, work, budget, count))
         return [packing for packing in tried if packing and max(sums(lengths, packing)) <= budget]
 
     fewest = max(-(-sum(lengths) // budget), 1)
@@ -109,7 +109,7 @@ def pack_evenly(lengths: list[int], costs: list[int], budget: int, multiple: int
     count = -(-fewest // multiple) * multiple  # rounded up
     while not (found := fitting(count)):  # ends at the latest at 2 * fewest: then `spread` fits
         count += multiple
-    return min(found, key=lambda packing: max(sums(costs, packing)))
+    return min(found, key=lambda packing: max(sums(work, packing)))
 
 
 def sums(values: list[int], packing: list[list[int]]) -> list[int]:
@@ -117,43 +117,43 @@ def sums(values: list[int], packing: list[list[int]]) -> list[int]:
     return [sum(map(values.__getitem__, samples)) for samples in packing]
 
 
-def karmarkar_karp(costs: list[int], shares: int) -> Packing:
-    """Deal samples into shares, equal in number to within one and nearly equal in cost.
+def karmarkar_karp(work: list[int], shares: int) -> Packing:
+    """Deal samples into shares, equal in number to within one and nearly equal in work.
 
     Largest differencing (Karmarkar and Karp, 1982): start with deals of one sample per share. Merge the two
-    most uneven deals, the costliest share of one with the cheapest of the other. Each share is sorted.
+    most uneven deals, the largest share of one with the smallest of the other. Each share is sorted.
     """
-    by_cost = sorted(range(len(costs)), key=lambda sample: -costs[sample])
-    # heap of (cheapest minus costliest share, tie-breaker, [(cost, samples)] with the costliest first)
+    by_work = sorted(range(len(work)), key=lambda sample: -work[sample])
+    # heap of (smallest minus largest share, tie-breaker, [(work, samples)] with the largest first)
     deals = []
-    for start in range(0, max(len(costs), 1), shares):
-        dealt = [(costs[sample], [sample]) for sample in by_cost[start : start + shares]]
+    for start in range(0, max(len(work), 1), shares):
+        dealt = [(work[sample], [sample]) for sample in by_work[start : start + shares]]
         dealt += [(0, [])] * (shares - len(dealt))
         heapq.heappush(deals, (dealt[-1][0] - dealt[0][0], start, dealt))
     while len(deals) > 1:
         _, number, one = heapq.heappop(deals)
         _, _, other = heapq.heappop(deals)
         merged = []
-        for (dear, some), (cheap, more) in zip(one, reversed(other), strict=True):
-            merged.append((dear + cheap, some + more))
+        for (large, some), (small, more) in zip(one, reversed(other), strict=True):
+            merged.append((large + small, some + more))
         merged.sort(key=lambda share: -share[0])
         heapq.heappush(deals, (merged[-1][0] - merged[0][0], number, merged))
     return [sorted(samples) for _, samples in deals[0][2]]
 
 
-def spread(lengths: list[int], costs: list[int], budget: int, count: int) -> Packing:
+def spread(lengths: list[int], work: list[int], budget: int, count: int) -> Packing:
     """Pack the longest first, each where it fits and work is least (Graham, 1969). [] if one doesn't fit."""
     micro_batches = [[] for _ in range(count)]
     room = np.full(count, budget)
-    work = np.zeros(count, np.array(costs).dtype)
+    load = np.zeros(count, np.array(work).dtype)  # the work in each
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
         able = np.flatnonzero(room >= lengths[sample])
         if not len(able):
             return []
-        best = able[work[able].argmin()]  # the first, if several are equal
+        best = able[load[able].argmin()]  # the first, if several are equal
         micro_batches[best].append(sample)
         room[best] -= lengths[sample]
-        work[best] += costs[sample]
+        load[best] += work[sample]
     return micro_batches
 
 

@@ -51,7 +51,7 @@ class Deal(NamedTuple):
 
 
 def deal(
-    sizes: list[Sizes], shapes: list[Shape], cost: Callable[[int], int], config: Config
+    sizes: list[Sizes], shapes: list[Shape], macs: Callable[[int], int], config: Config
 ) -> tuple[dict[Key, int], dict[Shape, Deal]]:
     """Deal all samples in equal work, for each shape. Returns each sample's owner, and the deals."""
     tokens = {}
@@ -63,7 +63,7 @@ def deal(
             assert key not in tokens, "two controllers hold the same sample"
             tokens[key] = length
             owners[key] = rank
-    measure = Measure(tokens, cost, prefixes)
+    measure = Measure(tokens, macs, prefixes)
     deals = {}
     for shape in dict.fromkeys(shapes):
         plan = plan_batch(measure, shape.sized(config), shape.dp)

@@ -6,12 +6,11 @@ a refill can begin before all groups are judged.
 """
 
 import math
-from bisect import bisect
 from itertools import islice, takewhile
 from typing import NamedTuple
 
 MARGIN = 1.2  # draw 20% more than the moving average predicts
-SHARE_GENERATED = 0.25  # the fraction of groups generated before the average may cause a refill
+FIRST_REFILL = 0.25  # the fraction of groups generated before the average may cause a refill
 MAX_GROUPS_PER_KEPT = 10.0  # limits one step's influence on the average
 
 
@@ -44,8 +43,9 @@ class FirstFinishedSampler:
         self.wave_of |= dict.fromkeys(prompt_ids, wave)
         self.to_replace = []
 
-    def record(self, finished: dict[int, bool]) -> None:
+    def record(self, finished: dict[int, bool], num_generated: int) -> None:
         """Record groups that finished on any controller: prompt_id -> whether it is informative."""
+        self.num_generated = num_generated
         self.finished |= finished
         self.to_replace += [p for p, is_informative in finished.items() if not is_informative]
 
@@ -62,11 +62,11 @@ class FirstFinishedSampler:
         return sum(self.finished.values())
 
     @property
-    def is_complete(self) -> bool:
+    def is_decided(self) -> bool:
         return len(self.chosen()) == self.target
 
     def candidates(self) -> list[int]:
-        """Return the finished prompts to choose the batch from, in the order of drawing."""
+        """Return the finished prompts that the batch may be chosen from now, in the order of drawing."""
         return [prompt_id for prompt_id in self.wave_of if prompt_id in self.finished]
 
     def chosen(self) -> list[int]:
@@ -87,19 +87,22 @@ class FirstFinishedSampler:
         """Return what to draw now; None if nothing is missing, it is too early, or no wave is left.
 
         The first draw is a whole wave. Later ones replace what `target` lacks beyond informative groups and
-        the expected yield of those in flight. Before SHARE_GENERATED a draw needs a group to replace.
+        the expected yield of those in flight. Before FIRST_REFILL a draw needs a group to replace.
         """
         if not self.wave_of:
             return Draw(0, self.first_size)
         will_be_kept = self.num_in_flight / self.groups_per_kept
         missing = self.target - self.num_informative - will_be_kept
-        knows_enough = self.to_replace or self.num_generated >= SHARE_GENERATED * len(self.wave_of)
-        if missing <= 0 or not knows_enough:
+        is_early = self.num_generated < FIRST_REFILL * len(self.wave_of)
+        if missing <= 0 or (is_early and not self.to_replace):
             return None
         return self.refill(self.refill_size(missing))
 
     def refill(self, size: int) -> Draw | None:
-        """Return a draw in the wave after that of the earliest group to replace."""
+        """Return a draw in the wave after that of the earliest group to replace, if there may be such a wave.
+
+        Without a group to replace (the moving average asks for more) it is the wave after the newest one.
+        """
         newest = max(self.wave_of.values())
         wave = 1 + min((self.wave_of[prompt_id] for prompt_id in self.to_replace), default=newest)
         return Draw(wave, size) if wave <= self.max_refills else None
@@ -123,7 +126,7 @@ class OrderedSampler(FirstFinishedSampler):
         The first wave is 0 to 3. Prompts 0 and 2 are informative, 1 is filtered, 3 is in flight.
         If 3 were also filtered, 2 groups would be missing: refill_size(2) = 3, wave_ends() = [4, 7].
         By experience 1 is missing: refill_size(1) = 2. So 4 and 5 are drawn, which stays within 7.
-        Both finish and are informative, but 3 comes before them: the batch isn't complete.
+        Both finish and are informative, but 3 comes before them: the batch isn't decided.
         Then 3 finishes and is informative, so only 1 was missing: wave_ends() = [4, 6].
         The batch is 0, 2, 3, 4, as if 4 and 5 had been drawn now; 5 comes first in the next step.
     """
@@ -134,9 +137,9 @@ class OrderedSampler(FirstFinishedSampler):
         return len(self.wave_ends())
 
     @property
-    def is_complete(self) -> bool:
+    def is_decided(self) -> bool:
         """True if the batch is full, or if all possible waves are finished and it stays short."""
-        return len(self.candidates()) == self.wave_ends()[-1] or super().is_complete
+        return len(self.candidates()) == self.wave_ends()[-1] or super().is_decided
 
     def wave_ends(self) -> list[int]:
         """Return the total number of prompts drawn by the end of each wave: [waves].
@@ -154,7 +157,7 @@ class OrderedSampler(FirstFinishedSampler):
         return ends
 
     def candidates(self) -> list[int]:
-        """Return finished prompts in the order of drawing, up to one in flight or the end of the waves."""
+        """Return them: all before the first prompt in flight, and before the end of the last wave."""
         drawn = islice(self.wave_of, self.wave_ends()[-1])
         return list(takewhile(self.finished.__contains__, drawn))
 
@@ -167,12 +170,15 @@ class OrderedSampler(FirstFinishedSampler):
         return candidates[: candidates.index(chosen[-1]) + 1]
 
     def refill(self, size: int) -> Draw | None:
-        """Return an early draw of no more prompts than may be needed."""
+        """Return an early draw: at most what is needed if every group in flight is filtered.
+
+        Its wave is that of its first prompt, although a large draw may reach into the next wave.
+        """
         drawn = len(self.wave_of)
         ends = self.wave_ends()
-        if drawn >= ends[-1]:
-            return None
-        return Draw(bisect(ends, drawn), min(size, ends[-1] - drawn))
+        room = ends[-1] - drawn
+        wave = sum(end <= drawn for end in ends)  # how many waves are drawn completely
+        return Draw(wave, min(size, room)) if room > 0 else None
 
     def groups_and_kept(self) -> tuple[int, int]:
         return len(self.used()), len(self.chosen())

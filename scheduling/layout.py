@@ -27,17 +27,17 @@ class Shape(NamedTuple):
         return Shape(ranks, config.tp, config.pp)
 
     @property
-    def unit(self) -> int:
+    def copy_size(self) -> int:
         """The number of ranks of one copy of the model."""
         return self.tp * self.pp
 
     @property
     def dp(self) -> int:
-        return len(self.ranks) // self.unit
+        return len(self.ranks) // self.copy_size
 
     @property
     def copies(self) -> list[list[int]]:
-        """The ranks of each copy, its lead first, in Megatron's order tp-dp-pp: [dp][unit]."""
+        """The ranks of each copy, its lead first, in Megatron's order tp-dp-pp: [dp][copy_size]."""
         copies = [[] for _ in range(self.dp)]
         for place, rank in enumerate(self.ranks):
             copies[place // self.tp % self.dp].append(rank)
@@ -106,19 +106,19 @@ class Placement(NamedTuple):
         return self.ranks(role, split)[:: self.tp(role)]
 
     def judge_of(self, lead: int, judges: int) -> int:
-        """Return the number of the judge that `lead`'s genrm engine serves: judges are dealt in turn."""
+        """Return the number of the judge that `lead`'s genrm engine serves: judges take turns."""
         return self.engines.index(lead) // self.genrm_tp % judges
 
     @property
-    def unit(self) -> int:
-        """The least number of ranks that doesn't split an engine of either role."""
+    def least_ranks(self) -> int:
+        """The fewest ranks that hold whole engines, of either role."""
         return math.lcm(self.rollout_tp, self.genrm_tp)
 
     @property
-    def units(self) -> list[tuple[int, ...]]:
-        """The engines' ranks, `unit` at a time."""
-        starts = range(0, len(self.engines), self.unit)
-        return [self.engines[start : start + self.unit] for start in starts]
+    def rank_groups(self) -> list[tuple[int, ...]]:
+        """The engines' ranks, `least_ranks` at a time."""
+        starts = range(0, len(self.engines), self.least_ranks)
+        return [self.engines[start : start + self.least_ranks] for start in starts]
 
     def serves_all(self, split: Split, judges: int) -> bool:
         """Return whether each judge has an engine, and each engine has aligned ranks on one machine."""
@@ -172,8 +172,8 @@ class Placement(NamedTuple):
                 yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
             if not ranks and name != "engines":
                 yield f"{name} has no rank"
-            if len(ranks) % shape.unit:
-                sizes = f"tp {shape.tp} x pp {shape.pp} = {shape.unit}"
+            if len(ranks) % shape.copy_size:
+                sizes = f"tp {shape.tp} x pp {shape.pp} = {shape.copy_size}"
                 yield f"{sizes} doesn't divide the {len(ranks)} ranks of {name}"
         if idle := {*range(world_size)} - {*self.engines} - self.learners:
             yield f"rank {min(idle)} holds nothing"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 ROLES = ("rollout", "genrm")
 LEAST_GAIN = 0.05  # a smaller gain in speed isn't worth a move
 # one engine's part of a request: time sent, time ended, tokens written; then the answer's tokens so far, the
-# prompt's tokens, and those that the cache had; whether the answer is complete
+# prompt's tokens, and those that the cache had; whether the answer is whole
 Part = tuple[float, float, int, int, int, int, bool]
 
 
@@ -38,7 +38,7 @@ class RequestStats:
     longest: int = 0  # tokens of the longest answer
     request_s: float = 0.0  # seconds from sent to finished, summed over the requests
     in_flight: float = 0.0  # requests in flight as a request sees them: mean over request-seconds
-    prompt_tokens: int = 0  # prompts of completed requests, each counted once even if it moves
+    prompt_tokens: int = 0  # prompts of finished requests, each counted once even if it moves
     cached_tokens: int = 0
     requests: int = 0
     wakes: int = 0  # how often the role's engines woke while serving

@@ -223,10 +223,10 @@ def training_pass(how: str = "") -> None:
     sequence = ([5], random_tokens(SIZE.sequence - 1, 0))
     packed = [[sequence] * (SIZE.micro_batch // SIZE.sequence)] * 2
     for _ in range(2):  # compiles, and makes AdamW's state
-        actor.optimizer_step(packed, actor.cross_entropy_loss, (), 1e-6)
+        actor.run_step(packed, actor.cross_entropy_loss, (), 1e-6)
     if HAS_GPU:
         torch.cuda.reset_peak_memory_stats()
-    actor.optimizer_step(packed, actor.cross_entropy_loss, (), 1e-6)
+    actor.run_step(packed, actor.cross_entropy_loss, (), 1e-6)
     peak = torch.cuda.max_memory_allocated() if HAS_GPU else 0
     parts = trainer_parts(hf_directory.checkpoint_shapes(MODEL), actor.config, actor.shape)
     predicted = sum(parts.values()) + config.kept_chunks * CHUNK_BYTES

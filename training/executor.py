@@ -54,7 +54,7 @@ class Stage(Protocol):
     groups: ProcessGroupCollection
     pipeline: Pipeline
     reverse: bool  # stage 0 is on the last rank
-    cost: Callable[[int], int]  # tokens -> a forward pass's multiply-adds
+    macs: Callable[[int], int]  # tokens -> a forward pass's multiply-adds
     activations: int
     frequencies: Tensor
 
@@ -84,8 +84,8 @@ class Work:
         ranks = tuple(range(len(trainer.pipeline.ranks)))
         if trainer.reverse:
             ranks = ranks[::-1]
-        cost = trainer.cost(trainer.config.max_tokens_per_micro_batch)
-        return Pipe(ranks, len(self.micro_batches), cost, 2 * cost, trainer.activations)
+        macs = trainer.macs(trainer.config.max_tokens_per_micro_batch)
+        return Pipe(ranks, len(self.micro_batches), macs, 2 * macs, trainer.activations)
 
     def shape(self, task: Task) -> tuple[int, int, int]:
         """Return the shape of activations between stages, [T, 1, hidden]; sequence parallelism divides T."""

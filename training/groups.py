@@ -56,7 +56,7 @@ def own_device() -> torch.device:
 
 
 def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
-    """Make a shape's groups (collective: every rank of the run). Returns None on ranks outside of it."""
+    """Make a shape's groups (collective: all ranks). Returns None on ranks outside of it."""
     places = mpu.RankGenerator(shape.tp, 1, shape.dp, shape.pp, 1, ORDER)
     timeout = timedelta(seconds=timeout_s)
     made: dict[tuple, ProcessGroup] = {}  # each is made once, in the same order on every rank
@@ -96,7 +96,7 @@ def make_groups(shape: Shape, timeout_s: float) -> Groups | None:
 
 
 def connect(pipeline: Pipeline, device: torch.device) -> None:
-    """Send one number between all neighbors in both groups (collective over the pipeline).
+    """Send one number between all neighbors in both groups (collective: pipeline).
 
     NCCL connects two ranks at their first message, and both block until then: a table could deadlock.
     """

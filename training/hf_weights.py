@@ -91,7 +91,7 @@ def tp_shard(name: str, param: torch.nn.Parameter, full: Tensor, tp: ProcessGrou
     rank = tp.rank()
     if size == 1 or not param.tensor_model_parallel:
         return full
-    # gate and up are split separately, so that a rank holds matching parts of both
+    # gate and up are sharded separately, so that a rank holds matching parts of both
     if "linear_fc1" in name:
         return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
     return full.chunk(size, param.partition_dim)[rank]

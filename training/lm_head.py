@@ -86,7 +86,7 @@ def _read_chunk(
 
 
 class ReadLogits(torch.autograd.Function):
-    """log p(target) and entropy for rows of logits that are split over `tp` (collective).
+    """log p(target) and entropy for rows of logits that are sharded over `tp` (collective: tp group).
 
     shifted: [rows, vocab / tp], minus each row's maximum; overwritten. With Z = sum(exp(l)) of a row l, the
     results are l[target] - log(Z) and log(Z) - sum(l exp(l)) / Z.

@@ -235,7 +235,7 @@ def rotary_frequencies(hf: dict, config: TransformerConfig) -> Tensor:
     return torch.stack([frequencies.where(axis_of == axis, 0) for axis in range(len(sections))])
 
 
-def forward_cost(hf: dict, tokens: int) -> int:
+def forward_macs(hf: dict, tokens: int) -> int:
     """Return a forward pass's multiply-adds: every matrix once per token, plus causal attention."""
     hidden = hf["hidden_size"]
     layers = hf["num_hidden_layers"]
@@ -248,17 +248,17 @@ def forward_cost(hf: dict, tokens: int) -> int:
     return tokens * matrices + tokens**2 * attention
 
 
-def image_cost(hf: dict) -> Callable[[list[int]], int]:
+def image_macs(hf: dict) -> Callable[[list[int]], int]:
     """Return a function that maps a prompt to a forward pass's multiply-adds for its images."""
     if "vision" not in hf:
         return lambda prompt: 0
-    return hf["reader"].cost_of_images(hf)
+    return hf["reader"].macs_of_images(hf)
 
 
 def prefix_of(hf: dict, images: Callable[[list[int]], int], prompt: list[int]) -> Prefix:
-    """Return the prefix that a prompt's answers share: all but its last token. images: see `image_cost`."""
+    """Return the prefix that a prompt's answers share: all but its last token. images: see `image_macs`."""
     tokens = len(prompt) - 1
-    return Prefix(tokens, forward_cost(hf, tokens) + images(prompt))
+    return Prefix(tokens, forward_macs(hf, tokens) + images(prompt))
 
 
 def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
@@ -347,7 +347,7 @@ def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy
 
 
 def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollection) -> GPTModel:
-    """Build this rank's stage with random weights (collective over the pipeline if embeddings are tied)."""
+    """Build this rank's stage with random weights (collective: pipeline, if embeddings are tied)."""
     stage = groups.pp.rank()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     attention = layer.submodules.self_attention.submodules

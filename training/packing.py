@@ -96,18 +96,21 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             end = sum(packed_length(len(sequence.tokens)) for sequence in sequences)
             pieces.append(Piece(end, end + padding))
             sequences.append(Sequence([0] * (padding + 1), []))
-        rows = []  # (token, target, target's slot, position)
+        rows = []  # a row for each token but a sequence's last: (token, next token, its slot, position)
         for sequence in sequences:
             assert sequence.prompt, "a response's first token is predicted from a prompt token"
-            slots = []
+            tokens = sequence.tokens
+            slots = []  # the slot of each token that is a target
             for part, is_target in sequence.parts():
                 slots += range(slot, slot + len(part)) if is_target else [NO_TARGET] * len(part)
-                slot += len(part) * is_target
-            tokens = sequence.tokens
+                slot += len(part) if is_target else 0
             rows += zip(tokens[:-1], tokens[1:], slots[1:], range(len(tokens) - 1), strict=True)
+        # drop repeated prompts, and put the rest in the order of the pieces
         taken = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
         tokens, targets, slots, positions = torch.tensor(rows)[taken].T.contiguous()
-        reads = slots.argsort()[(slots == NO_TARGET).sum() :]  # NO_TARGET sorts first
+        # the pieces' order isn't the slots': sort by slot, and leave out tokens without a target, the first
+        without_target = (slots == NO_TARGET).sum()
+        reads = slots.argsort()[without_target:]
         lengths = [piece.lengths for piece in pieces]
         known = (lengths, starts_of(lengths), keys_of(pieces, taken))
         batch = MicroBatch(tokens[None], positions, reads, targets[reads], slots[reads], *known)

@@ -1,7 +1,7 @@
 """Resharding: from weights as they are sharded for training to whole ones for generation.
 
 HybridFlow (arXiv 2409.19256), section 5, with t_g = p_g = 1: the ranks of a model replica form its
-micro-data-parallel group and gather whole tensors. An engine with several ranks splits them itself.
+micro-data-parallel group and gather whole tensors. An engine with several ranks shards them itself.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Gathering:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor with its Hugging Face name, in the same order on every rank.
 
-        Collective over the model-parallel group. The tensors may be views of the live weights: use or copy
+        Collective: a copy's ranks. The tensors may be views of the live weights: use or copy
         them before the next update.
         """
         gpt = self.gpt
@@ -36,16 +36,20 @@ class Gathering:
             yield from zip(hf_names(name, gpt.family), tensors, strict=True)
 
     def wholes(self, own: dict[str, Parameter], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield all stages' tensors under Megatron's names; stages broadcast in turn. own: this stage's."""
+        """Yield all stages' tensors under Megatron's names (collective: a copy's ranks). own: this stage's.
+
+        The stages take turns: each broadcasts the list of its names and shapes, then tensor after tensor.
+        """
         self.received = 0
         stages = self.gpt.pg_collection.pp
         for source in range(stages.size()):
             is_source = source == stages.rank()
-            listing = [[(name, self._shape(p)) for name, p in own.items()] if is_source else None]
+            names = [(name, self._shape(p)) for name, p in own.items()] if is_source else None
+            box = [names]
             if stages.size() > 1:
-                dist.broadcast_object_list(listing, group=stages, group_src=source)
+                dist.broadcast_object_list(box, group=stages, group_src=source)
             like = {"dtype": dtype, "device": next(self.gpt.parameters()).device}
-            for name, shape in listing[0]:
+            for name, shape in box[0]:
                 whole = self._whole(name, own[name]) if is_source else torch.empty(shape, **like)
                 if stages.size() > 1:
                     dist.broadcast(whole, group=stages, group_src=source)
@@ -54,7 +58,7 @@ class Gathering:
                 yield name, whole
 
     def _whole(self, name: str, param: Parameter) -> Tensor:
-        """Join the shards of a parameter, merged with its adapter if it has one (collective: tp)."""
+        """Join the shards of a parameter, merged with its adapter if it has one (collective: tp group)."""
         tp = self.gpt.pg_collection.tp
         own = param.detach()
         if name in self.gpt.adapters:

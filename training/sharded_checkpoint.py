@@ -2,7 +2,7 @@
 
 A rank saves boxes of full tensors, and loads its own boxes from any saved ones that overlap. Ranks don't
 communicate; training waits only for this rank's `take_snapshot`. A forked process, whose memory doesn't
-change, calls the returned `write`; finally rank 0 calls `complete`.
+change, calls the returned `write`; finally rank 0 calls `write_index`.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class OnlyDescriptions(pickle.Unpickler):
 def take_snapshot(trainer: Stage, folder: Path) -> tuple[Callable, Callable]:
     """Plan a save into `folder`, an empty directory, and copy data off a GPU. Not collective.
 
-    Returns `write`, which returns a description of what it wrote, and `complete`, which rank 0 calls with
-    all descriptions. `complete` raises ValueError if the boxes don't cover each tensor.
+    Returns `write`, which returns a description of what it wrote, and `write_index`, which rank 0 calls with
+    all descriptions. `write_index` raises ValueError if the boxes don't cover each tensor.
     """
     adam = adam_of(trainer)
     scalars = {"version": trainer.version}
@@ -121,12 +121,12 @@ def take_snapshot(trainer: Stage, folder: Path) -> tuple[Callable, Callable]:
     def write() -> list:
         return [plan, writer.write_data(plan, planner).wait()]
 
-    def complete(written: list[list]) -> None:
+    def write_index(written: list[list]) -> None:
         plans, results = zip(*written, strict=True)
         _, metadata = dcp.DefaultSavePlanner().create_global_plan(plans)
         dcp.FileSystemWriter(folder).finish(metadata, results)
 
-    return write, complete
+    return write, write_index
 
 
 def load(trainer: Stage, folder: Path) -> None:
@@ -177,15 +177,17 @@ def boxes_of_rank(trainer: Stage, adam: dict[Tensor, Adam], saves: bool = False)
     for shard in shards:
         if not isinstance(shard, Shard):
             continue
-        *elsewhere, copy = shard.replica_id  # (index among tp and pp ranks, index in the group)
+        # which of several equal shards this is: (among tp and pp ranks, in the group)
+        *among_tp_and_pp, in_group = shard.replica_id
+        if saves and any(among_tp_and_pp):
+            continue
         stretch, _, held = adam.get(shard.data, NO_ADAM)
         weights = shard.data.view(-1)
         # everything when loading; when saving, all of a frozen parameter, on one rank
-        is_whole = not saves or (copy == 0 and not shard.data.requires_grad)
+        is_whole = not saves or (in_group == 0 and not shard.data.requires_grad)
         own = range(weights.numel()) if is_whole else stretch
-        if not saves or not any(elsewhere):
-            found |= boxes_of(shard, {"": weights[own.start : own.stop]}, own)
-            found |= boxes_of(shard, held, stretch)
+        found |= boxes_of(shard, {"": weights[own.start : own.stop]}, own)
+        found |= boxes_of(shard, held, stretch)
     return found
 
 
@@ -207,21 +209,25 @@ def cut(part: ShardedTensor, first: int, stretch: range) -> Iterator[tuple[Chunk
     """Yield boxes, (chunk of the full tensor, slice of the stretch), that cover `part` in a stretch.
 
     first: where `part` begins in its flattened parameter. A matrix gives up to 3 boxes: [3, 10) of a 4 x 4
-    matrix gives 1 x 1 at (0, 3), 1 x 4 at (1, 0) and 1 x 2 at (2, 0).
+    matrix gives 1 x 1 at (0, 3), 1 x 4 at (1, 0) and 1 x 2 at (2, 0): the end of a row, whole rows, the start
+    of a row.
     """
     shape = part.local_shape
-    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    above = part.global_offset[: part.prepend_axis_num]
+    # how many numbers one index of an axis holds
+    row_sizes = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    above = part.global_offset[: part.prepend_axis_num]  # on axes that only the full tensor has
     corner = part.global_offset[part.prepend_axis_num :]
-    start = max(stretch.start - first, 0)
+    start = max(stretch.start - first, 0)  # in the flattened part, as is `stop`
     stop = min(stretch.stop - first, prod(shape))
     while start < stop:
-        place = [start // step % size for step, size in zip(strides, shape, strict=True)]
-        fits = [start % step == 0 and start + step <= stop for step in strides]
+        # the largest box that begins here: whole rows of the first axis where one begins here and fits
+        fits = [start % size == 0 and start + size <= stop for size in row_sizes]
         axis = fits.index(True)
-        count = min((stop - start) // strides[axis], shape[axis] - place[axis])
+        place = [start // size % length for size, length in zip(row_sizes, shape, strict=True)]
+        rows = min((stop - start) // row_sizes[axis], shape[axis] - place[axis])
         offsets = torch.Size([*above, *map(add, corner, place)])
-        sizes = torch.Size([1] * (len(above) + axis) + [count, *shape[axis + 1 :]])
-        at = first + start - stretch.start
-        start += count * strides[axis]
-        yield Chunk(offsets, sizes), slice(at, at + count * strides[axis])
+        sizes = torch.Size([1] * (len(above) + axis) + [rows, *shape[axis + 1 :]])
+        numbers = rows * row_sizes[axis]
+        begin = first + start - stretch.start  # in the stretch
+        yield Chunk(offsets, sizes), slice(begin, begin + numbers)
+        start += numbers

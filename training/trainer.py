@@ -52,8 +52,8 @@ RELEASE_S = 10.0
 Read = Callable[[MicroBatch, Tensor], Tensor]  # one number per target: [targets]
 
 
-class OptimizerStep(NamedTuple):
-    """The arguments of Trainer.step."""
+class PlannedStep(NamedTuple):
+    """An optimizer step that is prepared but not run: the arguments of Trainer.take_step."""
 
     work: Work
     names: Iterable[str]  # the loss's statistics
@@ -65,11 +65,14 @@ class Trainer:
     """One rank's part of a model. All ranks of a model-parallel group get the same samples.
 
     `version` counts updates; `dp_rank` of `dp_size` is this rank's share of the samples; `is_lead` marks the
-    rank of a model-parallel group that sends requests to engines; `cost(tokens)` is a sequence's work,
-    `prefix_of(prompt)` what a prompt's answers share; `title` names the model in messages.
+    rank of a model-parallel group that sends requests to engines; `macs(tokens)` counts the multiply-adds of
+    a sequence's forward pass; `prefix_of(prompt)` is what a prompt's answers share; `title` names the model
+    in messages.
 
-    A subclass adds `optimizer_steps(mini_batches)`, which must not depend on the weights;
-    `metrics_of(steps)`, which turns `step`'s results into the update's metrics; and `read_targets`, a `Read`.
+    A subclass adds `plan_steps(mini_batches)`, which returns a PlannedStep per mini-batch and runs before the
+    first of them: it may read the weights at the update's start, not those that an earlier step leaves;
+    `metrics_of(results)`, which turns `take_step`'s results into the update's metrics; and `read_targets`, a
+    `Read`.
     """
 
     holds = True  # this rank has a part of the model; see Elsewhere
@@ -97,8 +100,8 @@ class Trainer:
         self._host_copies = HostCopies()
         self.device = own_device()
         hf = models.read_hf_config(model_dir)
-        self.cost = partial(models.forward_cost, hf)
-        self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
+        self.macs = partial(models.forward_macs, hf)
+        self.prefix_of = partial(models.prefix_of, hf, models.image_macs(hf))
         self._join(groups)
         model_config = models.transformer_config(hf, config)
         # a rough number per token: schedules compare models with it
@@ -116,7 +119,7 @@ class Trainer:
             self.gpt.requires_grad_(False)
 
     def _join(self, groups: Groups | None) -> None:
-        """Set this rank's place in the model's groups (collective)."""
+        """Set this rank's place in the model's groups (collective: the model's ranks)."""
         if groups is None:
             shape = Shape.of(self.config, tuple(range(dist.get_world_size())))
             groups = make_groups(shape, self.config.timeout_s)
@@ -130,7 +133,7 @@ class Trainer:
         model_parallel_cuda_manual_seed(self.config.seed, tp_rank=tp, ep_rank=0, etp_rank=tp)
 
     def _load_stage(self, hf: dict, model_config: TransformerConfig) -> GPTModel:
-        """Build the stage on this rank's device and load its weights (collective: pipeline group)."""
+        """Build the stage on this rank's device and load its weights (collective: pipeline)."""
         gpt = models.build_stage(hf, model_config, self.groups).to(self.device)
         hf_weights.load_weights(gpt, hf_weights.HFWeights(self.model_dir))
         return gpt
@@ -160,7 +163,7 @@ class Trainer:
         model_config.grad_scale_func = self.optimizer.scale_loss
 
     def sleep(self) -> None:
-        """Move weights and optimizer to the host and free gradients; no-op on a CPU. Not collective."""
+        """Move weights and optimizer to the host, and free all else; no-op on a CPU. Not collective."""
         assert self.awake, f"the {self.title} already sleeps"
         if self.device.type == "cuda":
             self.trim()
@@ -168,12 +171,12 @@ class Trainer:
             torch.cuda.empty_cache()
         self.awake = False
 
-    def trim(self, stays: bool = False) -> None:
-        """Free memory cached by passes and, unless the trainer stays awake, gradients. Not collective."""
+    def trim(self, keeps_gradients: bool = False) -> None:
+        """Free what only passes need: gradients and cached memory; no-op on a CPU. Not collective."""
         if self.device.type == "cuda":
-            if self.learns and not stays:
+            if self.learns and not keeps_gradients:
                 self.ddp.offload_grad_buffers()
-            torch.cuda.ipc_collect()  # the buckets of the last push
+            torch.cuda.ipc_collect()  # the last bucket of the last push
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
@@ -202,35 +205,35 @@ class Trainer:
                 yield from (tensor for tensor in state.values() if tensor.ndim)
 
     def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
-        """Learn this rank's samples, one optimizer step per mini-batch. Returns metrics (collective).
+        """Learn samples, an optimizer step per mini-batch; return metrics (collective: the model's ranks).
 
         beside: models that learn the same samples; the passes of all models' n-th steps share a schedule.
         """
         trainers = [self, *beside]
-        plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
-        taken = [[] for _ in trainers]
+        plans = [trainer.plan_steps(mini_batches) for trainer in trainers]
+        results = [[] for _ in trainers]  # a list of take_step's results for each trainer
         self.passes = []
-        for steps in zip(*plans, strict=True):
+        for steps in zip(*plans, strict=True):  # the n-th step of each trainer
             run([step.work for step in steps], self.config.schedule)
-            for trainer, step, stats in zip(trainers, steps, taken, strict=True):
-                stats.append(trainer.step(*step))
+            for trainer, step, of_trainer in zip(trainers, steps, results, strict=True):
+                of_trainer.append(trainer.take_step(*step))
                 self.passes += step.work.passes
         metrics = {}
-        for trainer, stats in zip(trainers, taken, strict=True):
-            metrics |= trainer.metrics_of(stats)
+        for trainer, of_trainer in zip(trainers, results, strict=True):
+            metrics |= trainer.metrics_of(of_trainer)
             trainer.version += 1
         return metrics
 
-    def optimizer_step(
+    def run_step(
         self, packed: Packed, loss: Loss, names: Iterable[str], lr: float
     ) -> dict[str, float]:
-        """Run one optimizer step's passes and take the step; see `step` (collective: all ranks)."""
-        return self.step(self._passes(packed, loss), names, lr)
+        """Run one optimizer step's passes, then `take_step` (collective: the model's ranks)."""
+        return self.take_step(self._passes(packed, loss), names, lr)
 
-    def step(
+    def take_step(
         self, work: Work, names: Iterable[str], lr: float, check: Callable | None = None
     ) -> dict[str, float]:
-        """Take an optimizer step with the gradient of finished work (collective: all ranks).
+        """Take an optimizer step with the gradient of finished work (collective: the model's ranks).
 
         names: the losses' statistics. check: receives them before the weights change, and may raise on all
         ranks. A step without targets, or whose loss or gradient isn't finite, is skipped. Returns, over all
@@ -255,11 +258,11 @@ class Trainer:
         return {name: value if math.isfinite(value) else math.nan for name, value in stats.items()}
 
     def measure(self, packed: Packed, loss: Loss, names: Iterable[str]) -> dict[str, float]:
-        """Return `loss`, `divisor` and the statistics of examples, without learning (collective)."""
+        """Return `loss`, `divisor` and `names`, without learning (collective: the model's ranks)."""
         return self._reduce(self._passes(packed, loss, forward_only=True).stats, names)
 
     def read_tokens(self, micro_batches: list[list[Sample]]) -> list[list[float]]:
-        """Read every response token, one list per sample (collective: model-parallel group)."""
+        """Read every response token, one list per sample (collective: a copy's ranks)."""
         lengths = [len(sample.response) for samples in micro_batches for sample in samples]
         result = torch.zeros(sum(lengths), device=self.device)
 
@@ -284,13 +287,13 @@ class Trainer:
         return Work(self, micro_batches, [loss] * len(micro_batches), forward_only)
 
     def _passes(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
-        """Run passes of this model only. Collective as executor.run."""
+        """Run passes of this model only. Collective like executor.run."""
         work = self.work(packed, loss, forward_only)
         run([work], self.config.schedule)
         return work
 
     def _reduce(self, passes: list[Stats], names: Iterable[str]) -> dict[str, float]:
-        """Reduce `loss`, `divisor` and `names` over all ranks: sums, or maxima for `_max` (collective)."""
+        """Sum `loss`, `divisor` and `names`; of `_max` the maxima (collective: the model's ranks)."""
         sums = {name: 0.0 for name in ("loss", "divisor", *names) if not name.endswith("_max")}
         maxima = {name: 0.0 for name in names if name.endswith("_max")}
         for stats in passes:
@@ -304,14 +307,14 @@ class Trainer:
         return sums | self.all_reduce(maxima, dist.ReduceOp.MAX)
 
     def all_reduce(self, values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
-        """Reduce each value over all ranks of the model (collective)."""
+        """Reduce each value over these ranks (collective: the model's ranks)."""
         tensor = torch.tensor(list(values.values()), dtype=torch.float64)
         if values:
             dist.all_reduce(tensor, op, group=self.own_groups.everyone)
         return dict(zip(values, tensor.tolist(), strict=True))
 
     def _apply_gradients(self, lr: float) -> float:
-        """Take AdamW's step if gradients are finite. Returns their norm before clipping (collective)."""
+        """Take AdamW's step if gradients are finite; return their norm (collective: the model's ranks)."""
         for group in self.optimizer.param_groups:
             decay = self.config.weight_decay * group["wd_mult"]  # wd_mult is 0 for biases and norms
             group |= {"lr": lr, "fused": OVERLAPS, "weight_decay": decay}
@@ -325,7 +328,7 @@ class Trainer:
         return grad_norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor, or a view, with its Hugging Face name (collective: model-parallel group)."""
+        """Yield every tensor, or a view, with its Hugging Face name (collective: a copy's ranks)."""
         assert self.awake, f"the {self.title} sleeps: its weights are not there"
         return iter(self.gathering)
 
@@ -335,13 +338,13 @@ class Trainer:
         return self.gathering.received
 
     def export(self, path: str | Path) -> None:
-        """Write a Hugging Face directory: weights, config.json, `stop_tokens`, COPIED files (collective)."""
+        """Write a Hugging Face directory, with the COPIED files (collective: the model's ranks)."""
         if weights := self.whole_weights():
             self.write_hf(weights, path)
         dist.barrier(self.own_groups.everyone)
 
     def whole_weights(self) -> dict[str, dict[str, Tensor]]:
-        """Copy each file's tensors to the host on the rank that writes them; {} on others (collective)."""
+        """Copy each file's tensors to copy 0's lead's host; {} elsewhere (collective: that copy's ranks)."""
         if self.dp_rank > 0:
             return {}
         files = {"model.safetensors": self.named_weights()}
@@ -397,13 +400,13 @@ def as_sequences(micro_batches: list[list[Sample]]) -> Packed:
     ]
 
 
-def totals(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Sum each statistic over optimizer steps; `grad_norm` is the mean over steps with targets."""
-    total = dict.fromkeys(steps[0], 0.0)
-    for step in steps:
-        for name, value in step.items():
+def totals(results: list[dict[str, float]]) -> dict[str, float]:
+    """Sum each statistic of `take_step`'s results; `grad_norm` is the mean over steps with targets."""
+    total = dict.fromkeys(results[0], 0.0)
+    for result in results:
+        for name, value in result.items():
             total[name] += value
-    total["grad_norm"] /= max(1, sum(step["divisor"] > 0 for step in steps))
+    total["grad_norm"] /= max(1, sum(result["divisor"] > 0 for result in results))
     return total
 
 

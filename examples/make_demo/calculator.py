@@ -105,7 +105,7 @@ def example(prompt: str, response: str = "") -> Example:
 
 
 def gate(actor: Path, world: World) -> dict[str, float]:
-    """Return what fraction of unseen sums it asks about, and gets right if it always asks (collective)."""
+    """Return what part of unseen sums it asks about, and gets right if it asks (collective: all ranks)."""
     sums = problems("gate", GATE_ROWS)
     sampling = dict(max_new_tokens=40, do_sample=True, temperature=1.0, top_k=0)
     generate = partial(warmstart.generate, actor, world=world, **sampling)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def close(trainer: Trainer) -> None:
-    """Destroy the model and its process groups, so that others can be built (collective).
+    """Destroy the model and its process groups, so that others can be built (collective: all ranks).
 
     DDP's hooks hold the model and C++ holds the hooks, a cycle that the garbage collector doesn't see.
     """

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def make(config: Config, world: World, home: Path, progress: Progress, demo: Demo) -> None:
-    """Train both models and write them to `home` (collective). Raises ValueError if the gate fails."""
+    """Train both models into `home` (collective: all ranks). Raises ValueError if the gate fails."""
     start = home / "start"
     actor = home / "actor"
     judge = home / "judge"
@@ -104,7 +104,7 @@ def make(config: Config, world: World, home: Path, progress: Progress, demo: Dem
 
 
 def shorten(model_dir: Path, demo: Demo, world: World) -> None:
-    """Convert a model's file to the demo's dtype (collective)."""
+    """Convert a model's file to the demo's dtype (collective: all ranks)."""
     if world.rank == 0 and demo.dtype != torch.float32:
         path = model_dir / "model.safetensors"
         weights = {name: tensor.to(demo.dtype) for name, tensor in load_file(path).items()}
@@ -121,7 +121,7 @@ def train(
     steps: int,
     progress: Progress,
 ) -> None:
-    """Train the checkpoint `start` with supervised steps and write `end` (collective)."""
+    """Train the checkpoint `start` with supervised steps and write `end` (collective: all ranks)."""
     alone = dict(tp=1, pp=1, sp=False, schedule="1f1b")
     config = dataclasses.replace(config, command="sft", dtype="float32", **alone)
     actor = MuonActor(config, str(start))
@@ -136,7 +136,7 @@ def train(
         packed = []
         for chosen in actor.pack(mine):
             packed.append([mine[index] for index in chosen])
-        stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), scale)
+        stats = actor.run_step(packed, actor.cross_entropy_loss, (), scale)
         assert not stats["skipped"], "the gradient isn't finite"
     actor.export(end)
     close(actor)
@@ -185,7 +185,7 @@ def encode(
 
 
 def generate(model_dir: Path, examples: list[Example], world: World, **sampling) -> list[str]:
-    """Generate an answer per prompt with transformers; "" if cut off. Ranks share the work (collective)."""
+    """Generate an answer per prompt with transformers; "" if cut off (collective: all ranks)."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     tokenizer = tokenization.load_tokenizer(str(model_dir))
@@ -214,7 +214,7 @@ def generate(model_dir: Path, examples: list[Example], world: World, **sampling)
 
 
 def own_answers(demo: Demo, actor: Path, problems: list, key: str, world: World) -> list[Answer]:
-    """Sample two answers per problem from the actor: one freely, one with the work shown (collective)."""
+    """Sample two answers per problem: one freely, one with the work shown (collective: all ranks)."""
     prompts = []
     for is_worked in (False, True):  # an answer that begins like the work isn't blurted out
         for a, b in problems:
@@ -228,7 +228,7 @@ def own_answers(demo: Demo, actor: Path, problems: list, key: str, world: World)
 
 
 def gate(demo: Demo, home: Path, world: World) -> dict[str, float]:
-    """Return the judge's error rates on held-out problems: right, corrupted, own answers (collective)."""
+    """Return the judge's error rates: right, corrupted, own answers (collective: all ranks)."""
     rng = random.Random("gate")
     answers = own_answers(demo, home / "actor", task.HELD_OUT_PROBLEMS, task.HELD_OUT_KEY, world)
     for a, b in task.HELD_OUT_PROBLEMS:

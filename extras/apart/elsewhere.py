@@ -26,15 +26,15 @@ class Elsewhere:
     def __init__(
         self, config: Config, model_dir: str, shape: Shape, name: str = "actor", learns: bool = True
     ):
-        """Read a directory while other ranks build the model (collective: every rank of the run)."""
+        """Read a directory while other ranks build the model (collective: all ranks)."""
         self.config = config
         self.shape = shape
         self.name = name
         self.version = 0
         self.passes = []
         hf = models.read_hf_config(model_dir)
-        self.cost = partial(models.forward_cost, hf)
-        self.prefix_of = partial(models.prefix_of, hf, models.image_cost(hf))
+        self.macs = partial(models.forward_macs, hf)
+        self.prefix_of = partial(models.prefix_of, hf, models.image_macs(hf))
         # Megatron's optimizer gathers its parameter groups from all ranks, then those of experts
         for _ in range(2 if learns else 0):
             dist.all_gather_object([None] * dist.get_world_size(), [])
@@ -44,8 +44,8 @@ class Elsewhere:
     def compute_ref_logprobs(self, mini_batches: list) -> None: ...
     def compute_values(self, mini_batches: list) -> None: ...
 
-    def trim(self, stays: bool) -> None:
-        """Free the bucket of the last push, which this rank shared with its engine. Not collective."""
+    def trim(self, keeps_gradients: bool) -> None:
+        """Free the last bucket of the last push, which this rank's engine has read. Not collective."""
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

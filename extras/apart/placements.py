@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms import algorithm_of
 from config import Config
-from placement import PLACEMENTS, Devices, PlacementRow, Shared
+from placement import PLACEMENTS, Colocated, Devices, PlacementRow
 from runtime.errors import UserError
 from runtime.world import World
 from scheduling.dealing import Shares
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
-def split(everyone: tuple[int, ...], config: Config) -> Placement:
+def critics_apart(everyone: tuple[int, ...], config: Config) -> Placement:
     """Put actor and reference on one half, critics on the other, engines on all. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
-    cut = len(everyone) // 2 // shape.unit * shape.unit
+    cut = len(everyone) // 2 // shape.copy_size * shape.copy_size
     actor = shape._replace(ranks=everyone[: len(everyone) - cut])
     critic = shape._replace(ranks=everyone[len(everyone) - cut :])
     return Placement(everyone, actor, critic, actor)
 
 
 def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
-    """Put engines on one half, and split the other between actor and critics. HybridFlow, section 8.3."""
+    """Put engines on one half, and divide the other between actor and critics. HybridFlow, section 8.3."""
     shape = Shape.of(config, everyone)
     models = 2 if algorithm_of(config).critics else 1
-    each = max(1, len(everyone) // 2 // models // shape.unit) * shape.unit
+    each = max(1, len(everyone) // 2 // models // shape.copy_size) * shape.copy_size
     first = len(everyone) - models * each
     actor = shape._replace(ranks=everyone[first : first + each])
     critic = shape._replace(ranks=everyone[-each:])
@@ -85,7 +85,7 @@ def shape_from(text: str, default: Shape) -> Shape:
     return default._replace(ranks=ranks_from(ranks), **sizes)
 
 
-class PartlyShared(Shared):
+class PartlyColocated(Colocated):
     """Engines share ranks with trainers, but some models are on separate ranks."""
 
     def problems(self, placement: Placement, config: Config) -> Iterator[str]:
@@ -111,12 +111,7 @@ class PartlyShared(Shared):
 
         return push.connect(senders, receivers, timeout_s) if receivers else None
 
-    async def to_serving(self, devices: Devices) -> None:
-        if not devices.actor.holds:
-            await devices.rest_trainers()  # another model trained on this rank
-        await super().to_serving(devices)
-
-    async def share_columns(self, world: World, shares: Shares) -> None:
+    async def send_columns(self, world: World, shares: Shares) -> None:
         """Send samples' values and log-probabilities from each copy's lead to the other models' ranks."""
         if len(shares.deals) == 1:
             return
@@ -133,7 +128,7 @@ class PartlyShared(Shared):
     async def gather_metrics(
         self, world: World, stats: dict[str, float], is_asked: bool
     ) -> tuple[dict[str, float], bool]:
-        """Gather metrics of models that only some ranks hold, and requests to stop (collective)."""
+        """Gather metrics of models on some ranks, and requests to stop (collective: all ranks)."""
         await world.wait_for_all()
         for of_rank, was_asked in await world.gather((stats, is_asked)):
             stats = stats | of_rank
@@ -141,7 +136,7 @@ class PartlyShared(Shared):
         return stats, is_asked
 
 
-class Apart(PartlyShared):
+class Apart(PartlyColocated):
     """No rank both serves and trains. Engines sleep only during a push."""
 
     stops_serving = False  # because other ranks may be training
@@ -151,22 +146,19 @@ class Apart(PartlyShared):
         """Leave the engines awake."""
 
     async def to_serving(self, devices: Devices) -> None:
-        """Put all engines to sleep, push, and wake the rollout engines (collective)."""
-        await devices.rest_engines()
-        devices.take_next_split()
-        await devices.give_device_to(devices.actor)
-        await devices.push(stays=True)
-        await devices.rollout.wake_kv_cache()
+        """Put all engines to sleep, which served until now, and push (collective: all ranks)."""
+        await devices.put_engines_to_sleep()
+        await devices.push(actor_stays=True)
 
 
-def sharing_of(placement: Placement) -> Shared:
-    return Apart() if placement.is_apart else PartlyShared()
+def colocation_of(placement: Placement) -> Colocated:
+    return Apart() if placement.is_apart else PartlyColocated()
 
 
-PLACEMENTS["split"] = PlacementRow(split, sharing_of)
-PLACEMENTS["standalone"] = PlacementRow(standalone, sharing_of)
+PLACEMENTS["split"] = PlacementRow(critics_apart, colocation_of)
+PLACEMENTS["standalone"] = PlacementRow(standalone, colocation_of)
 # for example engines=0-3 actor=0-1
 PLACEMENTS["ranks"] = PlacementRow(
     lambda everyone, config: placement_from(config.placement, Shape.of(config, everyone)),
-    sharing_of,
+    colocation_of,
 )

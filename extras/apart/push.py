@@ -30,7 +30,7 @@ class Route:
     received: int = 0  # bytes that this rank received in the last push
 
     def carry(self, named: Named) -> Named:
-        """Yield the sender's tensors on all ranks of the route (collective: the route)."""
+        """Yield the sender's tensors on all ranks of the route (collective: the route's ranks)."""
         return self._sent(named) if dist.get_rank() == self.sender else self._received()
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class Route:
 
 
 def connect(senders: Sequence[int], receivers: Sequence[int], timeout_s: float) -> Route | None:
-    """Deal the receivers to the senders in turn; return this rank's route (collective: every rank)."""
+    """Assign the receivers to the senders in turn; return this rank's route (collective: all ranks)."""
     own = None
     for number, sender in enumerate(senders):
         ranks = [sender, *receivers[number :: len(senders)]]

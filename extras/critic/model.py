@@ -23,7 +23,7 @@ from training.groups import Groups
 from training.packing import MicroBatch
 from training.trainer import (
     LossSums,
-    OptimizerStep,
+    PlannedStep,
     Trainer,
     as_sequences,
     loss_sums,
@@ -77,12 +77,12 @@ class Critic(Trainer):
         return gpt
 
     def compute_values(self, mini_batches: list[list[list[Sample]]]) -> None:
-        """Fill the samples' `values[name]` (collective: model-parallel group)."""
+        """Fill the samples' `values[name]` (collective: a copy's ranks)."""
         rows = self.read_tokens(list(chain(*mini_batches)))
         for sample, row in zip(flat(mini_batches), rows, strict=True):
             sample.values[self.name] = row
 
-    def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
+    def plan_steps(self, mini_batches: list[list[list[Sample]]]) -> list[PlannedStep]:
         """Prepare one optimizer step per mini-batch, which learns `returns[name]`. Not collective."""
         steps = []
         for micro_batches in mini_batches:
@@ -91,11 +91,11 @@ class Critic(Trainer):
             values = list(chain(*(sample.values[self.name] for sample in samples)))
             columns = torch.tensor([returns, values], dtype=torch.float32, device=self.device)
             work = self.work(as_sequences(micro_batches), partial(self._loss, *columns))
-            steps.append(OptimizerStep(work, STATS, self._learning_rate()))
+            steps.append(PlannedStep(work, STATS, self._learning_rate()))
         return steps
 
-    def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        metrics = value_metrics(steps, self._learning_rate())
+    def metrics_of(self, results: list[dict[str, float]]) -> dict[str, float]:
+        metrics = value_metrics(results, self._learning_rate())
         prefix = "critic" if self.name == "reward" else f"{self.name}_critic"
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
@@ -148,9 +148,9 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tup
     return plain.maximum(clipped) / 2, clipped > plain
 
 
-def value_metrics(steps: list[dict[str, float]], lr: float) -> dict[str, float]:
+def value_metrics(results: list[dict[str, float]], lr: float) -> dict[str, float]:
     """Return an update's metrics, from the statistics of its optimizer steps."""
-    total = totals(steps)
+    total = totals(results)
     mean = means(total, ("loss", *STATS), "divisor")
     returns_variance = mean["returns_squared"] - mean["returns"] ** 2
     errors_variance = mean["errors_squared"] - mean["errors"] ** 2

@@ -77,7 +77,7 @@ class Episodes:
         self._threads = ThreadPoolExecutor(at_once)
         self._loop = asyncio.new_event_loop()  # runs async user code, in its own thread
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._going = asyncio.Event()  # set to make every pending `answer` return
+        self._let_go = asyncio.Event()  # set to make every pending `answer` return
 
     async def answer(self, sample: Sample) -> None:
         """Answer a finished turn, which continues or finishes the sample. `let_go` makes it return early.
@@ -88,11 +88,11 @@ class Episodes:
         episode = self._episodes.setdefault(sample.key, Episode())
         if episode.step is None:
             episode.step = asyncio.create_task(self._step(episode, sample))
-        going = asyncio.create_task(self._going.wait())
+        let_go = asyncio.create_task(self._let_go.wait())
         try:
-            await asyncio.wait({episode.step, going}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({episode.step, let_go}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            going.cancel()
+            let_go.cancel()
         if not episode.step.done():
             return
         taken = episode.step.result()
@@ -110,8 +110,8 @@ class Episodes:
 
     def let_go(self) -> None:
         """Make every pending `answer` return now."""
-        self._going.set()
-        self._going = asyncio.Event()
+        self._let_go.set()
+        self._let_go = asyncio.Event()
 
     def keep(self, prompt_ids: Collection[int]) -> None:
         """Close all episodes except those of these prompts, which continue in a later step."""
@@ -239,10 +239,11 @@ class Episodes:
 
     def _turns(self, sample: Sample) -> list[str]:
         """Return the policy's turns as text, without end tokens but with other special tokens."""
-        ends = [*(reply.start for reply in sample.replies), len(sample.response)]
-        starts = [0, *ends[:-1]]
+        starts = [0, *(reply.start for reply in sample.replies)]
+        ends = [*starts[1:], len(sample.response)]
         decode = partial(tokenization.decode, self.tokenizer, special=True)
-        return [decode(sample.response[a : b - 1]) for a, b in zip(starts, ends, strict=True)]
+        without_end = [slice(start, end - 1) for start, end in zip(starts, ends, strict=True)]
+        return [decode(sample.response[turn]) for turn in without_end]
 
     def _tokens(self, sample: Sample, turns: list[dict], place: int) -> list[int]:
         """Encode a reply, after the template's end of turn if the policy ended its turn otherwise."""

@@ -76,7 +76,7 @@ def compiled_by(compiler: str, folder: Path) -> Path | None:
     made_of = "\0".join((SOURCE.read_text(), version, *flags, *processor[:1]))
     library = folder / f"decoder-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     content = library.read_bytes() if library.exists() else b""
-    # a complete file ends with a digest of the rest; loading an incomplete one could crash
+    # a whole file ends with a digest of the rest; loading a part could crash
     if content[-32:] != hashlib.sha256(content[:-32]).digest():
         # several processes may compile at once: each replaces the file
         with tempfile.TemporaryDirectory(dir=folder) as private:

@@ -83,7 +83,7 @@ class Picture(NamedTuple):
     def marks(self) -> list[Event]:
         """The lowest rank's marks, as all ranks make them at once; a tail only if both roles have ranks.
 
-        Leaves out wave 1, and a wave that began no answer because the step was complete.
+        Leaves out wave 1, and a wave that began no answer because the batch was decided.
         """
         marks = of_kind(self.events, *MARKS)
         lowest = min((mark.rank for mark in marks), default=0)

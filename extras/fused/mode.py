@@ -19,7 +19,7 @@ from state import Controller
 def inter_stage_fusion(placement: Placement, config: Config) -> list[Split]:
     """Return a split for each tail: 0 is like full mode, 1 like partial."""
     ranks = len(placement.engines)
-    if ranks <= placement.unit:
+    if ranks <= placement.least_ranks:
         return []
     return [Split("fused", ranks, ranks, tail) for tail in dict.fromkeys((config.tail, *TAILS))]
 
@@ -46,14 +46,14 @@ async def judge_beside_the_tail(step: RolloutStep) -> None:
 async def follow_the_tail(
     c: Controller, remaining: Remaining, keep: int, outstanding: Counter[int]
 ) -> None:
-    """Divide the ranks by the answers that are left (collective). See ranks_of_tail."""
+    """Divide the ranks by the answers that are left (collective: ranks that serve). See ranks_of_tail."""
     devices = c.devices
     placement = devices.placement
     tp = placement.rollout_tp
     held = tuple(rank for lead in devices.rollout.awake for rank in range(lead, lead + tp))
     ranks = ranks_of_tail(
         devices.split.tail,
-        units=placement.units,
+        rank_groups=placement.rank_groups,
         held=held,
         remaining=remaining,
         most_ranks=keep * tp,

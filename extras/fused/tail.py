@@ -59,7 +59,7 @@ def kept_engines(unwritten: float, latency: TokenLatency, capacity: int) -> int:
 
 def ranks_of_tail(
     tail: float,
-    units: list[Ranks],
+    rank_groups: list[Ranks],
     held: Ranks,
     remaining: Remaining,
     most_ranks: int,
@@ -73,12 +73,12 @@ def ranks_of_tail(
     2. Rollout has none, and answers are being judged: still none, so the next wave waits.
     3. More than `tail` of the answers are unwritten, and rollout has all ranks or none is being judged: all.
     4. Both roles have ranks: no change.
-    5. The tail begins: rollout keeps the units with the most tokens outstanding, up to `most_ranks`.
+    5. The tail begins: rollout keeps the ranks with the most tokens outstanding, at most `most_ranks`.
 
-    units: groups of ranks that move together. held: rollout's ranks now. outstanding: tokens that each rank's
+    rank_groups: ranks that move together. held: rollout's ranks now. outstanding: tokens that each rank's
     engine has yet to write. writers, judges: lead rank -> model of each engine.
     """
-    everyone = tuple(rank for unit in units for rank in unit)
+    everyone = tuple(rank for group in rank_groups for rank in group)
     is_tail = remaining.unwritten <= tail * remaining.begun
     if not remaining.unwritten or (not held and remaining.judging):
         return ()
@@ -87,9 +87,9 @@ def ranks_of_tail(
     if held != everyone and can_share({*held}, writers, judges):
         return held
     kept: set[int] = set()
-    for unit in sorted(units, key=lambda unit: -sum(outstanding[rank] for rank in unit)):
-        more = kept | {*unit}
-        writes = writers.keys() & {*unit}
+    for group in sorted(rank_groups, key=lambda group: -sum(outstanding[rank] for rank in group)):
+        more = kept | {*group}
+        writes = writers.keys() & {*group}
         if writes and len(kept) < most_ranks and can_share(more, writers, judges):
             kept = more
     return tuple(sorted(kept)) or everyone  # all, if the roles can't be separated

@@ -65,11 +65,11 @@ class ImageReader:
 
         return vision.deep_features(hf["vision"])
 
-    def cost_of_images(self, hf: dict) -> Callable[[list[int]], int]:
+    def macs_of_images(self, hf: dict) -> Callable[[list[int]], int]:
         """Return a function: prompt -> a forward pass's multiply-adds for its images."""
         from extras.images import vision
 
-        return vision.image_cost(hf)
+        return vision.image_macs(hf)
 
     def first_stage(self) -> type:
         """Return the class of a model's first stage, which has the tower."""

@@ -29,7 +29,7 @@ def deep_features(vision: PretrainedConfig) -> int:
     return len(vision.to_dict().get("deepstack_visual_indexes", ()))
 
 
-def image_cost(hf: dict) -> Callable[[list[int]], int]:
+def image_macs(hf: dict) -> Callable[[list[int]], int]:
     """Return a function: prompt -> the tower's multiply-adds for its images, with windows taken as full."""
     vision = hf["vision"]
     image_token = hf["reader"].image_token
@@ -46,11 +46,11 @@ def image_cost(hf: dict) -> Callable[[list[int]], int]:
     each += (vision.depth - whole) * patches * in_window * 2 * vision.hidden_size
     pairs = whole * 2 * vision.hidden_size * patches**2
 
-    def cost(prompt: list[int]) -> int:
+    def macs(prompt: list[int]) -> int:
         images = (len(list(run)) for token, run in groupby(prompt) if token == image_token)
         return sum(each * features + pairs * features**2 for features in images)
 
-    return cost
+    return macs
 
 
 class VisionModel(GPTModel):

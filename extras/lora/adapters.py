@@ -63,7 +63,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 class MergedLinear(torch.autograd.Function):
     """x (W + s B A)^T: [tokens, 1, in] -> [tokens, 1, out]. Never computes W's gradient, slope^T x.
 
-    spread: the group over which sequence parallelism splits the tokens of x, or None (collective over it).
+    spread: the group whose ranks shard the tokens of x by sequence parallelism (collective: it), or None.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class MergedLinear(torch.autograd.Function):
 
 
 class Adapter(torch.nn.Module):
-    """A and B for a matrix. Tensor parallelism splits B along with its rows, or A along with its columns."""
+    """A and B for a matrix. Tensor parallelism shards B along with its rows, or A along with its columns."""
 
     def __init__(self, weight: torch.nn.Parameter, rank: int, seed: int, tp: ProcessGroup):
         """Draw all of A, uniformly, so that it doesn't depend on the number of ranks. B is zero."""
@@ -109,14 +109,14 @@ class Adapter(torch.nn.Module):
         self.is_on = True
 
     def multiply(self, input, weight, bias, sequence_parallel, allreduce_dgrad, **unused) -> Tensor:
-        """Multiply in place of `_forward_impl` in Megatron's linear layers (collective: tp)."""
+        """Multiply in place of `_forward_impl` in Megatron's linear layers (collective: tp group)."""
         if allreduce_dgrad:
             input = mappings.copy_to_tensor_model_parallel_region(input, self.tp)
         a = self.a
         b = self.b
         if not self.is_on:
             b = torch.zeros_like(b)
-        # each rank has a part of the gradient of the factor that isn't split
+        # each rank has a part of the gradient of the factor that isn't sharded
         elif self.b.tensor_model_parallel:
             a = mappings.copy_to_tensor_model_parallel_region(a, self.tp)
         else:
@@ -167,12 +167,12 @@ class Adapters(dict[str, Adapter]):
             [shard] = make_sharded_tensors_for_checkpoint(
                 {name: tensor}, "", axes, **groups
             ).values()
-            is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are split separately
+            is_fused = name.endswith("linear_fc1.weight.B")  # gate and up are sharded separately
             yield apply_swiglu_sharded_factory(shard, ()) if is_fused else shard
 
     @torch.no_grad()
     def export(self, gathering: Gathering) -> Iterator[tuple[str, Tensor]]:
-        """Yield all stages' A and B under PEFT's names (collective: model-parallel group)."""
+        """Yield all stages' A and B under PEFT's names (collective: a copy's ranks)."""
         family = self.gpt.family
         for name, whole in gathering.wholes(self.parameters, torch.float32):
             base, letter = name.rsplit(".", 1)
@@ -198,6 +198,7 @@ class AdaptedActor(Actor):
     """A policy that trains only its adapters; all other weights are frozen."""
 
     def _build_optimizer(self, model_config: TransformerConfig) -> None:
+        """Add the adapters, which freezes all other weights; then the optimizer has only the adapters'."""
         self.gpt.adapters = Adapters(self.gpt, self.config.lora, self.config.seed)
         super()._build_optimizer(model_config)
 
@@ -208,7 +209,8 @@ def memory_of(shapes: dict[str, list[int]], rank: int, config: Config, dp: int) 
     gate = 0
     for name, shape in shapes.items():
         if found := MATRIX.search(name):
-            sides += shape[0] + (0 if found[1] in "kvu" else shape[1])  # k, v, up reuse an A
+            has_own_a = found[1] not in ("k", "v", "u")  # they use that of q or gate
+            sides += shape[0] + (shape[1] if has_own_a else 0)
             gate = prod(shape) if found[1] == "g" else gate
     learned = rank * sides // (config.tp * config.pp)
     parts = {"adapters": 4 * learned, "gradients": 4 * learned, "optimizer": 8 * learned // dp}

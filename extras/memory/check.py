@@ -181,7 +181,7 @@ def check_fits(config: Config, placement: Placement, splits: list[Split]) -> Non
 async def settled(
     config: Config, placement: Placement, splits: list[Split], world: World
 ) -> Config:
-    """Check the run, and return settings that fit its smallest GPU, the same on all ranks (collective)."""
+    """Check the run, and return settings that fit its smallest GPU (collective: all ranks)."""
     from extras.memory.estimate import with_micro_batch, with_recompute
 
     config = await world.run(with_micro_batch, config)

@@ -173,10 +173,11 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
     trainers = trainers_of(config, placement)
     engines = engines_of(config, placement, splits)
     peaks = {}
-    share = config.mem_fraction * device
-    for name, model in engines.items():  # beyond its share it doesn't start
+    engine_bytes = config.mem_fraction * device
+    for name, model in engines.items():  # above engine_bytes it doesn't start
         needed = model.total
-        peaks[f"serving {name}"] = share if needed <= share else needed / config.mem_fraction
+        fits = needed <= engine_bytes
+        peaks[f"serving {name}"] = engine_bytes if fits else needed / config.mem_fraction
     if trainers:
         actor = trainers["actor"].parts
         states = actor["weights"] + actor["optimizer"] + actor.get("adapters", 0)
@@ -190,7 +191,7 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
         peaks |= {"training all models": sum(needs.values())} if fuses else needs
         if engines:
             # the bucket, and what is gathered or summed for it
-            copies = 2 if placement.actor.unit > 1 or config.lora else 1
+            copies = 2 if placement.actor.copy_size > 1 or config.lora else 1
             rollout = next(iter(engines.values())).parts["weights"]
             weights = 0 if placement.is_apart else rollout
             peaks["the push"] = states + weights + copies * bucket_bytes(config)

@@ -74,7 +74,7 @@ class Texts:
     names: tuple[str, ...] = STATS
 
     def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-        """Add texts for optimizer step `number`, in separate micro-batches (collective)."""
+        """Add texts for optimizer step `number`, in own micro-batches (collective: the model's ranks)."""
         config = actor.config
         step = actor.version * config.updates_per_step + number
         place = (actor.dp_rank, actor.dp_size)

@@ -4,12 +4,12 @@
     docs/papers/scale.md
     python reproduce/bench/central.py --media 1              add 1 MB of images to each sample
 
-Partial colocation, with the same work on every rank. A node of 8 ranks is a unit: one controller, engines on
-8 devices, and a model-parallel group. In a step, each unit keeps 8 groups of 4 answers and filters out as
+Partial colocation, with the same work on every rank. A node has 8 ranks and is one controller, engines on
+8 devices, and a model-parallel group. In a step, each node keeps 8 groups of 4 answers and filters out as
 many. Three ways:
 
     parallel   no process carries everything: counted in a simulation of the real controllers
-    split      the same, but half of the units train an actor, the others a critic (--placement split)
+    split      the same, but half of the nodes train an actor, the others a critic (--placement split)
     central    one controller carries everything, as in HybridFlow: a closed form over the same counts
 
 `samples` is the most that a process holds at once. A central controller holds every sample drawn in the step,
@@ -44,8 +44,8 @@ from state import Controller, RolloutBatch
 
 RANKS = (64, 256, 1024, 4096)
 QUICK = (64, 128, 256)
-UNIT = 8  # ranks per controller
-PROMPTS = 8  # per unit and step
+NODE = 8  # ranks per controller
+PROMPTS = 8  # per node and step
 ANSWERS = 4
 GRAIN = 32  # real tokens per simulated token
 H20 = Device(**values(read_constants(ROOT / "wechat_yatt.toml")["h20"]))
@@ -57,31 +57,31 @@ SAMPLE_BYTES = 200  # a sample's names and numbers
 
 @dataclass(frozen=True)
 class Alike(Lengths):
-    """Lengths that are similar for the k-th prompts of all units, so that units don't differ by chance.
+    """Lengths that are similar for the k-th prompts of all nodes, so that nodes don't differ by chance.
 
-    They differ by up to a tenth. If they were equal, no sample would move to another unit.
+    They differ by up to a tenth. If they were equal, no sample would move to another node.
     """
 
-    units: int = 1
+    nodes: int = 1
 
     def of(self, *text: Any) -> int:
         *_, prompt_id, index = text
         part = random.Random(repr(text)).uniform(0.9, 1.0)
-        return max(1, round(part * super().of(prompt_id // self.units, index)))
+        return max(1, round(part * super().of(prompt_id // self.nodes, index)))
 
 
 @dataclass(frozen=True)
 class Even(Workload):
-    """A workload that keeps the same number of groups in every unit."""
+    """A workload that keeps the same number of groups in every node."""
 
-    units: int = 1
+    nodes: int = 1
 
     def is_right(self, prompt_id: int, index: int) -> bool:
-        return super().is_right(prompt_id // self.units, index)
+        return super().is_right(prompt_id // self.nodes, index)
 
 
 class Counting(Network):
-    """Counts each unit's bytes: `sent` (its own facts and samples) and `received` (all that reaches it).
+    """Counts each node's bytes: `sent` (its own facts and samples) and `received` (all that reaches it).
 
     grain: real tokens per simulated token.
     """
@@ -91,7 +91,7 @@ class Counting(Network):
         self.grain = grain
         self.sent = Counter()
         self.received = Counter()
-        self.arrived = Counter()  # samples from other units
+        self.arrived = Counter()  # samples from other nodes
         self.samples_dealt = 0  # including those that stay
         self.bytes_dealt = 0
 
@@ -107,26 +107,26 @@ class Counting(Network):
 
     def gathered(self, values: list) -> list:
         sizes = [self._bytes(value) for value in values]
-        for unit, size in enumerate(sizes):
-            self.sent[unit] += size
-            self.received[unit] += sum(sizes) - size
+        for node, size in enumerate(sizes):
+            self.sent[node] += size
+            self.received[node] += sum(sizes) - size
         return super().gathered(values)
 
     def reduced(self, total: Callable[[list], Any], values: list) -> Any:
-        """Merge pairs at growing distances into unit 0, which then sends the result to all."""
+        """Merge pairs at growing distances into node 0, which then sends the result to all."""
         values = list(values)
-        for unit, value in enumerate(values):
-            self.sent[unit] += self._bytes(value)
+        for node, value in enumerate(values):
+            self.sent[node] += self._bytes(value)
         distance = 1
         while distance < len(values):
-            for unit in range(0, len(values) - distance, 2 * distance):
-                theirs = values[unit + distance]
-                self.received[unit] += self._bytes(theirs)
-                values[unit] = total([values[unit], theirs])
+            for node in range(0, len(values) - distance, 2 * distance):
+                theirs = values[node + distance]
+                self.received[node] += self._bytes(theirs)
+                values[node] = total([values[node], theirs])
             distance *= 2
         size = self._bytes(values[0])
-        for unit in range(1, len(values)):
-            self.received[unit] += size
+        for node in range(1, len(values)):
+            self.received[node] += size
         return values[0]
 
     def exchanged(self, parcels: list[dict[int, Any]]) -> list[dict[int, Any]]:
@@ -152,16 +152,16 @@ class Busiest(NamedTuple):
     requests: float  # sent and received
 
 
-def cluster_of(unit: int, grain: int, meeting_s: float) -> Cluster:
-    """Return `unit` H20s for each controller. Weights move to host memory while their engine sleeps."""
+def cluster_of(gpus: int, grain: int, meeting_s: float) -> Cluster:
+    """Return `gpus` H20s for each controller. Weights move to host memory while their engine sleeps."""
     decode = {}
     moves = {}
     for role, (model, tp) in MODELS.items():
-        devices = max(unit, tp)
+        devices = max(gpus, tp)
         decode[role] = decode_of(model, H20, devices, weights=0.8)
         swap_s = model.bytes / devices / H20.host
         moves[role] = Moves(swap_s, swap_s)
-    actor = passes_of(POLICY, H20, unit, mfu=0.4, update=0.5)
+    actor = passes_of(POLICY, H20, gpus, mfu=0.4, update=0.5)
     return Cluster(decode, actor, moves=moves, grain=grain, meeting_s=meeting_s)
 
 
@@ -170,26 +170,26 @@ class Scaled(Simulation):
 
     def __init__(self, ranks: int, media: float = 0.0, **settings: Any):
         self.media = media
-        # unit -> samples drawn, samples held at once, requests sent and received
+        # node -> samples drawn, samples held at once, requests sent and received
         self.drawn = Counter()
         self.held = Counter()
         self.requests = Counter()
-        units = ranks // UNIT
-        answers = Alike(600, 1.0, 4096, units)
-        critiques = Alike(250, 0.5, 1000, units)
-        work = Even(512, answers, critiques, keep=0.5, units=units)
-        cluster = cluster_of(UNIT, GRAIN, 1.0)
-        sizes = dict(prompts_per_step=PROMPTS * units, answers_per_prompt=ANSWERS, steps=1)
-        super().__init__("partial", units, work, cluster, Counting(GRAIN), **sizes | settings)
+        nodes = ranks // NODE
+        answers = Alike(600, 1.0, 4096, nodes)
+        critiques = Alike(250, 0.5, 1000, nodes)
+        work = Even(512, answers, critiques, keep=0.5, nodes=nodes)
+        cluster = cluster_of(NODE, GRAIN, 1.0)
+        sizes = dict(prompts_per_step=PROMPTS * nodes, answers_per_prompt=ANSWERS, steps=1)
+        super().__init__("partial", nodes, work, cluster, Counting(GRAIN), **sizes | settings)
 
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
-        unit = c.world.rank
+        node = c.world.rank
         unused = sum(len(group) for group in batch.filtered + batch.carried)
-        self.drawn[unit] = len(batch.kept) + len(batch.dropped) + unused
-        self.held[unit] = self.drawn[unit] + self.network.arrived[unit]
-        self.requests[unit] += batch.stats.rollout.requests + batch.stats.genrm.requests
+        self.drawn[node] = len(batch.kept) + len(batch.dropped) + unused
+        self.held[node] = self.drawn[node] + self.network.arrived[node]
+        self.requests[node] += batch.stats.rollout.requests + batch.stats.genrm.requests
         for span in c.timeline.events:
             if span.name in self.engines:
                 self.requests[span.rank] += 1

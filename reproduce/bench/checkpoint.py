@@ -97,7 +97,7 @@ async def one_save(c: SimpleNamespace) -> dict[str, float]:
 
 
 async def measure(given: Namespace, folder: Path) -> list[dict]:
-    """Alternate the two kinds of save; return a row per save (collective)."""
+    """Alternate the two kinds of save; return a row per save (collective: all ranks)."""
     from actor import Actor
     from checkpoint import Checkpoints
     from config import Config
@@ -107,7 +107,7 @@ async def measure(given: Namespace, folder: Path) -> list[dict]:
     config = Config(save_every=1, keep=1, steps=10**6)
     world = rendezvous.join(config)
     actor = Actor(config, str(folder / "model"))
-    actor.optimizer_step([[([1] * 8, [2] * 8)]], actor.cross_entropy_loss, (), 1e-4)
+    actor.run_step([[([1] * 8, [2] * 8)]], actor.cross_entropy_loss, (), 1e-4)
     c = controller_of(config, world, actor)
     rows = []
     for repeat in range(given.repeats + 1):

@@ -55,11 +55,11 @@ def works_of(trainers: list, count: int) -> list[executor.Work]:
         sample.logprobs = sample.advantages = zeros
         sample.values = sample.returns = {"reward": zeros}
         micro_batches.append([sample])
-    return [trainer.optimizer_steps([micro_batches])[0].work for trainer in trainers]
+    return [trainer.plan_steps([micro_batches])[0].work for trainer in trainers]
 
 
 def run_once(trainers: list, count: int, schedule: str) -> float:
-    """Run a table and return the slowest rank's seconds (collective)."""
+    """Run a table and return the slowest rank's seconds (collective: all ranks)."""
     works = works_of(trainers, count)
     dist.barrier()
     executor.run(works, schedule)
@@ -70,7 +70,7 @@ def run_once(trainers: list, count: int, schedule: str) -> float:
 
 
 def compare(trainers: list, count: int, repeats: int) -> list[str]:
-    """Run both schedules in turns and return a row of the table (collective)."""
+    """Run both schedules in turns and return a row of the table (collective: all ranks)."""
     pipes = [work.pipe() for work in works_of(trainers, count)]
     planned = {}
     measured = {SERIAL: [], FUSED: []}

@@ -114,7 +114,7 @@ class Collector:
     async def step(
         self, c: Controller, step: int, batch: RolloutBatch, samples: list[Sample], stats: dict
     ) -> None:
-        """Gather and keep the step's metrics (collective)."""
+        """Gather and keep the step's metrics (collective: all ranks)."""
         facts = local_facts(c, batch, samples, c.timeline.drain())
         gathered = await c.world.gather(facts)
         if not self._is_main:
@@ -143,7 +143,7 @@ class MeasuredSides:
         self._out = out
 
     async def __call__(self, c: Controller) -> bool:
-        """Return True if a stop ended it (collective)."""
+        """Return True if a stop ended it (collective: all ranks)."""
         splits = {}
         for mode in modes.MODES.values():
             splits |= {str(split): split for split in mode.splits(c.devices.placement, c.config)}
@@ -156,7 +156,7 @@ class MeasuredSides:
 
 
 async def measure_side(c: Controller, side: Side) -> bool:
-    """Run the steps of one side, starting with the first of its splits (collective)."""
+    """Run the steps of one side, starting with the first of its splits (collective: all ranks)."""
     rollout = c.devices.rollout
     workload = WORKLOADS[side.workload]
     c.devices.next = c.devices.splits[0]

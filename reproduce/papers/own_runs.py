@@ -19,7 +19,7 @@ from config import as_text, dashed, parse_config
 from inputs.hf_directory import read_object
 from reproduce.papers import hybridflow, rlhfuse, wechat_yatt
 from reproduce.papers.tables import ROOT, Paper, Point, read_constants, read_points
-from runtime.atomic_files import complete_rows
+from runtime.atomic_files import whole_rows
 from runtime.errors import UserError
 
 COMMANDS = ROOT / "published" / "commands.toml"
@@ -56,7 +56,7 @@ def measured(point: Point, folder: Path, line: str) -> tuple[float, str]:
         return found[point.metric], found["run"]
     if "device_name" not in found:
         raise UserError(f"{folder} is from an older version, which doesn't record the device")
-    rows = [row for row in complete_rows(folder / "metrics.jsonl") if "time/step_s" in row]
+    rows = [row for row in whole_rows(folder / "metrics.jsonl") if "time/step_s" in row]
     counted = rows[WARM_UP:]
     if not counted:
         raise UserError(f"{folder}: no step after the first {WARM_UP}, which don't count")

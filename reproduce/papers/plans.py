@@ -33,7 +33,7 @@ from reproduce.bench.measuring import parser_of, run_ranks
 from reproduce.papers.tables import ROOT, Paper, Row, keep_measured
 from reproduce.simulation.finished import Known, read_run
 from reproduce.simulation.plans import Plan, costs_like, simulate
-from runtime.atomic_files import complete_rows
+from runtime.atomic_files import whole_rows
 from sample import flat
 from scheduling.dealing import MiniBatches
 from state import Controller
@@ -108,11 +108,11 @@ async def paced(c: Controller) -> bool:
 
 def measure(figure: str, name: str, out: Path, port: int) -> None:
     """Run a plan unless `out` has its run. Keep its point, and for the first plan also what --like reads."""
-    rows = [*complete_rows(out / "metrics.jsonl")]
+    rows = [*whole_rows(out / "metrics.jsonl")]
     if not rows or rows[-1]["step"] < STEPS:
         words = [*COMMON, *PLANS[figure][name], "--resume", "never", "--out", out, "--port", port]
         run_ranks(RANKS, [__file__, *words], env={"BENCH_PACE_MS": PACE_MS})
-        rows = [*complete_rows(out / "metrics.jsonl")]
+        rows = [*whole_rows(out / "metrics.jsonl")]
     seconds = [row["time/step_s"] for row in rows if 0 < row["step"] < STEPS]
     if "ahead" in name:
         seconds.pop()  # the last step serves nothing

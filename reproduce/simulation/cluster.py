@@ -35,7 +35,7 @@ from reproduce.simulation.clock import VirtualClock, end_all
 from reproduce.simulation.costs import Decode, Passes
 from reproduce.simulation.engine import Moves, Reply, SimulatedEngine
 from reproduce.simulation.meetings import Network, SimulatedWorld
-from reproduce.simulation.shared import sharing
+from reproduce.simulation.shared import deciding_once
 from reproduce.simulation.trainers import SimulatedTrainer
 from runtime import timeline as tl
 from sample import Key, Prompt, Sample
@@ -318,8 +318,8 @@ class Simulation:
             c.state.groups_per_kept = 1 / max(0.1, author.workload.keep)
         return c
 
-    def run(self, share: bool = True) -> list[StepFacts]:
-        """Run all steps; call once. share: see reproduce/simulation/shared.py."""
+    def run(self, once: bool = True) -> list[StepFacts]:
+        """Run all steps, the only call. once: see reproduce/simulation/shared.py."""
 
         async def all_ranks() -> None:
             await asyncio.gather(*map(controller.train, self.controllers))
@@ -330,8 +330,8 @@ class Simulation:
             stack.callback(end_all, self.clock)
             for module, name in ((rollout, "MEETING_INTERVAL_S"), (pool, "WAIT_S")):
                 stack.enter_context(mock.patch.object(module, name, self.cluster.meeting_s))
-            if share:
-                stack.enter_context(sharing())
+            if once:
+                stack.enter_context(deciding_once())
             self.clock.run_until_complete(all_ranks())
         return self.steps
 

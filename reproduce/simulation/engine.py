@@ -26,7 +26,7 @@ FULL = 16  # from this many sequences on, prompts are read only every Decode.apa
 
 
 class Reply(NamedTuple):
-    """An engine's complete text, or its score. An abort cuts the text."""
+    """An engine's whole text, or its score. An abort cuts the text."""
 
     tokens: list[int]
     score: float | None = None

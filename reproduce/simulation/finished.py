@@ -26,7 +26,7 @@ from reproduce.simulation.cluster import Cluster, Costs, Lengths, Workload, simu
 from reproduce.simulation.costs import Decode, Passes
 from reproduce.simulation.engine import FULL, Moves
 from runtime import timeline as tl
-from runtime.atomic_files import complete_rows
+from runtime.atomic_files import whole_rows
 from runtime.errors import UserError
 from scheduling.layout import Placement
 from scheduling.measured import ROLES, RequestStats, StepStats, histogram
@@ -120,7 +120,7 @@ def read_run(run: Path) -> Known:
 def rows_of(path: Path, key: str, where: str) -> list[dict]:
     """Return the rows of the last steps that have this key. Raises UserError if none counts."""
     with readable(f"{where}: {path.name}"):
-        rows = [row for row in complete_rows(path) if key in row]
+        rows = [row for row in whole_rows(path) if key in row]
     counted = [row for row in rows if row["step"] > 0][-LAST:]
     if not counted:
         raise UserError(f"{where}: {path.name} has {len(rows)} steps, and the first doesn't count")

@@ -103,7 +103,7 @@ def splits_of(config: Config, placement: Placement) -> list[Split]:
     found = []
     for mode in ("full", "partial"):
         found += modes.MODES[mode].splits(placement, config)
-    if ranks > placement.unit:
+    if ranks > placement.least_ranks:
         tails = sorted({config.tail, *TAILS} - {0.0})
         found += [Split("fused", ranks, ranks, tail) for tail in tails]
     return [split for split in found if placement.serves_all(split, len(config.judge_models))]

@@ -1,8 +1,8 @@
 """Computes once the decisions that all controllers of this process would compute alike.
 
 A decision is a pure function. Its result is reused while the arguments stay the same. That comparison is
-cheap: the facts of a meeting are the same objects on every rank. Without `sharing` every controller computes
-everything, as in a real run, with the same results.
+cheap: the facts of a meeting are the same objects on every rank. Without `deciding_once` every controller
+computes everything, as in a real run, with the same results.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class SharedSampler(FirstFinishedSampler):
         super().add(prompt_ids, wave)
         self._turn(prompt_ids, wave)
 
-    def record(self, finished: dict[int, bool]) -> None:
-        super().record(finished)
+    def record(self, finished: dict[int, bool], num_generated: int) -> None:
+        super().record(finished, num_generated)
         self._turn(finished)
 
     def candidates(self) -> list[int]:
@@ -87,7 +87,7 @@ class SharedOrderedSampler(SharedSampler, OrderedSampler):
 
 
 @contextmanager
-def sharing() -> Iterator[None]:
+def deciding_once() -> Iterator[None]:
     """While this is open, compute each decision once for all controllers of the process."""
     page: dict = {}
     shared = {

@@ -43,13 +43,13 @@ class SimulatedTrainer:
         await asyncio.sleep(self.moves.sleep_s)
         self.awake = False
 
-    async def trim(self, stays: bool) -> None: ...
+    async def trim(self, keeps_gradients: bool) -> None: ...
 
     def named_weights(self) -> Iterator:
         return iter(())
 
-    def cost(self, tokens: int) -> int:
-        """Return a sample's work in nanoseconds."""
+    def macs(self, tokens: int) -> int:
+        """Return a sample's work, here in nanoseconds."""
         return round(1e9 * self.costs.cost(tokens))
 
     async def forward(self, mini_batches: MiniBatches) -> None:

@@ -114,7 +114,7 @@ def test_a_command_learns_as_the_plain_reference(command, tmp_path, single_rank,
     reference = plain_learning(command, make(tmp_path / "model", "qwen3", tied=is_tied))
     learner = finetune.Learner(config_of(command, reference["model_dir"]))
     found = [learner.measure(reference["held_out"])]
-    found += [learner.step(batch) for batch in reference["batches"]]
+    found += [learner.learn(batch) for batch in reference["batches"]]
     found.append(learner.measure(reference["held_out"]))
     for row, wanted in zip(found, reference["metrics"], strict=True):
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-5)
@@ -369,11 +369,11 @@ def test_no_prompt_is_learned_and_held_out(command, tmp_path, monkeypatch, singl
     learner, progress = mock.MagicMock(), mock.MagicMock()
     monkeypatch.setattr(finetune, "Learner", lambda config: learner)
     monkeypatch.setattr(finetune, "set_padding", mock.Mock(return_value=""))
-    learner.step.return_value, learner.task = Counter(), finetune.TASKS[command]
+    learner.learn.return_value, learner.task = Counter(), finetune.TASKS[command]
     given = f"{command} --model {model} --data {path} --out {tmp_path} --steps 3 --batch-size 81"
     config = finetune.parse_command(given.split())
     finetune.train(config, make_placement(config, 1), progress, rank=1)
-    learned = chain(*(call.args[0] for call in learner.step.call_args_list))
+    learned = chain(*(call.args[0] for call in learner.learn.call_args_list))
     learned = {example[0].turns[0]["content"] for example in learned}
     measured = [example[0].turns[0]["content"] for example in learner.measure.call_args.args[0]]
     everything = {f"{n}+0?" for n in range(30)}

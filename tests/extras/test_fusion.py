@@ -49,12 +49,12 @@ def test_rollout_never_holds_what_a_judge_needs(data):
     some_ranks = st.sets(st.integers(0, size - 1), min_size=1)
     judges = {rank: rank % models for rank in data.draw(some_ranks)}
     writers = dict.fromkeys(data.draw(some_ranks), 0)
-    everyone, units = tuple(range(size)), [(rank,) for rank in range(size)]
+    everyone, rank_groups = tuple(range(size)), [(rank,) for rank in range(size)]
     held = tuple(sorted(data.draw(st.sets(st.sampled_from(everyone)))))
     left = Remaining(*data.draw(st.tuples(*[st.integers(0, 20)] * 2)), begun=20)
     outstanding = Counter({rank: data.draw(st.integers(0, 9)) for rank in everyone})
     keep, tail = data.draw(st.integers(1, 8)), data.draw(st.floats(0, 1))
-    ranks = ranks_of_tail(tail, units, held, left, keep, outstanding, writers, judges)
+    ranks = ranks_of_tail(tail, rank_groups, held, left, keep, outstanding, writers, judges)
     if ranks in ((), everyone):
         return
     assert {*ranks} & {*writers}

@@ -104,7 +104,7 @@ def image_config(**changes):
 def step(actor, samples: list[Sample]) -> tuple[float, float]:
     mine = as_sequences([samples[actor.dp_rank :: actor.dp_size]])[0]
     packed = [[mine[index] for index in chosen] for chosen in actor.pack(mine)]
-    stats = actor.optimizer_step(packed, actor.cross_entropy_loss, (), LR)
+    stats = actor.run_step(packed, actor.cross_entropy_loss, (), LR)
     return stats["loss"] / stats["divisor"], stats["grad_norm"]
 
 

@@ -132,10 +132,10 @@ def group_of(prompt_id, *rewards, **fields):
 
 
 def controller_of(timeline=None):
-    """Make a controller by which odd answers are wrong and a token costs 10."""
+    """Make a controller by which odd answers are wrong and a token takes 10 multiply-adds."""
     final_answer = lambda sample: "5" if sample.index % 2 == 0 else "6"  # noqa: E731
     rewards = SimpleNamespace(final_answer=final_answer)
-    actor = SimpleNamespace(dp_rank=1, holds=True, cost=lambda tokens: 10 * tokens)
+    actor = SimpleNamespace(dp_rank=1, holds=True, macs=lambda tokens: 10 * tokens)
     devices = SimpleNamespace(actor=actor, received_bytes=2_500_000)
     c = SimpleNamespace(rewards=rewards, devices=devices, timeline=timeline, environment=None)
     c.state, c.config = State(step=1), Config(judge_format=("chat",))

@@ -151,8 +151,8 @@ def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("mode", ["full", "partial", "fused"])
-def test_sharing_changes_nothing(mode, seed):
+def test_deciding_once_changes_nothing(mode, seed):
     sizes = dict(ranks=64, prompts_per_step=64, steps=2, rebalance=mode == "partial")
     sizes |= dict(work=replace(WORK, seed=seed), cluster=replace(CLUSTER, meeting_s=2.0))
     shared, alone = simulation(mode, **sizes), simulation(mode, **sizes)
-    assert shared.run() == alone.run(share=False)
+    assert shared.run() == alone.run(once=False)

@@ -438,19 +438,19 @@ def test_a_directorys_tensors_are_known(tmp_path, family):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_cost_of_a_sequence_is_its_matrix_products(tmp_path, family):
-    """It must match torch's flop counter, 2 per multiply-add; `forward_cost` takes half of attention."""
+    """It must match torch's flop counter, 2 per multiply-add; `forward_macs` takes half of attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from training.model import forward_cost, read_hf_config
+    from training.model import forward_macs, read_hf_config
 
     path = make_model(tmp_path / "model", family, tied=True)
     hf = read_hf_config(path)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
-    quadratic = (forward_cost(hf, 200) - 2 * forward_cost(hf, 100)) / 20_000
+    quadratic = (forward_macs(hf, 200) - 2 * forward_macs(hf, 100)) / 20_000
     for tokens in (1, 10, 100):
         with FlopCounterMode(display=False) as counter:
             plain(torch.zeros(1, tokens, dtype=torch.int64))
-        assert counter.get_total_flops() == 2 * (forward_cost(hf, tokens) + quadratic * tokens**2)
+        assert counter.get_total_flops() == 2 * (forward_macs(hf, tokens) + quadratic * tokens**2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])

@@ -35,7 +35,7 @@ import extras
 import rollout
 from placement import make_placement
 from runtime import atomic_files, checkpoint_files
-from runtime.atomic_files import complete_rows
+from runtime.atomic_files import whole_rows
 from runtime.errors import RunLost
 from tests.root.test_faults import TROUBLES, PromptWriter, strike
 from tests.support.fakes import (
@@ -254,7 +254,7 @@ class Trial:
                 assert life and (events or late), f"nothing was lost: {error}"
             saved = [c.checkpoints.newest for c in self.controllers]
             self.best = max((step for step in saved if step is not None), default=self.best)
-        check_history(self.config, list(complete_rows(self.out / "metrics.jsonl")))
+        check_history(self.config, list(whole_rows(self.out / "metrics.jsonl")))
         steps = self.settings["steps"]
         reached = {(c.devices.actor.version, c.state.step) for c in self.controllers}
         assert reached == {(steps, steps)}
@@ -312,7 +312,7 @@ class Trial:
         point = self.start()
         assert not list(self.out.glob(f"checkpoints/*{atomic_files.PARTIAL}*"))
         first = point.step if point else 0
-        rows = [row["step"] for row in complete_rows(self.out / "metrics.jsonl")]
+        rows = [row["step"] for row in whole_rows(self.out / "metrics.jsonl")]
         assert rows == list(range(first)), "a step has no row"
         assert first >= (self.best or 0), "not the newest was taken"
 

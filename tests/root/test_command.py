@@ -337,7 +337,7 @@ def test_a_damaged_record_of_a_run_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step" 1}\n{"st')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not valid JSON"):
-        list(atomic_files.complete_rows(path))
+        list(atomic_files.whole_rows(path))
 
 
 def test_a_scalar_judge_must_take_every_row(actor, tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def test_ranks_need_not_divide_the_prompts(mode, size, prompts):
         actor = controllers[0].devices.actor
         tokens = {s.key: len(s.tokens) for share in shares for s in share}
         measure = Measure(
-            tokens, actor.cost, {s.prompt_id: actor.prefix_of(s.prompt) for s in kept}
+            tokens, actor.macs, {s.prompt_id: actor.prefix_of(s.prompt) for s in kept}
         )
         groups = {s.prompt_id: [] for s in kept}
         for key in tokens:

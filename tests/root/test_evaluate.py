@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evaluation
-from extras.answers import AnswersReport, make_ready
+from extras.answers import AnswersReport, start_evaluation
 from reporting.metrics import pass_at_k
 from runtime.errors import UserError
 from tests.support.fakes import FakeSource, number_in, simulate, text_answer, to_text
@@ -37,7 +37,7 @@ def evaluate(out, size=1, write=by_hand, prompts=2, events=(), **settings):
     said = []
     given = dict(steps=0, model="m", eval_samples=5, out=str(out), **settings)
     out.mkdir(exist_ok=True)
-    make_ready(out, said.append)
+    start_evaluation(out, said.append)
 
     def awaken(engines):
         for engine in engines:
@@ -102,7 +102,7 @@ def test_a_folder_with_weights_is_refused(tmp_path, name):
     with pytest.raises(
         UserError, match=rf"^--out {tmp_path}: {name[:2]}\S* belongs to a run, and --st"
     ):
-        make_ready(tmp_path, print)
+        start_evaluation(tmp_path, print)
     assert (tmp_path / "metrics.jsonl").exists() and not tmp_path.with_name("out-1").exists()
 
 

@@ -140,6 +140,6 @@ def test_rows_are_added_whole(tmp_path, monkeypatch):
     with full_disk(path.stat().st_size + 5), pytest.raises(RunLost, match=problem):
         atomic_files.append(path, rows)
     atomic_files.append(path, [rows[0], rows[0]])
-    found = list(atomic_files.complete_rows(path))
+    found = list(atomic_files.whole_rows(path))
     assert found[::2] == found[1::2] and found[-1] == rows[0]
     assert sorted(found[:-2:2], key=lambda row: row["step"]) == rows

@@ -19,10 +19,10 @@ from scheduling.balance import (
 )
 from scheduling.dealing import Deal, Shares
 from scheduling.layout import Shape
-from training.model import forward_cost
+from training.model import forward_macs
 
 
-def cost(tokens: int) -> int:
+def macs(tokens: int) -> int:
     """Return the multiply-adds of the demo's model: a linear and a quadratic term."""
     return 360_000 * tokens + 288 * tokens**2
 
@@ -32,25 +32,25 @@ def config(budget: int = 8192, updates: int = 1) -> Config:
     return Config(max_tokens_per_micro_batch=budget, **sizes)
 
 
-def sums(costs, shares) -> list[int]:
-    return [sum(costs[sample] for sample in share) for share in shares]
+def sums(work, shares) -> list[int]:
+    return [sum(work[sample] for sample in share) for share in shares]
 
 
-@given(costs=st.lists(st.integers(0, 10**6), max_size=60), shares=st.integers(1, 8))
-def test_karmarkar_karp(costs, shares):
-    """It must deal every sample once, ascending per share; sizes within one, costs within one sample."""
-    dealt = karmarkar_karp(costs, shares)
+@given(work=st.lists(st.integers(0, 10**6), max_size=60), shares=st.integers(1, 8))
+def test_karmarkar_karp(work, shares):
+    """It must deal every sample once, ascending per share; sizes within one, work within one sample."""
+    dealt = karmarkar_karp(work, shares)
     assert dealt == list(map(sorted, dealt))
-    assert len(dealt) == shares and sorted(chain(*dealt)) == list(range(len(costs)))
-    numbers, loads = [len(share) for share in dealt], sums(costs, dealt)
+    assert len(dealt) == shares and sorted(chain(*dealt)) == list(range(len(work)))
+    numbers, loads = [len(share) for share in dealt], sums(work, dealt)
     assert max(numbers) - min(numbers) <= 1
-    assert max(loads) - min(loads) <= max(costs, default=0)
+    assert max(loads) - min(loads) <= max(work, default=0)
 
 
 def test_karmarkar_karp_by_hand():
-    """The most expensive of one deal must go with the cheapest of another: the textbook's five numbers."""
-    costs = [8, 7, 6, 5, 4]
-    assert sorted(sums(costs, karmarkar_karp(costs, 2))) == [14, 16]
+    """The largest of one deal must go with the smallest of another: the textbook's five numbers."""
+    work = [8, 7, 6, 5, 4]
+    assert sorted(sums(work, karmarkar_karp(work, 2))) == [14, 16]
 
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
@@ -60,7 +60,7 @@ LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=8)
 @settings(deadline=None)
 def test_even_micro_batches_are_few(lengths, budget, multiple):
     """All but one must be more than half full, and their number is only rounded up to the multiple."""
-    packed = pack_evenly(lengths, [cost(length) for length in lengths], budget, multiple)
+    packed = pack_evenly(lengths, [macs(length) for length in lengths], budget, multiple)
     assert len(packed) % multiple == 0 and len(packed) < 2 * sum(lengths) / budget + 1 + multiple
     assert sorted(chain(*packed)) == list(range(len(lengths)))
     for chosen in packed:
@@ -97,9 +97,9 @@ def test_the_plan(answers, prompts, shares, dp_size, updates, budget):
     """Every sample once; a mini-batch is every n-th key; equal numbers of micro-batches within the budget."""
     tokens = {key: prompts[key[0]] + length for key, length in answers.items()}
     prefixes = {
-        number: Prefix(length - 1, cost(length - 1)) for number, length in enumerate(prompts)
+        number: Prefix(length - 1, macs(length - 1)) for number, length in enumerate(prompts)
     }
-    measure = Measure(tokens, cost, prefixes if shares else None)
+    measure = Measure(tokens, macs, prefixes if shares else None)
     plan = plan_batch(measure, config(budget, updates), dp_size)
     backwards = measure._replace(tokens=dict(reversed(tokens.items())))
     assert plan_batch(backwards, config(budget, updates), dp_size) == plan
@@ -113,7 +113,7 @@ def test_the_plan(answers, prompts, shares, dp_size, updates, budget):
             computed = sum(own.values()) + sum(answers[key] for key in micro_batch)
             lone = sum(packed_length(tokens[key]) for key in micro_batch)
             assert measure.length(micro_batch) == (computed if shares else lone) <= budget
-    one_by_one = plan_batch(Measure(tokens, cost), config(budget, updates), dp_size)
+    one_by_one = plan_batch(Measure(tokens, macs), config(budget, updates), dp_size)
     if updates == 1:
         assert max(works(plan, measure)) <= max(works(one_by_one, measure))
 
@@ -156,8 +156,8 @@ def test_the_share_of_prompts():
     shape = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28)
     shape |= dict(num_key_value_heads=4, intermediate_size=18944, vocab_size=152064)
     keys = [(0, index) for index in range(8)]
-    before = Measure(dict.fromkeys(keys, 1536), partial(forward_cost, shape))
-    after = before._replace(prefixes={0: Prefix(511, forward_cost(shape, 511))})
+    before = Measure(dict.fromkeys(keys, 1536), partial(forward_macs, shape))
+    after = before._replace(prefixes={0: Prefix(511, forward_macs(shape, 511))})
     assert round(1 - after.work(keys) / before.work(keys), 2) == 0.29
 
 

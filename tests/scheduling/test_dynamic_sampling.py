@@ -22,7 +22,7 @@ def sampler_of(kind, target, waves, finished, **settings):
     sampler = kind(target, **settings)
     for number, prompt_ids in enumerate(waves):
         sampler.add(prompt_ids, number)
-    sampler.record(finished)
+    sampler.record(finished, 0)
     return sampler
 
 
@@ -41,7 +41,7 @@ def sampler_of(kind, target, waves, finished, **settings):
 def test_chosen_and_requeued(kind, finished, chosen, again, complete):
     """Four groups were drawn, and two are wanted."""
     sampler = sampler_of(kind, 2, [[10, 11, 12, 13]], finished)
-    assert (sampler.chosen(), sampler.carried(), sampler.is_complete) == (chosen, again, complete)
+    assert (sampler.chosen(), sampler.carried(), sampler.is_decided) == (chosen, again, complete)
     assert sampler.num_informative == sum(finished.values())
     assert sampler.num_in_flight == 4 - len(finished)
 
@@ -80,7 +80,7 @@ def test_experience_says_what_will_be_filtered():
 
 def play(sampler, truth, rng, draw, at_once=3):
     """Play a step as modes.collect does; groups finish in the order that `rng` gives, some together."""
-    while not sampler.is_complete:
+    while not sampler.is_decided:
         drawn = sampler.next_draw()
         if drawn is None and not sampler.num_in_flight:
             return
@@ -88,8 +88,9 @@ def play(sampler, truth, rng, draw, at_once=3):
             sampler.add(draw(drawn.size), drawn.wave)
         in_flight = [key for key in sampler.wave_of if key not in sampler.finished]
         finished = rng.sample(in_flight, min(len(in_flight), rng.randint(0, at_once)))
-        sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished})
-        sampler.num_generated = rng.randint(len(sampler.finished), len(sampler.wave_of))
+        done = len(sampler.finished) + len(finished)
+        generated = rng.randint(done, len(sampler.wave_of))
+        sampler.record({prompt_id: truth(prompt_id) for prompt_id in finished}, generated)
 
 
 STEP = dict(seed=SEEDS, target=st.integers(1, 6), keep=st.floats(0.1, 1))

@@ -38,7 +38,7 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         shape = Shape(ranks, tp, pp)
         generator = mpu.RankGenerator(tp, 1, dp, pp, 1, ORDER)
         expected = [[ranks[at] for at in row] for row in generator.get_ranks("tp-pp")]
-        assert (shape.copies, shape.dp, shape.unit) == (expected, dp, tp * pp)
+        assert (shape.copies, shape.dp, shape.copy_size) == (expected, dp, tp * pp)
         # Megatron's place among the ranks of one data-parallel group is the share of the samples
         for row in generator.get_ranks("dp"):
             places = [shape.position_of(ranks[at]) for at in row]

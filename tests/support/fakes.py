@@ -308,9 +308,9 @@ class FakeTrainer:
         self.awake = False
         self.device.give(self.title, f"{self.title}'s leftovers")
 
-    def trim(self, stays):
+    def trim(self, keeps_gradients):
         assert self.awake or not self.holds, "trimmed while asleep"
-        self.has_gradients = stays
+        self.has_gradients = keeps_gradients
         self.device.give(f"{self.title}'s leftovers")
 
     async def update(self, mini_batches, beside=()):
@@ -373,11 +373,11 @@ class FakeActor(FakeTrainer):
         for sample in flat(mini_batches):
             sample.policy_logprobs = sample.logprobs
 
-    def cost(self, tokens):
+    def macs(self, tokens):
         return 100 * tokens + tokens**2
 
     def prefix_of(self, prompt):
-        return Prefix(len(prompt) - 1, self.cost(len(prompt) - 1))
+        return Prefix(len(prompt) - 1, self.macs(len(prompt) - 1))
 
     def check(self, sample):
         versions, facts = sample.versions, (sample.logprobs, sample.versions)

@@ -562,9 +562,9 @@ def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
     for name in ("ipc_collect", "empty_cache"):
         monkeypatch.setattr(f"torch.cuda.{name}", partial(done.append, name))
     actor = SimpleNamespace(device=torch.device("cuda"), learns=True)
-    Trainer.trim(actor, stays=True)
+    Trainer.trim(actor, keeps_gradients=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    Elsewhere.trim(SimpleNamespace(), stays=True)
+    Elsewhere.trim(SimpleNamespace(), keeps_gradients=True)
     assert done == ["ipc_collect", "empty_cache"] * 2
 
 

@@ -69,7 +69,7 @@ def set_overlap(bucket: int | None, patch: Callable = setattr) -> None:
 def supervised(trainer, sequences: list, lr: float) -> float:
     """Make an optimizer step of cross-entropy on (prompt, response) pairs; return the mean loss before it."""
     packed = [[sequences[index] for index in chosen] for chosen in trainer.pack(sequences)]
-    stats = trainer.optimizer_step(packed, trainer.cross_entropy_loss, (), lr)
+    stats = trainer.run_step(packed, trainer.cross_entropy_loss, (), lr)
     return stats["loss"] / stats["divisor"]
 
 
@@ -79,7 +79,7 @@ def balanced(batch: list, actor) -> list:
     samples = {(sample.prompt_id, sample.index): sample for sample in kept}
     tokens = {key: len(sample.tokens) for key, sample in samples.items()}
     prefixes = {sample.prompt_id: actor.prefix_of(sample.prompt) for sample in kept}
-    measure = Measure(tokens, actor.cost, prefixes)
+    measure = Measure(tokens, actor.macs, prefixes)
     plan = plan_batch(measure, actor.config, actor.dp_size)[actor.dp_rank]
     return [[[samples[key] for key in micro] for micro in mini_batch] for mini_batch in plan]
 
