@@ -130,10 +130,12 @@ class Episodes:
             for error in filter(None, [task.exception() for task in done]):
                 raise error
 
-    def never_succeeded(self, failures: int) -> str:
-        """Return the message that ends a run whose first episodes were all lost."""
-        lost = f"{self.code.title} lost each of the first {failures} episodes"
-        return f"{lost}: it raised ConnectionError or TimeoutError, or differed"
+    def never_succeeded(self, failures: int) -> UserError:
+        """Return the error that ends a run whose first episodes were all lost."""
+        return UserError(
+            f"{self.code.title} lost each of the first {failures} episodes: "
+            "it raised ConnectionError or TimeoutError, or differed"
+        )
 
     def row_check(self, say: Callable[[str], None]) -> Callable[[Text, str], None]:
         return chat_check(self.code.title, self.tokenizer, say)
