@@ -126,8 +126,10 @@ class Actor(Trainer):
         dtype = self.config.dtype
         most = MAX_LOGPROB_DIFF[dtype]
         if not mean <= most:  # "mean > most" would let NaN pass
-            apart = f"by {mean:.2e} on average, more than --dtype {dtype} allows ({most:.2e})"
-            raise UserError(f"the trainer's log-probabilities differ from the engine's {apart}")
+            raise UserError(
+                f"the trainer's log-probabilities differ from the engine's by {mean:.2e} on average, "
+                f"more than --dtype {dtype} allows ({most:.2e})"
+            )
 
     def _proximal_logprobs(self, mini_batches: list[list[list[Sample]]]) -> dict[Key, list[float]]:
         """Return the needed log-probabilities at the start of the step (collective: a copy's ranks)."""
@@ -255,9 +257,11 @@ def policy_loss(
 def check_loss(loss: Tensor, tokens: int, algorithm: Algorithm) -> None:
     """Raise UserError if the loss of a user's row isn't [tokens] with a gradient."""
     if loss.shape != (tokens,) or not loss.requires_grad:
-        has = f"the shape {list(loss.shape)} and {'a' if loss.requires_grad else 'no'} gradient"
-        needed = f"a number for each of {tokens} tokens, with a gradient, is needed"
-        raise UserError(f"--algorithm {algorithm.name}: its loss has {has}; {needed}")
+        raise UserError(
+            f"--algorithm {algorithm.name}: its loss has the shape {list(loss.shape)} and "
+            f"requires_grad={loss.requires_grad}; a number for each of {tokens} tokens, "
+            "with a gradient, is needed"
+        )
 
 
 def importance_weights(

@@ -7,7 +7,7 @@ import torch. A target is a response token that is trained on; tensors are [targ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
@@ -256,9 +256,7 @@ def algorithm_of(config: Config) -> Algorithm:
     algorithm = replace(ALGORITHMS[name], **of_run)
     for text in (*config.algorithm_defaults, *given):
         algorithm = with_setting(algorithm, text)
-    need = next(unmet_needs(algorithm, config), None)
-    if need:
-        raise UserError(f"--algorithm {as_text(config.algorithm)} needs {need}")
+    check_needs(algorithm, config)
     return algorithm
 
 
@@ -282,33 +280,38 @@ def with_setting(algorithm: Algorithm, text: str) -> Algorithm:
     return replace(algorithm, **changed)
 
 
-def unmet_needs(a: Algorithm, config: Config) -> Iterator[str]:
-    """Yield each requirement that the settings don't meet, as words that follow "needs"."""
+def check_needs(a: Algorithm, config: Config) -> None:
+    """Raise UserError if the settings don't meet a requirement of the algorithm."""
+    shown = f"--algorithm {as_text(config.algorithm)}"
     alone = a.score is raw and (a.greedy or not a.filters)  # otherwise answers are compared
     if config.answers_per_prompt < 2 and not alone:
-        yield "--answers-per-prompt 2 or more"
+        raise UserError(f"{shown} needs --answers-per-prompt 2 or more")
     is_rewarded = config.judge or config.rule or config.environment
     learns_from_answers = config.command == "rl" and config.model and not config.evaluates
     if a.needs_reward and learns_from_answers and not is_rewarded:
-        yield "a --judge, a --rule or an --environment to score answers"
+        raise UserError(f"{shown} needs a --judge, a --rule or an --environment to score answers")
     if config.teacher and not a.kl_coef:
-        yield "kl_coef above 0 with --teacher"
+        raise UserError(f"{shown} needs kl_coef above 0 with --teacher")
     if not a.needs_reward and not config.teacher:
-        yield "a --teacher"
+        raise UserError(f"{shown} needs a --teacher")
     if (config.critic or a.critic_warmup) and not a.critics:
-        yield "a critic for --critic and critic_warmup"
+        raise UserError(f"{shown} needs a critic for --critic and critic_warmup")
     if a.critic_warmup and a.critic_warmup >= config.steps:
-        yield f"critic_warmup below --steps {config.steps}"
+        raise UserError(f"{shown} needs critic_warmup below --steps {config.steps}")
     if "cost" in a.signals and not (config.cost_rule or config.cost_judge):
-        yield "a --cost-rule or a --cost-judge to score the cost"
+        raise UserError(f"{shown} needs a --cost-rule or a --cost-judge to score the cost")
     if bool(a.ptx_coef) != bool(a.ptx_data):
-        yield "both ptx_coef and ptx_data, or neither"
+        raise UserError(f"{shown} needs both ptx_coef and ptx_data, or neither")
     if a.loss is gspo_loss and a.dtype == "bfloat16" and not a.tis_cap:
-        yield "tis_cap with --dtype bfloat16: the engine's numerical error exceeds its clip"
+        raise UserError(
+            f"{shown} needs tis_cap with --dtype bfloat16: the engine's numerical error exceeds its clip"
+        )
     if a.overlong_from >= a.max_new_tokens:
-        yield f"overlong_from below --max-new-tokens {a.max_new_tokens}"
+        raise UserError(f"{shown} needs overlong_from below --max-new-tokens {a.max_new_tokens}")
     if a.overlong_from and config.answer_tokens:
-        yield "overlong_from=0 with --answer-tokens: no answer is longer than another"
+        raise UserError(
+            f"{shown} needs overlong_from=0 with --answer-tokens: no answer is longer than another"
+        )
 
 
 def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:

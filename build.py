@@ -167,8 +167,10 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     decode = partial(tokenization.decode, tokenizer)
     room = longest - config.max_new_tokens
     if room < 1:
-        of = f"leaves prompts no room in the {longest} tokens of {config.model}"
-        raise UserError(f"--max-new-tokens {config.max_new_tokens} {of}")
+        raise UserError(
+            f"--max-new-tokens {config.max_new_tokens} leaves prompts no room in the {longest} "
+            f"tokens of {config.model}"
+        )
     how = dict(tokenizer=tokenizer, max_tokens=room, say=say, reader=reader)
     stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
     found = (build(config, tokenizer, stop) for build in ENVIRONMENTS)

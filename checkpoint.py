@@ -175,7 +175,7 @@ class Checkpoints:
     point: ResumePoint | None = None  # where the run continues from
     newest: int | None = None
     newest_ahead: RolloutBatch | None = None  # the batch in the newest one
-    problem: str = ""  # why the last save failed
+    failure: RunLost | None = None  # of the last save
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
 
@@ -205,8 +205,8 @@ class Checkpoints:
     async def close(self, c: Controller) -> None:
         """Wait until the last save is finished (collective: all ranks). Raises RunLost if it failed."""
         await self.finish(c, wait=True)
-        if self.problem:
-            raise RunLost(self.problem)
+        if self.failure:
+            raise self.failure
 
     async def finish(self, c: Controller, wait: bool = False) -> None:
         """Finish a save that all ranks have written (collective: all ranks). wait: at most --timeout-s."""
@@ -276,14 +276,14 @@ class Checkpoints:
             return self._give_up(c, saving.step, saving.folder, error)
         self.newest = saving.step
         self.newest_ahead = saving.ahead
-        self.problem = ""
+        self.failure = None
 
     def _give_up(self, c: Controller, step: int, folder: Path, error: str) -> None:
         for unnamed in self.out.glob(f"*/{folder.name}") if self.world.rank == 0 else ():
             shutil.rmtree(unnamed, ignore_errors=True)
         newest = "none" if self.newest is None else f"that of step {self.newest}"
-        self.problem = f"step {step} could not be saved: {error}"
-        c.report.note(f"CHECKPOINT FAILED: {self.problem}; the newest is {newest}")
+        self.failure = RunLost(f"step {step} could not be saved: {error}")
+        c.report.note(f"CHECKPOINT FAILED: {self.failure}; the newest is {newest}")
 
 
 async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoints:
@@ -329,8 +329,10 @@ async def find_checkpoint(config: Config, world: World, say: Say) -> Path | None
             say(f"DAMAGED CHECKPOINT {folder}: {damage}")
     if not folders:
         return None
-    choice = "--resume never moves all aside and starts over, --resume DIR uses another"
-    raise UserError(f"--resume {config.resume}: no complete checkpoint: {damage}; {choice}")
+    raise UserError(
+        f"--resume {config.resume}: no complete checkpoint: {damage}; "
+        "--resume never moves all aside and starts over, --resume DIR uses another"
+    )
 
 
 def prepare_out(
@@ -372,10 +374,20 @@ def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
         old = as_text(before[name]) or '""'
         new = as_text(now[name]) or '""'
         if name in fixed and contents.get(name, now[name]) != known[name]:
-            made = old if now[name] != before[name] else "other content"
-            made += ", as were answers that wait in it" if name in ANSWERED else ""
-            why = f"the checkpoint {folder} was made with {made}; --resume never starts over"
-            raise UserError(f"--{dashed(name)} {new}: {why}")
+            if now[name] == before[name]:
+                raise UserError(
+                    f"--{dashed(name)} {new}: the checkpoint {folder} was made with other content; "
+                    "--resume never starts over"
+                )
+            if name in ANSWERED:
+                raise UserError(
+                    f"--{dashed(name)} {new}: the checkpoint {folder} was made with {old}, "
+                    "as were answers that wait in it; --resume never starts over"
+                )
+            raise UserError(
+                f"--{dashed(name)} {new}: the checkpoint {folder} was made with {old}; "
+                "--resume never starts over"
+            )
         if now[name] != before[name] and name not in FREE:
             changed.append(f"--{dashed(name)} {new} (was {old})")
     if changed:

@@ -42,8 +42,9 @@ def check_limits(field: dataclasses.Field, value: object, shown: str) -> None:
     low = field.metadata["low"]
     high = field.metadata["high"]
     if isinstance(value, int | float) and not low <= value <= high:  # also rejects NaN
-        needed = f"at least {low:g}" if high == math.inf else f"{low:g} to {high:g}"
-        raise UserError(f"{shown}: {needed} is needed")
+        if high == math.inf:
+            raise UserError(f"{shown}: at least {low:g} is needed")
+        raise UserError(f"{shown}: {low:g} to {high:g} is needed")
 
 
 WITH_CUDA = dict(dtype="bfloat16", deterministic=False, max_running_requests=512)  # new defaults
@@ -166,8 +167,9 @@ class Config:
         longest = max(self.max_model_len, self.max_new_tokens + 1)
         budget = self.max_tokens_per_micro_batch
         if self.command == "rl" and not self.evaluates and longest > budget:
-            flag = f"--max-tokens-per-micro-batch {budget}"
-            raise UserError(f"{flag}: one sample may have {longest} tokens")
+            raise UserError(
+                f"--max-tokens-per-micro-batch {budget}: one sample may have {longest} tokens"
+            )
 
     def _check_together(self) -> None:
         """Raise UserError if settings contradict each other."""
@@ -175,19 +177,23 @@ class Config:
             raise UserError(f"--dtype {self.dtype}: with --device cuda engines only take bfloat16")
         exactly = self.answer_tokens
         if exactly and exactly != self.max_new_tokens:
-            most = f"--max-new-tokens {self.max_new_tokens}"
-            raise UserError(f"--answer-tokens {exactly}: {most} contradicts it, so leave that out")
+            raise UserError(
+                f"--answer-tokens {exactly}: --max-new-tokens {self.max_new_tokens} contradicts it, "
+                "so leave that out"
+            )
         if self.sp and self.tp == 1 and ":tp" not in self.placement:
             raise UserError("--sp needs --tp 2 or more")
         if self.environment and exactly:
-            turns = "with --environment turns end by themselves"
-            raise UserError(f"--answer-tokens {exactly}: {turns}")
+            raise UserError(
+                f"--answer-tokens {exactly}: with --environment turns end by themselves"
+            )
         sources = len(self.judge) + len(self.rule) + bool(self.environment)
         weights = self.reward_weights
         shown = f"--reward-weights {as_text(weights)}"
         if len(weights) not in (0, sources):
-            each = "one for each --judge, then each --rule, then --environment"
-            raise UserError(f"{shown}: {each}, so {sources}")
+            raise UserError(
+                f"{shown}: one for each --judge, then each --rule, then --environment, so {sources}"
+            )
         # also rejects NaN
         if weights and not (min(weights) >= 0 and 0 < sum(weights) < math.inf):
             raise UserError(f"{shown}: finite numbers are needed, none below 0 and one above")
@@ -230,11 +236,15 @@ def evaluation_of(config: Config) -> Config:
     Raises UserError if there are no prompts to answer, or if a checkpoint is named.
     """
     if not config.eval_data and config.preset not in DEMOS:
-        demos = "--preset tiny, images or video has the demo's"
-        raise UserError(f"--steps 0 needs prompts to answer: --eval-data FILE; {demos}")
+        raise UserError(
+            "--steps 0 needs prompts to answer: --eval-data FILE; "
+            "--preset tiny, images or video has the demo's"
+        )
     if config.resume not in ("auto", "never"):
-        weights = "evaluate the Hugging Face directory of --save-hf-every as --model"
-        raise UserError(f"--resume {config.resume}: --steps 0 reads no checkpoint: {weights}")
+        raise UserError(
+            f"--resume {config.resume}: --steps 0 reads no checkpoint: "
+            "evaluate the Hugging Face directory of --save-hf-every as --model"
+        )
     settings = settings_of(Config)
     used = {field.name for field in settings if field.metadata["group"] in EVALUATION}
     used = used - {"data", "genrm_tp"} | {"steps"}

@@ -185,13 +185,16 @@ async def gather_metrics(
     skipped = any(stats[name] for name in stats if name.endswith("/not_finite"))
     c.state.skips = c.state.skips + 1 if skipped else 0
     if skipped:
-        problem = "the loss or the gradient isn't finite: the update is skipped"
-        c.report.note(f"step {c.state.step + 1}: {problem}")
+        c.report.note(
+            f"step {c.state.step + 1}: the loss or the gradient isn't finite: the update is skipped"
+        )
     if c.state.skips == MAX_SKIPS:
         actor = c.devices.actor
         path = c.report.dump(flat(shares.of(actor)) if actor.is_lead else [])
-        problem = f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite"
-        raise UserError(f"{problem}; the samples of the last one are in {path}")
+        raise UserError(
+            f"the loss or the gradient of {MAX_SKIPS} updates in a row was not finite; "
+            f"the samples of the last one are in {path}"
+        )
     return stats | {"balance/max_over_mean": shares.imbalance(c.devices.actor)}
 
 
@@ -226,6 +229,8 @@ def stop_if_due(c: Controller) -> None:
     if c.stopping:
         raise Stopped
     if c.state.empty_steps >= MAX_EMPTY_STEPS:
-        problem = f"in {MAX_EMPTY_STEPS} steps in a row no prompt had answers of different reward"
-        reasons = "prompts are too easy or too hard, the judge can't decide, rules drop all answers"
-        raise UserError(f"{problem}: {reasons}, or all are cut off (--max-new-tokens)")
+        raise UserError(
+            f"in {MAX_EMPTY_STEPS} steps in a row no prompt had answers of different reward: "
+            "prompts are too easy or too hard, the judge can't decide, rules drop all answers, "
+            "or all are cut off (--max-new-tokens)"
+        )

@@ -60,9 +60,10 @@ class JudgeFormat:
         # also rejects NaN
         if not (isinstance(grade, Real | numpy.bool_) and 0 <= grade <= 1):
             name = next(name for name, known in FORMATS.items() if known is self)
-            returned = f"parse returned {' '.join(repr(grade).split())[:60]}"
-            needed = "a bool, a number from 0 to 1, or None is needed"
-            raise UserError(f"--judge-format {name}: {returned}: {needed}")
+            raise UserError(
+                f"--judge-format {name}: parse returned {' '.join(repr(grade).split())[:60]}: "
+                "a bool, a number from 0 to 1, or None is needed"
+            )
         is_sure = min(reply.logprobs, default=0.0) > self.min_logprob
         return float(grade) if is_sure or grade <= 0.5 else 0.0
 
@@ -179,19 +180,21 @@ def formats_of(config: Config) -> tuple[JudgeFormat, ...]:
     """Return each judge's format; without judges, one format that finds final answers."""
     names = config.judge_format
     count = max(1, len(config.judge_models))
-    unknown = [name for name in names if name not in FORMATS]
-    if not unknown and len(names) in (1, count):
-        return tuple(FORMATS[name] for name in names * (count // len(names)))
-    each = f"one is needed, or one for each of {count} judges"
-    wrong = f"{unknown[0]} is unknown" if unknown else each
-    raise UserError(f"--judge-format {as_text(names)}: {wrong}; choose among {', '.join(FORMATS)}")
+    shown = f"--judge-format {as_text(names)}"
+    for name in names:
+        if name not in FORMATS:
+            raise UserError(f"{shown}: {name} is unknown; choose among {', '.join(FORMATS)}")
+    if len(names) not in (1, count):
+        raise UserError(f"{shown}: one is needed, or one for each of {count} judges")
+    return tuple(FORMATS[name] for name in names * (count // len(names)))
 
 
 def none_right(config: Config, count: int, text: str, key: str) -> str:
     """Return a warning that no answer is right, with an example and the known formats."""
-    by = f"none of {count} answers is right by --judge-format {config.judge_format[0]}"
-    one = f"one ends in {text[-60:]!r}, and its key is {key[-60:]!r}"
-    return f"{by}; {one}; formats: {', '.join(FORMATS)}"
+    return (
+        f"none of {count} answers is right by --judge-format {config.judge_format[0]}; "
+        f"one ends in {text[-60:]!r}, and its key is {key[-60:]!r}; formats: {', '.join(FORMATS)}"
+    )
 
 
 class Judgement(NamedTuple):
@@ -219,8 +222,10 @@ class Judge:
         context = context_length(model_dir, config)
         self.max_prompt_tokens = context - max_new_tokens
         if self.max_prompt_tokens < 1:
-            room = f"leaves prompts no room in the {context} tokens of {model_dir}"
-            raise UserError(f"--judge-max-new-tokens {max_new_tokens} {room}")
+            raise UserError(
+                f"--judge-max-new-tokens {max_new_tokens} leaves prompts no room in the {context} "
+                f"tokens of {model_dir}"
+            )
         self.failed = 0  # answers without a verdict, since the run's start
         self.succeeded = 0  # verdicts since the run's start
         self.latencies: list[float] = []  # seconds of each critique in this step
@@ -229,11 +234,13 @@ class Judge:
         begun = re.search(rf"<{THINK}\s*$", tokenization.decode(tokenizer, tokens, special=True))
         self.thought = begun[0] if begun else ""  # the tag, if the template opens a thought
 
-    def never_succeeded(self, failures: int) -> str:
-        """Return the message that ends the run after `failures` failures and no verdict."""
-        none = f"the judge {self.name}: none of the first {failures} answers got a verdict"
-        unread = f"its text can't be read by --judge-format {as_text(self.config.judge_format)}"
-        return f"{none}: they don't fit its context, or {unread}"
+    def never_succeeded(self, failures: int) -> UserError:
+        """Return the error that ends the run after `failures` failures and no verdict."""
+        return UserError(
+            f"the judge {self.name}: none of the first {failures} answers got a verdict: "
+            "they don't fit its context, or its text can't be read by "
+            f"--judge-format {as_text(self.config.judge_format)}"
+        )
 
     async def judge(
         self, prompt: Text, answer: str | None, pool: Pool, images: tuple = (), is_cut=False

@@ -149,11 +149,16 @@ def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Place
         splits = [Split("partial", ranks, 0)]  # without a judge rollout has all ranks
     splits = [split for split in splits if placement.serves_all(split, judges)]
     if not splits:
-        engines = f"a rollout engine of {config.rollout_tp} and a genrm engine of {config.genrm_tp}"
-        engines += f" for each of {judges} judges" if judges > 1 else ""
-        neighbours = f", on adjacent ranks that start at a multiple of {placement.least_ranks}"
-        engines += neighbours if placement.least_ranks > 1 else ""
-        raise UserError(f"--mode {config.mode} needs more ranks than {ranks} for {engines}")
+        if placement.least_ranks > 1:
+            raise UserError(
+                f"--mode {config.mode} needs more ranks than {ranks} for a rollout engine of "
+                f"{config.rollout_tp} and a genrm engine of {config.genrm_tp} for each judge "
+                f"({judges}), on adjacent ranks that start at a multiple of {placement.least_ranks}"
+            )
+        raise UserError(
+            f"--mode {config.mode} needs more ranks than {ranks} for a rollout engine and "
+            f"a genrm engine for each judge ({judges})"
+        )
     first = first_split(splits, config, ranks)
     others = [split for split in splits if split != first] if config.rebalance else []
     return placement, [first, *others]
@@ -169,6 +174,7 @@ def first_split(splits: list[Split], config: Config, ranks: int) -> Split:
     for split in splits:
         if split.rollout == wanted:
             return split
-    left = f"{ranks - wanted} of {ranks} ranks for genrm"
-    known = ", ".join(map(str, cuts))
-    raise UserError(f"--rollout-ranks {wanted} leaves {left}; this run takes {known}")
+    raise UserError(
+        f"--rollout-ranks {wanted} leaves {ranks - wanted} of {ranks} ranks for genrm; "
+        f"this run takes {', '.join(map(str, cuts))}"
+    )

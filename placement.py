@@ -12,7 +12,7 @@ Engines on ranks that don't train sleep only during a push. While all sleep, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config
@@ -44,10 +44,12 @@ class Colocated:
     stops_serving = True  # a stop abandons the step that is being served
     serves_ahead = False
 
-    def problems(self, placement: Placement, config: Config) -> Iterator[str]:
-        """Yield each conflict with other settings, as a sentence."""
+    def check(self, placement: Placement, config: Config) -> None:
+        """Raise UserError if the placement conflicts with other settings."""
         if config.ahead and not self.serves_ahead:
-            yield "--ahead 1 needs engines on ranks that train nothing: --placement standalone"
+            raise UserError(
+                "--ahead 1 needs engines on ranks that train nothing: --placement standalone"
+            )
 
     async def to_training(self, devices: Devices) -> None:
         """Put engines to sleep (collective: all ranks)."""
@@ -101,16 +103,15 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
     """Place engines and models (pure). on_machine: ranks per machine. Raises UserError if it can't."""
     sizes = {"rollout": config.rollout_tp, "genrm": config.genrm_tp}
     for role, tp in sizes.items():
-        if (on_machine or world_size) % tp:
-            where = "ranks of a machine" if on_machine else "ranks"
-            raise UserError(f"--{role}-tp {tp} doesn't divide {on_machine or world_size} {where}")
+        count = on_machine or world_size
+        if count % tp:
+            raise UserError(f"--{role}-tp {tp} doesn't divide {count} ranks of a machine")
     everyone = tuple(range(world_size))
     try:
         row = row_of(config)
         placement = row.place(everyone, config)
-        unmet = row.colocation(placement).problems(placement, config)
-        for problem in (*placement.problems(world_size), *unmet):
-            raise UserError(problem)
+        placement.check(world_size)
+        row.colocation(placement).check(placement, config)
     except UserError as error:
         raise UserError(f"--placement {config.placement}: {error}") from None
     return placement._replace(rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp)
@@ -194,9 +195,11 @@ class Devices:
         are_idle = rollout.outstanding.total() + genrm.outstanding.total() == 0
         most_s = self.rollout.config.engine_lost_s
         if self._idle.is_too_long(most_s, awaited=waiting > 0 and are_idle, came=False):
-            asked = f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine"
-            idle = f"no engine has had anything to write for {most_s:g} s"
-            raise UserError(f"{asked} that --mode {self.split.mode} doesn't wake, and {idle}")
+            raise UserError(
+                f"{rollout.waiting} answers and {genrm.waiting} critiques wait for an engine that "
+                f"--mode {self.split.mode} doesn't wake, and no engine has had anything to write for "
+                f"{most_s:g} s"
+            )
 
     async def to_training(self) -> None:
         """Hand the devices that engines share with trainers to the trainers (collective: all ranks)."""

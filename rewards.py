@@ -40,8 +40,9 @@ def exact_match(sample: TextSample, how: str) -> float:
         answer = FORMATS[how].answer_of(sample.plain_text, sample.finish)
         key = FORMATS[how].read_key(key or "")
     if key is None:
-        asked = f"the prompt {sample.question[:60]!r}"
-        raise UserError(f"the rule {how}: {asked} has no `answer` to compare with")
+        raise UserError(
+            f"the rule {how}: the prompt {sample.question[:60]!r} has no `answer` to compare with"
+        )
     return float(answer == key)
 
 
@@ -109,7 +110,7 @@ class Counted(Protocol):
     failed: int  # since the run's start
     succeeded: int
 
-    def never_succeeded(self, failures: int) -> str: ...
+    def never_succeeded(self, failures: int) -> UserError: ...
 
 
 class Rewards:
@@ -223,7 +224,7 @@ class Rewards:
         """Raise UserError if one has MAX_FAILURES and no success, given the sums over all controllers."""
         for each, failures, successes in zip(self.counted, failed, succeeded, strict=True):
             if successes == 0 and failures >= MAX_FAILURES:
-                raise UserError(each.never_succeeded(failures))
+                raise each.never_succeeded(failures)
 
 
 def seen_by_rules(sample: Sample, decode: Decode) -> TextSample:

@@ -72,10 +72,11 @@ def start(arguments: list[str], stop: Stop) -> str:
 
 def check_launcher(command: str) -> None:
     """Raise UserError if torchrun's variables are missing. A cluster may have set some of them."""
-    given = [name for name in ALONE if name in os.environ]
-    if len(given) < len(ALONE):
-        others = f", which sets more than {' and '.join(given)}" if given else ""
-        raise UserError(f"start with: torchrun --nproc-per-node 2 {command}{others}")
+    missing = [name for name in ALONE if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"start with: torchrun --nproc-per-node 2 {command}, which sets {', '.join(missing)}"
+        )
 
 
 def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) -> None:

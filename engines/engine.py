@@ -153,8 +153,9 @@ class Engine:
         try:
             await asyncio.wait_for(self._warm_up(), deadline - clock())
         except TimeoutError:
-            late = f"didn't answer a first request within {deadline_s:g} s"
-            raise self._start_error(late) from None
+            raise self._start_error(
+                f"didn't answer a first request within {deadline_s:g} s"
+            ) from None
         except EngineLost as error:
             raise UserError(f"while it started, {error}") from None
         # otherwise the garbage collection in each sleep scans all that SGLang imported: 0.7 s

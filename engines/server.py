@@ -175,8 +175,9 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     found = read_model_config(model_dir)
     found = found.get("text_config", found)  # vision models have one
     if "max_position_embeddings" not in found:
-        missing = f"{model_dir}/config.json has no max_position_embeddings"
-        raise UserError(f"{missing}: set --max-model-len")
+        raise UserError(
+            f"{model_dir}/config.json has no max_position_embeddings: set --max-model-len"
+        )
     return found["max_position_embeddings"]
 
 

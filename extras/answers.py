@@ -38,8 +38,10 @@ def last_line(c: Controller) -> str:
 def start_evaluation(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
     """Move an earlier run in --out aside, on rank 0. Raises UserError if there are weights."""
     for weights in (*out.glob("checkpoints/step_*"), *out.glob("hf*")):
-        why = f"{weights.relative_to(out)} belongs to a run, and --steps 0 only evaluates --model"
-        raise UserError(f"--out {out}: {why}: name another folder")
+        raise UserError(
+            f"--out {out}: {weights.relative_to(out)} belongs to a run, and --steps 0 only "
+            "evaluates --model: name another folder"
+        )
     return out_folder.start_over(out, say)
 
 

@@ -167,7 +167,11 @@ def graphics(config: Config) -> list[Row]:
     from torch import cuda
 
     is_there = cuda.is_available()
-    state = devices.why_unusable() or ("torch can use it" if is_there else "there is none")
+    state = "torch can use it" if is_there else "there is none"
+    try:
+        devices.check_usable()
+    except UserError as error:
+        state = str(error)
     rows = [Row("GPU", state, is_there)]
     if not extras.has("GPU tools"):
         return rows

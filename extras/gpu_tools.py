@@ -26,12 +26,14 @@ def look(config: Config) -> None:
     """Raise UserError if a tool is missing, or if trainer and engines can't share a GPU."""
     missing = [f"{tool.name} ({tool.install})" for tool in tools(config) if not tool.is_there]
     if missing:
-        needed = ", ".join(missing)
-        raise UserError(f"--device cuda: kernels are compiled in a run, which needs {needed}")
+        raise UserError(
+            f"--device cuda: kernels are compiled in a run, which needs {', '.join(missing)}"
+        )
     if config.command == "rl" and "Exclusive_Process" in compute_modes():
-        hint = "as root: nvidia-smi --compute-mode DEFAULT"
-        shared = "trainer and engines share a GPU, which is exclusive now"
-        raise UserError(f"--device cuda: {shared}; {hint}")
+        raise UserError(
+            "--device cuda: trainer and engines share a GPU, which is exclusive now; "
+            "as root: nvidia-smi --compute-mode DEFAULT"
+        )
 
 
 PREFLIGHT.append(look)

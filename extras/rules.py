@@ -29,8 +29,8 @@ from runtime.errors import UserError
 from runtime.user_code import UserCode, load
 
 LATE = signals.SIGRTMIN  # signals that a rule's time is up; SIGALRM is left to the user
-# the current rule's deadline (time.monotonic), and the error message if it misses it
-DUE: ContextVar[tuple[float, str]] = ContextVar("due", default=(math.inf, ""))
+# the current rule's deadline (time.monotonic), and the error if it misses it
+DUE: ContextVar[tuple[float, UserError | None]] = ContextVar("due", default=(math.inf, None))
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,10 @@ class UserRule:
 
         Raises UserError if it fails, is late, or returns anything else but a finite number.
         """
-        silent = f"{self.code.title} returned nothing for {self.limit_s:g} s (0.9 --timeout-s)"
-        late = f"{silent} on the prompt {sample.question[:60]!r}"
+        late = UserError(
+            f"{self.code.title} returned nothing for {self.limit_s:g} s (0.9 --timeout-s) "
+            f"on the prompt {sample.question[:60]!r}"
+        )
         DUE.set((time.monotonic() + self.limit_s, late))
         # a rule that awaits is cancelled in time; one that blocks the event loop gets a signal
         signals.signal(LATE, leave_overdue)
@@ -106,14 +108,16 @@ class UserRule:
                         value = await value
                     number = float(value) if isinstance(value, Real | numpy.bool_) else math.nan
         except TimeoutError:
-            raise UserError(late) from None
+            raise late from None
         finally:
             keep_alarm_in_rules()
         if value is None:
             return None
         if not math.isfinite(number):
-            returned = f"{self.code.title} returned {' '.join(repr(value).split())[:60]}"
-            raise UserError(f"{returned}: a finite number or None is needed")
+            raise UserError(
+                f"{self.code.title} returned {' '.join(repr(value).split())[:60]}: "
+                "a finite number or None is needed"
+            )
         return Judgement(f"{self.code.title}: {number}", number)
 
 

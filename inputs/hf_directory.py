@@ -72,8 +72,10 @@ def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
         if named := CODE.search(text):
             raise UserError(f"{where}: {path.name} has {named[1]}: a model's own code never runs")
     if "adapter_config.json" in found:
-        merge = "merge it into its model, and take that directory"
-        raise UserError(f"{where}: adapter_config.json makes it an adapter: {merge}")
+        raise UserError(
+            f"{where}: adapter_config.json makes it an adapter: "
+            "merge it into its model, and take that directory"
+        )
     if "config.json" not in found:
         raise UserError(f"{where}: not a Hugging Face model directory, it has no config.json")
     return found["config.json"]

@@ -57,8 +57,10 @@ class PromptFile(Sequence[Prompt]):
         if not self._rows:
             raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
         if longer := len(rows) - len(self._rows):
-            room = f"--max-model-len less --max-new-tokens, {self.max_tokens} tokens"
-            self.say(f"{longer} of {len(rows)} prompts in {self.path} are left out: over {room}")
+            self.say(
+                f"{longer} of {len(rows)} prompts in {self.path} are left out: "
+                f"over --max-model-len less --max-new-tokens, {self.max_tokens} tokens"
+            )
 
     def _row(self, line: int, row: dict) -> PromptRow:
         """Raise UserError if a row can't be used, as far as that shows without reading its media."""
@@ -77,12 +79,16 @@ class PromptFile(Sequence[Prompt]):
         """Return the key in the form of final answers. Raises UserError if it is missing or unreadable."""
         key = answer_key(row.get("answer"), where)
         if key is None and self.needs:
-            missing = f"`answer` is missing, for {' and '.join(self.needs)}"
-            raise UserError(f"{where}: {missing}; the row has {', '.join(row)}")
+            raise UserError(
+                f"{where}: `answer` is missing, for {' and '.join(self.needs)}; "
+                f"the row has {', '.join(row)}"
+            )
         for name, read in {"--judge-format": self.read_key, **self.needs}.items():
             if key is not None and read(key) is None:
-                form = "; for number a key is one plain number, such as 1,234.5"
-                raise UserError(f"{where}: {name} finds no key in {row['answer']!r:.60}{form}")
+                raise UserError(
+                    f"{where}: {name} finds no key in {row['answer']!r:.60}; "
+                    "for number a key is one plain number, such as 1,234.5"
+                )
         return key and self.read_key(key)
 
     def _read(self, row: PromptRow, decodes: bool = True) -> tuple[Text, list[int], tuple]:
@@ -123,8 +129,10 @@ class PromptFile(Sequence[Prompt]):
         aside = copy(self)
         aside._rows = [self._rows[number] for number in order.held_out]
         order.held_out = aside
-        measured = f"{len(aside)} measure, {order.repeats} repeat a prompt"
-        self.say(f"{self.path}: {order.count} rows train, {measured}, {len(keyless)} lack a key")
+        self.say(
+            f"{self.path}: {order.count} rows train, {len(aside)} measure, "
+            f"{order.repeats} repeat a prompt, {len(keyless)} lack a key"
+        )
         return order
 
     def __getitem__(self, number: int) -> Prompt:
@@ -132,8 +140,10 @@ class PromptFile(Sequence[Prompt]):
         text, tokens, images = self._read(row)
         # a template or normalizer can exceed the bound of `_most_tokens`
         if len(tokens) > self.max_tokens:
-            room = f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
-            raise UserError(f"{row.where}: the prompt has {len(tokens)} tokens, but {room}")
+            raise UserError(
+                f"{row.where}: the prompt has {len(tokens)} tokens, but "
+                f"--max-model-len less --max-new-tokens leaves room for {self.max_tokens}"
+            )
         turns = as_turns(text, "user")
         question = next(turn["content"] for turn in reversed(turns) if turn["role"] == "user")
         is_kept = self.keeps_turns and not isinstance(text, str)

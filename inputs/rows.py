@@ -157,8 +157,10 @@ def prompt_of(row: dict, where: str, sees: bool) -> Text:
         raise UserError(f"{where}: needs `messages` ({TURNS}) or `prompt` (text, or such a list)")
     roles = [turn["role"] for turn in as_turns(prompt, "user")]
     if roles[-1] not in ("user", "tool") or "user" not in roles:
-        end = f"it ends with the {roles[-1]}'s turn; a prompt ends with the user's"
-        raise UserError(f"{where}: {end} (examples/finetune.py sft takes examples)")
+        raise UserError(
+            f"{where}: it ends with the {roles[-1]}'s turn; a prompt ends with the user's "
+            "(examples/finetune.py sft takes examples)"
+        )
     return with_tools(prompt, row, where)
 
 
@@ -234,8 +236,10 @@ def read_functions(items: Any, field: str, where: str) -> list[dict]:
             with suppress(ValueError, RecursionError):
                 arguments = _json(arguments)
         if not isinstance(arguments, dict):
-            needed = "a list of {type: function, function: {name, ...}}, arguments an object"
-            raise UserError(f"{where}: `{field}` is {needed}, not {str(items)[:60]!r}")
+            raise UserError(
+                f"{where}: `{field}` is a list of {{type: function, function: {{name, ...}}}}, "
+                f"arguments an object, not {str(items)[:60]!r}"
+            )
         read.append(item | {"function": item["function"] | {"arguments": arguments}})
     return read
 
@@ -252,9 +256,14 @@ def read_content(content: Any, where: str, sees: bool) -> Any:
             case {"type": "image" | "video" as kind, **others} if sees and not others:
                 whole += IMAGE if kind == "image" else VIDEO
             case other:
-                media = ", {type: image} and {type: video}: files stand in the row" * sees
-                read = "only {type: text, text}" + media
-                raise UserError(f"{where}: a part {str(other)[:60]} of a content; {read}")
+                if sees:
+                    raise UserError(
+                        f"{where}: a part {str(other)[:60]} of a content; only {{type: text, text}}, "
+                        "{type: image} and {type: video}: files stand in the row"
+                    )
+                raise UserError(
+                    f"{where}: a part {str(other)[:60]} of a content; only {{type: text, text}}"
+                )
     return whole
 
 
@@ -287,7 +296,8 @@ def answer_key(answer: Any, where: str) -> str | None:
     elif type(answer) in (int, float) and abs(answer) != inf:
         text = f"{Decimal(str(answer or 0)):f}".removesuffix(".0")
     last = text.rpartition("####")[2].strip()
+    if text and not last:
+        raise UserError(f"{where}: nothing follows the last #### of `answer`, {answer!r:.60}")
     if not last:
-        empty = "; nothing follows its last ####" if text else ""
-        raise UserError(f"{where}: `answer` is text or a number, not {answer!r:.60}{empty}")
+        raise UserError(f"{where}: `answer` is text or a number, not {answer!r:.60}")
     return text if "\n" in last else last

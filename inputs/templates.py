@@ -40,9 +40,10 @@ def apply_settings(tokenizers: list[Tokenizer], given: tuple[str, ...], say: Cal
             templates = {"default": templates}
         source = "".join(templates.values())
         if "strftime_now" in source and "date_string" not in settings:
-            other = "; --template date_string=... sets another" * ("date_string" in source)
-            fixed = f"the date in its chat template is always {TODAY:%d %b %Y}"
-            say(f"{tokenizer.name_or_path}: {fixed}{other}")
+            name = tokenizer.name_or_path
+            say(f"{name}: the date in its chat template is always {TODAY:%d %b %Y}")
+            if "date_string" in source:
+                say(f"{name}: --template date_string=... sets another date")
         if templates and settings:
             with suppress(TemplateError):  # such a template renders nothing
                 mentioned |= meta.find_undeclared_variables(PARSER.parse(MARKER.sub("", source)))
@@ -99,33 +100,33 @@ def render(
         turns = map_texts(plain, broken) + map_texts(str, turns[len(broken) :])
         tools = turns[0].pop("tools", None)
         text = apply(turns, tools=tools)
-        problem = left_out(apply, turns, tools, is_learned)
+        lost = left_out(apply, turns, tools, is_learned)
     except (TemplateError, *OF_CALLS) as error:
-        problem = f"refuses turns: {error}"
-    if problem:
-        raise UserError(f"{where}: the chat template in {name} {problem}")
+        raise UserError(f"{where}: the chat template in {name} refuses turns: {error}") from None
+    if lost:
+        raise UserError(f"{where}: the chat template in {name} leaves out {lost}")
     return text
 
 
 def left_out(apply: Callable, turns: list[dict], tools: list | None, is_learned: bool) -> str:
     """Render marked texts; return what is left out of tools, calls, CHECKED roles, the last turn, or ""."""
-    problems: dict[str, str] = {}  # mark -> problem if it is missing
+    marks: dict[str, str] = {}  # mark -> what has it
 
-    def mark(problem: str, text: str) -> str:
+    def mark(owner: str, text: str) -> str:
         if not text.strip():
             return text
-        own = f"~mark {len(problems)}~"
-        problems[own] = problem
+        own = f"~mark {len(marks)}~"
+        marks[own] = owner
         return text + own
 
-    def named(items: list[dict], problem: str) -> list[dict]:
+    def named(items: list[dict], owner: str) -> list[dict]:
         functions = [item["function"] for item in items]
-        marked = [each | {"name": mark(problem, each["name"])} for each in functions]
+        marked = [each | {"name": mark(owner, each["name"])} for each in functions]
         return [item | {"function": each} for item, each in zip(items, marked, strict=True)]
 
     shown = []
     for number, turn in enumerate(turns, 1):
-        mark_turn = partial(mark, f"leaves out the {turn['role']}'s turn")
+        mark_turn = partial(mark, f"the {turn['role']}'s turn")
         marked = dict(turn)
         if number == len(turns) and is_learned:
             for name in turn.keys() - NAMES:  # such as reasoning_content
@@ -136,10 +137,10 @@ def left_out(apply: Callable, turns: list[dict], tools: list | None, is_learned:
         elif number == len(turns) or turn["role"] in CHECKED:
             marked["content"] = mark_turn(turn["content"])
         if calls := turn.get("tool_calls"):
-            marked["tool_calls"] = named(calls, "leaves out a tool call")
+            marked["tool_calls"] = named(calls, "`tool_calls`")
         shown.append(marked)
-    rendered = apply(shown, tools=named(tools or [], "ignores `tools`") or None)
-    return next((problem for own, problem in problems.items() if own not in rendered), "")
+    rendered = apply(shown, tools=named(tools or [], "`tools`") or None)
+    return next((owner for own, owner in marks.items() if own not in rendered), "")
 
 
 def map_texts(change: Callable[[str], str], value: Any) -> Any:

@@ -132,8 +132,10 @@ def encode_reply(
     # skip the prompt, which may be long
     tokens = tokenizer(text[answer:], add_special_tokens=False)["input_ids"]
     if not text.startswith(before) or answer < 0 or end not in tokens:
-        rewrites = "rewrites earlier turns when others follow, so that no episode can go on"
-        raise UserError(f"{where}: the chat template in {tokenizer.name_or_path} {rewrites}")
+        raise UserError(
+            f"{where}: the chat template in {tokenizer.name_or_path} rewrites earlier turns "
+            "when others follow, so that no episode can go on"
+        )
     return tokens[tokens.index(end) + 1 :]
 
 

@@ -170,9 +170,10 @@ class Report:
             limit = self.config.max_new_tokens
             self.note(f"step {step + 1}: all answers were cut off after --max-new-tokens {limit}")
         if batch.missing_groups:
-            lacking = f"{batch.missing_groups} of {self.config.prompts_per_step} groups are missing"
-            why = f"after {batch.waves} waves: too many had equal rewards"
-            self.note(f"step {step + 1}: {lacking} {why}")
+            self.note(
+                f"step {step + 1}: {batch.missing_groups} of {self.config.prompts_per_step} groups "
+                f"are missing after {batch.waves} waves: too many had equal rewards"
+            )
 
     def _write(
         self, step: int, metrics: Metrics, served: StepStats, shown: list[tuple[Sample, Details]]

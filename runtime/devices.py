@@ -58,8 +58,7 @@ def default_device() -> str:
         return "cpu"
     from torch import cuda
 
-    if reason := why_unusable():
-        raise UserError(f"{reason}; --device cpu trains without it")
+    check_usable()
     return "cuda" if cuda.is_available() else "cpu"
 
 
@@ -68,20 +67,28 @@ def shows_devices() -> bool:
     return VISIBLE.match(os.environ.get("CUDA_VISIBLE_DEVICES", "0")) is not None
 
 
-def why_unusable() -> str:
-    """Return why torch can't use this machine's device; empty if it can, or if none is there or visible."""
+def check_usable() -> None:
+    """Raise UserError if torch can't use this machine's device; not if none is there or visible."""
     import torch
 
     devices = sorted(DEVICE_FILES.glob("nvidia[0-9]*"))
     if torch.cuda.is_available() or not devices or not shows_devices():
-        return ""
-    driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
-    reason = f"its driver is {driver}; nvidia-smi may show more"
-    if driver[:1].isdigit() and int(driver.partition(".")[0]) < OLDEST_DRIVER:
-        reason = f"CUDA 13 needs driver {OLDEST_DRIVER} or newer, and this is {driver}"
+        return
     if not torch.version.cuda:
-        reason = "it is built for CPUs; install requirements.txt"
-    return f"torch can't use {devices[0]}: {reason}"
+        raise UserError(
+            f"torch can't use {devices[0]}: it is built for CPUs; install requirements.txt; "
+            "--device cpu trains without it"
+        )
+    driver = DRIVER.read_text().strip() if DRIVER.exists() else "unknown"
+    if driver[:1].isdigit() and int(driver.partition(".")[0]) < OLDEST_DRIVER:
+        raise UserError(
+            f"torch can't use {devices[0]}: CUDA 13 needs driver {OLDEST_DRIVER} or newer, "
+            f"and this is {driver}; --device cpu trains without it"
+        )
+    raise UserError(
+        f"torch can't use {devices[0]}: its driver is {driver}; nvidia-smi may show more; "
+        "--device cpu trains without it"
+    )
 
 
 def choose_device(config: Settings) -> None:
@@ -102,12 +109,15 @@ def choose_device(config: Settings) -> None:
     from torch import cuda
 
     if not cuda.is_available():
-        raise UserError(why_unusable() or "--device cuda: torch finds no device on this machine")
+        check_usable()
+        raise UserError("--device cuda: torch finds no device on this machine")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     devices = cuda.device_count()
     if ranks > devices:
-        needed = f"{ranks} ranks need as many devices, and this machine has {devices}"
-        raise UserError(f"--device cuda: {needed}: start fewer ranks, or set --device cpu")
+        raise UserError(
+            f"--device cuda: {ranks} ranks need as many devices, and this machine has {devices}: "
+            "start fewer ranks, or set --device cpu"
+        )
     for look in PREFLIGHT:
         look(config)
 
@@ -124,8 +134,10 @@ def wait_for_room(needed: float, who: str, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while (free := free_bytes()) < needed:
         if time.monotonic() > deadline:
-            most = f"{needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} are free"
-            raise UserError(f"{who} needs {most}: lower --mem-fraction, or raise --tp or --pp")
+            raise UserError(
+                f"{who} needs {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} are free: "
+                "lower --mem-fraction, or raise --tp or --pp"
+            )
         time.sleep(0.1)
 
 

@@ -30,8 +30,10 @@ async def held(out: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
         await lock.acquire()
         (out / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except Timeout:
-        problem = f"{(out / LOCK).read_text()} is at work there: stop it, or choose another"
-        raise UserError(f"--out {out}: {problem}") from None
+        holder = (out / LOCK).read_text()
+        raise UserError(
+            f"--out {out}: {holder} is at work there: stop it, or choose another"
+        ) from None
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise UserError(f"--out {out} can't be used: {error}") from None
@@ -89,8 +91,10 @@ def archive(out: Path, say: Callable[[str], None]) -> None:
             if path.name != LOCK:
                 path.rename(target / path.name)
     except OSError as error:
-        why = f"the earlier run there can't be moved aside ({error.strerror})"
-        raise UserError(f"--out {out}: {why}: name a folder in it, or another") from None
+        raise UserError(
+            f"--out {out}: the earlier run there can't be moved aside ({error.strerror}): "
+            "name a folder in it, or another"
+        ) from None
     say(f"moved the earlier run in {out} to {target}")
 
 

@@ -37,8 +37,11 @@ def join(config: Settings) -> World:
     timeout = timedelta(seconds=config.timeout_s)
     dist.init_process_group(backend, timeout=timeout, **init_method(config))
     if dist.get_rank() == 0 and not ipaddress.ip_address(config.host).is_loopback:
-        what = "requests with their key, answers, samples and gradients travel unencrypted"
-        print(f"--host {config.host}: {what}: use a private network", flush=True)
+        print(
+            f"--host {config.host}: requests with their key, answers, samples and gradients travel "
+            "unencrypted: use a private network",
+            flush=True,
+        )
     device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
     return World(device, config.timeout_s)
 

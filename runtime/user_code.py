@@ -34,8 +34,8 @@ class UserCode(AbstractContextManager):
             frames = traceback.extract_tb(trace)
             lines = [frame.lineno for frame in frames if frame.filename == self.file]
             where = f" ({self.file}:{lines[-1]})" if lines else ""
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise UserError(f"{self.title}{where}: {what}") from None
+            text = " ".join(str(error).split())
+            raise UserError(f"{self.title}{where}: {type(error).__name__}: {text}") from None
 
 
 def load(

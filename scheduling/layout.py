@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from config import Config
+from runtime.errors import UserError
 from scheduling.measured import ROLES, Split
 
 SIZES = ("tp", "pp")
@@ -161,22 +161,26 @@ class Placement(NamedTuple):
         ranks_of |= {name: shape.ranks for name, shape in self.shapes.items()}
         return ", ".join(f"{who} on ranks {ranks_in_words(r)}" for who, r in ranks_of.items() if r)
 
-    def problems(self, world_size: int) -> Iterator[str]:
-        """Yield each problem of this placement on `world_size` ranks, as a sentence."""
+    def check(self, world_size: int) -> None:
+        """Raise UserError if this placement doesn't fit `world_size` ranks."""
         names = ("engines", "actor", "critic", "reference")
         for name, shape in zip(names, (Shape(self.engines), *self.models), strict=True):
             ranks = shape.ranks
             if [*ranks] != sorted({*ranks}):
-                yield f"the ranks of {name} aren't in ascending order, each named once"
+                raise UserError(f"the ranks of {name} aren't in ascending order, each named once")
             if ranks and max(ranks) >= world_size:
-                yield f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
+                raise UserError(
+                    f"{name} on rank {max(ranks)}: there are {world_size} ranks, from 0"
+                )
             if not ranks and name != "engines":
-                yield f"{name} has no rank"
+                raise UserError(f"{name} has no rank")
             if len(ranks) % shape.copy_size:
-                sizes = f"tp {shape.tp} x pp {shape.pp} = {shape.copy_size}"
-                yield f"{sizes} doesn't divide the {len(ranks)} ranks of {name}"
+                raise UserError(
+                    f"tp {shape.tp} x pp {shape.pp} = {shape.copy_size} doesn't divide the {len(ranks)} "
+                    f"ranks of {name}"
+                )
         if idle := {*range(world_size)} - {*self.engines} - self.learners:
-            yield f"rank {min(idle)} holds nothing"
+            raise UserError(f"rank {min(idle)} holds nothing")
 
     def __str__(self) -> str:
         """Return the text that --placement reads."""

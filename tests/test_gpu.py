@@ -20,7 +20,6 @@ from actor import MAX_LOGPROB_DIFF
 from config import parse_config
 from extras.memory.estimate import RESIDENT
 from runtime import devices
-from runtime.devices import why_unusable
 from runtime.errors import UserError
 from tests import ROOT
 from tests.gpu_model import SIZES, make_model
@@ -40,11 +39,12 @@ GB = 1e9
 def device(request) -> str:
     if request.config.getoption("dry"):
         return "cpu"
-    if not (torch.cuda.is_available() or why_unusable()):
-        pytest.skip("needs a CUDA device")
     part = request.node.get_closest_marker("gpu").kwargs["part"]
     config = replace(parse_config(["--device", "cuda"]), command=COMMAND[part])
     try:
+        devices.check_usable()
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
         devices.choose_device(config)
     except UserError as error:
         pytest.skip(str(error))

@@ -143,8 +143,9 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     where = f"{setting} {model_dir}"
     model_type = found.get("model_type")
     if str(model_type) not in FAMILIES:
-        supported = f"is not supported, only {', '.join(FAMILIES)}"
-        raise UserError(f"{where}: model_type {model_type!r} {supported}")
+        raise UserError(
+            f"{where}: model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}"
+        )
     # SGLang searches the directory's code for a class that it lacks, and fails without a name
     named = found.get("architectures")
     writes = FAMILIES[model_type].architecture
@@ -271,8 +272,10 @@ def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
     layers = hf["num_hidden_layers"] // config.pp
     deep = hf["reader"].deep_layers(hf) if "vision" in hf else 0
     if layers < deep:
-        needed = f"images enter the first {deep} of {setting}"
-        raise UserError(f"--pp {config.pp} leaves {layers} layers a stage: {needed}")
+        raise UserError(
+            f"--pp {config.pp} leaves {layers} layers a stage: "
+            f"images enter the first {deep} of {setting}"
+        )
 
 
 def tensor_shapes(hf: dict) -> dict[str, list[int]]:
@@ -297,8 +300,10 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
     ids = tokenization.load_tokenizer(model_dir).get_vocab().values()
     tokens = 1 + max(*ids, *tokenization.named_ends(model_dir), hf.get("pad_token_id") or 0)
     if tokens > hf["vocab_size"]:
-        counts = f"has {tokens} tokens, its embeddings {hf['vocab_size']} rows"
-        raise UserError(f"{where}: its tokenizer (or an id in its JSON) {counts}")
+        raise UserError(
+            f"{where}: its tokenizer (or an id in its JSON) has {tokens} tokens, "
+            f"its embeddings {hf['vocab_size']} rows"
+        )
     if device == "cuda" and "quantization_config" in hf["whole"].to_dict():
         return  # SGLang has kernels for it, with other tensor names
     with readable(f"{where}: config.json"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from algorithms import algorithm_of
@@ -88,18 +87,20 @@ def shape_from(text: str, default: Shape) -> Shape:
 class PartlyColocated(Colocated):
     """Engines share ranks with trainers, but some models are on separate ranks."""
 
-    def problems(self, placement: Placement, config: Config) -> Iterator[str]:
+    def check(self, placement: Placement, config: Config) -> None:
         algorithm = algorithm_of(config)
         row = f"--algorithm {config.algorithm[0]}"
         if 0 not in placement.engines:
-            yield "rank 0 needs an engine, because it saves the position in the prompts"
+            raise UserError("rank 0 needs an engine, because it saves the position in the prompts")
         if "critic" in placement.shapes and not algorithm.critics:
-            yield f"{row} has no critic"
+            raise UserError(f"{row} has no critic")
         if "critic" in placement.shapes and schedule_of(config).fuses:
-            yield f"--schedule {config.schedule} needs actor and critic on the same ranks"
+            raise UserError(
+                f"--schedule {config.schedule} needs actor and critic on the same ranks"
+            )
         if "reference" in placement.shapes and not algorithm.kl_coef:
-            yield f"{row} without kl_coef has no reference"
-        yield from super().problems(placement, config)
+            raise UserError(f"{row} without kl_coef has no reference")
+        super().check(placement, config)
 
     def stand_in(self, config: Config, model: str, shape: Shape, **how: Any) -> Elsewhere:
         from extras.apart.elsewhere import Elsewhere  # imports Megatron, which takes seconds

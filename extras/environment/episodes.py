@@ -130,10 +130,12 @@ class Episodes:
             for error in filter(None, [task.exception() for task in done]):
                 raise error
 
-    def never_succeeded(self, failures: int) -> str:
-        """Return the message that ends a run whose first episodes were all lost."""
-        lost = f"{self.code.title} lost each of the first {failures} episodes"
-        return f"{lost}: it raised ConnectionError or TimeoutError, or differed"
+    def never_succeeded(self, failures: int) -> UserError:
+        """Return the error that ends a run whose first episodes were all lost."""
+        return UserError(
+            f"{self.code.title} lost each of the first {failures} episodes: "
+            "it raised ConnectionError or TimeoutError, or differed"
+        )
 
     def row_check(self, say: Callable[[str], None]) -> Callable[[Text, str], None]:
         return chat_check(self.code.title, self.tokenizer, say)
@@ -198,7 +200,9 @@ class Episodes:
         if "score" in dir(self.kind):
             score = await self._call(instance.score, sample)
             if not is_number(score):
-                self._refuse("score", score, "a finite number is needed")
+                raise UserError(
+                    f"{self.code.title}: score returned {shown(score)}: a finite number is needed"
+                )
             reward += float(score)
         return Taken(finish, None, reward, step.metrics)
 
@@ -222,20 +226,18 @@ class Episodes:
             )
             done, _ = await asyncio.wait({future}, timeout=self._limit_s)
         if not done:
-            silent = f"{self.code.title} gave no answer for {self._limit_s:g} s (0.9 --timeout-s)"
-            of = f" of {self.code.file}, class {self.kind.__name__}"
-            raise UserError(f"{silent}{of}, on the prompt {sample.question[:60]!r}")
+            raise UserError(
+                f"{self.code.title} gave no answer for {self._limit_s:g} s (0.9 --timeout-s) "
+                f"of {self.code.file}, class {self.kind.__name__}, "
+                f"on the prompt {sample.question[:60]!r}"
+            )
         return future.result()
 
     def _read(self, value: Any) -> Step:
         try:
             return read_step(value)
         except ValueError as error:
-            self._refuse("step", value, str(error))
-
-    def _refuse(self, method: str, value: Any, why: str) -> None:
-        shown = " ".join(repr(value).split())[:60]
-        raise UserError(f"{self.code.title}: {method} returned {shown}: {why}")
+            raise UserError(f"{self.code.title}: step returned {shown(value)}: {error}") from None
 
     def _turns(self, sample: Sample) -> list[str]:
         """Return the policy's turns as text, without end tokens but with other special tokens."""
@@ -254,6 +256,10 @@ class Episodes:
         tokens = tokenization.encode_reply(self.tokenizer, sample.turns, turns, title)
         end = tokenization.end_of_turn(self.tokenizer)
         return [end, *tokens] if sample.turns and sample.response[place - 1] != end else tokens
+
+
+def shown(value: Any) -> str:
+    return " ".join(repr(value).split())[:60]
 
 
 def call(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> Any:
@@ -303,8 +309,10 @@ def chat_check(
         tokenization.encode_reply(tokenizer, prompt, asked, where)
         thought = as_turns("<think>\nHm.\n</think>\n\nyes", "assistant")
         if not seen and "Hm." not in render(tokenizer, [*prompt, *thought, *asked], where):
-            kept = "earlier turns keep it as it was sampled"
-            say(f"{title}: the chat template leaves out earlier reasoning; {kept}")
+            say(
+                f"{title}: the chat template leaves out earlier reasoning; "
+                "earlier turns keep it as it was sampled"
+            )
         seen.add(roles)
 
     return check

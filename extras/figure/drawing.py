@@ -216,7 +216,8 @@ def main() -> None:
     try:
         picture = read_run(given.run, *(step - (step > 0) for step in given.steps))
         if not picture.spans:
-            raise UserError("{} has no steps {} to {}".format(given.run, *given.steps))
+            first, last = given.steps
+            raise UserError(f"{given.run} has no steps {first} to {last}")
         make_figure(picture).savefig(given.figure)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -126,8 +126,9 @@ def opened(file: File, where: str) -> Iterator[tuple[Any, Any]]:
             context.options = {"err_detect": "explode", "max_pixels": str(MOST_OF_A_FRAME)}
             yield container, moving[0]
     except (av.FFmpegError, OSError) as error:
-        problem = "no MP4, MOV, WebM or MKV that can be read"
-        raise UserError(f"{where}: {problem}: {error.strerror}") from None
+        raise UserError(
+            f"{where}: no MP4, MOV, WebM or MKV that can be read: {error.strerror}"
+        ) from None
 
 
 def sides_of(stream: Any) -> tuple[int, int]:
@@ -146,16 +147,19 @@ def check(container: Any, stream: Any, where: str, counted: int = 0) -> None:
     pixels = stream.width * stream.height
     seconds = (container.duration or 0) / 1e6
     frames = counted or frames_in(container, stream)
-    size = f"frames of {stream.width} x {stream.height} pixels"
-    problems = {
-        f"{size}, of at most {MOST_OF_A_FRAME}": not 0 < pixels <= MOST_OF_A_FRAME,
-        f"{seconds:.0f} seconds, of at most {MOST_SECONDS}; cut it": seconds > MOST_SECONDS,
-        f"{frames} {size}, of at most {MOST_PIXELS:.0e} pixels": frames * pixels > MOST_PIXELS,
-        f"pixels of {stream.sample_aspect_ratio} leave it no width": not sides_of(stream)[1],
-        "HDR (PQ or HLG), which can't be shown; convert it": stream.codec_context.color_trc in HDR,
-    }
-    for problem in filter(problems.get, problems):
-        raise UserError(f"{where}: {problem}")
+    size = f"{stream.width} x {stream.height}"
+    if not 0 < pixels <= MOST_OF_A_FRAME:
+        raise UserError(f"{where}: frames of {size} pixels, of at most {MOST_OF_A_FRAME}")
+    if seconds > MOST_SECONDS:
+        raise UserError(f"{where}: {seconds:.0f} seconds, of at most {MOST_SECONDS}; cut it")
+    if frames * pixels > MOST_PIXELS:
+        raise UserError(
+            f"{where}: {frames} frames of {size} pixels, of at most {MOST_PIXELS:.0e} pixels"
+        )
+    if not sides_of(stream)[1]:
+        raise UserError(f"{where}: pixels of {stream.sample_aspect_ratio} leave it no width")
+    if stream.codec_context.color_trc in HDR:
+        raise UserError(f"{where}: HDR (PQ or HLG), which can't be shown; convert it")
 
 
 def frame_times(container: Any, stream: Any, where: str) -> list[int]:

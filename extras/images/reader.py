@@ -306,5 +306,7 @@ def media_file(item: Any, folder: Path, where: str) -> File:
 def check_places(places: int, items: Sequence, place: str, where: str) -> None:
     """Raise UserError unless the texts have as many places as there are items."""
     if places != len(items):
-        found = f"{len(items)} {place[1:-1]}s for {places} places"
-        raise UserError(f"{where}: {found}, {place} or a part of the type {place[1:-1]}")
+        kind = place[1:-1]
+        raise UserError(
+            f"{where}: {len(items)} {kind}s for {places} places, {place} or a part of the type {kind}"
+        )

@@ -172,10 +172,11 @@ def check_fits(config: Config, placement: Placement, splits: list[Split]) -> Non
     for need in needs_of(config, placement, splits) if config.memory_check else ():
         if need.needed > need.free:
             name = max(need.parts, key=need.parts.get)
-            most = f"{gb(need.needed)} GB, {gb(need.parts[name])} for {name}"
-            hint = f"{gb(need.free)} are free: try {HINTS[need.place]}"
-            takes = f"{need.place}: the run needs about {most}, and {hint}"
-            raise UserError(f"{takes}; --no-memory-check starts anyway")
+            raise UserError(
+                f"{need.place}: the run needs about {gb(need.needed)} GB, {gb(need.parts[name])} "
+                f"for {name}, and {gb(need.free)} are free: try {HINTS[need.place]}; "
+                "--no-memory-check starts anyway"
+            )
 
 
 async def settled(

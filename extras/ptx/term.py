@@ -51,8 +51,10 @@ def read_texts(path: Path, tokenizer: tokenization.Tokenizer, longest: int) -> l
             response = tokens[1:]
         response = response[: max(0, longest - len(prompt))]
         if not prompt or not response:
-            limits = "--max-model-len, --max-tokens-per-micro-batch"
-            raise UserError(f"{path}:{line}: nothing to learn in {longest} tokens ({limits})")
+            raise UserError(
+                f"{path}:{line}: nothing to learn in {longest} tokens "
+                "(--max-model-len, --max-tokens-per-micro-batch)"
+            )
         sequences.append((prompt, response))
     return sequences
 

@@ -25,8 +25,10 @@ def check_teacher(config: Config) -> None:
     models.check_directory(config.teacher, "--teacher", hf, scores=False)
     longest = context_length(config.model, config)
     if hf["max_position_embeddings"] < longest:
-        most = f"it reads {hf['max_position_embeddings']} tokens"
-        raise UserError(f"{where}: {most}, and prompt and answer may have {longest}")
+        raise UserError(
+            f"{where}: it reads {hf['max_position_embeddings']} tokens, "
+            f"and prompt and answer may have {longest}"
+        )
     models.check_reads_policy(config, config.teacher, "--teacher", hf, student)
     own, others = map(tokenization.load_tokenizer, (config.model, config.teacher))
     if more := others.get_vocab().keys() - own.get_vocab().keys():

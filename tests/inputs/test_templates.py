@@ -102,11 +102,11 @@ LEFT_OUT = [
     (EACH.replace("messages", "messages[:1]"), [ASKED, turn("user", "?")], "the user's turn"),
     (EACH.replace("m.content", "m.content[:9]"), [ASKED], "leaves out the user's turn"),
     (EACH.replace("messages", "messages[::2]"), [ASKED, TOLD, ASKED], "the tool's turn"),
-    (EACH, [ASKED, CALLED, TOLD], "leaves out a tool call"),
+    (EACH, [ASKED, CALLED, TOLD], "leaves out `tool_calls`"),
     (GEMMA, [turn("system", "Be brief."), ASKED], "refuses turns: System role not supported"),
     (EACH.replace("m.role", "m.at | length"), [ASKED | {"at": 3}], "refuses turns: .* no len"),
-    (LLAMA3, WITH_TOOLS, "ignores `tools`"),
-    (QWEN3.replace("tool | tojson", "''"), WITH_TOOLS, "ignores `tools`"),
+    (LLAMA3, WITH_TOOLS, "leaves out `tools`"),
+    (QWEN3.replace("tool | tojson", "''"), WITH_TOOLS, "leaves out `tools`"),
 ]
 
 
@@ -239,9 +239,10 @@ def test_the_date_in_a_prompt_is_always_the_same(directory, loaded):
     """It must be the default of Llama-3.2's template, which is printed, or the command line's."""
     assert datetime(2024, 7, 26) == TODAY
     date = f"{directory}: the date in its chat template is always 26 Jul 2024"
+    another = f"{directory}: --template date_string=... sets another date"
     direct = EACH + "{{ strftime_now('Today Date: %Y-%m-%d') }}"
     for template, given, shown, expected in (
-        (LLAMA3, [], "26 Jul 2024\n", [f"{date}; --template date_string=... sets another"]),
+        (LLAMA3, [], "26 Jul 2024\n", [date, another]),
         (LLAMA3, ["date_string=1 May 2025"], "1 May 2025\n", []),
         (direct, [], "2024-07-26", [date]),
     ):

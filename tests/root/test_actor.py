@@ -221,9 +221,9 @@ def test_an_update_that_is_not_finite_is_skipped(make_actor, model_dir, monkeypa
     assert not is_as(actor, weights)
 
 
-UNFIT_LOSSES = {"mean": (torch.Tensor.mean, r"\[\] and a gradient")}
-UNFIT_LOSSES |= {"detached": (torch.Tensor.detach, r"\[\d+\] and no gradient")}
-UNFIT_LOSSES |= {"column": (lambda loss: loss[:, None], r"\[\d+, 1\] and a gradient")}
+UNFIT_LOSSES = {"mean": (torch.Tensor.mean, r"\[\] and requires_grad=True")}
+UNFIT_LOSSES |= {"detached": (torch.Tensor.detach, r"\[\d+\] and requires_grad=False")}
+UNFIT_LOSSES |= {"column": (lambda loss: loss[:, None], r"\[\d+, 1\] and requires_grad=True")}
 
 
 @pytest.mark.parametrize("name", UNFIT_LOSSES)

@@ -40,7 +40,7 @@ from training.hf_weights import HFWeights
 from training.model import check_models
 
 UNFIT = [
-    ("run.py", "RANK=0 WORLD_SIZE=2", "start with: .* more than RANK and WORLD_SIZE"),
+    ("run.py", "RANK=0 WORLD_SIZE=2", "start with: .* which sets LOCAL_RANK, LOCAL_WORLD_SIZE"),
     ("run.py", "WORLD_SIZE=two", "WORLD_SIZE=two in the environment is not a number: unset it"),
     ("run.py", "PYTHONOPTIMIZE=1", "unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
     ("examples/finetune.py sft", "", r"start with: torchrun .* examples/finetune\.py sft .*"),

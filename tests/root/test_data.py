@@ -308,8 +308,9 @@ BAD_ROWS = [  # a row after a good one and an empty line -> the message
     ({"prompt": "q", "chat_template_kwargs": {"x": 1}}, "`chat_template_kwargs` isn't read; --t"),
     ({"prompt": [CHAT[1] | {"content": [{"type": "image"}]}]}, "a part {'type': 'image'} of a con"),
 ]
-BAD_KEYS = ("", " \n", "by hand\n#### ", True, ["3", "5"], {"a": 1}, float("inf"))
+BAD_KEYS = ("", " \n", True, ["3", "5"], {"a": 1}, float("inf"))
 BAD_ROWS += [({"prompt": "?", "answer": key}, "`answer` is text or a number") for key in BAD_KEYS]
+BAD_ROWS += [({"prompt": "?", "answer": "by hand\n#### "}, "nothing follows the last #### of")]
 
 
 @pytest.mark.parametrize("row,message", BAD_ROWS)
