@@ -94,6 +94,26 @@ class Critic(Trainer):
             steps.append(OptimizerStep(work, STATS, self._learning_rate()))
         return steps
 
+    def update(self, mini_batches: list, *beside: Trainer) -> dict[str, float]:
+        """Learn this rank's samples, with models that learn them `beside` this one (collective).
+
+        The passes of all models' n-th optimizer steps share a schedule. Returns the models' metrics.
+        """
+        trainers = [self, *beside]
+        plans = [trainer.optimizer_steps(mini_batches) for trainer in trainers]
+        taken = [[] for _ in trainers]
+        self.passes = []
+        for steps in zip(*plans, strict=True):
+            self.schedule.run([step.work for step in steps])
+            for trainer, step, stats in zip(trainers, steps, taken, strict=True):
+                stats.append(trainer.step(*step))
+                self.passes += step.work.passes
+        metrics = {}
+        for trainer, stats in zip(trainers, taken, strict=True):
+            metrics |= trainer.metrics_of(stats)
+            trainer.version += 1
+        return metrics
+
     def metrics_of(self, steps: list[dict[str, float]]) -> dict[str, float]:
         metrics = value_metrics(steps, self._learning_rate())
         prefix = "critic" if self.name == "reward" else f"{self.name}_critic"
