@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from config import Config
 from extras.pipelines import tables
 from extras.pipelines.fused import MOST_MEMORY, fused
 from extras.pipelines.tables import Pipe, Task, bound, evaluate, one_after_another
 from reproduce.papers.rlhfuse import read_instances
+from runtime.errors import UserError
+from scheduling.pipeline import SCHEDULES, schedule_of
 from tests import ROOT
 from tests.support.patience import run_process
 
@@ -110,6 +113,14 @@ def test_every_schedule(schedule, data):
     if schedule is fused:
         assert latency <= evaluate(pipes, one_after_another(pipes)).latency * (1 + 1e-9)
         assert memory <= MOST_MEMORY * tables.base_memory(pipes) * (1 + 1e-6)
+
+
+def test_stages_need_an_extra(monkeypatch):
+    """Without it, the core must refuse a size of pipelines instead of running stages as whole models."""
+    assert schedule_of(Config(pp=2)) is SCHEDULES["1f1b"]
+    monkeypatch.delitem(SCHEDULES, "1f1b")
+    with pytest.raises(UserError, match=r"--pp 2.*no extra has the row '1f1b'"):
+        schedule_of(Config(pp=2))
 
 
 def test_every_process_finds_the_same_table():

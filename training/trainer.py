@@ -95,7 +95,7 @@ class Trainer:
         self.version = 0
         self.awake = True
         self.schedule = schedule_of(config)
-        self.passes: list[Pass] = []  # the last update's, including models updated together
+        self.passes: list[Pass] = []  # the last update's
         self.stop_tokens: tuple[int, ...] = ()  # for an export's generation_config.json
         self._host_copies = HostCopies()
         self.device = own_device()
