@@ -1,6 +1,6 @@
 """The policy: its log-probabilities, loss and update; also the reference model of a KL penalty.
 
-controller.learn calls Trainer.update. For each mini-batch it runs the passes (executor.py; Megatron calls
+controller.learn calls Trainer.update. For each mini-batch it runs the passes (passes.py; Megatron calls
 policy_loss on the last stage), then takes AdamW's step (Trainer.take_step).
 """
 
@@ -21,9 +21,9 @@ from config import Config
 from runtime.errors import UserError
 from sample import Key, Sample, flat
 from training import lm_head
-from training.executor import Work
 from training.groups import Groups
 from training.packing import MicroBatch
+from training.passes import Work
 from training.trainer import (
     LossSums,
     PlannedStep,

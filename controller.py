@@ -133,7 +133,7 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
     for first, *beside in turns:
         await c.devices.give_device_to(first, *beside)
-        stats |= await c.same_duty.run(first.update, shares.of(first), beside)
+        stats |= await c.same_duty.run(first.update, shares.of(first), *beside)
         c.timeline.ran(first.passes)
     return stats
 

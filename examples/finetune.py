@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 
 Example = list[Sample]  # one, or the chosen and the rejected answer
 PAIR_STATS = ("accuracy", "margin", "chosen", "rejected")
-GROUPS = ("run", "data", "training", "memory", "lora", "examples")  # groups of settings with flags
+# groups of settings with flags
+GROUPS = ("run", "data", "training", "pipelines", "memory", "lora", "examples")
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ EXTRAS = {
     # PLACEMENTS: split, standalone, any ranks; --ahead
     "apart": Extra("extras/apart", "extras.apart.placements"),
     # MODES, MOVES: --mode fused
-    "fused": Extra("extras/fused/mode.py extras/fused/tail.py", "extras.fused.mode"),
+    "fused": Extra("extras/fused", "extras.fused.mode"),
     # MOVES: --rebalance in partial mode
     "rebalance": Extra("extras/rebalance.py", "extras.rebalance"),
-    # SCHEDULES: --schedule fused
-    "fused pipelines": Extra("extras/fused/pipelines.py", "extras.fused.pipelines"),
+    # SCHEDULES: --pp above 1, --schedule
+    "pipelines": Extra("extras/pipelines", "extras.pipelines"),
     # KINDS, DIRECTORIES: --algorithm ppo and safe_rlhf, --critic
     "critics": Extra("extras/critic", "extras.critic"),
     # TERMS: ptx_data of --algorithm

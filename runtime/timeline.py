@@ -27,10 +27,11 @@ MICRO = 1e6  # microseconds per second
 
 
 class Pass(NamedTuple):
-    """A stage's pass that this rank ran; times in seconds, from time.monotonic."""
+    """Passes of a model that this rank ran; times in seconds, from time.monotonic."""
 
     title: str  # the model's
-    task: Any  # the row of the schedule: a scheduling.pipeline.Task
+    label: str  # F2: the forward pass over micro-batch 2
+    stage: int
     start: float
     end: float
 
@@ -42,7 +43,7 @@ class Event(NamedTuple):
     span             a role, for its engine, or `train` etc.      an engine's tokens; begun: earlier ones
     part             a role, for its engine                       tokens so far; begun: earlier ones
     sample           state of an answer                           answer: `12.3`, number 3 to prompt 12
-    pass             model of a pipeline's pass                   stage, backward, micro_batch
+    pass             model                                        label, stage: see Pass
     wave, weights    `wave 2`, `v3`; ends when it starts
     split, tail      the two roles' ranks from then on: `3|1`
     """
@@ -115,9 +116,8 @@ class Timeline:
         self.add(kind, text, self.rank, now, now)
 
     def ran(self, passes: Iterable[Pass]) -> None:
-        for model, task, start, end in passes:
-            what = dict(stage=task.stage, backward=task.backward, micro_batch=task.micro_batch)
-            self.add("pass", model, self.rank, start, end, **what)
+        for model, label, stage, start, end in passes:
+            self.add("pass", model, self.rank, start, end, label=label, stage=stage)
 
     def drain(self) -> list[Event]:
         """Return the events since the last call; write them to a file and drop them here."""
@@ -226,7 +226,7 @@ def _trace_rows(events: list[Event]) -> Iterator[dict]:
         name = mark.name if mark.kind in mark.name else f"{mark.kind} {mark.name}"
         yield dict(name=name, ph="i", s="p", pid=mark.rank, tid=0, ts=mark.start * MICRO)
     for each in of_kind(events, "pass"):
-        name = f"{each.name} {'B' if each.args['backward'] else 'F'}{each.args['micro_batch']}"
+        name = f"{each.name} {each.args['label']}"
         yield _complete(name, each.rank, len(threads), each, {"stage": each.args["stage"]})
 
 

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from runtime.errors import UserError
-from training.executor import Stage
+from training.passes import Stage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Shard = ShardedTensor | ShardedTensorFactory

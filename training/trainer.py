@@ -26,15 +26,17 @@ from torch import Tensor
 
 from config import Config
 from runtime import devices
+from runtime.timeline import Pass
 from sample import Sample
 from scheduling.balance import pack_evenly, packed_length
 from scheduling.layout import Shape
+from scheduling.pipeline import schedule_of
 from training import hf_weights, sharded_checkpoint
 from training import model as models
-from training.executor import Loss, LossSums, Pass, Stats, Work, run
 from training.groups import Groups, make_groups, own_device
 from training.offload import HostCopies
 from training.packing import MicroBatch, Packed, Sequence, make_micro_batches
+from training.passes import Loss, LossSums, Stats, Work
 from training.resharding import Gathering
 
 ADAM_BETAS = (0.9, 0.95)
@@ -95,7 +97,8 @@ class Trainer:
         self.reverse = reverse
         self.version = 0
         self.awake = True
-        self.passes: list[Pass] = []  # the last update's, including models updated together
+        self.schedule = schedule_of(config)
+        self.passes: list[Pass] = []  # the last update's
         self.stop_tokens: tuple[int, ...] = ()  # for an export's generation_config.json
         self._host_copies = HostCopies()
         self.device = own_device()
@@ -104,8 +107,6 @@ class Trainer:
         self.prefix_of = partial(models.prefix_of, hf, models.image_macs(hf))
         self._join(groups)
         model_config = models.transformer_config(hf, config)
-        # a rough number per token: schedules compare models with it
-        self.activations = model_config.num_layers * model_config.hidden_size
         self.frequencies = models.rotary_frequencies(hf, model_config).to(self.device)
         self.gpt = self._load_stage(hf, model_config)
         self.gathering = Gathering(self.gpt)
@@ -161,6 +162,7 @@ class Trainer:
         groups = dict(use_gloo_process_groups=False, pg_collection=self.groups)
         self.optimizer = get_megatron_optimizer(adamw, [self.ddp], **groups)
         model_config.grad_scale_func = self.optimizer.scale_loss
+        model_config.no_sync_func = self.ddp.no_sync  # gradients are summed in the last micro-batch
 
     def sleep(self) -> None:
         """Move weights and optimizer to the host, and free all else; no-op on a CPU. Not collective."""
@@ -204,24 +206,16 @@ class Trainer:
             for state in part.optimizer.state.values():
                 yield from (tensor for tensor in state.values() if tensor.ndim)
 
-    def update(self, mini_batches: list, beside: Iterable["Trainer"] = ()) -> dict[str, float]:
-        """Learn samples, an optimizer step per mini-batch; return metrics (collective: the model's ranks).
-
-        beside: models that learn the same samples; the passes of all models' n-th steps share a schedule.
-        """
-        trainers = [self, *beside]
-        plans = [trainer.plan_steps(mini_batches) for trainer in trainers]
-        results = [[] for _ in trainers]  # a list of take_step's results for each trainer
+    def update(self, mini_batches: list) -> dict[str, float]:
+        """Learn samples, an optimizer step per mini-batch; return metrics (collective: the model's ranks)."""
+        results = []
         self.passes = []
-        for steps in zip(*plans, strict=True):  # the n-th step of each trainer
-            run([step.work for step in steps], self.config.schedule)
-            for trainer, step, of_trainer in zip(trainers, steps, results, strict=True):
-                of_trainer.append(trainer.take_step(*step))
-                self.passes += step.work.passes
-        metrics = {}
-        for trainer, of_trainer in zip(trainers, results, strict=True):
-            metrics |= trainer.metrics_of(of_trainer)
-            trainer.version += 1
+        for step in self.plan_steps(mini_batches):
+            self.schedule.run([step.work])
+            results.append(self.take_step(*step))
+            self.passes += step.work.passes
+        metrics = self.metrics_of(results)
+        self.version += 1
         return metrics
 
     def run_step(
@@ -280,16 +274,16 @@ class Trainer:
         return pack_evenly(lengths, lengths, self.config.max_tokens_per_micro_batch, multiple=1)
 
     def work(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
-        """Prepare passes for executor.run. A rank without sequences gets an empty micro-batch."""
+        """Prepare passes. A rank without sequences gets an empty micro-batch."""
         assert self.awake, f"the {self.title} sleeps: wake it before a pass"
         tp_with_sp = self.config.tp if self.config.sp else 1
         micro_batches = make_micro_batches(packed or [[]], tp_with_sp)
         return Work(self, micro_batches, [loss] * len(micro_batches), forward_only)
 
     def _passes(self, packed: Packed, loss: Loss, forward_only: bool = False) -> Work:
-        """Run passes of this model only. Collective like executor.run."""
+        """Run passes. Collective as Work.run."""
         work = self.work(packed, loss, forward_only)
-        run([work], self.config.schedule)
+        self.schedule.run([work])
         return work
 
     def _reduce(self, passes: list[Stats], names: Iterable[str]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -50,7 +50,7 @@ class Elsewhere:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
-    def update(self, mini_batches: list, beside: Iterable[Elsewhere] = ()) -> dict[str, float]:
+    def update(self, mini_batches: list, *beside: Elsewhere) -> dict[str, float]:
         for trainer in (self, *beside):
             trainer.version += 1
         return {}

@@ -94,6 +94,26 @@ class Critic(Trainer):
             steps.append(PlannedStep(work, STATS, self._learning_rate()))
         return steps
 
+    def update(self, mini_batches: list, *beside: Trainer) -> dict[str, float]:
+        """Learn this rank's samples; return the models' metrics (collective: the models' ranks).
+
+        beside: models that learn the same samples; the passes of all models' n-th steps share a schedule.
+        """
+        trainers = [self, *beside]
+        plans = [trainer.plan_steps(mini_batches) for trainer in trainers]
+        results = [[] for _ in trainers]  # a list of take_step's results for each trainer
+        self.passes = []
+        for steps in zip(*plans, strict=True):
+            self.schedule.run([step.work for step in steps])
+            for trainer, step, of_trainer in zip(trainers, steps, results, strict=True):
+                of_trainer.append(trainer.take_step(*step))
+                self.passes += step.work.passes
+        metrics = {}
+        for trainer, of_trainer in zip(trainers, results, strict=True):
+            metrics |= trainer.metrics_of(of_trainer)
+            trainer.version += 1
+        return metrics
+
     def metrics_of(self, results: list[dict[str, float]]) -> dict[str, float]:
         metrics = value_metrics(results, self._learning_rate())
         prefix = "critic" if self.name == "reward" else f"{self.name}_critic"

@@ -22,8 +22,8 @@ from inputs import tokenization
 from inputs.rows import read_rows
 from inputs.shuffled import Shuffled
 from runtime.errors import UserError
-from training.executor import Work
 from training.packing import MicroBatch, Sequence
+from training.passes import Work
 from training.trainer import LossSums, Read, loss_sums
 
 if TYPE_CHECKING:

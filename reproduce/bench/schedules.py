@@ -23,13 +23,15 @@ from actor import Actor
 from config import Config
 from examples.make_demo import models
 from extras.critic.model import Critic
+from extras.pipelines import executor
+from extras.pipelines.fused import fused
+from extras.pipelines.tables import evaluate, one_after_another
 from reproduce.bench.measuring import parser_of, print_table, spread
 from sample import Sample
-from scheduling.pipeline import SCHEDULES, evaluate
-from training import executor
+from training.passes import Work
 
-SERIAL = "1f1b"
-FUSED = "fused"
+SERIAL = one_after_another
+FUSED = fused
 LENGTH = 32  # tokens in a micro-batch's only sequence, including 8 of the prompt
 
 
@@ -45,7 +47,7 @@ def at_pace(run_pass: Callable, milliseconds: float) -> Callable:
     return paced
 
 
-def works_of(trainers: list, count: int) -> list[executor.Work]:
+def works_of(trainers: list, count: int) -> list[Work]:
     """Return each model's work over `count` micro-batches, not yet run."""
     micro_batches = []
     for number in range(count):
@@ -58,7 +60,7 @@ def works_of(trainers: list, count: int) -> list[executor.Work]:
     return [trainer.plan_steps([micro_batches])[0].work for trainer in trainers]
 
 
-def run_once(trainers: list, count: int, schedule: str) -> float:
+def run_once(trainers: list, count: int, schedule: Callable) -> float:
     """Run a table and return the slowest rank's seconds (collective: all ranks)."""
     works = works_of(trainers, count)
     dist.barrier()
@@ -71,14 +73,14 @@ def run_once(trainers: list, count: int, schedule: str) -> float:
 
 def compare(trainers: list, count: int, repeats: int) -> list[str]:
     """Run both schedules in turns and return a row of the table (collective: all ranks)."""
-    pipes = [work.pipe() for work in works_of(trainers, count)]
+    pipes = [executor.pipe_of(work) for work in works_of(trainers, count)]
     planned = {}
     measured = {SERIAL: [], FUSED: []}
-    for name in measured:
-        planned[name] = evaluate(pipes, SCHEDULES[name].table(pipes)).latency
+    for schedule in measured:
+        planned[schedule] = evaluate(pipes, schedule(pipes)).latency
     for repeat in range(repeats + 1):
-        for name, seconds in measured.items():
-            took = run_once(trainers, count, name)
+        for schedule, seconds in measured.items():
+            took = run_once(trainers, count, schedule)
             if repeat:  # the first one warms up
                 seconds.append(took)
     ratio = median(measured[FUSED]) / median(measured[SERIAL])
@@ -91,7 +93,7 @@ def rank_main(rank: int, given: Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, given.ranks, rank)
-    config = Config(pp=given.ranks, schedule=FUSED, algorithm=("ppo",))
+    config = Config(pp=given.ranks, schedule="fused", algorithm=("ppo",))
     trainers = [Critic(config, f"{folder}/model"), Actor(config, f"{folder}/model")]
     forward_ms, backward_ms = given.pace
     executor.forward_step = at_pace(executor.forward_step, forward_ms)

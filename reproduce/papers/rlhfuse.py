@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from extras.fused import pipelines as fused_pipelines
 from extras.fused.tail import TAILS
+from extras.pipelines import tables
+from extras.pipelines.fused import fused
+from extras.pipelines.tables import Pipe
 from reproduce.papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
 from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload
 from reproduce.simulation.costs import Decode, Device, Model, Passes, decode_of
 from runtime.errors import UserError
-from scheduling import pipeline
-from scheduling.pipeline import Pipe
 
 INSTANCES = ROOT / "published" / "rlhfuse_table3.json"
 QUICK = ("1024 33/65", "33B/13B 8/4 16/8")  # settings that --quick keeps
@@ -106,10 +106,10 @@ def gain(name: str) -> dict[str, float]:
     pipes = read_instances(INSTANCES).get(name)
     if not pipes:
         raise UserError(f"`{name}` isn't an instance in {INSTANCES}")
-    latency, memory, _ = pipeline.evaluate(pipes, fused_pipelines.fused(pipes))
+    latency, memory, _ = tables.evaluate(pipes, fused(pipes))
     # the other pipes are copies that run at the same time
-    serial = sum(pipeline.bound([pipe]) for pipe in pipes[:2])
-    return {"speed-up": serial / latency, "memory": memory / pipeline.base_memory(pipes)}
+    serial = sum(tables.bound([pipe]) for pipe in pipes[:2])
+    return {"speed-up": serial / latency, "memory": memory / tables.base_memory(pipes)}
 
 
 def speed_up(constants: Constants, setting: Setting) -> float:

@@ -69,9 +69,7 @@ class SimulatedTrainer:
             sample.reference_logprobs = [LOGPROB] * len(sample.response)
             sample.policy_logprobs = sample.logprobs
 
-    async def update(
-        self, mini_batches: MiniBatches, beside: Iterable[SimulatedTrainer] = ()
-    ) -> dict:
+    async def update(self, mini_batches: MiniBatches, *beside: SimulatedTrainer) -> dict:
         """Run an optimizer step for each mini-batch. All ranks wait, as each step needs all gradients."""
         trainers = (self, *beside)
         assert all(t.awake or not t.holds for t in trainers), "trained while asleep"

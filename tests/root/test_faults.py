@@ -156,9 +156,9 @@ def test_updates_that_are_not_finite(monkeypatch, skipped, steps_done, model, al
     update, controllers = model.update, []
     options = dict(UNBROKEN, algorithm=(algorithm,), controllers=controllers)
 
-    async def sometimes(self, mini_batches, beside):
+    async def sometimes(self, mini_batches, *beside):
         version = self.version
-        metrics = await update(self, mini_batches, beside)
+        metrics = await update(self, mini_batches, *beside)
         return metrics | {f"{model.__name__}/not_finite": float(version in skipped)}
 
     monkeypatch.setattr(model, "update", sometimes)

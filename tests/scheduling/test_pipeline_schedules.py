@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extras.fused.pipelines import MOST_MEMORY, fused
+from config import Config
+from extras.pipelines import tables
+from extras.pipelines.fused import MOST_MEMORY, fused
+from extras.pipelines.tables import Pipe, Task, bound, evaluate, one_after_another
 from reproduce.papers.rlhfuse import read_instances
-from scheduling import pipeline
-from scheduling.pipeline import SCHEDULES, Pipe, Task, bound, evaluate
+from runtime.errors import UserError
+from scheduling.pipeline import SCHEDULES, schedule_of
 from tests import ROOT
 from tests.support.patience import run_process
 
@@ -33,10 +36,10 @@ def table_from(*ranks: str) -> list[list[Task]]:
 def test_1f1b_by_hand():
     """Two ranks, three micro-batches; forward takes 1, backward 2."""
     pipes = [Pipe((0, 1), 3)]
-    table = pipeline.one_after_another(pipes)
+    table = one_after_another(pipes)
     assert list(map(words, table)) == ["F00 F01 B00 F02 B01 B02", "F10 B10 F11 B11 F12 B12"]
     latency, memory, starts = evaluate(pipes, table)
-    assert (latency, memory) == (12, 2) == (bound(pipes), pipeline.base_memory(pipes))
+    assert (latency, memory) == (12, 2) == (bound(pipes), tables.base_memory(pipes))
     assert [starts[task] for task in table[0]] == [0, 1, 4, 6, 7, 10]
     assert [starts[task] for task in table[1]] == [1, 2, 4, 5, 7, 8]
 
@@ -97,26 +100,33 @@ def several_pipes(draw) -> list[Pipe]:
     return found
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("schedule", [one_after_another, fused])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_every_schedule(name, data):
+def test_every_schedule(schedule, data):
     """It must be valid, evaluated exactly, and no faster than the bound; fused is no slower than in turns."""
-    schedule = SCHEDULES[name]
     pipes = data.draw(several_pipes())
-    table = schedule.table(pipes)
+    table = schedule(pipes)
     latency, memory, _ = evaluate(pipes, table)
     assert (latency, memory) == check(pipes, table)
     assert latency >= bound(pipes) * (1 - 1e-9)
-    if schedule.fuses:
-        assert latency <= evaluate(pipes, pipeline.one_after_another(pipes)).latency * (1 + 1e-9)
-        assert memory <= MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-6)
+    if schedule is fused:
+        assert latency <= evaluate(pipes, one_after_another(pipes)).latency * (1 + 1e-9)
+        assert memory <= MOST_MEMORY * tables.base_memory(pipes) * (1 + 1e-6)
+
+
+def test_stages_need_an_extra(monkeypatch):
+    """Without it, the core must refuse a size of pipelines instead of running stages as whole models."""
+    assert schedule_of(Config(pp=2)) is SCHEDULES["1f1b"]
+    monkeypatch.delitem(SCHEDULES, "1f1b")
+    with pytest.raises(UserError, match=r"--pp 2.*no extra has the row '1f1b'"):
+        schedule_of(Config(pp=2))
 
 
 def test_every_process_finds_the_same_table():
     """The order of a process's sets must not matter: ranks that disagreed would wait for each other."""
     pipes = [Pipe((0, 1, 2), 5, 1.0, 1.7), Pipe((2, 1, 0), 3, 0.6, 1.1), Pipe((1, 0), 2)]
-    program = f"from extras.fused.pipelines import *; print(repr(fused({pipes!r})))"
+    program = f"from extras.pipelines.fused import *; print(repr(fused({pipes!r})))"
     for seed in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": seed}
         found = run_process(sys.executable, "-c", program, env=environment).stdout
@@ -129,4 +139,4 @@ def test_fused_is_as_fast_as_published(name):
     pipes, published = INSTANCES[name], PUBLISHED[name]
     latency, memory = check(pipes, fused(pipes))
     assert latency == published["bound"] <= published["published"]["latency"]
-    assert memory <= MOST_MEMORY * pipeline.base_memory(pipes) * (1 + 1e-9)
+    assert memory <= MOST_MEMORY * tables.base_memory(pipes) * (1 + 1e-9)

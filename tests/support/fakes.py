@@ -313,7 +313,7 @@ class FakeTrainer:
         self.has_gradients = keeps_gradients
         self.device.give(f"{self.title}'s leftovers")
 
-    async def update(self, mini_batches, beside=()):
+    async def update(self, mini_batches, *beside):
         metrics = [await trainer.learn(mini_batches) for trainer in (self, *beside)]
         return {name: value for each in metrics for name, value in each.items()}
 

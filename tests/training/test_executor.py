@@ -2,10 +2,8 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +11,17 @@ import torch
 from actor import Actor
 from examples.make_demo.closing import close
 from extras.critic.model import Critic
+from extras.pipelines import executor
+from extras.pipelines.fused import fused
+from extras.pipelines.tables import Pipe, one_after_another
 from sample import flat
-from scheduling.pipeline import SCHEDULES, Pipe, Task
+from scheduling.pipeline import SCHEDULES, Schedule
 from tests.support.plain import make_model, make_samples
 from tests.support.rounding import apart
 from tests.workers.parallel import actor_config, balanced, critic_config, set_overlap
 from tests.workers.start import trained_by_tier
-from training import executor, groups, trainer
+from training import groups, trainer
+from training.passes import Pass
 
 ALL = ("megatron", "1f1b", "fused")
 FIRST = {  # name -> family, ranks, sizes
@@ -29,7 +31,7 @@ FIRST = {  # name -> family, ranks, sizes
 OTHERS = {
     "pp2": ("qwen3", 2, {"pp": 2, "schedules": ALL}),
     # one data-parallel rank has nothing to sum, so a pass may leave a parameter out
-    "tp2": ("qwen3", 2, {"tp": 2, "schedules": ALL[:3], "bucket": 500}),
+    "tp2": ("qwen3", 2, {"tp": 2, "schedules": (*ALL, ""), "bucket": 500}),
     "pp4": ("qwen3", 4, {"pp": 4, "schedules": ALL}),
     "tp2_pp2_sp": ("qwen3", 4, {"tp": 2, "pp": 2, "sp": True, "schedules": ALL}),
     # gradients are summed during the backward pass, in buckets of that many parameters, as on CUDA
@@ -53,19 +55,18 @@ def result_of(tmp_path_factory):
     )
 
 
-def megatron_run(works: list, schedule: str):
-    """Run Megatron-Core's own schedule instead of executor.run."""
+def megatron_run(works: list):
+    """Run Megatron-Core's own schedule."""
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     for work in works:
         module, config = work.trainer.ddp, work.trainer.ddp.config
-        config.no_sync_func, config.finalize_model_grads_func = module.no_sync, finalize_model_grads
+        config.finalize_model_grads_func = finalize_model_grads
         module.zero_grad_buffer()
         with torch.set_grad_enabled(not work.forward_only):
             numbers = iter(range(len(work.micro_batches)))
-            step = lambda rest, module: work.forward(next(rest), module)  # noqa: B023, E731
             how = dict(data_iterator=numbers, forward_only=work.forward_only)
             how |= dict(seq_length=0, micro_batch_size=1, num_microbatches=len(work.micro_batches))
             groups = work.trainer.groups
@@ -73,18 +74,12 @@ def megatron_run(works: list, schedule: str):
             if groups.pp.size() > 1:
                 how["p2p_communicator"] = P2PCommunicator(groups.pp, config)
             run = get_forward_backward_func(groups.pp.size(), None)
-            work.stats = run(forward_step_func=step, model=module, **how)
-        config.no_sync_func = config.finalize_model_grads_func = None
-        done = (Task(0, 0, backward, 0) for backward in (False, True))
-        work.passes = [executor.Pass("", task, 0.0, 1.0) for task in done]
+            work.stats = run(forward_step_func=work.forward, model=module, **how)
+        config.finalize_model_grads_func = None
+        work.passes = [Pass("", "", 0, 0.0, 1.0)]
 
 
-@contextmanager
-def schedule_of(name: str):
-    """Return the setting's value; if it names Megatron's own schedule, patch it into the executor."""
-    run = megatron_run if name == "megatron" else executor.run
-    with mock.patch.object(executor, "run", run), mock.patch.object(trainer, "run", run):
-        yield "1f1b" if name == "megatron" else name
+SCHEDULES["megatron"] = Schedule(megatron_run)
 
 
 def build(model_dir: str, schedule: str, layout: dict) -> tuple:
@@ -111,7 +106,7 @@ def ppo_step(trainers: tuple, step: int, samples: list) -> tuple[dict, list]:
     fuses = SCHEDULES[actor.config.schedule].fuses
     metrics = {}
     for first, *others in [(critic, actor)] if fuses else [(critic,), (actor,)]:
-        metrics |= first.update(mini_batches, others)
+        metrics |= first.update(mini_batches, *others)
     metrics = {name: value for name, value in metrics.items() if "seconds" not in name}
     return metrics, [sample.values["reward"] for sample in flat(mini_batches)]
 
@@ -128,12 +123,11 @@ def train(reference: dict, layout: dict, path: str) -> dict:
     model_dir = reference["model_dir"]
     set_overlap(layout.pop("bucket", None))
     for name in layout.pop("schedules"):
-        with schedule_of(name) as schedule:
-            trainers = build(model_dir, schedule, layout)
-            history = [ppo_step(trainers, step, batch) for step, batch in enumerate(batches)]
-            results[name] = {"history": history, "weights": weights_of(trainers)}
-            for each in trainers:
-                close(each)
+        trainers = build(model_dir, name, layout)
+        history = [ppo_step(trainers, step, batch) for step, batch in enumerate(batches)]
+        results[name] = {"history": history, "weights": weights_of(trainers)}
+        for each in trainers:
+            close(each)
     return results
 
 
@@ -165,6 +159,7 @@ class Wires:
     """Records what each rank of a table posts and awaits, in order, as the executor requests it."""
 
     def __init__(self, monkeypatch, table, pipes, connects=True):
+        monkeypatch.setattr(executor, "shape_of", lambda work, task: (1,))
         calls = dict(irecv=self.irecv, isend=self.isend, recv=self.irecv, send=self.isend)
         for module in (executor, groups):
             monkeypatch.setattr(module, "dist", SimpleNamespace(**calls))
@@ -178,7 +173,7 @@ class Wires:
             )
             if connects:
                 groups.connect(trainer.pipeline, torch.device("cpu"))
-            work = SimpleNamespace(trainer=trainer, shape=lambda task: (1,))
+            work = SimpleNamespace(trainer=trainer)
             messages = executor.Messages(table, pipes, [work] * len(pipes))
             for task in tasks:
                 messages.receive(task)
@@ -223,15 +218,15 @@ class Wires:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [one_after_another, fused])
 def test_no_table_waits_for_a_first_meeting(monkeypatch, schedule, ranks):
     """Two NCCL ranks must not deadlock when neighbors first met in one order. A fused table would wait."""
     places = tuple(range(ranks))
     pipes = [Pipe(places, 2 * ranks), Pipe(places[::-1], 2 * ranks)]
-    pipes = pipes[: 2 if schedule == "fused" else 1]
-    table = SCHEDULES[schedule].table(pipes)
+    pipes = pipes[: 2 if schedule is fused else 1]
+    table = schedule(pipes)
     assert Wires(monkeypatch, table, pipes).end()
-    assert Wires(monkeypatch, table, pipes, connects=False).end() == (schedule != "fused")
+    assert Wires(monkeypatch, table, pipes, connects=False).end() == (schedule is not fused)
 
 
 def test_what_has_arrived_is_let_go(monkeypatch):
@@ -239,5 +234,5 @@ def test_what_has_arrived_is_let_go(monkeypatch):
     held = {}
     for count in (8, 32):
         pipes = [Pipe((0, 1, 2), count), Pipe((2, 1, 0), count)]
-        held[count] = Wires(monkeypatch, SCHEDULES["1f1b"].table(pipes), pipes).most
+        held[count] = Wires(monkeypatch, one_after_another(pipes), pipes).most
     assert held[8] == held[32] <= 8

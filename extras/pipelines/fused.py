@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from scheduling import pipeline
-from scheduling.pipeline import SCHEDULES, Pipe, Schedule, Table, Task
+from extras.pipelines import tables
+from extras.pipelines.tables import Pipe, Table, Task
 
 MOST_MEMORY = 1.5  # limit of a fused table, in multiples of `base_memory`
 TRIES = 400  # list schedules; a count instead of a time, so that all ranks find the same table
@@ -53,10 +53,10 @@ def search(pipes: tuple[Pipe, ...]) -> Table:
     Each try reverses the last good schedule in time and rebuilds it, so gaps close. Tasks that ended last are
     the most urgent, up to random shifts (forward-backward improvement: Li and Willis, 1992).
     """
-    best = pipeline.one_after_another(pipes)
-    fastest = pipeline.evaluate(pipes, best).latency
-    target = pipeline.bound(pipes) * (1 + EPSILON)
-    most_memory = MOST_MEMORY * pipeline.base_memory(pipes)
+    best = tables.one_after_another(pipes)
+    fastest = tables.evaluate(pipes, best).latency
+    target = tables.bound(pipes) * (1 + EPSILON)
+    most_memory = MOST_MEMORY * tables.base_memory(pipes)
     lanes = lanes_of(pipes)
     rng = random.Random(0)
     stuck = STUCK
@@ -175,13 +175,10 @@ def choose(here: list[LaneState], free: float, room: float, patience: float) -> 
 
 def table_of(pipes: tuple[Pipe, ...], lanes: list[Lane], order: list[int]) -> Table:
     """Return each rank's tasks. Mirrored `lanes` start with a backward one."""
-    table = pipeline.empty_table(pipes)
+    table = tables.empty_table(pipes)
     done = [0] * len(lanes)
     for k in reversed(order) if lanes[0].backward else order:
         lane = lanes[k]
         table[lane.rank].append(Task(lane.pipe, lane.stage, lane.backward, done[k]))
         done[k] += 1
     return table
-
-
-SCHEDULES["fused"] = Schedule(fused, fuses=True)

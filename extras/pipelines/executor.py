@@ -1,8 +1,8 @@
 """Runs a pipeline schedule: Megatron-Core's passes of single stages, with messages between them.
 
-Megatron's own schedules run one model in a fixed order. This runs any table from scheduling/pipeline.py,
-for one model or several that share ranks, such as actor and critic. In every table a stage takes a model's
-micro-batches in ascending order, so the choice of table affects time but not a bit of the gradient.
+Megatron's own schedules run one model in a fixed order. This runs any table, for one model or several that
+share ranks, such as actor and critic. In every table a stage takes a model's micro-batches in ascending
+order, so the choice of table affects time but not a bit of the gradient.
 """
 
 from __future__ import annotations
@@ -11,96 +11,44 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from config import Config
+from extras.pipelines.tables import Pipe, Table, Task
 from runtime.timeline import Pass
-from scheduling.pipeline import SCHEDULES, Pipe, Table, Task
-from training.groups import Pipeline
-from training.packing import MicroBatch, packing_of
-
-Stats = dict[str, Tensor]  # a micro-batch's sums, or maxima if the name ends in _max
-LossSums = tuple[Tensor, Tensor, Stats]  # see trainer.loss_sums
-# the last stage outputs a policy's hidden states, [1, T, hidden], or a critic's values, [1, T, 1]
-Loss = Callable[[MicroBatch, Tensor], LossSums]
+from training.passes import Work
 
 
-class Stage(Protocol):
-    """One rank's part of a model, as passes and checkpoints need it; trainer.Trainer is one."""
-
-    title: str
-    holds: bool  # this rank has a part of the model
-    awake: bool
-    version: int
-    config: Config
-    device: torch.device
-    gpt: GPTModel
-    module: torch.nn.Module  # what passes run
-    ddp: DistributedDataParallel
-    optimizer: MegatronOptimizer
-    groups: ProcessGroupCollection
-    pipeline: Pipeline
-    reverse: bool  # stage 0 is on the last rank
-    macs: Callable[[int], int]  # tokens -> a forward pass's multiply-adds
-    activations: int
-    frequencies: Tensor
+def pipe_of(work: Work) -> Pipe:
+    """Describe work to a schedule. Durations are multiply-adds; a backward pass has twice as many."""
+    trainer = work.trainer
+    config = trainer.gpt.config
+    ranks = tuple(range(len(trainer.pipeline.ranks)))
+    if trainer.reverse:
+        ranks = ranks[::-1]
+    macs = trainer.macs(trainer.config.max_tokens_per_micro_batch)
+    memory = config.num_layers * config.hidden_size  # a rough number per token
+    return Pipe(ranks, len(work.micro_batches), macs, 2 * macs, memory)
 
 
-@dataclass
-class Work:
-    """Passes over this rank's micro-batches; they leave the gradient of all ranks' mean loss in DDP."""
-
-    trainer: Stage
-    micro_batches: list[MicroBatch]
-    losses: list[Loss]  # one per micro-batch
-    forward_only: bool = False
-    stats: list[Stats] = field(default_factory=list)  # one per micro-batch, on the last stage
-    divisor: int | Tensor = 0
-    passes: list[Pass] = field(default_factory=list)
-
-    def forward(self, number: int, module: DistributedDataParallel) -> tuple[Tensor, Callable]:
-        """Run a stage for Megatron. Returns its output, and the loss as a function of the last stage's."""
-        batch = self.micro_batches[number].to(self.trainer.device)
-        packing = packing_of(batch, self.trainer.frequencies)
-        output = module(batch.tokens, None, None, packed_seq_params=packing)
-        return output, partial(self.losses[number], batch)
-
-    def pipe(self) -> Pipe:
-        """Describe the work to schedules. Durations are multiply-adds; a backward pass has twice as many."""
-        trainer = self.trainer
-        ranks = tuple(range(len(trainer.pipeline.ranks)))
-        if trainer.reverse:
-            ranks = ranks[::-1]
-        macs = trainer.macs(trainer.config.max_tokens_per_micro_batch)
-        return Pipe(ranks, len(self.micro_batches), macs, 2 * macs, trainer.activations)
-
-    def shape(self, task: Task) -> tuple[int, int, int]:
-        """Return the shape of activations between stages, [T, 1, hidden]; sequence parallelism divides T."""
-        config = self.trainer.gpt.config
-        tokens = self.micro_batches[task.micro_batch].tokens.shape[1]
-        if config.sequence_parallel:
-            tokens //= config.tensor_model_parallel_size
-        return tokens, 1, config.hidden_size
+def shape_of(work: Work, task: Task) -> tuple[int, int, int]:
+    """Return the shape of activations between stages, [T, 1, hidden]; sequence parallelism divides T."""
+    config = work.trainer.gpt.config
+    tokens = work.micro_batches[task.micro_batch].tokens.shape[1]
+    if config.sequence_parallel:
+        tokens //= config.tensor_model_parallel_size
+    return tokens, 1, config.hidden_size
 
 
-def run(works: list[Work], schedule: str) -> None:
+def run(works: list[Work], schedule: Callable[[list[Pipe]], Table]) -> None:
     """Run all works as one table (collective: all ranks; if forward only, the model-parallel group)."""
     trainer = works[0].trainer
-    pipes = [work.pipe() for work in works]
-    table = SCHEDULES[schedule].table(pipes)
+    pipes = [pipe_of(work) for work in works]
+    table = schedule(pipes)
     if works[0].forward_only:
         table = [[task for task in tasks if not task.backward] for tasks in table]
     learning = [work for work in works if not work.forward_only]
@@ -109,8 +57,7 @@ def run(works: list[Work], schedule: str) -> None:
     with torch.set_grad_enabled(bool(learning)):
         run_tasks(works, Messages(table, pipes, works), table[trainer.pipeline.rank])
     for work in learning:
-        divisor = torch.as_tensor(work.divisor, dtype=torch.int, device=trainer.device)
-        finalize_model_grads([work.trainer.ddp], divisor, pg_collection=work.trainer.groups)
+        work.finalize()
 
 
 def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
@@ -136,7 +83,9 @@ def run_tasks(works: list[Work], messages: Messages, tasks: list[Task]) -> None:
         del received, result  # free them before waiting for the next task's
     messages.finish()
     for work, task, start, end in ran:
-        work.passes.append(Pass(work.trainer.title, task, clock.time(start), clock.time(end)))
+        label = f"{'B' if task.backward else 'F'}{task.micro_batch}"
+        times = (clock.time(start), clock.time(end))
+        work.passes.append(Pass(work.trainer.title, label, task.stage, *times))
 
 
 class Clock:
@@ -169,9 +118,9 @@ def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: b
     module = work.trainer.module
     if received is not None:
         received.requires_grad_(not work.forward_only)
-    result, divisor = forward_step(
+    result, _ = forward_step(
         forward_step_func=work.forward,
-        data_iterator=task.micro_batch,  # passed to work.forward unchanged
+        data_iterator=iter([task.micro_batch]),
         model=module,
         num_microbatches=len(work.micro_batches),
         input_tensor=received,
@@ -180,7 +129,6 @@ def go_forward(work: Work, task: Task, received: Tensor | None, is_last_stage: b
         cp_group_size=1,  # each rank has whole sequences
         is_last_stage=is_last_stage,
     )
-    work.divisor = work.divisor + divisor
     return result
 
 
@@ -248,7 +196,7 @@ class Messages:
         task = self.expected[sender].popleft()
         work = self.works[task.pipe]
         dtype = work.trainer.gpt.config.pipeline_dtype
-        buffer = torch.empty(work.shape(task), dtype=dtype, device=work.trainer.device)
+        buffer = torch.empty(shape_of(work, task), dtype=dtype, device=work.trainer.device)
         group = self.pipeline.up if sender < self.rank else self.pipeline.down
         self.arriving[task] = (buffer, dist.irecv(buffer, self.pipeline.ranks[sender], group))
 
