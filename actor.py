@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from torch import Tensor
 from algorithms import MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
 from runtime.errors import UserError
+from runtime.hooks import added
 from sample import Key, Sample, flat
 from training import lm_head
-from training.executor import Work
+from training import model as models
 from training.groups import Groups
 from training.packing import MicroBatch
 from training.trainer import (
@@ -42,15 +43,6 @@ ENGINE_STATS = ("fresh_tokens", "engine_logprob_diff_sum", "engine_logprob_diff_
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS)
 
 
-class Term(Protocol):
-    """A term that an update of the policy has besides its answers' loss."""
-
-    names: tuple[str, ...]  # statistics of its micro-batches
-
-    def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-        """Add micro-batches to optimizer step `number`. divisors: the answers' (collective)."""
-
-
 class Actor(Trainer):
     """One rank's part of the policy. A sample's `versions` are those of the weights that wrote each token."""
 
@@ -60,9 +52,16 @@ class Actor(Trainer):
         self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
     ):
         self.algorithm = algorithm_of(config)
-        self.terms: list[Term] = []  # of an update, besides its answers' loss
+        # further terms of an update, with the `names` of their statistics: `add` gives an optimizer step
+        # micro-batches besides the answers'
+        self.terms: list[Any] = []
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
+
+    def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
+        for add_adapters in added("adapters"):
+            add_adapters(self.config, self.gpt)
+        super()._build_optimizer(model_config)
 
     def optimizer_steps(self, mini_batches: list[list[list[Sample]]]) -> list[OptimizerStep]:
         """Prepare an optimizer step for each mini-batch (collective: all ranks)."""

@@ -129,11 +129,6 @@ class Config:
         return self.judge + self.cost_judge
 
     @property
-    def work(self) -> str:
-        """The row of build.WORKS."""
-        return "evaluate" if self.evaluates else "train"
-
-    @property
     def reference(self) -> str:
         """The directory of the reference of the policy's KL."""
         return self.teacher or self.model
@@ -204,9 +199,9 @@ ON_CUDA |= dict(prompts_per_step=64)
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
-# groups of settings that are flags of run.py; each extra adds its own
-GROUPS = ["run", "data", "evaluation", "engines", "training", "loop", "rewards", "checkpoints"]
-EVALUATION = ["run", "data", "evaluation", "engines"]  # the groups that --steps 0 uses
+# group of settings that are flags of run.py -> whether --steps 0 uses them; each extra adds its own
+GROUPS = dict.fromkeys(("run", "data", "evaluation", "engines"), True)
+GROUPS |= dict.fromkeys(("training", "loop", "rewards", "checkpoints"), False)
 
 
 def dashed(name: str) -> str:
@@ -220,7 +215,7 @@ def as_text(value: object) -> str:
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
     """Read the command line of run.py. Raises UserError if a setting is wrong."""
-    config = parse_settings(Config, arguments, usage, GROUPS, {"command": "rl"})
+    config = parse_settings(Config, arguments, usage, [*GROUPS], {"command": "rl"})
     return evaluation_of(config) if config.evaluates else config
 
 
@@ -236,7 +231,7 @@ def evaluation_of(config: Config) -> Config:
         weights = "evaluate the Hugging Face directory of --save-hf-every as --model"
         raise UserError(f"--resume {config.resume}: --steps 0 reads no checkpoint: {weights}")
     settings = settings_of(Config)
-    used = {field.name for field in settings if field.metadata["group"] in EVALUATION}
+    used = {field.name for field in settings if GROUPS.get(field.metadata["group"])}
     used = used - {"data", "genrm_tp"} | {"steps"}
     unused = {field.name: field.default for field in settings if field.name not in used}
     # keep the first judge's format: it also finds final answers during training

@@ -65,8 +65,7 @@ async def collect(c: Controller) -> RolloutBatch:
     c.state.groups_per_kept = step.batch.groups_per_kept = sampler.updated_groups_per_kept()
     step.batch.latencies = c.rewards.latencies
     partition(step)
-    if c.environment:
-        c.environment.keep(c.prompts.groups)
+    c.environment.keep(c.prompts.groups)
     devices = c.devices
     step.batch.stats = StepStats(
         split=devices.split,

@@ -26,8 +26,19 @@ from scheduling.measured import ROLES, Split
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run_of(arguments: list[str], usage: str) -> str:
-    """--dry-run: read and check everything that a run reads before engines start, on rank 0."""
+def command(arguments: list[str], usage: str) -> str | None:
+    """Do what the command line asks for instead of a run. Returns None if it asks for a run."""
+    if arguments[:1] == ["check"]:
+        sys.exit(check(parse_config(arguments[1:], usage)))
+    if "--simulate" in arguments:
+        return simulate(arguments)
+    if "--dry-run" in arguments:
+        return read_all(arguments, usage)
+    return None
+
+
+def read_all(arguments: list[str], usage: str) -> str:
+    """Read and check everything that a run reads before engines start, and print the run, on rank 0."""
     config = parse_config(arguments, usage)
     placement, splits = build.placed(config)
     if is_first():
@@ -78,7 +89,7 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
     return lines
 
 
-def simulate(arguments: list[str], usage: str) -> str:
+def simulate(arguments: list[str]) -> str:
     """Become the process that prints how long the run would take under each plan."""
     if not is_first():
         return ""
@@ -95,10 +106,6 @@ class Row(NamedTuple):
     name: str
     text: str
     is_good: bool = True
-
-
-def check_of(arguments: list[str], usage: str) -> str:
-    sys.exit(check(parse_config(arguments[1:], usage)))
 
 
 def check(config: Config) -> int:
@@ -178,7 +185,3 @@ def graphics(config: Config) -> list[Row]:
     for tool in gpu_tools.tools(config):
         rows.append(Row(tool.name, tool.found if tool.is_there else tool.install, tool.is_there))
     return rows
-
-
-# --simulate comes first: it goes with --dry-run
-build.COMMANDS |= {"check": check_of, "--simulate": simulate, "--dry-run": dry_run_of}

@@ -12,7 +12,7 @@ import torch
 
 from actor import Actor
 from examples.make_demo.closing import close
-from extras.critic.model import Critic
+from extras.critic import Critic
 from sample import flat
 from scheduling.pipeline import SCHEDULES, Pipe, Task
 from tests.support.plain import make_model, make_samples

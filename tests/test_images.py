@@ -23,9 +23,8 @@ import demo.task  # noqa: F401 (it adds a judge format)
 import rewards
 from config import Config
 from engines.engine import Answer
-from extras.images import reader
+from extras.images import reader, tokens
 from inputs import media, prompt_file, tokenization
-from inputs import media as tokens
 from runtime.errors import UserError
 from sample import Image, Sample
 from tests.support.models import save_tokenizer

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from actor import Actor
 from config import Config
 from examples.make_demo import models
-from extras.critic.model import Critic
+from extras.critic import Critic
 from reproduce.bench.measuring import parser_of, print_table, spread
 from sample import Sample
 from scheduling.pipeline import SCHEDULES, evaluate
