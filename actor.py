@@ -52,9 +52,9 @@ class Actor(Trainer):
         self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
     ):
         self.algorithm = algorithm_of(config)
-        # further terms of an update, with the `names` of their statistics: `add` gives an optimizer step
-        # micro-batches besides the answers'
-        self.terms: list[Any] = []
+        self.terms: list[
+            Any
+        ] = []  # of the hook loss_term; `names`: their statistics of a micro-batch
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
 

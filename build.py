@@ -21,7 +21,7 @@ from engines import server
 from engines.engine import Sampling
 from engines.fleet import ServerSpec
 from genrm import formats_of
-from inputs import media, tokenization
+from inputs import tokenization
 from inputs.numbers import number_key
 from inputs.prompt_file import PromptFile
 from inputs.shuffled import Shuffled
@@ -139,7 +139,7 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     tokenizer, *judges = tokenization.load_tokenizers(config, say)
     clips = (config.video_fps, config.video_frames)
     models = (config.model, *config.judge_models)
-    reader, *readers = (media.reader_of(model, *clips) for model in models)
+    reader, *readers = (tokenization.reader_of(model, *clips) for model in models)
     decode = partial(tokenization.decode, tokenizer)
     stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
     environments = (build(config, tokenizer, stop) for build in added("environment"))
@@ -165,7 +165,7 @@ def source_of(
     config: Config,
     read: Callable[..., PromptFile],
     tokenizer: tokenization.Tokenizer,
-    reader: media.Reader | None,
+    reader: tokenization.Reader | None,
     judges: list[tokenization.Tokenizer],
     checks: list[Callable],
 ) -> data.Source:

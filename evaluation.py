@@ -5,6 +5,7 @@ Each prompt gets a greedy answer and `eval_samples` sampled ones. Controllers th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -72,7 +73,8 @@ async def answer_in_turn(
         flags = [has_key and c.rewards.final_answer(s) == s.answer_key for s in samples]
         if has_key and all(s.finish != "lost" for s in samples):
             answered.right.append((flags[0], sum(flags[1:])))
-        answered.earned += c.environment.earned(samples[0])
+        if samples[0].earned and samples[0].finish != "lost":
+            answered.earned.append(math.fsum(samples[0].earned))
         c.report.answers(number, samples, flags)
 
 

@@ -22,7 +22,6 @@ from engines.engine import Answer, Engine, Request, Sampling
 from engines.pool import Pool
 from engines.server import context_length
 from inputs import tokenization
-from inputs.media import Reader
 from inputs.numbers import number_answer, number_key
 from inputs.rows import Text, transcript
 from inputs.templates import IMAGE, break_special_tokens
@@ -204,7 +203,9 @@ class Judgement(NamedTuple):
 class Judge:
     """A judge model with its tokenizer. Genrm engines with `model` == number serve it."""
 
-    def __init__(self, config: Config, number: int, tokenizer: Tokenizer, reader: Reader | None):
+    def __init__(
+        self, config: Config, number: int, tokenizer: Tokenizer, reader: tokenization.Reader | None
+    ):
         self.config = config
         self.number = number
         self.tokenizer = tokenizer

@@ -11,7 +11,6 @@ from algorithms import Algorithm
 from config import Config
 from data import Prompts
 from engines.engine import Answer, Sampling
-from inputs.rows import Text
 from placement import Devices
 from rewards import Counted, Rewards
 from runtime.out_folder import NoSaves
@@ -75,8 +74,8 @@ class Environment:
     keeps_turns = False  # a prompt's chat turns are kept for later ones
     counted: tuple[Counted, ...] = ()  # itself, if its episodes may fail
 
-    def row_checks(self, say: Callable[[str], None]) -> list[Callable[[Text, str], None]]:
-        """Return checks of prompts, which raise UserError."""
+    def row_checks(self, say: Callable[[str], None]) -> list[Callable]:
+        """Return checks of rows: (prompt, where), which raise UserError."""
         return []
 
     def finish_of(self, answer: Answer) -> str:
@@ -91,10 +90,6 @@ class Environment:
 
     def keep(self, prompt_ids: Collection[int]) -> None:
         """Close all episodes except those of these prompts, which continue in a later step."""
-
-    def earned(self, sample: Sample) -> list[float]:
-        """Return what a finished sample earned; nothing if that is unknown."""
-        return []
 
     def means(self, samples: list[Sample]) -> dict[str, list[float]]:
         """Return the values to average for each metric. Times: since the last call."""

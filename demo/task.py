@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from genrm import FORMATS, JudgeFormat
-from inputs.media import Media, Reader
+from inputs.tokenization import Media, Reader
 from runtime.hooks import needed
 from sample import Image, Prompt
 

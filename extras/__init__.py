@@ -32,18 +32,14 @@ EXTRAS = {
     "scalar judges": Extra("extras/scalar.py", {"rows": "extras.scalar"}),
     # --algorithm ppo and safe_rlhf, --critic
     "critics": Extra(
-        "extras/critic.py",
-        {"critic": "extras.critic:Critic", "model_check": "extras.critic:check"},
+        "extras/critic.py", {"critic": "extras.critic:Critic", "model_check": "extras.critic:check"}
     ),
     # ptx_data of --algorithm
     "pretraining texts": Extra("extras/ptx.py", {"loss_term": "extras.ptx:term_of"}),
     # --teacher, --algorithm distill
     "teacher": Extra(
         "extras/teacher.py",
-        {
-            "model_check": "extras.teacher:check",
-            "sample_columns": "extras.teacher:differences",
-        },
+        {"model_check": "extras.teacher:check", "sample_columns": "extras.teacher:differences"},
     ),
     # --lora
     "lora": Extra(
@@ -71,9 +67,7 @@ EXTRAS = {
     "dry run": Extra("extras/dry_run.py", {"command": "extras.dry_run:command"}, evaluates=True),
     # --environment FILE.py: episodes of several turns
     "environment": Extra(
-        "extras/environment",
-        {"environment": "extras.environment.episodes:build"},
-        evaluates=True,
+        "extras/environment", {"environment": "extras.environment.episodes:build"}, evaluates=True
     ),
     # --rule FILE.py
     "rules of users": Extra("extras/rules.py", {"rule_file": "extras.rules:load_file"}),
@@ -84,11 +78,6 @@ EXTRAS = {
     # OUT/timeline.png
     "figure": Extra("extras/figure.py", {"picture": "extras.figure:last_steps"}),
 }
-
-
-def has(name: str) -> bool:
-    """Return whether an extra is there, for other extras."""
-    return name in EXTRAS
 
 
 def load() -> None:

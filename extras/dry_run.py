@@ -43,7 +43,7 @@ def read_all(arguments: list[str], usage: str) -> str:
     placement, splits = build.placed(config)
     if is_first():
         build.check_directories(config, placement)
-        if extras.has("memory"):
+        if "memory" in extras.EXTRAS:
             from extras.memory.estimate import with_micro_batch
 
             config = with_micro_batch(config)
@@ -60,7 +60,7 @@ def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
     """Print the resolved run. Raises UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
     lines = device_map(config, placement, splits)
-    if extras.has("memory"):
+    if "memory" in extras.EXTRAS:
         from extras.memory import check as memory
 
         lines += memory.table(config, placement, splits)
@@ -121,7 +121,7 @@ def check(config: Config) -> int:
 
         placement, splits = lay_out(config, ranks)
         model.check_models(config, placement, formats_of(config))
-        if extras.has("memory"):
+        if "memory" in extras.EXTRAS:
             from extras.memory import check as memory
             from extras.memory.estimate import with_micro_batch
 
@@ -129,7 +129,7 @@ def check(config: Config) -> int:
                 takes = str(need).partition(": ")[2]
                 rows.append(Row(need.place, takes, need.needed <= need.free))
     rows += graphics(config)
-    if config.device == "cpu" and extras.has("fast CPU"):
+    if config.device == "cpu" and "fast CPU" in extras.EXTRAS:
         from extras.fast_cpu.decoder import rates_of
 
         rows.append(Row("rollout runs", rates_of(config.model, config.dtype)))
@@ -176,7 +176,7 @@ def graphics(config: Config) -> list[Row]:
     is_there = cuda.is_available()
     state = devices.why_unusable() or ("torch can use it" if is_there else "there is none")
     rows = [Row("GPU", state, is_there)]
-    if not extras.has("GPU tools"):
+    if "GPU tools" not in extras.EXTRAS:
         return rows
     from extras import gpu_tools
 

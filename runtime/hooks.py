@@ -23,7 +23,7 @@ HOOKS: dict[str, dict[str, str]] = {
     "environment": {},  # (config, the policy's tokenizer, its stop tokens) -> a state.Environment, or None
     "loss_term": {},  # (algorithm, the policy's tokenizer, longest text in tokens) -> Actor.terms, or None
     # models that see
-    "image_reader": {},  # media.reader_of: (directory, frames per second, most frames) -> a media.Reader
+    "image_reader": {},  # tokenization.reader_of: (directory, frames per second, most frames) -> a reader
     "demo_media": {},  # task.Addition: (preset, two summands, a key) -> a task.Shown
     "image_collapse": {},  # Engine.generate: (prompt, its images) -> the prompt as SGLang reads it
     "image_packing": {},  # make_micro_batches: (batch, sequences, taken) -> the batch with its images

@@ -82,7 +82,6 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
         (build, "task"),
         (build, "data"),
         (build, "tokenization"),
-        (build, "media"),
     ]
     for where, name in [*elsewhere, (build.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())

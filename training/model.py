@@ -30,7 +30,6 @@ from inputs.hf_directory import (
     readable,
     tensor_files,
 )
-from inputs.media import reader_of
 from runtime.errors import UserError
 from runtime.hooks import needed
 from scheduling.balance import Prefix
@@ -163,7 +162,11 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     hf["whole"] = whole
     if FAMILIES[model_type].tower:
         stage = needed("vision_stage", where)
-        hf |= {"vision": whole.vision_config, "reader": reader_of(model_dir), "stage": stage}
+        hf |= {
+            "vision": whole.vision_config,
+            "reader": tokenization.reader_of(model_dir),
+            "stage": stage,
+        }
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
         "quantized weights": bool((hf | whole.to_dict()).get("quantization_config")),

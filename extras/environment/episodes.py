@@ -12,7 +12,6 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from config import Config
@@ -138,25 +137,22 @@ class Episodes(Environment):
     def counted(self) -> tuple[Episodes]:
         return (self,)
 
-    def row_checks(self, say: Callable[[str], None]) -> list[Callable[[Text, str], None]]:
+    def row_checks(self, say: Callable[[str], None]) -> list[Callable]:
         return [chat_check(self.code.title, self.tokenizer, say)]
 
     def finish_of(self, answer: Answer) -> str:
         """Return `turn`, also after a truncated one."""
         return answer.finish if answer.finish == "abort" else "turn"
 
-    def earned(self, sample: Sample) -> list[float]:
-        """Return the sum of an episode's rewards, unless it was lost."""
-        return [] if sample.finish == "lost" else [math.fsum(sample.earned)]
-
     def sums(self, samples: list[Sample]) -> dict[str, int]:
         return {"environment/tokens": sum(s.begun - len(s.response) for s in samples)}
 
     def means(self, samples: list[Sample]) -> dict[str, list[float]]:
         """Return the values to average for each environment/* metric. step_s: since the last call."""
+        played = [sample for sample in samples if sample.finish != "lost"]
         found = {
             "environment/turns_mean": [1 + len(sample.replies) for sample in samples],
-            "environment/reward_mean": list(chain(*map(self.earned, samples))),
+            "environment/reward_mean": [math.fsum(sample.earned) for sample in played],
             "environment/lost_frac": [sample.finish == "lost" for sample in samples],
             "environment/step_s": self.seconds,
         }

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from extras.images.clips import MOST_OF_A_FRAME, Clips, File, open_file
 from extras.images.tokens import expand
 from inputs.hf_directory import read_model_config, readable, sees
-from inputs.media import Media
 from inputs.rows import PLACES, Text
 from inputs.templates import IMAGE, map_texts
+from inputs.tokenization import Media
 from runtime.errors import UserError
 from sample import Image
 

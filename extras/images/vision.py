@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
 from extras.images.tokens import positions
-from inputs.media import Reader
+from inputs.tokenization import Reader
 from sample import Image
 from scheduling.balance import packed_length
 from training.packing import NO_FEATURE, NO_TARGET, MicroBatch, Sequence
