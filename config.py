@@ -199,7 +199,7 @@ ON_CUDA |= dict(prompts_per_step=64)
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
-# group of settings that are flags of run.py -> whether --steps 0 uses them; each extra adds its own
+# group of settings -> whether --steps 0 uses it; parse_config makes flags of them. Each extra adds its own
 GROUPS = dict.fromkeys(("run", "data", "evaluation", "engines"), True)
 GROUPS |= dict.fromkeys(("training", "loop", "rewards", "checkpoints"), False)
 

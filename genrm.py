@@ -162,7 +162,7 @@ Response:
 {answer}"""
 
 
-FORMATS = {  # the demo and extras add rows
+FORMATS = {  # --judge-format -> its row, which formats_of reads with the settings
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse, read_key=chat_key),
     "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_key),
     "harm": JudgeFormat(

@@ -125,7 +125,7 @@ class Mode(NamedTuple):
     serve: Callable[[RolloutStep], Awaitable[None]]
 
 
-MODES = {  # extras/fused/mode.py adds one
+MODES = {  # --mode -> its row, which lay_out reads with the settings, and collect at each step
     "partial": Mode(partial_colocation, judge_as_generated),
     "full": Mode(full_colocation, generate_then_judge),
 }

@@ -91,7 +91,7 @@ class PlacementRow(NamedTuple):
     sharing: Callable[[Placement], Shared]
 
 
-# extras/apart/placements.py adds others
+# --placement -> its row, which row_of returns with the settings, and when models are built
 PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Shared())}
 
 

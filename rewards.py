@@ -46,7 +46,8 @@ def exact_match(sample: TextSample, how: str) -> float:
     return float(answer == key)
 
 
-RULES = {  # pattern of a rule -> its function, which also takes the pattern's groups
+# pattern of --rule -> its function, which also takes the pattern's groups; read before engines start
+RULES = {
     r"(?P<how>right|number)": exact_match,
     # `length:40`: the number of tokens, divided by 40; `forbidden:7`: 1 if the text contains a 7, else 0
     r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
