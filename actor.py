@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from torch import Tensor
 from algorithms import MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
 from runtime.errors import UserError
+from runtime.hooks import added
 from sample import Key, Sample, flat
 from training import lm_head
+from training import model as models
 from training.groups import Groups
 from training.packing import MicroBatch
-from training.passes import Work
 from training.trainer import (
     LossSums,
     PlannedStep,
@@ -42,15 +43,6 @@ ENGINE_STATS = ("fresh_tokens", "engine_logprob_diff_sum", "engine_logprob_diff_
 STATS = (*TOKEN_MEANS, "policy_loss", "tokens", "stale_weight", *ENGINE_STATS)
 
 
-class Term(Protocol):
-    """A term that an update of the policy has besides its answers' loss."""
-
-    names: tuple[str, ...]  # statistics of its micro-batches
-
-    def add(self, actor: Actor, work: Work, number: int, divisors: Tensor) -> None:
-        """Add micro-batches to step `number` (collective: the model's ranks). divisors: the answers'."""
-
-
 class Actor(Trainer):
     """One rank's part of the policy. A sample's `versions` are those of the weights that wrote each token."""
 
@@ -60,9 +52,16 @@ class Actor(Trainer):
         self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
     ):
         self.algorithm = algorithm_of(config)
-        self.terms: list[Term] = []  # of an update, besides its answers' loss
+        self.terms: list[
+            Any
+        ] = []  # of the hook loss_term; `names`: their statistics of a micro-batch
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
+
+    def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
+        for add_adapters in added("adapters"):
+            add_adapters(self.config, self.gpt)
+        super()._build_optimizer(model_config)
 
     def plan_steps(self, mini_batches: list[list[list[Sample]]]) -> list[PlannedStep]:
         """Prepare an optimizer step per mini-batch; none is run yet (collective: the model's ranks)."""

@@ -231,6 +231,7 @@ WITH_GAE = dict(estimator=gae, whiten=True, filters=False)
 # on-policy distillation: A_t = log p_teacher - log p_student (Thinking Machines, 2025)
 DISTILLED = dict(needs_reward=False, filters=False, kl_in="reward", kl_coef=1.0, gamma=0.0)
 CONSTRAINED = dict(signals=("reward", "cost"), combine=lagrangian, critics=("reward", "cost"))
+# name in --algorithm -> its row, which algorithm_of reads with the settings
 ALGORITHMS = {
     "grpo": Algorithm(group_norm, clipped_loss),
     "grpo_2024": Algorithm(group_norm, clipped_loss, **AS_PUBLISHED),

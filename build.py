@@ -1,12 +1,9 @@
-"""Builds what a controller works with: checks of the settings, inputs, servers, models.
-
-The tables here are where extras join a run; the rest of the core names none.
-"""
+"""Builds what a controller works with: checks of the settings, inputs, servers, models."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,19 +15,20 @@ import modes
 import rewards
 from algorithms import Algorithm, algorithm_of
 from checkpoint import open_checkpoints
-from config import HELD_OUT, Config
+from config import HELD_OUT, Config, as_text
 from demo import task
 from engines import server
 from engines.engine import Sampling
 from engines.fleet import ServerSpec
 from genrm import formats_of
-from inputs import media, tokenization
+from inputs import tokenization
 from inputs.numbers import number_key
 from inputs.prompt_file import PromptFile
 from inputs.shuffled import Shuffled
 from placement import Models, row_of
 from reporting.metrics import Report
 from runtime.errors import UserError
+from runtime.hooks import added, needed
 from runtime.out_folder import NoSaves
 from runtime.world import World
 from scheduling.layout import Placement, Shape
@@ -38,8 +36,7 @@ from scheduling.measured import Split
 from scheduling.pipeline import schedule_of
 from state import Controller, Environment
 
-if TYPE_CHECKING:  # they import Megatron, which takes seconds
-    from actor import Term
+if TYPE_CHECKING:  # it imports Megatron, which takes seconds
     from training.trainer import Trainer
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # one process
@@ -51,51 +48,24 @@ class Work(NamedTuple):
     run: Callable[[Controller], Awaitable[bool]]  # returns whether a stop ended it
     # (config, world, say) -> its checkpoints, with --out prepared (collective: all ranks)
     open_saves: Callable[[Config, World, Callable[[str], None]], Awaitable[NoSaves]]
-    report: Callable[[Inputs], Callable[..., Report]]
+    report: type[Report]
     last_line: Callable[[Controller], str]  # of a run that was stopped
 
 
-def stopped_training(c: Controller) -> str:
+def last_line(c: Controller) -> str:
+    """Return what a stopped training run prints at its end."""
     saved = "nothing was saved"
     if c.checkpoints.newest == c.state.step:
         saved = "the same command, without --resume, continues"
     return f"stopped after {c.state.step} of {c.config.steps} steps; {saved}"
 
 
-def actor_kind(config: Config) -> type:
-    from actor import Actor
-
-    return Actor
+TRAINING = Work(controller.train, open_checkpoints, Report, last_line)
 
 
-def check_models(config: Config, placement: Placement) -> None:
-    from training import model
-
-    model.check_models(config, placement, formats_of(config))
-
-
-# ---------------------------------------------------------------- the tables that extras add rows to
-
-# words of the command line -> what to do instead of a run: (arguments, usage) -> the last line
-COMMANDS: dict[str, Callable[[list[str], str], str]] = {}
-WORKS = {"train": Work(controller.train, open_checkpoints, lambda inputs: Report, stopped_training)}
-# checks of the models' directories, before the ranks meet
-DIRECTORIES: list[Callable[[Config, Placement], None]] = [check_models]
-# checks of the whole run, before engines start; they may choose settings (collective: all ranks)
-CHECKS: list[Callable[[Config, Placement, list[Split], World], Awaitable[Config]]] = []
-# who answers the policy's turns: (config, the policy's tokenizer, its stop tokens); None: nobody
-ENVIRONMENTS: list[Callable[[Config, Any, tuple[int, ...]], Environment | None]] = []
-# terms of an update: (algorithm, the policy's tokenizer, longest text in tokens)
-TERMS: list[Callable[[Algorithm, Any, int], Term | None]] = []
-# model to train -> its class
-KINDS: dict[str, Callable[[Config], type]] = {"actor": actor_kind}
-
-
-def needed(table: Mapping[str, Any], name: str, asked: str) -> Any:
-    """Return a row of a table. Raises UserError if no extra has added it."""
-    if name not in table:
-        raise UserError(f"{asked}: no extra has the row {name!r}")
-    return table[name]
+def work_of(config: Config) -> Work:
+    """Return what the run does. Raises UserError if it evaluates, and no extra does that."""
+    return needed("evaluation", "--steps 0") if config.evaluates else TRAINING
 
 
 # ---------------------------------------------------------------- checks of the settings
@@ -124,17 +94,20 @@ def check_settings(
     algorithm = algorithm_of(config)
     formats_of(config)
     schedule_of(config)
-    if algorithm.critics:
-        needed(KINDS, "critic", f"--algorithm {algorithm.name}")
-    if algorithm.ptx_data and not TERMS:
-        raise UserError(f"--algorithm {algorithm.name} ptx_data=...: no extra reads it")
-    needed(WORKS, config.work, f"--steps {config.steps}")
+    work_of(config)
+    asked = f"--algorithm {as_text(config.algorithm)}"
+    for hook, is_used in {"critic": algorithm.critics, "loss_term": algorithm.ptx_data}.items():
+        if is_used:
+            needed(hook, asked)
     return modes.lay_out(config, ranks, on_machine)
 
 
 def check_directories(config: Config, placement: Placement) -> None:
     """Raise UserError if a model's directory can't be used."""
-    for check in DIRECTORIES:
+    from training import model
+
+    model.check_models(config, placement, formats_of(config))
+    for check in added("model_check"):
         check(config, placement)
 
 
@@ -149,8 +122,8 @@ class Inputs(NamedTuple):
     prompts: data.Prompts
     rewards: rewards.Rewards
     sampling: Sampling  # how answers are sampled
-    terms: list[Term]  # of an update
-    environment: Environment | None
+    terms: list[Any]  # Actor.terms
+    environment: Environment
 
 
 def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], None]) -> Inputs:
@@ -159,50 +132,61 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     longest = server.context_length(config.model, config)
     if not config.evaluates:
         longest = min(longest, config.max_tokens_per_micro_batch)
-    tokenizer, *judges = tokenization.load_tokenizers(config, say)
-    clips = (config.video_fps, config.video_frames)
-    reader, *readers = (
-        media.reader_of(model, *clips) for model in (config.model, *config.judge_models)
-    )
-    decode = partial(tokenization.decode, tokenizer)
     room = longest - config.max_new_tokens
     if room < 1:
         raise UserError(
             f"--max-new-tokens {config.max_new_tokens} leaves prompts no room in the {longest} "
             f"tokens of {config.model}"
         )
-    how = dict(tokenizer=tokenizer, max_tokens=room, say=say, reader=reader)
+    tokenizer, *judges = tokenization.load_tokenizers(config, say)
+    clips = (config.video_fps, config.video_frames)
+    models = (config.model, *config.judge_models)
+    reader, *readers = (tokenization.reader_of(model, *clips) for model in models)
+    decode = partial(tokenization.decode, tokenizer)
     stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
-    found = (build(config, tokenizer, stop) for build in ENVIRONMENTS)
-    environment = next(filter(None, found), None)
-    checks = []
-    if environment:
-        checks.append(environment.row_check(say))
-        how["keeps_turns"] = True
-    read = partial(PromptFile, **how, read_key=formats_of(config)[0].read_key)
+    environments = (build(config, tokenizer, stop) for build in added("environment"))
+    environment = next(filter(None, environments), Environment())
+    rows = dict(tokenizer=tokenizer, reader=reader, max_tokens=room, say=say)
+    rows |= dict(read_key=formats_of(config)[0].read_key, keeps_turns=environment.keeps_turns)
+    checks = environment.row_checks(say)
+    source = source_of(config, partial(PromptFile, **rows), tokenizer, reader, judges, checks)
+    groups = dict(keeps_groups=config.over_dispatch > 1, has_greedy=algorithm.greedy)
+    threads = ThreadPoolExecutor(data.READERS) if reader else None
+    images = dict(has_images=reader is not None, threads=threads)
+    prompts = data.Prompts(source, config.answers_per_prompt, **groups, **images)
+    is_exact = config.answer_tokens > 0
+    sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
+    scores = rewards.build(config, rules, judges, decode, readers)
+    scores.counted += environment.counted
+    terms = (build(algorithm, tokenizer, longest) for build in added("loss_term"))
+    terms = list(filter(None, terms))
+    return Inputs(algorithm, decode, prompts, scores, sampling, terms, environment)
+
+
+def source_of(
+    config: Config,
+    read: Callable[..., PromptFile],
+    tokenizer: tokenization.Tokenizer,
+    reader: tokenization.Reader | None,
+    judges: list[tokenization.Tokenizer],
+    checks: list[Callable],
+) -> data.Source:
+    """Return --data or the demo's sums; --eval-data replaces the prompts that these hold out.
+
+    checks: of each prompt. Raises UserError if a row can't be used, or if pass@k would have no prompt.
+    """
     if config.data:
         source = training_rows(config, read, judges, checks)
     else:
         encode = partial(tokenization.encode_prompt, tokenizer, reader)
-        source = task.Addition(config.seed, encode, reader, task.show_of(config.preset))
+        source = task.Addition(config.seed, encode, reader, config.preset)
     if config.eval_data:
-        path = Path(config.eval_data)
-        needs = {} if environment else {"--eval-data": str}
-        source.held_out = read(path, needs=needs, setting="--eval-data", checks=checks)
+        needs = {} if config.environment else {"--eval-data": str}
+        rows = dict(needs=needs, setting="--eval-data", checks=checks)
+        source.held_out = read(Path(config.eval_data), **rows)
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
-    keeps = {"keeps_groups": config.over_dispatch > 1, "has_greedy": algorithm.greedy}
-    if reader:
-        keeps |= {"has_images": True, "threads": ThreadPoolExecutor(data.READERS)}
-    prompts = data.Prompts(source, config.answers_per_prompt, **keeps)
-    is_exact = config.answer_tokens > 0
-    sampling = Sampling(config.temperature, config.max_new_tokens, stop, ignore_eos=is_exact)
-    scores = rewards.build(config, rules, judges, decode, readers)
-    if environment:
-        scores.counted.append(environment)
-    terms = [build(algorithm, tokenizer, longest) for build in TERMS]
-    terms = list(filter(None, terms))
-    return Inputs(algorithm, decode, prompts, scores, sampling, terms, environment)
+    return source
 
 
 def training_rows(
@@ -242,6 +226,7 @@ def build_models(
     """Build this rank's models, which are asleep; none for an evaluation (collective: all ranks)."""
     if config.evaluates:
         return Models([], [])
+    from actor import Actor
     from training.groups import make_groups
 
     groups = {}
@@ -250,13 +235,13 @@ def build_models(
 
     colocation = row_of(config).colocation(placement)
 
-    def made(kind: str, shape: Shape, model: str, **how: Any) -> Trainer:
+    def made(kind: type[Trainer], shape: Shape, model: str, **options: Any) -> Trainer:
         own = shape.sized(config)
         if groups[shape] is None:
-            return colocation.stand_in(own, model, shape, **how)
-        return KINDS[kind](config)(own, model, groups=groups[shape], **how)
+            return colocation.stand_in(own, model, shape, **options)
+        return kind(own, model, groups=groups[shape], **options)
 
-    actor = made("actor", placement.actor, config.model)
+    actor = made(Actor, placement.actor, config.model)
     actor.terms = inputs.terms
     actor.stop_tokens = inputs.sampling.stop_token_ids
     actor.sleep()
@@ -264,12 +249,12 @@ def build_models(
     if inputs.algorithm.kl_coef and placement.actor_is_reference(config):
         references.append(actor)
     elif inputs.algorithm.kl_coef:
-        references.append(made("actor", placement.reference, config.reference, learns=False))
+        references.append(made(Actor, placement.reference, config.reference, learns=False))
         references[0].sleep()
     critics = []
     for name in inputs.algorithm.critics:
-        model = config.critic or config.model
-        critics.append(made("critic", placement.critic, model, name=name))
+        critic = needed("critic", f"--algorithm {as_text(config.algorithm)}")
+        critics.append(made(critic, placement.critic, config.critic or config.model, name=name))
         critics[-1].sleep()
     engines = {rank for split in splits for rank in placement.leads("rollout", split)}
     senders = [copy[0] for copy in placement.actor.copies]

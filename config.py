@@ -130,11 +130,6 @@ class Config:
         return self.judge + self.cost_judge
 
     @property
-    def work(self) -> str:
-        """The row of build.WORKS."""
-        return "evaluate" if self.evaluates else "train"
-
-    @property
     def reference(self) -> str:
         """The directory of the reference of the policy's KL."""
         return self.teacher or self.model
@@ -210,9 +205,9 @@ ON_CUDA |= dict(prompts_per_step=64)
 PRESETS = {"base": {}, "tiny": DEMO, "images": DEMO, "video": DEMO | {"steps": 20}, "cuda": ON_CUDA}
 
 
-# groups of settings that are flags of run.py; each extra adds its own
-GROUPS = ["run", "data", "evaluation", "engines", "training", "loop", "rewards", "checkpoints"]
-EVALUATION = ["run", "data", "evaluation", "engines"]  # the groups that --steps 0 uses
+# group of settings -> whether --steps 0 uses it; parse_config makes flags of them. Each extra adds its own
+GROUPS = dict.fromkeys(("run", "data", "evaluation", "engines"), True)
+GROUPS |= dict.fromkeys(("training", "loop", "rewards", "checkpoints"), False)
 
 
 def dashed(name: str) -> str:
@@ -226,7 +221,7 @@ def as_text(value: object) -> str:
 
 def parse_config(arguments: list[str], usage: str = "") -> Config:
     """Read the command line of run.py. Raises UserError if a setting is wrong."""
-    config = parse_settings(Config, arguments, usage, GROUPS, {"command": "rl"})
+    config = parse_settings(Config, arguments, usage, [*GROUPS], {"command": "rl"})
     return evaluation_of(config) if config.evaluates else config
 
 
@@ -246,7 +241,7 @@ def evaluation_of(config: Config) -> Config:
             "evaluate the Hugging Face directory of --save-hf-every as --model"
         )
     settings = settings_of(Config)
-    used = {field.name for field in settings if field.metadata["group"] in EVALUATION}
+    used = {field.name for field in settings if GROUPS.get(field.metadata["group"])}
     used = used - {"data", "genrm_tp"} | {"steps"}
     unused = {field.name: field.default for field in settings if field.name not in used}
     # keep the first judge's format: it also finds final answers during training

@@ -152,12 +152,10 @@ async def compute_advantages(c: Controller, shares: Shares) -> dict[str, float]:
     await c.devices.colocation.send_columns(c.same_duty, shares)
     metrics = {}
     if "cost" in c.algorithm.signals:
-        state = c.state
-        reacts = state.step >= c.algorithm.critic_warmup  # earlier it would wind up
-        found = algorithms.updated_multiplier(
-            state.log_multiplier, shares.costs, c.algorithm, reacts
-        )
-        state.log_multiplier, metrics = found
+        reacts = c.state.step >= c.algorithm.critic_warmup  # earlier it would wind up
+        before = c.state.log_multiplier
+        found = algorithms.updated_multiplier(before, shares.costs, c.algorithm, reacts)
+        c.state.log_multiplier, metrics = found
     multiplier = algorithms.lagrange_multiplier(c.state.log_multiplier, c.algorithm)
     learned = {}
     for trainer in (actor, *c.devices.critics):

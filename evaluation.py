@@ -52,8 +52,7 @@ async def evaluate(c: Controller, step: int) -> None:
             await rollout.wait_for_all(c, tasks)
     c.devices.rollout.pop_stats()
     c.timeline.drain()  # a step's measurements exclude evaluation
-    if c.environment:
-        c.environment.seconds.clear()
+    c.environment.means([])
     facts = await c.same_duty.gather((answered.right, answered.earned, *c.rewards.counts()))
     *of_prompts, failed, succeeded = zip(*facts, strict=True)
     c.rewards.check(rollout.sums(failed), rollout.sums(succeeded))
@@ -74,7 +73,7 @@ async def answer_in_turn(
         flags = [has_key and c.rewards.final_answer(s) == s.answer_key for s in samples]
         if has_key and all(s.finish != "lost" for s in samples):
             answered.right.append((flags[0], sum(flags[1:])))
-        if c.environment and samples[0].finish != "lost":
+        if samples[0].earned and samples[0].finish != "lost":
             answered.earned.append(math.fsum(samples[0].earned))
         c.report.answers(number, samples, flags)
 

@@ -22,7 +22,6 @@ from engines.engine import Answer, Engine, Request, Sampling
 from engines.pool import Pool
 from engines.server import context_length
 from inputs import tokenization
-from inputs.media import Reader
 from inputs.numbers import number_answer, number_key
 from inputs.rows import Text, transcript
 from inputs.templates import IMAGE, break_special_tokens
@@ -164,7 +163,7 @@ Response:
 {answer}"""
 
 
-FORMATS = {  # the demo and extras add rows
+FORMATS = {  # --judge-format -> its row, which formats_of reads with the settings
     "chat": JudgeFormat(chat_answer, chat_prompt, chat_parse, read_key=chat_key),
     "number": JudgeFormat(number_answer, chat_prompt, chat_parse, read_key=number_key),
     "harm": JudgeFormat(
@@ -207,7 +206,9 @@ class Judgement(NamedTuple):
 class Judge:
     """A judge model with its tokenizer. Genrm engines with `model` == number serve it."""
 
-    def __init__(self, config: Config, number: int, tokenizer: Tokenizer, reader: Reader | None):
+    def __init__(
+        self, config: Config, number: int, tokenizer: Tokenizer, reader: tokenization.Reader | None
+    ):
         self.config = config
         self.number = number
         self.tokenizer = tokenizer

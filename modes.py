@@ -65,8 +65,7 @@ async def collect(c: Controller) -> RolloutBatch:
     c.state.groups_per_kept = step.batch.groups_per_kept = sampler.updated_groups_per_kept()
     step.batch.latencies = c.rewards.latencies
     partition(step)
-    if c.environment:
-        c.environment.keep(c.prompts.groups)
+    c.environment.keep(c.prompts.groups)
     devices = c.devices
     step.batch.stats = StepStats(
         split=devices.split,
@@ -126,7 +125,7 @@ class Mode(NamedTuple):
     serve: Callable[[RolloutStep], Awaitable[None]]
 
 
-MODES = {  # extras/fused/mode.py adds one
+MODES = {  # --mode -> its row, which lay_out reads with the settings, and collect at each step
     "partial": Mode(partial_colocation, judge_as_generated),
     "full": Mode(full_colocation, generate_then_judge),
 }

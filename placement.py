@@ -87,7 +87,7 @@ class PlacementRow(NamedTuple):
     colocation: Callable[[Placement], Colocated]
 
 
-# extras/apart/placements.py adds others
+# --placement -> its row, which row_of returns with the settings, and when models are built
 PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Colocated())}
 
 

@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from config import Config
 from engines.pool import Pool
 from genrm import FORMATS, Judge, Judgement, formats_of
 from inputs.rows import as_turns
 from runtime.errors import UserError
+from runtime.hooks import needed
 from sample import Sample
 
 MAX_FAILURES = 64  # they end the run if a judge or an environment hasn't succeeded yet
@@ -46,16 +47,13 @@ def exact_match(sample: TextSample, how: str) -> float:
     return float(answer == key)
 
 
-RULES = {  # pattern of a rule -> its function, which also takes the pattern's groups
+# pattern of --rule -> its function, which also takes the pattern's groups; read before engines start
+RULES = {
     r"(?P<how>right|number)": exact_match,
     # `length:40`: the number of tokens, divided by 40; `forbidden:7`: 1 if the text contains a 7, else 0
     r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
     r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.plain_text),
 }
-
-
-# load a rule that isn't a row of RULES, from a user's file; extras add theirs
-FILES: list[Callable[[str, str, str, float], Any]] = []  # (title, spec, signal, time limit)
 
 
 class Rule(NamedTuple):
@@ -85,9 +83,8 @@ def load(signal: str, spec: str, timeout_s: float) -> Rule:
             return Rule(
                 signal, partial(judge_by_row, title, partial(function, **match.groupdict()))
             )
-    for load_file in FILES:
-        return Rule(signal, load_file(title, spec, signal, timeout_s).judge)
-    raise UserError(f"{title} is unknown; choose among {', '.join(RULES)}")
+    load_file = needed("rule_file", title)
+    return Rule(signal, load_file(title, spec, signal, timeout_s).judge)
 
 
 async def judge_episode(sample: TextSample) -> Judgement:

@@ -192,8 +192,7 @@ def append_tokens(c: Controller, sample: Sample, answer: Answer) -> None:
     sample.response = sample.response + answer.tokens
     sample.logprobs = sample.logprobs + answer.logprobs
     sample.versions = sample.versions + answer.versions
-    is_turn = c.environment and answer.finish != "abort"
-    sample.finish = "turn" if is_turn else answer.finish
+    sample.finish = c.environment.finish_of(answer)
 
 
 async def generate(step: RolloutStep, group: list[Sample], on_finished=lambda sample: None) -> None:
@@ -390,8 +389,7 @@ async def cut_off(c: Controller, tasks: Tasks) -> None:
     """Abort generation and judging, and wait for the requests' ends (collective: ranks that serve)."""
     tasks.closed = True
     await c.rewards.cancel()
-    if c.environment:
-        c.environment.let_go()
+    c.environment.let_go()
     while (await sync_controllers(c, len(tasks.running))).facts:
         await asyncio.gather(c.devices.rollout.abort(), c.devices.genrm.abort())
         await tasks.poll()  # a request that hadn't arrived yet is aborted in the next round

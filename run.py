@@ -28,10 +28,10 @@ from pathlib import Path
 import build
 import extras
 import rewards
-from build import ALONE, CHECKS, COMMANDS, WORKS
+from build import ALONE, work_of
 from config import Config, parse_config
+from engines import server
 from engines.fleet import Fleet
-from engines.server import SERVERS
 from placement import Devices
 from reporting.describe import describe, run_metadata
 from reporting.progress import Progress
@@ -39,6 +39,7 @@ from runtime import rendezvous, shutdown
 from runtime.atomic_files import writing
 from runtime.devices import choose_device
 from runtime.errors import RunLost, UserError, printable
+from runtime.hooks import added
 from runtime.out_folder import held
 from runtime.shutdown import Stop
 from runtime.timeline import Timeline
@@ -59,10 +60,10 @@ def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns the last line to print if the run was stopped."""
     for word in REMOVED.keys() & {*arguments[:1]}:
         raise UserError(f"{word} is now: {REMOVED[word]}")
-    flags = [word for word in arguments if word.startswith("--")]
-    for word in COMMANDS:
-        if word in (*arguments[:1], *flags):
-            return COMMANDS[word](arguments, __doc__)
+    for command in added("command"):  # check, --dry-run
+        last_line = command(arguments, __doc__)
+        if last_line is not None:
+            return last_line
     config = parse_config(arguments, __doc__)
     placement, splits = build.placed(config)
     choose_device(config)
@@ -101,19 +102,18 @@ def main(arguments: list[str], start: Callable[[list[str], Stop], str] = start) 
 
 async def run(config: Config, placement: Placement, splits: list[Split], stop: Stop) -> str:
     """Build the parts, train or evaluate, and tear down (collective: all ranks)."""
-    work = WORKS[config.work]
+    work = work_of(config)
     async with contextlib.AsyncExitStack() as opened:
         world, progress = await opened.enter_async_context(joined(config))
         # once on each machine: it takes almost a second
         checks_here = os.environ["LOCAL_RANK"] == "0"
         check_all = partial(world.run, build.check_directories, config, placement)
         await raise_on_all(world, check_all() if checks_here else asyncio.sleep(0))
-        for check in CHECKS:
+        for check in added("run_check"):
             config = await check(config, placement, splits, world)
         fleet = await opened.enter_async_context(Fleet(config, world))
         c = await controller_of(config, placement, splits, world, progress, fleet, stop)
-        if c.environment:
-            opened.push_async_callback(c.environment.close)
+        opened.push_async_callback(c.environment.close)
         stopped = await fleet.while_up(work.run(c))
         await world.barrier()
         stop.neighbours = {}  # from here on other ranks may exit
@@ -130,7 +130,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
         if config.command == "rl" and os.environ["LOCAL_RANK"] == "0":
-            SERVERS[config.device].prepare()
+            server.kind_of(config.device).prepare()
         # a thread lets the event loop handle signals; not to_thread, because asyncio waits for its threads
         thread = ThreadPoolExecutor(1)
         loop = asyncio.get_running_loop()
@@ -164,9 +164,10 @@ async def controller_of(
     # first read and check everything that doesn't need engines
     rules = rewards.load_rules(config)
     inputs = await world.run(build.load_inputs, config, rules, progress.line)
-    work = WORKS[config.work]
+    work = work_of(config)
     saves = await work.open_saves(config, world, progress.line)
     point = saves.point
+    held_out = len(inputs.prompts.source.held_out)
     progress.line(describe(config, placement, splits[0]))
     progress.doing("starting engines")
     clock = asyncio.get_running_loop().time
@@ -190,7 +191,7 @@ async def controller_of(
         prompts=inputs.prompts,
         sampling=inputs.sampling,
         timeline=timeline,
-        report=work.report(inputs)(config, world, out, progress, inputs.decode, point),
+        report=work.report(config, world, out, progress, inputs.decode, point, held_out),
         checkpoints=saves,
         same_duty=same_duty,
         environment=inputs.environment,

@@ -87,7 +87,7 @@ class Sample:
     )  # the part of each of `earned` in `reward`
     # rollout.py; the outcomes of its whole group
     outcomes: list[Outcome] = field(default_factory=list)
-    # actor.py, extras/critic/model.py (by name) and algorithms.py, on the ranks that train; one per
+    # actor.py, extras/critic.py (by name) and algorithms.py, on the ranks that train; one per
     # response token
     reference_logprobs: list[float] | None = None
     policy_logprobs: list[float] | None = None  # under the weights at the start of the step

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from algorithms import Algorithm
 from config import Config
 from data import Prompts
-from engines.engine import Sampling
+from engines.engine import Answer, Sampling
 from placement import Devices
-from rewards import Rewards
+from rewards import Counted, Rewards
 from runtime.out_folder import NoSaves
 from runtime.shutdown import Stop
 from runtime.timeline import Timeline
@@ -68,17 +68,39 @@ class Reporter(Protocol):
     def close(self) -> None: ...
 
 
-class Environment(Protocol):
-    """Replies to the policy's turns."""
+class Environment:
+    """Replies to the policy's turns. This one is for answers of one turn: it never replies."""
 
-    seconds: list[float]  # each step's
+    keeps_turns = False  # a prompt's chat turns are kept for later ones
+    counted: tuple[Counted, ...] = ()  # itself, if its episodes may fail
 
-    def row_check(self, say: Callable[[str], None]) -> Callable[[Any, str], None]: ...
-    async def answer(self, sample: Sample) -> None: ...
-    def let_go(self) -> None: ...
-    def keep(self, prompt_ids: Collection[int]) -> None: ...
-    def means(self, samples: list[Sample]) -> dict[str, list[float]]: ...
-    async def close(self) -> None: ...
+    def row_checks(self, say: Callable[[str], None]) -> list[Callable]:
+        """Return checks of rows: (prompt, where), which raise UserError."""
+        return []
+
+    def finish_of(self, answer: Answer) -> str:
+        """Return the state of a sample to which an engine's answer was added: see Sample.finish."""
+        return answer.finish
+
+    async def answer(self, sample: Sample) -> None:
+        """Reply to a finished turn, or finish the sample. `let_go` makes it return early."""
+
+    def let_go(self) -> None:
+        """Make every pending `answer` return now."""
+
+    def keep(self, prompt_ids: Collection[int]) -> None:
+        """Close all episodes except those of these prompts, which continue in a later step."""
+
+    def means(self, samples: list[Sample]) -> dict[str, list[float]]:
+        """Return the values to average for each metric. Times: since the last call."""
+        return {}
+
+    def sums(self, samples: list[Sample]) -> dict[str, int]:
+        """Return the numbers to add up for each metric."""
+        return {}
+
+    async def close(self) -> None:
+        """Close all episodes. Not collective."""
 
 
 @dataclass
@@ -97,7 +119,7 @@ class Controller:
     checkpoints: NoSaves
     # every rank; with --placement standalone only the serving ranks, or the training ranks
     same_duty: World
-    environment: Environment | None = None  # replies to the policy's turns
+    environment: Environment = field(default_factory=Environment)
     ahead: RolloutBatch | None = None  # a batch that is served but not yet trained on
     state: State = field(default_factory=State)
     stop: Stop = field(default_factory=Stop)  # whether this process was asked to stop

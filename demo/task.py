@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from genrm import FORMATS, JudgeFormat
-from inputs.media import Media, Reader
+from inputs.tokenization import Media, Reader
+from runtime.hooks import needed
 from sample import Image, Prompt
 
 # digits of the longer summand -> relative frequency
@@ -70,24 +72,19 @@ def written(a: int, b: int, key: str) -> Shown:
     return Shown(f"{a}+{b}=", {})
 
 
-SHOWS: dict[str, Show] = {}  # preset -> how a model with an image reader gets the problems
-
-
-def show_of(preset: str) -> Show:
-    """Return a preset's row of SHOWS; for another model with an image reader, the first one."""
-    return SHOWS.get(preset) or next(iter(SHOWS.values()), written)
-
-
 @dataclass
 class Addition:
-    """The problems as a data.Source. show: how to show them to a model with an image reader."""
+    """The problems as a data.Source: as text, or for a model with an image reader as the preset says."""
 
     seed: int
     encode: Callable[..., list[int]]  # takes a text and the images in it
     reader: Reader | None = None
-    show: Show | None = None  # default: the first row of SHOWS
+    preset: str = "images"
 
     def __post_init__(self):
+        self._show: Show = written
+        if self.reader:
+            self._show = partial(needed("demo_media", "--preset images"), self.preset)
         self.held_out = HeldOut(self)
 
     def training(self, prompt_id: int) -> Prompt:
@@ -95,9 +92,7 @@ class Addition:
         return self.prompt(*training_problem(random.Random(key)), key)
 
     def prompt(self, a: int, b: int, key: str) -> Prompt:
-        show = self.show or show_of("") if self.reader else written
-        shown = show(a, b, key)
-        question, images = shown.read(self.reader)
+        question, images = self._show(a, b, key).read(self.reader)
         return Prompt(self.encode(question, images), question, str(a + b), images)
 
 

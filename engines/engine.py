@@ -18,8 +18,8 @@ import aiohttp
 from config import Config
 from engines import server, wire
 from inputs import hf_directory
-from inputs.media import collapse
 from runtime.errors import RunLost, UserError
+from runtime.hooks import needed
 from sample import Image
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Engine:
         command = [cls.module, *flags, *cls.flags]
         # don't cache image features: a push may change the vision tower
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
-        kind = server.SERVERS[config.device]
+        kind = server.kind_of(config.device)
         engine._process = kind(command, key, log, config.device, environment)
         engine._process.start()
         return engine
@@ -339,6 +339,7 @@ def body_of(requests: list[Request]) -> dict[str, Any]:
     if all(request.name for request in requests):
         body["rid"] = [request.name for request in requests]
     if any(request.images for request in requests):
+        collapse = needed("image_collapse", "a prompt with images")
         body["input_ids"] = [collapse(request.prompt, request.images) for request in requests]
         each = [list(request.images) or [None] for request in requests]
         is_shared = len(each[0]) == 1 and all(found == each[0] for found in each)

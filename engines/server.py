@@ -17,6 +17,7 @@ from config import Config
 from inputs.hf_directory import read_model_config, sees
 from runtime.devices import cuda_home, cuda_libraries
 from runtime.errors import UserError
+from runtime.hooks import HOOKS, added
 from runtime.parent import PARENT
 from runtime.shutdown import starting_deaf
 from scheduling.measured import ROLES
@@ -181,14 +182,10 @@ def context_length(model_dir: str | Path, config: Config) -> int:
     return found["max_position_embeddings"]
 
 
-# modules whose `install(settings)` every server calls before it starts; extras add theirs
-PATCHES: list[str] = []
-
-
 class ServerProcess:
     """A server on this machine: a process group, a log, a private folder. command: a module, its flags."""
 
-    patches: tuple[str, ...] = ()  # this kind's own, besides PATCHES
+    patches: tuple[str, ...] = ()  # this kind's own, besides those of the hook server_patch
 
     def __init__(self, command: list[str], key: str, log: Path, device: str, environment: dict):
         self._command = command
@@ -198,7 +195,8 @@ class ServerProcess:
         how = {"prefix": "nanoyatt-", "dir": "/tmp" if len(tempfile.gettempdir()) > 57 else None}
         self.folder = tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True)
         self._environment = server_environment(key, self.folder.name, device) | environment
-        self._environment["NANOYATT_PATCHES"] = " ".join((*PATCHES, *self.patches))
+        patches = (*HOOKS["server_patch"].values(), *self.patches)
+        self._environment["NANOYATT_PATCHES"] = " ".join(patches)
         self._process: subprocess.Popen | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
 
@@ -258,4 +256,9 @@ class ServerProcess:
         return [line[:MOST_COLUMNS] for line in newest.splitlines()[1:]]
 
 
-SERVERS = {"cpu": ServerProcess, "cuda": ServerProcess}  # --device -> how its servers start
+def kind_of(device: str) -> type[ServerProcess]:
+    """Return how servers start on a device."""
+    kinds = [ServerProcess]
+    if device == "cpu":
+        kinds += added("cpu_server")
+    return kinds[-1]

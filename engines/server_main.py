@@ -6,7 +6,6 @@ or `main` in a process that has imported SGLang. With CUDA, only seeded sampling
 logged. The server dies with the process that started it.
 """
 
-import importlib
 import logging
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ import secrets
 import signal
 import sys
 from multiprocessing import resource_tracker
+from pkgutil import resolve_name
 
 import torch
 
@@ -87,7 +87,7 @@ def main():
         server_args.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     settings = server_args.prepare_server_args(sys.argv[1:])
     for name in os.environ.get("NANOYATT_PATCHES", "").split():
-        importlib.import_module(name).install(settings)
+        resolve_name(name)(settings)
     try:
         http_server.launch_server(settings, run_scheduler_process_func=run_scheduler_process)
     finally:  # as in SGLang's own main: if the port is taken, this process would wait for its children

@@ -25,15 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import build
 import run
 from actor import Actor, learning_rate
-from build import KINDS
 from config import HELD_OUT, Config, parse_settings, setting
 from controller import MAX_SKIPS
 from demo.task import example_rows
 from extras import lora
-from extras.critic.model import Critic
+from extras.critic import Critic
 from extras.memory import check as memory
 from extras.memory.estimate import with_micro_batch
-from genrm import FORMATS
 from inputs import tokenization
 from inputs.hf_directory import sees
 from inputs.rows import PLACES, as_turns, read_conversation, read_rows, with_tools
@@ -151,14 +149,14 @@ class Task(NamedTuple):
     """A command: how a row is parsed, which model learns, and from which loss."""
 
     parse: Callable[[dict, Tokenizer, str], Example]
-    model: str  # a row of build.KINDS
+    model: type[Trainer]
     loss: Callable[[Trainer, MicroBatch, Tensor], LossSums]
     stats: tuple[str, ...] = ()  # what the loss adds up
 
 
 TASKS = {
-    "sft": Task(parse_sft, "actor", Actor.cross_entropy_loss),
-    "rm": Task(parse_rm, "critic", pair_loss, PAIR_STATS),
+    "sft": Task(parse_sft, Actor, Actor.cross_entropy_loss),
+    "rm": Task(parse_rm, Critic, pair_loss, PAIR_STATS),
 }
 
 
@@ -168,7 +166,7 @@ class Learner:
     def __init__(self, config: FinetuneConfig):
         """Load --model (collective: all ranks)."""
         self.task = TASKS[config.command]
-        self.trainer = KINDS[self.task.model](config)(config, config.model)
+        self.trainer = self.task.model(config, config.model)
         self.loss = partial(self.task.loss, self.trainer)
 
     def learn(self, examples: list[Example]) -> dict[str, float]:
@@ -199,8 +197,6 @@ class Learner:
 async def prepare(config: FinetuneConfig, rank: int, say: Callable[[str], None]) -> None:
     """Check the model; on rank 0, archive --out and, without --data, write the demo's examples to it."""
     is_scalar = config.command == "rm"
-    if is_scalar:
-        build.needed(FORMATS, "score", "finetune.py rm")
     check_models(config, becomes_scalar=is_scalar)
     lora.check(config)
     if is_scalar and sees(config.model):

@@ -1,73 +1,89 @@
 """The index of extras: what the demo doesn't need in partial and full mode. All else is the core.
 
 An extra is a file or folder here. To remove one, delete its row and its files; nothing else has to change.
-The core names no extra: an extra adds rows to the core's tables when `load` imports it. Without it, its flags
-are unknown, and other settings that need it raise a UserError.
+The core names no extra: it calls what extras add at its hooks, which runtime/hooks.py lists. Without an
+extra, its flags are unknown, and other settings that need it raise a UserError.
 """
 
-from importlib import import_module
 from typing import NamedTuple
 
-from config import EVALUATION, GROUPS
+from config import GROUPS
+from runtime.hooks import HOOKS, added
 
 
 class Extra(NamedTuple):
-    """hooks: the module that adds rows to the core's tables. evaluates: --steps 0 uses its settings."""
+    """A row of EXTRAS; its name is also the group of its flags. evaluates: --steps 0 uses these flags."""
 
     files: str  # paths of its files and folders
-    hooks: str
+    hooks: dict[str, str]  # hook -> module:name
     evaluates: bool = False
 
 
 EXTRAS = {
-    # PLACEMENTS: split, standalone, any ranks; --ahead
-    "apart": Extra("extras/apart", "extras.apart.placements"),
-    # MODES, MOVES: --mode fused
-    "fused": Extra("extras/fused", "extras.fused.mode"),
-    # MOVES: --rebalance in partial mode
-    "rebalance": Extra("extras/rebalance.py", "extras.rebalance"),
-    # SCHEDULES: --pp above 1, --schedule
-    "pipelines": Extra("extras/pipelines", "extras.pipelines"),
-    # KINDS, DIRECTORIES: --algorithm ppo and safe_rlhf, --critic
-    "critics": Extra("extras/critic", "extras.critic"),
-    # TERMS: ptx_data of --algorithm
-    "pretraining texts": Extra("extras/ptx", "extras.ptx"),
-    # DIRECTORIES, DETAILS: --teacher, --algorithm distill
-    "teacher": Extra("extras/teacher", "extras.teacher"),
-    # KINDS, DIRECTORIES: --lora
-    "lora": Extra("extras/lora", "extras.lora"),
-    # READERS, SHOWS, PATCHES: vision models, --preset images and video
-    "images": Extra("extras/images", "extras.images.hooks", evaluates=True),
-    # WORKS: --steps 0, OUT/answers.jsonl
-    "answers": Extra("extras/answers.py", "extras.answers"),
-    # CHECKS: refuse a run that needs too much memory; --recompute -1
-    "memory": Extra("extras/memory", "extras.memory.check", evaluates=True),
-    # COMMANDS: --dry-run, --simulate, run.py check
-    "dry run": Extra("extras/dry_run.py", "extras.dry_run", evaluates=True),
-    # ENVIRONMENTS: --environment FILE.py, multi-turn episodes
-    "environment": Extra("extras/environment", "extras.environment.episodes", evaluates=True),
-    # FILES: --rule FILE.py
-    "rules of users": Extra("extras/rules.py", "extras.rules"),
-    # FORMATS: scalar reward models as judges
-    "scalar judges": Extra("extras/scalar.py", "extras.scalar"),
-    # SERVERS: forked engines on CPUs, with compiled decoding in SGLang's scheduler
-    "fast CPU": Extra("extras/fast_cpu", "extras.fast_cpu.forked"),
-    # PREFLIGHT: checks at the start of a GPU run for the tools that it needs
-    "GPU tools": Extra("extras/gpu_tools.py", "extras.gpu_tools"),
-    # PICTURES: OUT/timeline.png
-    "figure": Extra("extras/figure", "extras.figure"),
+    # --placement split, standalone, or ranks in words (PLACEMENTS); --ahead
+    "apart": Extra("extras/apart", {"rows": "extras.apart.placements"}),
+    # --mode fused (MODES, MOVES)
+    "fused": Extra("extras/fused", {"rows": "extras.fused.mode"}),
+    # --rebalance in partial mode (MOVES)
+    "rebalance": Extra("extras/rebalance.py", {"rows": "extras.rebalance"}),
+    # --pp above 1, --schedule (SCHEDULES)
+    "pipelines": Extra("extras/pipelines", {"rows": "extras.pipelines"}),
+    # scalar reward models as judges (FORMATS)
+    "scalar judges": Extra("extras/scalar.py", {"rows": "extras.scalar"}),
+    # --algorithm ppo and safe_rlhf, --critic
+    "critics": Extra(
+        "extras/critic.py", {"critic": "extras.critic:Critic", "model_check": "extras.critic:check"}
+    ),
+    # ptx_data of --algorithm
+    "pretraining texts": Extra("extras/ptx.py", {"loss_term": "extras.ptx:term_of"}),
+    # --teacher, --algorithm distill
+    "teacher": Extra(
+        "extras/teacher.py",
+        {"model_check": "extras.teacher:check", "sample_columns": "extras.teacher:differences"},
+    ),
+    # --lora
+    "lora": Extra(
+        "extras/lora.py",
+        {"model_check": "extras.lora:check", "adapters": "extras.lora:add_adapters"},
+    ),
+    # models that see, --preset images and video
+    "images": Extra(
+        "extras/images",
+        {
+            "image_reader": "extras.images.reader:ImageReader",
+            "vision_stage": "extras.images.vision:VisionModel",
+            "demo_media": "extras.images.drawing:shown",
+            "image_collapse": "extras.images.tokens:collapse",
+            "image_packing": "extras.images.vision:with_images",
+            "server_patch": "extras.images.reader:patch_server",
+        },
+        evaluates=True,
+    ),
+    # --steps 0, OUT/answers.jsonl
+    "answers": Extra("extras/answers.py", {"evaluation": "extras.answers:EVALUATION"}),
+    # refuses a run that needs too much memory; --recompute -1
+    "memory": Extra("extras/memory", {"run_check": "extras.memory.check:settled"}, evaluates=True),
+    # --dry-run, --simulate, run.py check
+    "dry run": Extra("extras/dry_run.py", {"command": "extras.dry_run:command"}, evaluates=True),
+    # --environment FILE.py: episodes of several turns
+    "environment": Extra(
+        "extras/environment", {"environment": "extras.environment.episodes:build"}, evaluates=True
+    ),
+    # --rule FILE.py
+    "rules of users": Extra("extras/rules.py", {"rule_file": "extras.rules:load_file"}),
+    # engines without CUDA are forks, and SGLang's scheduler decodes with compiled code
+    "fast CPU": Extra("extras/fast_cpu", {"cpu_server": "extras.fast_cpu.forked:ForkedServer"}),
+    # a run on GPUs starts only if the tools that it needs are there
+    "GPU tools": Extra("extras/gpu_tools.py", {"device_check": "extras.gpu_tools:check"}),
+    # OUT/timeline.png
+    "figure": Extra("extras/figure.py", {"picture": "extras.figure:last_steps"}),
 }
 
 
-def has(name: str) -> bool:
-    """Return whether an extra is there, for other extras."""
-    return name in EXTRAS
-
-
 def load() -> None:
-    """Let every extra add its flags and its rows."""
+    """Let every extra add its flags and hooks. A second call changes nothing."""
     for name, extra in EXTRAS.items():
-        if name not in GROUPS:
-            GROUPS.append(name)
-            EVALUATION.extend([name] * extra.evaluates)
-        import_module(extra.hooks)
+        GROUPS[name] = extra.evaluates
+        for hook, what in extra.hooks.items():
+            HOOKS[hook][name] = what
+    added("rows")

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from build import WORKS, Inputs, Work
+from build import Work
 from config import Config
 from evaluation import evaluate_once
 from genrm import none_right
@@ -27,14 +26,6 @@ async def open_saves(
     return await on_rank_0(world, start_evaluation, Path(config.out), say)
 
 
-def report_of(inputs: Inputs) -> Callable[..., Report]:
-    return partial(AnswersReport, prompts=len(inputs.prompts.source.held_out))
-
-
-def last_line(c: Controller) -> str:
-    return "stopped; the same command starts over"
-
-
 def start_evaluation(out: Path, say: Callable[[str], None]) -> out_folder.NoSaves:
     """Move an earlier run in --out aside, on rank 0. Raises UserError if there are weights."""
     for weights in (*out.glob("checkpoints/step_*"), *out.glob("hf*")):
@@ -48,8 +39,6 @@ def start_evaluation(out: Path, say: Callable[[str], None]) -> out_folder.NoSave
 @dataclass
 class AnswersReport(Report):
     """One evaluation's report. It writes a prompt's row as soon as all of its answers are there."""
-
-    prompts: int = 0  # total of all ranks
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,4 +80,8 @@ class AnswersReport(Report):
             self._writer.close()
 
 
-WORKS["evaluate"] = Work(evaluate_once, open_saves, report_of, last_line)
+def last_line(c: Controller) -> str:
+    return "stopped; the same command starts over"
+
+
+EVALUATION = Work(evaluate_once, open_saves, AnswersReport, last_line)

@@ -26,13 +26,24 @@ from scheduling.measured import ROLES, Split
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "safetensors", "aiohttp", "psutil")
 
 
-def dry_run_of(arguments: list[str], usage: str) -> str:
-    """--dry-run: read and check everything that a run reads before engines start, on rank 0."""
+def command(arguments: list[str], usage: str) -> str | None:
+    """Do what the command line asks for instead of a run. Returns None if it asks for a run."""
+    if arguments[:1] == ["check"]:
+        sys.exit(check(parse_config(arguments[1:], usage)))
+    if "--simulate" in arguments:
+        return simulate(arguments)
+    if "--dry-run" in arguments:
+        return read_all(arguments, usage)
+    return None
+
+
+def read_all(arguments: list[str], usage: str) -> str:
+    """Read and check everything that a run reads before engines start, and print the run, on rank 0."""
     config = parse_config(arguments, usage)
     placement, splits = build.placed(config)
     if is_first():
         build.check_directories(config, placement)
-        if extras.has("memory"):
+        if "memory" in extras.EXTRAS:
             from extras.memory.estimate import with_micro_batch
 
             config = with_micro_batch(config)
@@ -49,7 +60,7 @@ def dry_run(config: Config, placement: Placement, splits: list[Split]) -> None:
     """Print the resolved run. Raises UserError if --host isn't this machine's."""
     rendezvous.interface_of(config.host)
     lines = device_map(config, placement, splits)
-    if extras.has("memory"):
+    if "memory" in extras.EXTRAS:
         from extras.memory import check as memory
 
         lines += memory.table(config, placement, splits)
@@ -78,7 +89,7 @@ def device_map(config: Config, placement: Placement, splits: list[Split]) -> lis
     return lines
 
 
-def simulate(arguments: list[str], usage: str) -> str:
+def simulate(arguments: list[str]) -> str:
     """Become the process that prints how long the run would take under each plan."""
     if not is_first():
         return ""
@@ -97,10 +108,6 @@ class Row(NamedTuple):
     is_good: bool = True
 
 
-def check_of(arguments: list[str], usage: str) -> str:
-    sys.exit(check(parse_config(arguments[1:], usage)))
-
-
 def check(config: Config) -> int:
     """Print what is installed and what is free, with ! before what a run lacks. Return an exit status."""
     from torch import cuda
@@ -114,7 +121,7 @@ def check(config: Config) -> int:
 
         placement, splits = lay_out(config, ranks)
         model.check_models(config, placement, formats_of(config))
-        if extras.has("memory"):
+        if "memory" in extras.EXTRAS:
             from extras.memory import check as memory
             from extras.memory.estimate import with_micro_batch
 
@@ -122,7 +129,7 @@ def check(config: Config) -> int:
                 takes = str(need).partition(": ")[2]
                 rows.append(Row(need.place, takes, need.needed <= need.free))
     rows += graphics(config)
-    if config.device == "cpu" and extras.has("fast CPU"):
+    if config.device == "cpu" and "fast CPU" in extras.EXTRAS:
         from extras.fast_cpu.decoder import rates_of
 
         rows.append(Row("rollout runs", rates_of(config.model, config.dtype)))
@@ -173,7 +180,7 @@ def graphics(config: Config) -> list[Row]:
     except UserError as error:
         state = str(error)
     rows = [Row("GPU", state, is_there)]
-    if not extras.has("GPU tools"):
+    if "GPU tools" not in extras.EXTRAS:
         return rows
     from extras import gpu_tools
 
@@ -182,7 +189,3 @@ def graphics(config: Config) -> list[Row]:
     for tool in gpu_tools.tools(config):
         rows.append(Row(tool.name, tool.found if tool.is_there else tool.install, tool.is_there))
     return rows
-
-
-# --simulate comes first: it goes with --dry-run
-build.COMMANDS |= {"check": check_of, "--simulate": simulate, "--dry-run": dry_run_of}

@@ -13,7 +13,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from runtime.devices import LIBCUDART, PREFLIGHT, cuda_home, cuda_libraries, toolkits
+from runtime.devices import LIBCUDART, cuda_home, cuda_libraries, toolkits
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PACKAGES = ("sgl_kernel", "flashinfer", "torch_memory_saver")  # only installed for GPUs
 
 
-def look(config: Config) -> None:
+def check(config: Config) -> None:
     """Raise UserError if a tool is missing, or if trainer and engines can't share a GPU."""
     missing = [f"{tool.name} ({tool.install})" for tool in tools(config) if not tool.is_there]
     if missing:
@@ -34,9 +34,6 @@ def look(config: Config) -> None:
             "--device cuda: trainer and engines share a GPU, which is exclusive now; "
             "as root: nvidia-smi --compute-mode DEFAULT"
         )
-
-
-PREFLIGHT.append(look)
 
 
 class Tool(NamedTuple):

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inputs.media import Reader
 from inputs.rows import PLACES, Text, answer_key, as_turns, prompt_of, read_rows
 from inputs.shuffled import Shuffled, identities
 from inputs.templates import IMAGE, VIDEO, render
-from inputs.tokenization import check_prompt, encode, encode_prompt
+from inputs.tokenization import Reader, check_prompt, encode, encode_prompt
 from runtime.errors import UserError
 from sample import Prompt
 

@@ -6,19 +6,21 @@ import json
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from config import Config
-from inputs.hf_directory import readable
-from inputs.media import Reader
+from inputs.hf_directory import readable, sees
 from inputs.rows import Text, as_turns
 from inputs.templates import IMAGE, apply_settings, break_special_tokens, render
 from runtime.errors import UserError
+from runtime.hooks import needed
 
 if TYPE_CHECKING:  # it takes seconds to import
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
+Reader = Any  # reads images and clips for a model: see extras/images/reader.py
+Media = dict[str, Callable[[], list]]  # IMAGE, VIDEO -> function that returns a row's files
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with the end token
 
 
@@ -39,6 +41,13 @@ def load_tokenizers(config: Config, say: Callable[[str], None]) -> list[Tokenize
     tokenizers = [load_tokenizer(model) for model in (config.model, *config.judge_models)]
     apply_settings(tokenizers, config.template, say)
     return tokenizers
+
+
+def reader_of(model_dir: str, *sampling: float) -> Reader | None:
+    """Return a model's reader, None if it only reads text. sampling: frames per second, most frames."""
+    if not sees(model_dir):
+        return None
+    return needed("image_reader", model_dir)(model_dir, *sampling)
 
 
 @lru_cache(maxsize=8)  # rendered once per model, not once per row

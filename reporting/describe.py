@@ -8,7 +8,7 @@ from pathlib import Path
 
 from algorithms import Settings, algorithm_of
 from config import Config, as_text, dashed, settings_of
-from engines.server import SERVERS
+from engines import server
 from scheduling.layout import Placement
 from scheduling.measured import Split
 
@@ -30,7 +30,7 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
         value = vars(config)[field.name]
         if value != field.default:
             text += f" --{dashed(field.name)} {as_text(value)}"
-    if how := SERVERS[config.device].describe(config):
+    if how := server.kind_of(config.device).describe(config):
         text += f"\n  {how}"
     if config.device == "cuda" and not config.deterministic:
         text += "\n  tokens differ between runs even with one seed; with --deterministic they don't"

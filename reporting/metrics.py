@@ -27,6 +27,7 @@ from reporting.progress import Progress
 from runtime import atomic_files
 from runtime import timeline as tl
 from runtime.devices import fragments
+from runtime.hooks import added
 from runtime.world import World
 from sample import Key, Sample, parts_of
 from scheduling.measured import StepStats
@@ -46,9 +47,6 @@ MAY_LACK = ("cost/unfiltered_mean", "genrm/accept_frac", "rollout/correct_frac")
 
 Metrics = dict[str, float | str]  # name -> value; some are texts, such as the split
 Details = dict[str, Any]  # more columns of a sample in samples.jsonl
-# functions of (config, sample, decode), which the ranks that train on a sample call; extras add theirs
-DETAILS: list[Callable[[Config, Sample, Callable[[list[int]], str]], Details]] = []
-PICTURES: dict[str, Callable[[Path], Any]] = {}  # file in OUT -> a function that draws the run
 
 
 class MetricsWriter:
@@ -103,6 +101,7 @@ class Report:
     progress: Progress
     decode: Callable[[list[int]], str]  # the policy's tokens -> text
     found: ResumePoint | None = None  # the checkpoint that the run resumes from
+    prompts: int = 0  # held-out ones, on all ranks
 
     def __post_init__(self) -> None:
         begin, ended = (self.found.step, self.found.ended_s) if self.found else (0, 0.0)
@@ -213,9 +212,9 @@ class Report:
         self._writer.write(self.config.steps, self._evaluated)
         try:
             tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
-            for name, draw in PICTURES.items():
-                draw(self.out).savefig(self.out / name)
-                self._writer.show(self.config.steps, self.out / name)
+            for draw in added("picture"):
+                draw(self.out).savefig(self.out / "timeline.png")
+                self._writer.show(self.config.steps, self.out / "timeline.png")
             self._writer.close()
         except OSError as error:
             self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
@@ -281,9 +280,8 @@ def local_facts(
             s.reward is None and s.finish != "lost" for s in batch.dropped + filtered
         ),
     }
-    if c.environment:
-        means |= c.environment.means(finished)
-        sums |= {"environment/tokens": sum(s.begun - len(s.response) for s in finished)}
+    means |= c.environment.means(finished)
+    sums |= c.environment.sums(finished)
     maxima = {f"time/{name}_s": tl.seconds(events, name) for name in PHASES}
     maxima |= {
         "rollout/response_len_max": float(max((len(s.response) for s in finished), default=0)),
@@ -292,12 +290,11 @@ def local_facts(
     }
     if c.config.device == "cuda":
         maxima |= {"memory/fragments_gb": fragments() / 1e9}
-    details = {}
-    for sample in samples:
-        if sample.index < c.config.log_samples:
-            for more in DETAILS:
-                if columns := more(c.config, sample, c.report.decode):
-                    details[sample.key] = details.get(sample.key, {}) | columns
+    details = defaultdict(dict)
+    for columns_of in added("sample_columns"):
+        for sample in samples:
+            if sample.index < c.config.log_samples:
+                details[sample.key] |= columns_of(c.config, sample, c.report.decode)
     return Facts(means, sums, maxima, batch.latencies, details)
 
 

@@ -8,30 +8,19 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import UserError
+from runtime.hooks import added
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Settings(Protocol):
-    """The settings of a run that its processes need; config.Config has them."""
-
-    command: str
-    device: str
-    deterministic: bool
-    host: str
-    port: int
-    seed: int
-    sp: bool
-    timeout_s: float
-
-
+Settings = Any  # a config.Config: that module is above this one
 DEVICE_FILES = Path("/dev")  # nvidia0, nvidia1 ... if there is a driver
 DRIVER = Path("/sys/module/nvidia/version")
 OLDEST_DRIVER = 580
@@ -46,8 +35,6 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 # usable fraction of a GPU's free memory: an allocator leaves gaps, and a forecast may be wrong
 FULL = 0.9
-# more checks, which raise UserError if a run on this machine's GPUs would fail; extras add theirs
-PREFLIGHT: list[Callable[[Settings], None]] = []
 
 
 def default_device() -> str:
@@ -118,8 +105,8 @@ def choose_device(config: Settings) -> None:
             f"--device cuda: {ranks} ranks need as many devices, and this machine has {devices}: "
             "start fewer ranks, or set --device cpu"
         )
-    for look in PREFLIGHT:
-        look(config)
+    for check in added("device_check"):
+        check(config)
 
 
 def free_bytes() -> int:

@@ -124,7 +124,7 @@ class Decision(NamedTuple):
     reason: str  # for the log
 
 
-# mode -> the rule of --rebalance: (history, splits, capacity, tp) -> Decision
+# mode -> the rule of --rebalance, applied after each step: (history, splits, capacity, tp) -> Decision
 # history: newest last; splits: all that the run may use; capacity, tp: requests and ranks of an engine
 MOVES: dict[str, Callable[..., Decision]] = {}
 

@@ -30,8 +30,8 @@ from inputs.hf_directory import (
     readable,
     tensor_files,
 )
-from inputs.media import reader_of
 from runtime.errors import UserError
+from runtime.hooks import needed
 from scheduling.balance import Prefix
 from scheduling.layout import Placement, Shape
 from training import lm_head
@@ -162,7 +162,12 @@ def read_hf_config(model_dir: str, setting: str = "--model", learns: bool = True
     hf |= {"model_type": model_type, "tie_word_embeddings": whole.tie_word_embeddings}
     hf["whole"] = whole
     if FAMILIES[model_type].tower:
-        hf |= {"vision": whole.vision_config, "reader": reader_of(model_dir)}
+        stage = needed("vision_stage", where)
+        hf |= {
+            "vision": whole.vision_config,
+            "reader": tokenization.reader_of(model_dir),
+            "stage": stage,
+        }
     unsupported = {
         "hidden_act other than silu": hf["hidden_act"] != "silu",
         "quantized weights": bool((hf | whole.to_dict()).get("quantization_config")),
@@ -253,7 +258,7 @@ def image_macs(hf: dict) -> Callable[[list[int]], int]:
     """Return a function that maps a prompt to a forward pass's multiply-adds for its images."""
     if "vision" not in hf:
         return lambda prompt: 0
-    return hf["reader"].macs_of_images(hf)
+    return hf["stage"].macs_of_images(hf)
 
 
 def prefix_of(hf: dict, images: Callable[[list[int]], int], prompt: list[int]) -> Prefix:
@@ -270,7 +275,7 @@ def check_sizes(hf: dict, config: Config, setting: str = "--model") -> None:
         if hf[name] % size:
             raise UserError(f"--{flag} {size} does not divide {name} = {hf[name]} of {setting}")
     layers = hf["num_hidden_layers"] // config.pp
-    deep = hf["reader"].deep_layers(hf) if "vision" in hf else 0
+    deep = hf["stage"].deep_layers(hf["vision"]) if "vision" in hf else 0
     if layers < deep:
         raise UserError(
             f"--pp {config.pp} leaves {layers} layers a stage: "
@@ -363,7 +368,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
     layers = [layer] * transformer_block.get_num_layers_to_build(config, pp_rank=stage)
     kind = GPTModel
     if sees := stage == 0 and "vision" in hf:
-        kind = hf["reader"].first_stage()
+        kind = hf["stage"]
     gpt = kind(
         config,
         transformer_block.TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from inputs.media import positions
+from runtime.hooks import needed
 from sample import Image, Reply, parts_of
 from scheduling.balance import packed_length
 
@@ -47,7 +47,7 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [1, T]
-    positions: Tensor  # [T], within the sequence; with images [3, T], see inputs.media.positions
+    positions: Tensor  # [T], within the sequence; with images [3, T], see images/tokens.py
     reads: Tensor  # [targets], positions of the tokens that precede a response token
     targets: Tensor  # [targets], the response tokens
     slots: Tensor  # [targets], ascending
@@ -114,7 +114,9 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
         lengths = [piece.lengths for piece in pieces]
         known = (lengths, starts_of(lengths), keys_of(pieces, taken))
         batch = MicroBatch(tokens[None], positions, reads, targets[reads], slots[reads], *known)
-        micro_batches.append(_with_images(batch, sequences, taken))
+        if any(sequence.images for sequence in sequences):
+            batch = needed("image_packing", "a prompt with images")(batch, sequences, taken)
+        micro_batches.append(batch)
     return micro_batches
 
 
@@ -151,28 +153,6 @@ def keys_of(pieces: list[Piece], taken: Tensor) -> Tensor | None:
 def starts_of(lengths: list[tuple[int, int]]) -> Tensor:
     """Return where each piece's queries and keys start: [2, pieces + 1], int32."""
     return torch.tensor([(0, 0), *lengths]).T.cumsum(1).to(torch.int32)
-
-
-def _with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) -> MicroBatch:
-    """Add images, their tokens' features, and three-axis positions. taken: see `keys_of`."""
-    images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
-    if not images:
-        return batch
-    ends = accumulate(image.features for image in images)
-    ranges = (range(end - image.features, end) for image, end in zip(images, ends, strict=True))
-    features = dict(zip(images, ranges, strict=True))
-    axes = []
-    places = []
-    for sequence in sequences:
-        length = packed_length(len(sequence.tokens))
-        # a response contains only text
-        tokens = (sequence.prompt + [NO_TARGET] * length)[:length]
-        axes += positions(tokens, sequence.images)
-        left = chain(*(features[image] for image in sequence.images))
-        markers = {image.token for image in sequence.images}
-        places += [next(left) if token in markers else NO_FEATURE for token in tokens]
-    columns = torch.tensor([*zip(*axes, strict=True), places])[:, taken]
-    return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from demo import task
 from demo.task import Shown, columns, shown_work, training_problem
 from examples.make_demo.models import ALPHABET, text_model, vision_model
 from examples.make_demo.slips import corrupted
-from extras.images import hooks
+from extras.images import drawing
 
 BLURTED = 0.6  # fraction of the demonstrations that are only the answer
 RIGHT = 0.5  # fraction of right answers among those that the judge learns from
@@ -41,8 +42,24 @@ class Demo(NamedTuple):
 
 
 WRITTEN = Demo(task.written, text_model, 250, 128, judge_steps=500, judge_batch=64, pool=1024)
-DRAWN = Demo(hooks.drawn, vision_model, 220, 64, judge_steps=300, judge_batch=64, pool=512)
-FILMED = Demo(hooks.filmed, vision_model, 100, 64, judge_steps=150, judge_batch=64, pool=512)
+DRAWN = Demo(
+    partial(drawing.shown, "images"),
+    vision_model,
+    220,
+    64,
+    judge_steps=300,
+    judge_batch=64,
+    pool=512,
+)
+FILMED = Demo(
+    partial(drawing.shown, "video"),
+    vision_model,
+    100,
+    64,
+    judge_steps=150,
+    judge_batch=64,
+    pool=512,
+)
 # the times in a clip's text begin with `<`; float16 halves the files
 FILMED = FILMED._replace(start=DEMO_MODELS / "drawn", alphabet=ALPHABET + "<", dtype=torch.float16)
 DEMOS = {"written": WRITTEN, "drawn": DRAWN, "filmed": FILMED}

@@ -41,7 +41,7 @@ from examples.make_demo.slips import corrupted
 from examples.make_demo.texts import DEMOS, Answer, Demo, Example, critiques, demonstrations, judged
 from extras.images.reader import ImageReader
 from inputs import tokenization
-from inputs.media import reader_of
+from inputs.tokenization import reader_of
 from reporting.progress import Progress
 from runtime import rendezvous
 from runtime.world import World

@@ -12,11 +12,10 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from build import ENVIRONMENTS
 from config import Config
-from engines.engine import seed_of
+from engines.engine import Answer, seed_of
 from extras.environment import Step, is_number, read_step
 from inputs import tokenization
 from inputs.rows import Text, as_turns
@@ -26,6 +25,7 @@ from runtime import user_code
 from runtime.errors import UserError
 from runtime.user_code import UserCode
 from sample import Key, Reply, Sample
+from state import Environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -56,9 +56,10 @@ class Episode:
 
 
 @dataclass(eq=False)
-class Episodes:
+class Episodes(Environment):
     """The user's class and this controller's episodes. User code never runs in the controller's thread."""
 
+    keeps_turns: ClassVar[bool] = True
     kind: type
     code: UserCode
     tokenizer: Tokenizer
@@ -80,10 +81,9 @@ class Episodes:
         self._let_go = asyncio.Event()  # set to make every pending `answer` return
 
     async def answer(self, sample: Sample) -> None:
-        """Answer a finished turn, which continues or finishes the sample. `let_go` makes it return early.
+        """Answer a turn. If `let_go` ends it, the step keeps running, and the next call takes its result.
 
-        The step keeps running then, and the next call takes its result. Raises UserError if the user's code
-        fails, returns an invalid value or exceeds the time limit.
+        Raises UserError if the user's code fails, returns an invalid value or exceeds the time limit.
         """
         episode = self._episodes.setdefault(sample.key, Episode())
         if episode.step is None:
@@ -109,12 +109,10 @@ class Episodes:
             self._close(sample.key)
 
     def let_go(self) -> None:
-        """Make every pending `answer` return now."""
         self._let_go.set()
         self._let_go = asyncio.Event()
 
     def keep(self, prompt_ids: Collection[int]) -> None:
-        """Close all episodes except those of these prompts, which continue in a later step."""
         for key in [key for key in self._episodes if key[0] not in prompt_ids]:
             self._close(key)
         for task in [task for task in self._closing if task.done()]:
@@ -137,8 +135,19 @@ class Episodes:
             "it raised ConnectionError or TimeoutError, or differed"
         )
 
-    def row_check(self, say: Callable[[str], None]) -> Callable[[Text, str], None]:
-        return chat_check(self.code.title, self.tokenizer, say)
+    @property
+    def counted(self) -> tuple[Episodes]:
+        return (self,)
+
+    def row_checks(self, say: Callable[[str], None]) -> list[Callable]:
+        return [chat_check(self.code.title, self.tokenizer, say)]
+
+    def finish_of(self, answer: Answer) -> str:
+        """Return `turn`, also after a truncated one."""
+        return answer.finish if answer.finish == "abort" else "turn"
+
+    def sums(self, samples: list[Sample]) -> dict[str, int]:
+        return {"environment/tokens": sum(s.begun - len(s.response) for s in samples)}
 
     def means(self, samples: list[Sample]) -> dict[str, list[float]]:
         """Return the values to average for each environment/* metric. step_s: since the last call."""
@@ -316,6 +325,3 @@ def chat_check(
         seen.add(roles)
 
     return check
-
-
-ENVIRONMENTS.append(build)

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from config import Config
-from engines.server import ROOT, SERVERS, ServerProcess, for_us_alone, server_environment
+from engines.server import ROOT, ServerProcess, for_us_alone, server_environment
 from extras.fast_cpu import compiler
 from runtime import rendezvous
 from runtime.shutdown import starting_deaf
@@ -49,7 +49,7 @@ def ask_forks() -> socket.socket:
 class ForkedServer(ServerProcess):
     """A server that the fork server forks. The process that requests it exits with the server's status."""
 
-    patches = ("extras.fast_cpu.windows",)
+    patches = ("extras.fast_cpu.windows:install",)
 
     @classmethod
     def prepare(cls) -> None:
@@ -63,6 +63,3 @@ class ForkedServer(ServerProcess):
         command = [*FORKS, os.path.realpath(f"{forks_path()}.log"), *self._command]
         with ask_forks() as server:
             return subprocess.Popen(command, stdin=server, **how)
-
-
-SERVERS["cpu"] = ForkedServer

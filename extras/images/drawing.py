@@ -8,6 +8,9 @@ import io
 import numpy as np
 from PIL import Image
 
+from demo.task import Shown
+from inputs.templates import IMAGE, VIDEO
+
 CELL = 32  # width and height of a digit's cell, in pixels
 DOT = 4  # pixels per dot of its glyph
 FRAMES = 4  # frames per number in a clip: a second
@@ -23,6 +26,13 @@ DOTS = """
 INK = np.array([list(part) for part in DOTS.split()]) == "#"  # [7 rows x 10 digits, 5 dots]
 # [10 digits, 28 rows, 20 columns]: 1 where there is ink
 GLYPHS = np.kron(INK.reshape(7, 10, 5).swapaxes(0, 1), np.ones((1, DOT, DOT)))
+
+
+def shown(preset: str, a: int, b: int, key: str) -> Shown:
+    """Return a problem as a clip with --preset video, or else as a picture."""
+    if preset == "video":
+        return Shown(f"{VIDEO}=", {VIDEO: lambda: [clip(a, b, key)]})
+    return Shown(f"{IMAGE}=", {IMAGE: lambda: [picture(a, b, key)]})
 
 
 def picture(a: int, b: int, key: str) -> bytes:

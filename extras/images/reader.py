@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from extras.images.clips import MOST_OF_A_FRAME, Clips, File, open_file
-from inputs.hf_directory import read_model_config, readable
-from inputs.media import Media, expand
+from extras.images.tokens import expand
+from inputs.hf_directory import read_model_config, readable, sees
 from inputs.rows import PLACES, Text
 from inputs.templates import IMAGE, map_texts
+from inputs.tokenization import Media
 from runtime.errors import UserError
 from sample import Image
 
@@ -58,24 +59,6 @@ class ImageReader:
         # per image: larger ones are scaled down
         self.most_features = self._processor.size["longest_edge"] // self._side**2
         self._clips = Clips(fps, frames, self._fit)
-
-    def deep_layers(self, hf: dict) -> int:
-        """Return the number of layers after which features are added."""
-        from extras.images import vision  # imports Megatron, which takes seconds
-
-        return vision.deep_features(hf["vision"])
-
-    def macs_of_images(self, hf: dict) -> Callable[[list[int]], int]:
-        """Return a function: prompt -> a forward pass's multiply-adds for its images."""
-        from extras.images import vision
-
-        return vision.image_macs(hf)
-
-    def first_stage(self) -> type:
-        """Return the class of a model's first stage, which has the tower."""
-        from extras.images import vision
-
-        return vision.VisionModel
 
     def reads_as(self, other: ImageReader) -> bool:
         """Return whether both make the same tokens and pixels from an image."""
@@ -179,6 +162,12 @@ class ImageReader:
         found = [self._processor([each], return_tensors="pt") for each in pictures]
         names = ("pixel_values", "image_grid_thw")
         return tuple(torch.cat([each[name] for each in found]) for name in names)
+
+
+def patch_server(settings: Any) -> None:
+    """Let an engine's process read clips as the trainer does, if its model sees."""
+    if sees(settings.model_path):
+        show_pairs()
 
 
 @cache

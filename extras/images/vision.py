@@ -8,7 +8,8 @@ tower also takes features from lower layers, which are added to the output of th
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
+from dataclasses import replace
+from itertools import accumulate, chain, groupby
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -16,17 +17,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers import AutoModel, PretrainedConfig
 
-from inputs.media import Reader
+from extras.images.tokens import positions
+from inputs.tokenization import Reader
 from sample import Image
-from training.packing import NO_FEATURE, MicroBatch
+from scheduling.balance import packed_length
+from training.packing import NO_FEATURE, NO_TARGET, MicroBatch, Sequence
 
 if TYPE_CHECKING:
     from training.packing import Packing
-
-
-def deep_features(vision: PretrainedConfig) -> int:
-    """Return the number of layers after which features are added."""
-    return len(vision.to_dict().get("deepstack_visual_indexes", ()))
 
 
 def image_macs(hf: dict) -> Callable[[list[int]], int]:
@@ -53,8 +51,35 @@ def image_macs(hf: dict) -> Callable[[list[int]], int]:
     return macs
 
 
+def with_images(batch: MicroBatch, sequences: list[Sequence], taken: Tensor) -> MicroBatch:
+    """Add images, their tokens' features, and three-axis positions. taken: see packing.keys_of."""
+    images = dict.fromkeys(chain(*(sequence.images for sequence in sequences)))
+    ends = accumulate(image.features for image in images)
+    ranges = (range(end - image.features, end) for image, end in zip(images, ends, strict=True))
+    features = dict(zip(images, ranges, strict=True))
+    axes = []
+    places = []
+    for sequence in sequences:
+        length = packed_length(len(sequence.tokens))
+        # a response contains only text
+        tokens = (sequence.prompt + [NO_TARGET] * length)[:length]
+        axes += positions(tokens, sequence.images)
+        left = chain(*(features[image] for image in sequence.images))
+        markers = {image.token for image in sequence.images}
+        places += [next(left) if token in markers else NO_FEATURE for token in tokens]
+    columns = torch.tensor([*zip(*axes, strict=True), places])[:, taken]
+    return replace(batch, positions=columns[:3], places=columns[3], images=tuple(images))
+
+
 class VisionModel(GPTModel):
     """The first stage of a model with vision. Each tensor-parallel rank has the whole tower."""
+
+    macs_of_images = staticmethod(image_macs)
+
+    @staticmethod
+    def deep_layers(vision: PretrainedConfig) -> int:
+        """Return the number of layers after which features are added."""
+        return len(vision.to_dict().get("deepstack_visual_indexes", ()))
 
     def add_tower(self, vision: PretrainedConfig, reader: Reader) -> None:
         """Add the tower that config.json describes, with random weights."""
@@ -67,7 +92,7 @@ class VisionModel(GPTModel):
         if self.config.recompute_granularity:
             self.visual.main_input_name = "hidden_states"  # avoids a warning
             self.visual.gradient_checkpointing_enable()
-        for layer in self.decoder.layers[: deep_features(vision)]:
+        for layer in self.decoder.layers[: self.deep_layers(vision)]:
             layer.register_forward_hook(self._deepen, with_kwargs=True)
 
     def forward(self, tokens: Tensor, positions, mask, *, packed_seq_params: Packing) -> Tensor:

@@ -8,7 +8,6 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
-from build import CHECKS
 from config import Config
 from engines import server
 from extras.memory.free import free_memory
@@ -190,6 +189,3 @@ async def settled(
     if config.device == "cpu":
         return config
     return with_recompute(config, placement, splits, min(await world.gather(free_bytes())))
-
-
-CHECKS.append(settled)

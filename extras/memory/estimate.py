@@ -100,7 +100,7 @@ def trainer_parts(shapes: Shapes, config: Config, shape: Shape, lora: int = 0) -
     loss = 2 * chunk + 2 * head  # copies of a chunk's logits, gradients of the head
     parts = {"weights": count * size, "gradients": 4 * count, "optimizer": states}
     if lora:
-        from extras.lora.adapters import memory_of
+        from extras.lora import memory_of
 
         parts |= memory_of(shapes, lora, config, shape.dp)
         loss = 2 * chunk

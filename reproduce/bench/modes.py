@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from config import Config
-from extras.figure.drawing import INK, UPPER, Picture, add_legend, draw_lanes, make_figure, of_steps
+from extras.figure import INK, UPPER, Picture, add_legend, draw_lanes, make_figure, of_steps
 from reproduce.bench.measuring import (
     ROOT,
     column,

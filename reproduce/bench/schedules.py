@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from actor import Actor
 from config import Config
 from examples.make_demo import models
-from extras.critic.model import Critic
+from extras.critic import Critic
 from extras.pipelines import executor
 from extras.pipelines.fused import fused
 from extras.pipelines.tables import evaluate, one_after_another

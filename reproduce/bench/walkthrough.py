@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import controller
 import run
 from config import parse_config
-from extras.figure.drawing import INK, LOOKS, Picture, add_legend, draw_lanes, read_run
+from extras.figure import INK, LOOKS, Picture, add_legend, draw_lanes, read_run
 from genrm import JudgeFormat, formats_of
 from inputs import tokenization
 from reproduce.bench.measuring import ROOT, run_ranks

@@ -55,7 +55,7 @@ WORK = 2500  # samples to simulate over all steps; each rank counts as 8 samples
 GRAINS = 256  # most simulated tokens in the longest answer; each stands for several real ones
 WRITER = genrm.JudgeFormat(str, genrm.chat_prompt, "right".__eq__, full_response=True)
 genrm.FORMATS["simulated"] = WRITER
-if extras.has("scalar judges"):
+if "scalar judges" in extras.EXTRAS:
     scorer = replace(genrm.FORMATS["score"], final_answer=str, read_key=str)
     genrm.FORMATS["simulated scores"] = scorer
 rewards.RULES[r"simulated:(?P<keep>[\d.]+)"] = lambda sample, keep: float(

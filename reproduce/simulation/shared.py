@@ -95,7 +95,7 @@ def deciding_once() -> Iterator[None]:
         (modes, "FirstFinishedSampler"): partial(SharedSampler, page=page),
         (modes, "OrderedSampler"): partial(SharedOrderedSampler, page=page),
     }
-    if extras.has("fused"):
+    if "fused" in extras.EXTRAS:
         from extras.fused import mode as fused
 
         shared[fused, "ranks_of_tail"] = Once(fused.ranks_of_tail)

@@ -37,7 +37,7 @@ def constants(monkeypatch):
 @pytest.fixture
 def start(build):
     from actor import Actor
-    from extras.critic.model import Critic
+    from extras.critic import Critic
 
     def make(model_dir: str, critic_dir: str = "", **changes) -> list:
         config = critic_config(**changes)
@@ -97,7 +97,7 @@ def test_mini_batches_are_updates_one_after_the_other(start, model_dir):
 
 
 def test_metrics_of_a_cost_critic_have_their_own_names(start, model_dir):
-    from extras.critic.model import Critic
+    from extras.critic import Critic
 
     start(model_dir)
     cost = Critic(critic_config(), model_dir, "cost")
@@ -122,7 +122,7 @@ NUMBERS = st.floats(-3, 3, width=32)
 )
 def test_the_value_loss_is_its_formula_and_its_gradient_ends_at_the_clip(tokens, clip):
     """A token must be pulled on unless it has moved beyond the clip towards its return."""
-    from extras.critic.model import value_loss
+    from extras.critic import value_loss
 
     values, old, returns = torch.tensor(tokens, dtype=torch.float64).T
     values.requires_grad_()

@@ -19,7 +19,7 @@ from engines import server, wire
 from engines.engine import Engine, Request, Sampling, body_of
 from examples.make_demo.models import ALPHABET
 from extras.images.reader import ImageReader
-from inputs.media import expand
+from extras.images.tokens import expand
 from inputs.tokenization import encode_prompt, load_tokenizer
 from sample import Image
 from tests.support.clips import encoded_clip, frames_of

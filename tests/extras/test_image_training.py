@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from actor import Actor
 from examples.make_demo.closing import close
-from extras.critic.model import Critic
+from extras.critic import Critic
 from extras.images.reader import ImageReader
 from sample import Sample
 from tests.support.plain import plain_steps

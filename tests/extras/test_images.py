@@ -23,9 +23,8 @@ import demo.task  # noqa: F401 (it adds a judge format)
 import rewards
 from config import Config
 from engines.engine import Answer
-from extras.images import reader
-from inputs import media, prompt_file, tokenization
-from inputs import media as tokens
+from extras.images import reader, tokens
+from inputs import prompt_file, tokenization
 from runtime.errors import UserError
 from sample import Image, Sample
 from tests.root.test_genrm import score_all
@@ -76,7 +75,7 @@ def test_collapse_is_the_inverse_of_expand_and_positions_are_transformers(prompt
 
 @pytest.mark.parametrize("width, height", [(64, 32), (40, 100), (5, 5), (700, 300), (33, 900)])
 def test_an_images_shape_is_its_pixels(model_dir, width, height):
-    read = media.reader_of(model_dir)
+    read = tokenization.reader_of(model_dir)
     image = read.read(partial(encoded_picture, width, height), "here")
     other = read.read(partial(encoded_picture, 64, 64, kind="JPEG"), "there")
     pixels, grids = read.pixels([image, other])
@@ -87,7 +86,7 @@ def test_an_images_shape_is_its_pixels(model_dir, width, height):
 def test_what_is_no_still_image_is_refused(model_dir, monkeypatch):
     def check(content: bytes, problem: str) -> None:
         with pytest.raises(UserError, match=rf"^a\.gif: {problem}"):
-            media.reader_of(model_dir).read(partial(bytes, content), "a.gif")
+            tokenization.reader_of(model_dir).read(partial(bytes, content), "a.gif")
 
     whole = encoded_picture(64, 64)
     two = dict(save_all=True, append_images=[pillow.new("RGB", (64, 64))])
@@ -207,7 +206,7 @@ def test_engine_and_trainer_get_what_people_see(model_dir, name):
     assert abs(np.array(image, int) - expected).max() <= error
     if min(image.size) < 32:
         return
-    eyes = media.reader_of(model_dir)
+    eyes = tokenization.reader_of(model_dir)
     found = eyes.read(partial(bytes, file), "here")
     sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
     assert sent.tobytes() == image.tobytes() and pickle.loads(pickle.dumps(found)) == found
@@ -245,7 +244,7 @@ def test_a_picture_stands_upright(model_dir, kind):
             tags[0x0112] = orientation
         stored = pillow.fromarray(turned_back(pixels, orientation)).convert(mode)
         file = saved(stored, form, exif=tags, **options)
-        found = media.reader_of(model_dir).read(partial(bytes, file), "here")
+        found = tokenization.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.shape == (1, 2, 3)
         sent = pillow.open(io.BytesIO(found.read())).convert("RGB")
         assert abs(np.array(sent, int) - pixels).max() <= (3 if kind == "JPEG" else 0)
@@ -257,7 +256,7 @@ def test_a_file_in_which_all_see_the_same_is_used_as_it_is(model_dir):
     kinds += [saved(picture("L", [0, 90])), photo(), photo(exif=pillow.Exif())]
     kinds.append(encoded_picture(64, 64, kind="WEBP", exif=b"damaged"))
     for file in kinds:
-        found = media.reader_of(model_dir).read(partial(bytes, file), "here")
+        found = tokenization.reader_of(model_dir).read(partial(bytes, file), "here")
         assert found.read() == file and found.digest == hashlib.sha256(file).digest()
 
 
@@ -271,7 +270,7 @@ def test_a_file_that_is_too_large_is_not_read(model_dir, folder, monkeypatch):
     path = folder / "pictures/0.png"
     with path.open("ab") as file:
         file.truncate(reader.MOST_BYTES + 1)
-    read = partial(media.reader_of(model_dir).read_item, "rows.jsonl:1", True)
+    read = partial(tokenization.reader_of(model_dir).read_item, "rows.jsonl:1", True)
     with pytest.raises(UserError, match=r"^rows.jsonl:1: .*0.png: 715,827,881 bytes, of at most"):
         read(reader.IMAGE, lambda: path)
     monkeypatch.setattr(reader, "MOST_BYTES", (folder / "pictures/1.png").stat().st_size)
@@ -293,7 +292,7 @@ def folder(tmp_path):
 
 
 def prompts_of(model_dir, path, room=200, **options):
-    eyes, tokenizer = media.reader_of(model_dir), tokenization.load_tokenizer(model_dir)
+    eyes, tokenizer = tokenization.reader_of(model_dir), tokenization.load_tokenizer(model_dir)
     if options.pop("template", False):
         turn = "{{ turn.content }}{{ eos_token }}"
         tokenizer.chat_template = f"{{% for turn in messages %}}{turn}{{% endfor %}}"
@@ -418,35 +417,35 @@ def score(listed, text, *samples):
 
 def listed_for(model_dir):
     config = Config(model="m", judge=(model_dir,), judge_format=("addition",), max_model_len=2000)
-    eyes = [media.reader_of(model_dir)]
+    eyes = [tokenization.reader_of(model_dir)]
     return rewards.build(config, [], [tokenization.load_tokenizer(model_dir)], "".join, eyes)
 
 
 def read_picture(model_dir, seed):
     picture = partial(encoded_picture, 64, 32, seed=seed)
-    return (media.reader_of(model_dir).read(picture, "here"),)
+    return (tokenization.reader_of(model_dir).read(picture, "here"),)
 
 
-def sample_of(own, prompt_id=0, answer=">5"):
-    return Sample(prompt_id, 0, [], "<image>=", media=own, response=list(answer), finish="stop")
+def sample_of(media, prompt_id=0, answer=">5"):
+    return Sample(prompt_id, 0, [], "<image>=", media=media, response=list(answer), finish="stop")
 
 
 @pytest.mark.parametrize("answer", [">5", "><image>"])
 def test_a_judge_that_sees_is_shown_the_images(model_dir, answer):
     """They must be in their places, expanded; a critique ends at an image token. Answers can't add one."""
-    tokenizer, shown = tokenization.load_tokenizer(model_dir), read_picture(model_dir, 0)
-    sample = sample_of(shown, answer=answer)
+    tokenizer, media = tokenization.load_tokenizer(model_dir), read_picture(model_dir, 0)
+    sample = sample_of(media, answer=answer)
     [(prompt, images, stop)] = score(listed_for(model_dir), tokenizer("Y")["input_ids"], sample)
-    assert prompt.count(IMAGE) == 2 and images is shown
-    assert {*media.reader_of(model_dir).stop_tokens} < {*stop}
+    assert prompt.count(IMAGE) == 2 and images is media
+    assert {*tokenization.reader_of(model_dir).stop_tokens} < {*stop}
     if answer == ">5":
-        text = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
-        assert prompt == tokens.expand(text, shown)
+        shown = tokenizer("<|vision_start|><|image_pad|><|vision_end|>=>5?")["input_ids"]
+        assert prompt == tokens.expand(shown, media)
 
 
 def test_a_judgement_is_shared_only_if_the_images_are_the_same(model_dir):
     first, second, same = (read_picture(model_dir, seed) for seed in (0, 1, 0))
-    samples = [sample_of(own, number) for number, own in enumerate((first, second, same))]
+    samples = [sample_of(media, number) for number, media in enumerate((first, second, same))]
     yes = tokenization.load_tokenizer(model_dir)("Y")["input_ids"]
     asked = score(listed_for(model_dir), yes, *samples)
     assert [images for _, images, _ in asked] == [first, second]

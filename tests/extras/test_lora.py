@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 from actor import Actor
 from engines.engine import seed_of
 from examples.make_demo.closing import close
-from extras.lora import adapters as lora
+from extras import lora
 from extras.lora import check
-from extras.lora.adapters import AdaptedActor
 from inputs.hf_directory import checkpoint_shapes
 from runtime.errors import UserError
 from tests.support.plain import make_model, make_samples, plain_logprobs
@@ -74,7 +73,7 @@ def make_actor(build):
     """Build an actor of a single rank with adapters, after closing the one before it."""
 
     def make(model_dir, **changes):
-        [actor] = build((AdaptedActor, actor_config(**{"lora": RANK} | changes), model_dir))
+        [actor] = build((Actor, actor_config(**{"lora": RANK} | changes), model_dir))
         return actor
 
     return make
@@ -169,7 +168,7 @@ def train(known: dict, sizes: dict, path: str) -> dict:
     folder = Path(path)
     if resumes:
         folder = folder.with_name(f"result.{resumes}")
-    actor = AdaptedActor(config, known["model_dir"])
+    actor = Actor(config, known["model_dir"])
     counted = lora.memory_of(checkpoint_shapes(known["model_dir"]), RANK, config, actor.dp_size)
     base = {name: weight.detach().clone() for name, weight in global_parameters(actor.gpt)}
     found = {"first": weights_of(actor), "counted": counted, "differences": [], "kl": []}
@@ -180,7 +179,7 @@ def train(known: dict, sizes: dict, path: str) -> dict:
             save(actor, folder)
         if step == 2 and (saves or resumes):
             close(actor)
-            actor = AdaptedActor(config, known["model_dir"])
+            actor = Actor(config, known["model_dir"])
             actor.restore(folder)
         elif resumes:
             continue

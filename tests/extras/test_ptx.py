@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import build
 from config import Config
-from extras.ptx import term as ptx
-from extras.ptx.term import choose, read_texts, text_loss
+from extras import ptx
+from extras.ptx import choose, read_texts, text_loss
 from training import model
 
 TEXTS = [([1], [number]) for number in range(7)]
@@ -82,7 +82,6 @@ def test_texts_are_cut_to_what_a_micro_batch_takes(monkeypatch):
         (build, "task"),
         (build, "data"),
         (build, "tokenization"),
-        (build, "media"),
     ]
     for where, name in [*elsewhere, (build.rewards, "build")]:
         monkeypatch.setattr(where, name, mock.MagicMock())

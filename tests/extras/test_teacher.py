@@ -15,7 +15,7 @@ from algorithms import algorithm_of, set_advantages
 from config import parse_config
 from examples.make_demo.closing import close
 from examples.make_demo.models import VISION, character_tokenizer
-from extras.teacher.check import check_teacher, largest_differences
+from extras.teacher import check_teacher, largest_differences
 from genrm import Judgement
 from modes import lay_out
 from rewards import Rewards, Rule

@@ -29,7 +29,7 @@ from runtime import timeline as tl
 from runtime.errors import RunLost
 from sample import Sample
 from scheduling.measured import RequestStats, Split, StepStats
-from state import RolloutBatch, State
+from state import Environment, RolloutBatch, State
 from tests.runtime.test_atomic_files import full_disk
 from tests.support.columns import numbers
 from tests.support.fakes import FakeWorld, VirtualClock
@@ -137,7 +137,9 @@ def controller_of(timeline=None):
     rewards = SimpleNamespace(final_answer=final_answer)
     actor = SimpleNamespace(dp_rank=1, holds=True, macs=lambda tokens: 10 * tokens)
     devices = SimpleNamespace(actor=actor, received_bytes=2_500_000)
-    c = SimpleNamespace(rewards=rewards, devices=devices, timeline=timeline, environment=None)
+    c = SimpleNamespace(
+        rewards=rewards, devices=devices, timeline=timeline, environment=Environment()
+    )
     c.state, c.config = State(step=1), Config(judge_format=("chat",))
     c.said = []
     decode = lambda tokens: "x" * 90 + "\n3 + 4 = 5\x1b"  # noqa: E731

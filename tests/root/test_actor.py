@@ -20,7 +20,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer
 
 from algorithms import ALGORITHMS, Algorithm, clipped_loss, group_norm
 from config import Config
-from extras.ptx.term import Texts
+from extras.ptx import Texts
 from runtime.errors import UserError
 from sample import Image, Sample
 from scheduling.balance import pack_evenly, packed_length
@@ -329,7 +329,7 @@ def test_learning_rate_of_every_update():
 def test_warm_up_counts_steps_as_its_help_says(make_actor, model_dir, updates):
     """However many updates a step has, all must have one learning rate, the actor's and the critic's."""
     from actor import learning_rate
-    from extras.critic.model import Critic
+    from extras.critic import Critic
 
     sizes = dict(steps=9, lr_warmup_steps=3, lr_decay_to=1.0, updates_per_step=updates)
     config = actor_config(**sizes)

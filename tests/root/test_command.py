@@ -29,6 +29,7 @@ from rewards import load_rules
 from runtime import atomic_files
 from runtime.errors import UserError
 from scheduling.measured import ROLES, Split
+from state import Environment
 from tests.support import models
 from tests.support.fakes import FakeWorld
 from tests.support.launched import Run
@@ -471,7 +472,7 @@ def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, r
         run.build, "check_directories", Mock(side_effect=UserError("no such model"))
     )
     checks = [Mock(side_effect=UserError("checked elsewhere"))]
-    monkeypatch.setattr(run, "CHECKS", checks)
+    monkeypatch.setattr(run, "added", lambda hook: checks)
     given = config.parse_config(["--mode", "full"])
     with pytest.raises(UserError, match="no such model" if raises else "checked elsewhere"):
         asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
@@ -482,7 +483,7 @@ def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, r
 )
 def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     c = SimpleNamespace(
-        environment=None,
+        environment=Environment(),
         checkpoints=SimpleNamespace(newest=newest),
         state=SimpleNamespace(step=3),
         config=SimpleNamespace(steps=40),
@@ -493,9 +494,9 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     fleet = SimpleNamespace(while_up=lambda work: work)
     monkeypatch.setattr(run, "Fleet", lambda *_: nullcontext(fleet))
     monkeypatch.setattr(run, "controller_of", AsyncMock(return_value=c))
-    work = run.WORKS["train"]._replace(run=AsyncMock(return_value=True))
-    monkeypatch.setitem(run.WORKS, "train", work)
-    monkeypatch.setattr(run, "CHECKS", [])
+    work = build.TRAINING._replace(run=AsyncMock(return_value=True))
+    monkeypatch.setattr(build, "TRAINING", work)
+    monkeypatch.setattr(run, "added", lambda hook: [])
     given = config.parse_config(["--mode", "full"])
     line = asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
     assert line.startswith(f"stopped after 3 of 40 steps; {end}")

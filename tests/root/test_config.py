@@ -10,7 +10,7 @@ import pytest
 
 import config as settings
 from build import check_settings
-from config import DEMO_MODELS, EVALUATION, GROUPS, PRESETS, Config, parse_config, settings_of
+from config import DEMO_MODELS, GROUPS, PRESETS, Config, parse_config, settings_of
 from run import start
 from runtime.shutdown import Stop
 from scheduling.measured import Split
@@ -211,7 +211,7 @@ def test_an_evaluation_has_no_use_for_what_is_for_training():
     assert config == parse_config(evaluates) and (config.dry_run, config.rollout_tp) == (True, 2)
     assert check_settings(config, 2)[1] == [Split("partial", 2, 0)]
     for field in FLAGS:
-        if field.metadata["group"] not in EVALUATION and field.name not in ("steps", "dry_run"):
+        if not GROUPS.get(field.metadata["group"]) and field.name not in ("steps", "dry_run"):
             assert vars(config)[field.name] == field.default, field.name
     with pytest.raises(ValueError, match="one sample may have 1025 tokens"):
         parse_config([*PATHS, "--max-tokens-per-micro-batch", "512"])

@@ -119,7 +119,7 @@ GONE = re.compile(
     rf"No module named '({{NAMES}})'|{{FROM}}|No such file or directory: .*/({{FILES}})\\.py"
 )
 ASKED = re.compile(
-    r"no extra (has the row|reads)|unrecognized arguments: --|timeline\\.png|"
+    r"needs an extra with the hook|unrecognized arguments: --|timeline\\.png|"
     r"--(mode|placement|schedule|judge-format) [^\\n]*: [^\\n]*(choose|unknown)|"
     r"(mode|placement|schedule|format) [\\w-]+ is unknown|no rule moves the split"
 )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extras.figure import drawing as figure
+from extras import figure
 from runtime import timeline as tl
 
 # quarters are exact in binary, so brute force and busy() may be compared to the last bit

@@ -31,6 +31,7 @@ from runtime.timeline import MARKS, Timeline, of_kind
 from sample import Image, Prompt, flat
 from scheduling.balance import Prefix
 from scheduling.pipeline import schedule_of
+from state import Environment
 
 SECONDS_PER_TOKEN = 0.01
 PROBE_S = 10.0  # until a hanging server is detected
@@ -688,8 +689,7 @@ def simulate(
         try:
             c.was_stopped = await fleet.while_up(loop(c))
         finally:
-            if c.environment:
-                await c.environment.close()
+            await c.environment.close()
 
     run_on(clock, *map(one_rank, controllers))
     return controllers, log
@@ -752,9 +752,8 @@ def fake_controller(config, placed, splits, world, engines, device, clock, out, 
     given |= dict(sampling=sampling, checkpoints=checkpoints, report=FakeReport())
     tokenizers = [FakeTokenizer()] * len(config.judge_models)
     scores = rewards.build(config, rewards.load_rules(config), tokenizers, to_text)
-    environment = episodes(config) if episodes else None
-    if environment:
-        scores.counted.append(environment)
+    environment = episodes(config) if episodes else Environment()
+    scores.counted += environment.counted
     return controller.Controller(
         devices=placement.Devices(config, placed, splits, models, pools, world, timeline),
         rewards=scores,

@@ -10,7 +10,7 @@ import torch
 
 from actor import Actor
 from examples.make_demo.closing import close
-from extras.critic.model import Critic
+from extras.critic import Critic
 from extras.pipelines import executor
 from extras.pipelines.fused import fused
 from extras.pipelines.tables import Pipe, one_after_another

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from algorithms import ALGORITHMS, algorithm_of
-from extras.ptx.term import Texts
+from extras.ptx import Texts
 from sample import Sample, flat
 from tests.extras.test_critic import trained_on, with_returns
 from tests.support.plain import (
@@ -195,7 +195,7 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
 
 def train_critic(reference: dict, sizes: dict, export_to: str) -> dict:
     from examples.make_demo.closing import close
-    from extras.critic.model import Critic
+    from extras.critic import Critic
 
     critic, metrics, distance = Critic(critic_config(**sizes), reference["model_dir"]), [], 0.0
     for batch in reference["batches"]:

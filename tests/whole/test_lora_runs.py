@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from extras.lora.adapters import ALPHA
+from extras.lora import ALPHA
 from tests.support.launched import Run, saved
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from config import DEMO_MODELS
-from extras.teacher.check import SHOWN
+from extras.teacher import SHOWN
 from tests.support.launched import Run, saved
 
 pytestmark = pytest.mark.slow

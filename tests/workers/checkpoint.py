@@ -73,7 +73,7 @@ async def live(reference: dict, sizes: dict, path: str, saves: bool) -> list[dic
     """If `saves`: make two updates, a save, and the next update meanwhile. Otherwise only that update."""
     from actor import Actor
     from examples.make_demo.closing import close
-    from extras.critic.model import Critic
+    from extras.critic import Critic
 
     config, world = critic_config(**sizes), World("cpu", 60.0)
     models = [kind(config, reference["model_dir"]) for kind in (Actor, Critic)]

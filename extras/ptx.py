@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from algorithms import Algorithm
 from inputs import tokenization
 from inputs.rows import read_rows
 from inputs.shuffled import Shuffled
@@ -68,9 +69,15 @@ def choose(
     return [order.training(draw) for draw in draws]
 
 
+def term_of(algorithm: Algorithm, tokenizer: tokenization.Tokenizer, longest: int) -> Texts | None:
+    if not algorithm.ptx_data:
+        return None
+    return Texts(read_texts(Path(algorithm.ptx_data), tokenizer, longest))
+
+
 @dataclass
 class Texts:
-    """The texts of a run, as a term of its updates: see build.Term."""
+    """The texts of a run: see Actor.terms."""
 
     texts: list[Sequence]
     names: tuple[str, ...] = STATS

@@ -20,16 +20,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from actor import Actor
 from config import Config
 from engines.engine import seed_of
 from runtime.errors import UserError
+from scheduling.layout import Placement
 from training.hf_weights import hf_names, unfuse
+from training.model import read_hf_config
 from training.resharding import Gathering
 
 ALPHA = 32
@@ -45,8 +45,11 @@ PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 MATRIX = re.compile(r"layers\.\d+\.\w+\.([a-z])\w*_proj\.weight$")
 
 
-def check_rank(config: Config, hf: dict) -> None:
+def check(config: Config, placement: Placement | None = None) -> None:
     """Raise UserError if a matrix of --model (q, k, v count as one) has fewer than --lora rows or columns."""
+    if not config.lora:
+        return
+    hf = read_hf_config(config.model)
     heads = hf["num_attention_heads"]
     width = heads * (hf.get("head_dim") or hf["hidden_size"] // heads)
     least = min(hf["hidden_size"], hf["intermediate_size"], width)
@@ -194,13 +197,10 @@ class Adapters(dict[str, Adapter]):
         (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2))
 
 
-class AdaptedActor(Actor):
-    """A policy that trains only its adapters; all other weights are frozen."""
-
-    def _build_optimizer(self, model_config: TransformerConfig) -> None:
-        """Add the adapters, which freezes all other weights; then the optimizer has only the adapters'."""
-        self.gpt.adapters = Adapters(self.gpt, self.config.lora, self.config.seed)
-        super()._build_optimizer(model_config)
+def add_adapters(config: Config, gpt: GPTModel) -> None:
+    """With --lora, leave only adapters to train."""
+    if config.lora:
+        gpt.adapters = Adapters(gpt, config.lora, config.seed)
 
 
 def memory_of(shapes: dict[str, list[int]], rank: int, config: Config, dp: int) -> dict[str, int]:

@@ -16,6 +16,7 @@ from algorithms import algorithm_of
 from config import Config
 from inputs.hf_directory import HEAD
 from sample import Sample, flat
+from scheduling.layout import Placement
 from scheduling.pipeline import schedule_of
 from training import hf_weights, lm_head
 from training import model as models
@@ -154,6 +155,16 @@ class Critic(Trainer):
         label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
         architecture = f"{hf['model_type'].capitalize()}ForSequenceClassification"
         return super()._hf_config(hf) | label | {"architectures": [architecture]}
+
+
+def check(config: Config, placement: Placement) -> None:
+    """Raise UserError unless --critic is a value model for the actor's tokens, and the sizes fit."""
+    if config.critic:
+        actor = models.read_hf_config(config.model)
+        hf = models.read_hf_config(config.critic, "--critic")
+        models.check_directory(config.critic, "--critic", hf, scores=True)
+        sized = placement.critic.sized(config)
+        models.check_reads_policy(sized, config.critic, "--critic", hf, actor)
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:

@@ -5,20 +5,28 @@ the teacher in states that it reaches itself (On-Policy Distillation, Thinking M
 2306.13649).
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from config import Config
 from engines.server import context_length
 from inputs import tokenization
 from runtime.errors import UserError
 from sample import Sample
-from training import model as models
+from scheduling.layout import Placement
 
 SHOWN = 10  # tokens per answer in samples.jsonl
 
 
+def check(config: Config, placement: Placement) -> None:
+    if config.teacher:
+        check_teacher(placement.reference.sized(config))
+
+
 def check_teacher(config: Config) -> None:
     """Raise UserError unless --teacher can read all of --model's outputs. config: the teacher's sizes."""
+    from training import model as models  # imports Megatron, which metrics don't need
+
     where = f"--teacher {config.teacher}"
     student = models.read_hf_config(config.model)
     hf = models.read_hf_config(config.teacher, "--teacher")
@@ -54,3 +62,13 @@ def largest_differences(sample: Sample) -> list[Difference]:
     rows = zip(sample.response, student, sample.reference_logprobs, strict=True)
     found = [Difference(place, *row) for place, row in enumerate(rows)]
     return sorted(found, key=lambda each: -abs(each.teacher - each.student))[:SHOWN]
+
+
+def differences(
+    config: Config, sample: Sample, decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    """Return the tokens on which student and teacher differ most, as a column of samples.jsonl."""
+    if not config.teacher:
+        return {}
+    found = largest_differences(sample)
+    return {"differences": [each._asdict() | {"token": decode([each.token])} for each in found]}

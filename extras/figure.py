@@ -4,7 +4,7 @@ Above, a lane per rank and a color per model; an engine's shade is occupancy: re
 that it can decode at once. Below, a thin row per answer of a step shows the long tail, and what over-dispatch
 cuts off. Waves, weight pushes and changes of the split are marked above the lanes.
 
-    python -m extras.figure.drawing RUN --steps 10 14      counted from 1, as in the log
+    python -m extras.figure RUN --steps 10 14      counted from 1, as in the log
 """
 
 import argparse
@@ -203,6 +203,11 @@ def _draw_answers(axes: Axes, rows: list[tuple[int, Event]], height: float) -> N
     axes.set_ylim(count + 0.5, -1.5)
     axes.set_yticks([])
     axes.set_ylabel("answers", fontsize=8.5, color=INK)
+
+
+def last_steps(run: Path) -> Figure:
+    """Draw the last steps of a run."""
+    return make_figure(read_run(run, -4, -1))
 
 
 def main() -> None:
