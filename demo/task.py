@@ -23,7 +23,7 @@ HELD_OUT_KEY = "held out"  # key for their pictures and clips
 
 
 def random_problem(rng: random.Random) -> tuple[int, int]:
-    """Draw two summands of 1 to 6 digits; six in ten pairs have the same length."""
+    """Draw two summands of 1 to 6 digits; at least six in ten pairs have the same length."""
     longer = rng.choices(list(DIGITS), list(DIGITS.values()))[0]
     shorter = longer if rng.random() < 0.6 else rng.randint(1, longer)
     a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10**n) for n in (longer, shorter))

@@ -1,9 +1,9 @@
 """RLHF in one file, in plain torch and transformers: python examples/one_file.py [--show]
 
 A policy learns to add. Asked `57+68=`, it writes `>125`, or its work first: `7+8+0=15;5+6+1=12;>125`. In each
-step it writes 8 answers to each of 16 prompts, and a judge, also a language model, rewards them. An update
-makes those with more than their group's mean reward more probable (GRPO). --show prints all answers. run.py
-trains the same on many ranks; docs/one_file.md has each part's file there, and how far the numbers are equal.
+step it writes 8 answers to each of 16 prompts. A judge, also a language model, rewards each with 0 or 1; it
+isn't given the sum. An update makes answers above their group's mean likelier, the others less so (GRPO).
+--show prints all answers. docs/one_file.md explains the terms, and maps each part to the rest of the project.
 """
 
 import random
@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 SEED, STEPS, PROMPTS, ANSWERS = 0, 40, 16, 8  # a prompt's 8 answers are a group
 LONGEST_ANSWER, LONGEST_CRITIQUE = 72, 100  # in tokens
-COLUMNS = 129  # tokens of the longest prompt with what is written to it
+COLUMNS = 129  # tokens of the longest prompt plus its output
 
 torch.set_num_threads(1)
 models = Path(__file__).parent.parent / "demo" / "models" / "written"
 policy = AutoModelForCausalLM.from_pretrained(models / "actor")
 judge = AutoModelForCausalLM.from_pretrained(models / "judge")
-tokenizer = AutoTokenizer.from_pretrained(models / "actor")  # both models': a character is a token
+tokenizer = AutoTokenizer.from_pretrained(models / "actor")  # of both; a token is a character
 
 
 def random_problem(rng, excluded):
-    """Draw two summands of 1 to 6 digits; six in ten pairs have the same length."""
+    """Draw two summands of 1 to 6 digits; at least six in ten pairs have the same length."""
     longer = rng.choices([1, 2, 3, 4, 5, 6], [3.0, 4.0, 4.0, 3.0, 2.5, 2.0])[0]
     shorter = longer if rng.random() < 0.6 else rng.randint(1, longer)
     a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10**n) for n in (longer, shorter))
@@ -55,19 +55,19 @@ def gumbel_noise(seeds, position):
         word = word.astype(np.uint32) * 0xCC9E2D51  # 32 bits of it; products wrap around
         state = state ^ ((word << 15) | (word >> 17)) * 0x1B873593
         state = ((state << 13) | (state >> 19)) * 5 + 0xE6546B64
-    state = state ^ 16  # bytes were hashed
+    state = state ^ 16  # the number of bytes hashed
     state = (state ^ (state >> 16)) * 0x85EBCA6B
     state = (state ^ (state >> 13)) * 0xC2B2AE35
     u = torch.from_numpy((state ^ (state >> 16)) / 0xFFFFFFFF)
-    return -(-u.log()).clamp(min=2.0**-32).log()
+    return -(-u.log()).clamp(min=2.0**-32).log()  # u = 1 would give infinity
 
 
 @torch.no_grad()
 def generate(model, prompts, limit, seeds=None):
     """Return tokens, whether the model wrote each, its log-probability, and texts (empty if cut off).
 
-    Tensors are [rows, COLUMNS]. The largest of logits + Gumbel noise is a sample of softmax(logits), which
-    depends on the row's seed. Without seeds the likeliest token is chosen.
+    Tensors are [rows, COLUMNS]; padding is on the right, so causal attention needs no mask. The largest of
+    logits + Gumbel noise is a sample of softmax(logits). Without seeds the likeliest token is chosen.
     """
     padding = {"padding": "max_length", "padding_side": "right", "max_length": COLUMNS}
     inputs = tokenizer(prompts, return_tensors="pt", **padding)
@@ -79,27 +79,27 @@ def generate(model, prompts, limit, seeds=None):
     for t in range(COLUMNS - 1):  # read column t, write column t + 1 of rows whose prompt is over
         logits = model(tokens[:, t : t + 1], past_key_values=cache).logits[:, 0]  # [rows, vocab]
         chosen = (logits + gumbel_noise(seeds, t) if seeds else logits).argmax(1)
-        written[:, t + 1] = now = (t + 1 >= starts) & ~ended
-        tokens[:, t + 1] = chosen.where(now, tokens[:, t + 1])
-        logprobs[:, t + 1] = logits.log_softmax(1).gather(1, chosen[:, None])[:, 0] * now
-        ended |= now & (chosen == tokenizer.eos_token_id) | (written.sum(1) == limit)
+        written[:, t + 1] = writes = (t + 1 >= starts) & ~ended  # [rows]
+        tokens[:, t + 1] = chosen.where(writes, tokens[:, t + 1])
+        logprobs[:, t + 1] = logits.log_softmax(1).gather(1, chosen[:, None])[:, 0] * writes
+        ended |= (writes & (chosen == tokenizer.eos_token_id)) | (written.sum(1) == limit)
         if ended.all():
             break
     outputs = tokens * written  # 0 is padding
-    is_whole = (outputs == tokenizer.eos_token_id).any(1, keepdim=True)
-    texts = tokenizer.batch_decode(outputs * is_whole, skip_special_tokens=True)
+    finished = (outputs == tokenizer.eos_token_id).any(1, keepdim=True)
+    texts = tokenizer.batch_decode(outputs * finished, skip_special_tokens=True)
     return tokens, written, logprobs, texts
 
 
 def judged(questions, texts):
-    """Return rewards, 1 if the judge accepts an answer, else 0: [rows], and critiques. It sees no work."""
+    """Return rewards, [rows], and critiques. The judge sees only an answer's final number, not its work."""
     finals = [final_answer(text) for text in texts]
     prompts = [f"{q}>{final}?" for q, final in zip(questions, finals, strict=True)]  # 57+68=>125?
     asked = sorted({p for p, final in zip(prompts, finals, strict=True) if final is not None})
-    found = dict.fromkeys(prompts, (0.0, ""))
+    found = dict.fromkeys(prompts, (0.0, ""))  # 0 without a final answer
     if asked:
         *_, logprobs, critiques = generate(judge, asked, LONGEST_CRITIQUE)
-        is_sure = logprobs.amin(1) > -0.36  # all probabilities above 0.70
+        is_sure = logprobs.amin(1) > -0.36  # all probabilities above 0.698
         for prompt, critique, sure in zip(asked, critiques, is_sure, strict=True):
             accepted = critique.endswith("Y") and "x" not in critique  # x: a digit is wrong
             found[prompt] = (float(accepted and sure), critique)
@@ -108,39 +108,39 @@ def judged(questions, texts):
 
 
 optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-number = 0  # of the next prompt
+next_prompt = 0
 for step in range(1, STEPS + 1):
     kept, all_rewards, missing = [], [], PROMPTS
-    while missing:  # draw until 16 groups have different rewards: equal ones teach nothing
-        names = [(SEED, number + n, answer) for n in range(missing) for answer in range(ANSWERS)]
-        number += missing
-        rngs = [random.Random(f"problem {SEED} {n}") for _, n, _ in names]
+    while missing:  # until 16 groups hold both rewards, 0 and 1: in all others the advantages are 0
+        names = [(SEED, next_prompt + n, i) for n in range(missing) for i in range(ANSWERS)]
+        next_prompt += missing
+        rngs = [random.Random(f"problem {SEED} {number}") for _, number, _ in names]
         questions = ["{}+{}=".format(*random_problem(rng, held_out)) for rng in rngs]
         seeds = [int.from_bytes(sha256(repr(name).encode()).digest()[:8]) >> 1 for name in names]
-        *columns, texts = generate(policy, questions, LONGEST_ANSWER, seeds)
+        *tensors, texts = generate(policy, questions, LONGEST_ANSWER, seeds)
         rewards, critiques = judged(questions, texts)
-        groups = rewards.view(-1, ANSWERS)
         all_rewards.append(rewards)
+        groups = rewards.view(-1, ANSWERS)
         std = groups.std(1, correction=0, keepdim=True)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (std + 1e-4)).flatten()
         teaches = (std > 0).expand_as(groups).flatten()  # [rows]
-        kept.append([x[teaches] for x in (*columns, advantages[:, None])])
+        kept.append([x[teaches] for x in (*tensors, advantages[:, None])])
         missing -= int(teaches.sum()) // ANSWERS
         if "--show" in sys.argv:
             for row in zip(questions, texts, critiques, advantages, strict=True):
                 print("{:>14}{:44} {:54} {:+.2f}".format(*row))
-    tokens, written, old, advantages = (torch.cat(x) for x in zip(*kept, strict=True))
-    # one update with PPO's clipped loss; column t of the logits predicts column t + 1
+    tokens, written, old_logprobs, advantages = (torch.cat(x) for x in zip(*kept, strict=True))
+    # PPO's clipped loss; column t of the logits predicts column t + 1
     logits = policy(tokens[:, :-1]).logits  # [128, COLUMNS - 1, vocab]
     logprobs = logits.log_softmax(2).gather(2, tokens[:, 1:, None])[:, :, 0]
-    ratio = (logprobs - old[:, 1:]).exp()
+    ratio = (logprobs - old_logprobs[:, 1:]).exp()  # 1 at the first update; its gradient counts
     gains = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
     loss = -gains[written[:, 1:]].mean()  # over all tokens of all answers
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-    fall = 0.9 * max(0, step - 5) / max(1, STEPS - 5)
-    optimizer.param_groups[0]["lr"] = 5e-4 * min(step / 5, 1 - fall)  # grows for 5 steps first
+    decay = 0.9 * max(0, step - 5) / max(1, STEPS - 5)  # after a warmup of 5 steps, to a tenth
+    optimizer.param_groups[0]["lr"] = 5e-4 * min(step / 5, 1 - decay)
     optimizer.step()
     print(f"step {step:3d}/{STEPS}  reward {torch.cat(all_rewards).mean():.3f}  loss {loss:+.4f}")
 
