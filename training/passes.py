@@ -63,7 +63,7 @@ class Work:
     passes: list[Pass] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run micro-batches in order (collective: all ranks; if forward only, the tensor-parallel group)."""
+        """Run micro-batches in order (collective: the model's ranks; if forward only, its tp group)."""
         trainer = self.trainer
         learns = not self.forward_only
         count = len(self.micro_batches)
@@ -94,7 +94,7 @@ class Work:
         return output, partial(self.losses[number], batch)
 
     def finalize(self) -> None:
-        """Sum gradients over ranks, and divide them by the sum of all divisors (collective: all ranks)."""
+        """Sum gradients over ranks, and divide them by the sum of all divisors (collective: the model's ranks)."""
         divisor = torch.zeros((), dtype=torch.int, device=self.trainer.device)
         for stats in self.stats:
             divisor += stats["divisor"]
