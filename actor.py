@@ -52,13 +52,13 @@ class Actor(Trainer):
         self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
     ):
         self.algorithm = algorithm_of(config)
-        self.terms: list[
-            Any
-        ] = []  # of the hook loss_term; `names`: their statistics of a micro-batch
+        # of the hook loss_term; `names`: their statistics of a micro-batch
+        self.terms: list[Any] = []
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)
 
     def _build_optimizer(self, model_config: models.TransformerConfig) -> None:
+        # after the weights were cast: adapters stay float32
         for add_adapters in added("adapters"):
             add_adapters(self.config, self.gpt)
         super()._build_optimizer(model_config)
@@ -218,11 +218,13 @@ def policy_loss(
 ) -> LossSums:
     """Compute a micro-batch's loss, with importance weights, KL and entropy (collective: tp group).
 
-    read: returns log-probabilities and entropies. targets: the mini-batch's. hidden: [1, T, hidden].
+    `plan_steps` gives read (it returns log-probabilities and entropies), the mini-batch's targets, and the
+    algorithm; Work.forward gives the batch, and Megatron the last layer's output, hidden: [1, T, hidden].
+    The loss is a sum: Work.finalize divides its gradient by the divisors of all ranks.
     """
     targets = targets.at(batch.slots)
     logprobs, entropy = read(batch, hidden)
-    from_engine = logprobs.detach() - targets.engine_logprobs  # the losses have ratios of their own
+    from_engine = logprobs.detach() - targets.engine_logprobs  # for statistics only
     old_logprobs, importance = importance_weights(targets, algorithm, logprobs.detach())
     inputs = LossInputs(
         logprobs=logprobs,

@@ -185,7 +185,7 @@ class Settings:
     max_refill_waves: int = setting(3)  # waves per step that replace groups that teach nothing
     critic_lr: float = setting(1e-5, low=TINY)  # AdamW
     critic_warmup: int = setting(0)  # number of first steps in which only the critic learns
-    value_clip: float = setting(0.2, low=TINY)  # see critic.value_loss
+    value_clip: float = setting(0.2, low=TINY)  # see value_loss in extras/critic.py
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,9 @@ def token_rewards(sample: Sample, signal: str, score: float, algorithm: Algorith
     if rewards:
         rewards[-1] = score
     if algorithm.score is raw and signal == "reward":
-        for reply, reward in zip(sample.replies, sample.turn_rewards, strict=False):
+        for reply, reward in zip(
+            sample.replies, sample.turn_rewards, strict=False
+        ):  # the last turn has no reply
             # the score is the sum over turns: move this turn's part from the last token to the turn's last
             rewards[reply.start - 1] += reward
             rewards[-1] -= reward

@@ -301,7 +301,10 @@ async def open_checkpoints(config: Config, world: World, say: Say) -> Checkpoint
 
 
 def was_restarted_after_a_save(config: Config) -> bool:
-    """Return whether torchrun has restarted this rank after a save: then --resume has had its effect."""
+    """Return whether torchrun has restarted this rank after a save.
+
+    Then --resume has had its effect: `never` or a folder were for the first start.
+    """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         # without torchrun the parent process may be outside the container, hidden from psutil
         return False
@@ -342,7 +345,8 @@ def prepare_out(
     out = Path(config.out)
     step = step_of(folder) if folder else 0
     rows = atomic_files.whole_rows(out / "metrics.jsonl")
-    is_done = any("time/step_s" not in row for row in rows)  # the last row belongs to no step
+    # a finished run's last row is an evaluation after its last step
+    is_done = any("time/step_s" not in row for row in rows)
     if config.resume == "auto" and is_done and step >= config.steps:
         folder = None
     if folder:

@@ -130,6 +130,7 @@ async def learn(c: Controller, shares: Shares) -> dict[str, float]:
     trainers = [*reversed(c.devices.critics)]  # the last one first: it is awake already
     if c.state.step >= c.algorithm.critic_warmup:
         trainers.append(c.devices.actor)
+    # with --schedule fused the first is a critic, which learns together with those beside it
     turns = [trainers] if schedule_of(c.config).fuses else [[trainer] for trainer in trainers]
     for first, *beside in turns:
         await c.devices.give_device_to(first, *beside)

@@ -84,8 +84,9 @@ async def generate_then_judge(step: RolloutStep) -> None:
     c = step.c
     devices = c.devices
     while not step.is_over:
-        unfinished = [p for p, count in step.unwritten.items() if count]
-        unwritten = await step.draw_prompts() + unfinished
+        unfinished = [p for p, count in step.unwritten.items() if count]  # with --over-dispatch
+        drawn = await step.draw_prompts()
+        unwritten = drawn + unfinished
         await devices.set_awake(rollout=devices.leads("rollout"))
         step.start(unwritten, generate)
         await wait_for_enough(step)

@@ -3,16 +3,18 @@
 --placement decides which ranks hold which model (`Placement` in scheduling/layout.py), --mode how rollout and
 genrm share the engines' ranks (modes.py). Whatever shares ranks takes turns. The order limits peak memory:
 
-    to training   every engine sleeps (frees weights and KV cache); then trainers wake: one at a time, or all
-                  if the schedule runs them in one pipeline
+    to training   every engine sleeps (frees weights and KV cache); then `learn` wakes trainers: one at a
+                  time, but a reference beside the actor, and all that one pipeline schedule runs
     to serving    see Devices.push; the mode wakes the judges
 
-Engines on ranks that don't train sleep only during a push. While all sleep, the split may change.
+With --placement standalone engines are on ranks that don't train, and sleep only during a push. While all
+sleep, the split may change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config
@@ -247,15 +249,17 @@ class Devices:
             0      wakes the KV cache          its engine   it has the memory, and responds
             0, 1   meet at a barrier           each other   both are there; then requests may come
 
-        Beside each line: what it takes (+) or frees (-) on a GPU. A bucket has about 512 MiB.
+        Beside each line of code: what it takes (+) or frees (-) on a GPU. A bucket has about 512 MiB; its
+        gathered tensors, with tp or adapters, take as much again.
         """
         self._take_next_split()
         if not actor_stays:
             await self.put_trainers_to_sleep(but=[self.actor])  # - other models
         await self.give_device_to(self.actor)  # + its weights, optimizer, gradients, if it slept
-        await self._world.run(self.actor.trim, actor_stays)  # - gradients, memory cached by passes
+        trim = partial(self.actor.trim, keeps_gradients=actor_stays)
+        await self._world.run(trim)  # - gradients, memory cached by passes
         await self._meet_for_wide_engines()
-        await self.rollout.wake_weights()  # + the engine's weights, still empty
+        await self.rollout.wake_weights()  # + the engine's weights, of an older version
         weights = self.actor.named_weights()
         if self._route:  # engines on ranks without the actor
             weights = self._route.carry(weights)

@@ -149,6 +149,7 @@ class Rewards:
         values = {source: one.value for source, one in judgements.items()}
         if None in values.values():
             return  # the mean of the other values would have a different scale
+        # each signal needs a judgement that counts
         weighted_signals = {source.signal for source in values if self._weights[source]}
         if weighted_signals != {source.signal for source in self._sources}:
             return

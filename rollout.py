@@ -35,9 +35,10 @@ MEETING_INTERVAL_S = 0.05  # controllers that serve meet at least this often
 
 @dataclass
 class Tasks(AbstractAsyncContextManager):
-    """The tasks that this controller waits for, one per prompt. None outlives the `async with`."""
+    """The tasks that this controller waits for. None outlives the `async with`."""
 
-    running: dict[int, asyncio.Task] = field(default_factory=dict)  # prompt_id -> task
+    # a step's tasks: prompt_id -> task; those of a group's turns: an answer's index -> task
+    running: dict[int, asyncio.Task] = field(default_factory=dict)
     closed: bool = False  # everything is being cut off
 
     async def __aexit__(self, *error: object) -> None:
@@ -47,15 +48,15 @@ class Tasks(AbstractAsyncContextManager):
             task.cancel()
         await asyncio.gather(*self.running.values(), return_exceptions=True)
 
-    def start(self, prompt_id: int, work: Coroutine) -> None:
-        self.running[prompt_id] = asyncio.create_task(work)
+    def start(self, key: int, work: Coroutine) -> None:
+        self.running[key] = asyncio.create_task(work)
 
     async def poll(self) -> int:
         """Wait a moment for the tasks, and return how many ended. Raises a task's error."""
         if self.running:
             until = asyncio.FIRST_EXCEPTION
             await asyncio.wait(self.running.values(), timeout=MEETING_INTERVAL_S, return_when=until)
-        ended = [prompt_id for prompt_id, task in self.running.items() if task.done()]
+        ended = [key for key, task in self.running.items() if task.done()]
         for task in map(self.running.pop, ended):
             if not task.cancelled():
                 task.result()
@@ -330,8 +331,8 @@ class GroupsState(NamedTuple):
     def of(step: RolloutStep) -> GroupsState:
         finished = {}
         written = {prompt_id for prompt_id, count in step.unwritten.items() if not count}
-        may_be_judged = step.tasks.running.keys()
-        for prompt_id in sorted(written - may_be_judged - step.sampler.finished.keys()):
+        still_running = step.tasks.running.keys()
+        for prompt_id in sorted(written - still_running - step.sampler.finished.keys()):
             finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
         begun = sum(len(group) for group in step.groups.values())

@@ -176,9 +176,8 @@ async def controller_of(
     if world.rank == 0:
         with writing(out / "config.json") as path:
             path.write_text(json.dumps(run_metadata(config), indent=1) + "\n")
-    models = await world.run(
-        build.build_models, config, inputs, placement, splits
-    )  # while servers load
+    # on a CPU while servers load; with CUDA they have loaded, and sleep
+    models = await world.run(build.build_models, config, inputs, placement, splits)
     await fleet.ready()
     same_duty = world.part(placement.servers)
     pools = await fleet.connect(timeline, same_duty)

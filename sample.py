@@ -70,7 +70,8 @@ class Sample:
     # rollout.py; the tokens as sampled, because encoding their text may give other tokens
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # under the weights that wrote the token
-    # stop | length | lost: finished; abort: it may be continued; turn: the environment is next
+    # stop | length | lost: finished; abort: it may be continued; turn: the environment is next; empty: the
+    # policy is next, at the start and after a reply
     finish: str = ""
     versions: list[int] = field(default_factory=list)  # the weights' version, one per token
     # extras/environment/; `response` has only the policy's own tokens, from all turns

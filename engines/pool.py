@@ -258,7 +258,8 @@ class Pool:
         """Push the actor's weights into this rank's engine (collective: ranks of the iterator).
 
         The iterator gathers each tensor when it is asked for the next one, so every rank must reach its end:
-        also a rank without an engine, or one that lost its engine halfway.
+        also a rank without an engine, or one that lost its engine halfway. A rank with an engine gathers on
+        the event loop, the others in the World's thread.
         """
         with self.timeline.span("sync"):
             try:

@@ -94,9 +94,8 @@ def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
     }
     if (tp := vars(config)[f"{role}_tp"]) > 1:
         flags["tp-size"] = tp
-    if (
-        head_dim(model_dir) % 32 or head_dim(model_dir) < 64
-    ):  # flashinfer can't, such as the demo's 24
+    # flashinfer has no kernels for such heads; the demo's have a dimension of 24
+    if head_dim(model_dir) % 32 or head_dim(model_dir) < 64:
         flags["attention-backend"] = "triton"
     if backs_up(role, config):
         flags["enable-weights-cpu-backup"] = None
@@ -142,7 +141,7 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     environment["TMPDIR"] = private
     environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{private}/store"
     if device == "cuda":
-        # a sleeping engine keeps its weights' pinned memory, as pinning 1 or 2 GB takes a second
+        # an awake engine keeps the pinned memory of its backup: pinning 1 or 2 GB takes a second
         environment["TMS_RETAIN_CPU_BACKUP"] = "1"
         # actors and other engines share the devices, so free memory may be unequal
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"

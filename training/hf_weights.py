@@ -79,7 +79,7 @@ def global_parameters(model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter
     offset = get_transformer_layer_offset(model.config, pp_rank=model.pg_collection.pp.rank())
     for name, param in model.named_parameters():
         if ".adapter." in name:
-            continue  # see extras/lora/
+            continue  # see extras/lora.py
         if found := re.fullmatch(r"(decoder\.layers\.)(\d+)(.+)", name):
             name = f"{found[1]}{int(found[2]) + offset}{found[3]}"
         yield name, param

@@ -381,7 +381,7 @@ def build_stage(hf: dict, config: TransformerConfig, groups: ProcessGroupCollect
         position_embedding_type="none",  # PackedAttention does it
     )
     gpt.family = FAMILIES[hf["model_type"]]
-    gpt.adapters = {}  # see extras/lora/
+    gpt.adapters = {}  # see extras/lora.py
     if sees:
         gpt.add_tower(hf["vision"], hf["reader"])
     if gpt.post_process:

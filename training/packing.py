@@ -47,7 +47,7 @@ class MicroBatch:
     """
 
     tokens: Tensor  # [1, T]
-    positions: Tensor  # [T], within the sequence; with images [3, T], see images/tokens.py
+    positions: Tensor  # [T], within the sequence; with images [3, T], see extras/images/tokens.py
     reads: Tensor  # [targets], positions of the tokens that precede a response token
     targets: Tensor  # [targets], the response tokens
     slots: Tensor  # [targets], ascending

@@ -94,7 +94,7 @@ class Work:
         return output, partial(self.losses[number], batch)
 
     def finalize(self) -> None:
-        """Sum gradients over ranks, and divide them by the sum of all divisors (collective: the model's ranks)."""
+        """Sum gradients over ranks; divide them by the sum of divisors (collective: the model's ranks)."""
         divisor = torch.zeros((), dtype=torch.int, device=self.trainer.device)
         for stats in self.stats:
             divisor += stats["divisor"]

@@ -45,7 +45,7 @@ def shape_of(work: Work, task: Task) -> tuple[int, int, int]:
 
 
 def run(works: list[Work], schedule: Callable[[list[Pipe]], Table]) -> None:
-    """Run all works as one table (collective: the models' ranks; if forward only, the model-parallel group)."""
+    """Run all works as one table (collective: the models' ranks; if forward only, a copy's ranks)."""
     trainer = works[0].trainer
     pipes = [pipe_of(work) for work in works]
     table = schedule(pipes)

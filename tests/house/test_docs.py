@@ -43,7 +43,7 @@ FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 # flags of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
 OF_OTHERS |= {"--rdzv-endpoint", "--rdzv-conf", "--help", "--nodes", "--shm-size"}
-OF_OTHERS |= {"--signals-to-handle", "--numa-binding"}
+OF_OTHERS |= {"--signals-to-handle", "--numa-binding", "--show"}
 
 
 def name_of(path: Path) -> str:

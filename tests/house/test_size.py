@@ -47,7 +47,7 @@ MOST = {
     # tests/runs/without_extras.py has one file more, of 16
     "tests": 15_820,
 }
-MOST_WORDS = 14_600  # of docs/, without the pages that a command writes; one_file.md has 800
+MOST_WORDS = 14_900  # of docs/, without the pages that a command writes; one_file.md has 1,100
 MOST_FLAGS = 63
 MOST_ROOT_FILES, MOST_COLUMNS = 18, 110
 LAYERS = (  # each may import what is listed below it, and its own line
