@@ -37,9 +37,7 @@ class Prompts:
     cursor: int = 0  # the first prompt_id that was never drawn
     carried: list[int] = field(default_factory=list)  # drawn, but not used
     groups: dict[int, Group] = field(default_factory=dict)  # this rank's groups of carried prompts
-    owners: dict[int, int] = field(
-        default_factory=dict
-    )  # drawn or carried prompt -> its controller
+    owners: dict[int, int] = field(default_factory=dict)  # drawn prompt -> its controller
     _reading: dict[int, asyncio.Task[Prompt]] = field(default_factory=dict, init=False)
 
     def draw(self, count: int) -> list[int]:

@@ -83,9 +83,8 @@ class Sample:
     verdict: bool | None = None  # for reports; `reward` may include more
     reward: float | None = None
     cost: float | None = None
-    turn_rewards: list[float] = field(
-        default_factory=list
-    )  # the part of each of `earned` in `reward`
+    # the part of each of `earned` in `reward`
+    turn_rewards: list[float] = field(default_factory=list)
     # rollout.py; the outcomes of its whole group
     outcomes: list[Outcome] = field(default_factory=list)
     # actor.py, extras/critic.py (by name) and algorithms.py, on the ranks that train; one per

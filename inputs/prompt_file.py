@@ -46,9 +46,8 @@ class PromptFile(Sequence[Prompt]):
     read_key: ReadKey = str  # as JudgeFormat.read_key
     needs: dict[str, ReadKey] = field(default_factory=dict)  # a setting -> how it reads its keys
     setting: str = "--data"  # or --eval-data
-    checks: Sequence[
-        Callable[[Text, str], None]
-    ] = ()  # judges' and the environment's; they raise UserError
+    # the judges' and the environment's; they raise UserError
+    checks: Sequence[Callable[[Text, str], None]] = ()
     keeps_turns: bool = False  # also for one-turn chats; rows without a key may be held out
 
     def __post_init__(self):
