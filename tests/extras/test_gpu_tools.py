@@ -47,8 +47,8 @@ def test_check_says_what_a_gpu_is_missing(tmp_path, monkeypatch):
     assert all(is_good for _, is_good in rows.values())
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\necho Exclusive_Process\n")
     with pytest.raises(UserError, match="which is exclusive now; as root: nvidia-smi"):
-        gpu_tools.look(config)
-    gpu_tools.look(replace(config, command="sft"))
+        gpu_tools.check(config)
+    gpu_tools.check(replace(config, command="sft"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert dry_run.graphics(config)[0][1].startswith("torch can't use ")
     (tmp_path / "dev" / "nvidia0").unlink()

@@ -6,10 +6,10 @@ import pytest
 
 import controller
 from extras.fused import mode as fused
+from extras.pipelines import tables
 from reproduce.papers import rlhfuse
 from reproduce.papers.rlhfuse import Setting, cluster_of, inference_s, simulate
 from reproduce.papers.tables import ROOT, read_constants
-from scheduling import pipeline
 
 CONSTANTS = read_constants(ROOT / "rlhfuse.toml")
 BASE = Setting(512, "13", "33", 0.0)
@@ -29,7 +29,7 @@ def test_who_does_the_work():
         mock.patch.object(controller, "train", wraps=controller.train) as train,
         mock.patch.object(fused, "ranks_of_tail", **decides) as ranks_of_tail,
         mock.patch.object(fused, "follow_the_tail", **follows) as follow_the_tail,
-        mock.patch.object(pipeline, "evaluate", wraps=pipeline.evaluate) as evaluate,
+        mock.patch.object(tables, "evaluate", wraps=tables.evaluate) as evaluate,
     ):
         simulate(CONSTANTS, BASE._replace(tail=0.3))
     assert train.call_count == 32

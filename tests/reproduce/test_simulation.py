@@ -140,7 +140,7 @@ def test_a_trainers_ranks_wait_for_each_other_in_each_mini_batch():
         busy, idle = [[sample, sample]], [[sample]]
         await actor.update([busy, idle] if world.rank else [idle, busy])
         assert asyncio.get_running_loop().time() == pytest.approx(3.0 + 2 * 7.0)
-        await critic.update([idle], (actor,))
+        await critic.update([idle], actor)
         await critic.compute_values([idle])
         assert sample.values == {"reward": [0.0] * 90}
         assert (actor.version, critic.version) == (2, 1)

@@ -22,7 +22,7 @@ class FakeEpisodes(user_episodes.Episodes):
     def __post_init__(self):
         self._limit_s = 0.9 * self.config.timeout_s
         self._free = asyncio.Semaphore(self.config.max_running_requests)
-        self._going = asyncio.Event()
+        self._let_go = asyncio.Event()
 
     def let_go(self):
         steps = [episode.step for episode in self._episodes.values()]
