@@ -356,6 +356,7 @@ def sums(rows: Iterable[Sequence[int]]) -> list[int]:
 async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[int]]:
     """Gather finished groups (collective: ranks that serve).
 
+    A group counts as judged if its answers are written and its task has ended: call this after judging.
     Returns what remains, and each engine's outstanding tokens.
     """
     meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)

@@ -1,6 +1,7 @@
 """The index of extras: what the demo doesn't need in partial and full mode. All else is the core.
 
 An extra is a file or folder here. To remove one, delete its row and its files; nothing else has to change.
+(Its settings in config.py are unused then.)
 The core imports no extra: it calls what extras add at its hooks, which runtime/hooks.py lists. config.py has
 all flags; a flag whose group is an extra's name is known only with that extra, and other settings that need
 one raise a UserError.

@@ -33,22 +33,22 @@ BENCH = sorted(ROOT.glob("reproduce/bench/*.py"))
 EXERCISES = sorted(ROOT.glob("examples/exercises/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
-# Limits against drift, in statements, 2 % above the current number: a fork of some 150 passes. To move one,
-# measure again and write here what for; first look for what the new statements replace.
+# Limits against drift, in statements. The product, the core and the tests have room for a fork of 150. To move
+# one, measure again and write here what for; first look for what the new statements replace.
 MOST = {
     # examples/finetune.py counted; shared prompts took 80, fewer failures on several GPUs 70
-    "product": 12_370,
-    "core": 8_760,  # all but extras/; checkpoints, which were an extra, took 625
+    "product": 12_220,
+    "core": 8_430,  # all but extras/; checkpoints, which were an extra, took 625
     "root": 3_010,  # play, replies and rewards of episodes took 140
     "outside": 2_840,  # reproduce/simulation/, reproduce/papers/
     "bench": 1_775,  # README's rows on their pages took 20, the walkthrough's picture 15
     "exercises": 185,  # a row of their table takes ten
     # the count of English took 45, README's numbers 25, verdicts and distrusted tables 20; the core's copy in
     # tests/runs/without_extras.py has one file more, of 16
-    "tests": 15_820,
+    "tests": 15_840,
 }
 MOST_WORDS = 14_900  # of docs/, without the pages that a command writes; one_file.md has 1,100
-MOST_FLAGS = 63
+MOST_FLAGS = 66  # three for a fork
 MOST_ROOT_FILES, MOST_COLUMNS = 18, 110
 LAYERS = (  # each may import what is listed below it, and its own line
     {"reproduce"},
