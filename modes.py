@@ -123,7 +123,7 @@ class Mode(NamedTuple):
     """The splits that a mode may use on the engines' ranks, and the loop that serves a step."""
 
     splits: Callable[[Placement, Config], list[Split]]
-    # until step.is_over: draw prompts, wake engines, start tasks that write and judge, gather finished groups;
+    # until step.is_over: draw prompts, wake engines, start tasks that write and judge, gather groups;
     # a draw comes after a gather, which needs judged groups
     serve: Callable[[RolloutStep], Awaitable[None]]
 

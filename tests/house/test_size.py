@@ -33,7 +33,7 @@ BENCH = sorted(ROOT.glob("reproduce/bench/*.py"))
 EXERCISES = sorted(ROOT.glob("examples/exercises/*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 CHECKED = PRODUCT + OUTSIDE + BENCH + sorted(ROOT.glob("examples/**/*.py"))
-# Limits against drift, in statements. The product, the core and the tests have room for a fork of 150. To move
+# Limits against drift, in statements. Product, core and tests have room for a fork of 150. To move
 # one, measure again and write here what for; first look for what the new statements replace.
 MOST = {
     # examples/finetune.py counted; shared prompts took 80, fewer failures on several GPUs 70
