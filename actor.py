@@ -52,7 +52,7 @@ class Actor(Trainer):
         self, config: Config, model_dir: str, groups: Groups | None = None, learns: bool = True
     ):
         self.algorithm = algorithm_of(config)
-        # of the hook loss_term; `names`: their statistics of a micro-batch
+        # what the hook loss_term returned; `names`: their statistics of a micro-batch
         self.terms: list[Any] = []
         self.lag = config.ahead  # how many updates old the weights that wrote a token may be
         super().__init__(config, model_dir, groups, learns=learns)

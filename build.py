@@ -43,13 +43,13 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 
 class Work(NamedTuple):
-    """What a run does with its controllers."""
+    """The work of a run's controllers: to train, or to evaluate."""
 
     run: Callable[[Controller], Awaitable[bool]]  # returns whether a stop ended it
-    # (config, world, say) -> its checkpoints, with --out prepared (collective: all ranks)
+    # (config, world, print) -> its checkpoints, with --out prepared (collective: all ranks)
     open_saves: Callable[[Config, World, Callable[[str], None]], Awaitable[NoSaves]]
     report: type[Report]
-    last_line: Callable[[Controller], str]  # of a run that was stopped
+    last_line: Callable[[Controller], str]  # what a stopped run prints
 
 
 def last_line(c: Controller) -> str:

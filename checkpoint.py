@@ -175,7 +175,7 @@ class Checkpoints:
     point: ResumePoint | None = None  # where the run continues from
     newest: int | None = None
     newest_ahead: RolloutBatch | None = None  # the batch in the newest one
-    failure: RunLost | None = None  # of the last save
+    failure: RunLost | None = None  # why the last save failed
     start_writer: Callable[[Callable[[], Part]], BackgroundWriter] = BackgroundWriter
     saving: Saving | None = None
 

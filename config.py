@@ -105,7 +105,7 @@ class Config:
     tp: int = setting(1, "tensor-parallel ranks", "training", low=1)
     pp: int = setting(1, "pipeline-parallel ranks", "pipelines", low=1)
     sp: bool = setting(False, "sequence parallelism, with --tp", "training")
-    schedule: str = setting("", "1f1b (with --pp) | fused (with critics)", "pipelines")
+    schedule: str = setting("1f1b", "1f1b | fused (with critics)", "pipelines")
     lora: int = setting(0, "rank of adapters to train; 0: train all weights", "lora", low=0)
     recompute: int = setting(0, "layers to recompute; -1: as few as fit", "training", AS_FITS)
     temperature: float = setting(1.0, "sampling temperature of answers", "engines", low=TINY)

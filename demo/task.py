@@ -74,7 +74,7 @@ def written(a: int, b: int, key: str) -> Shown:
 
 @dataclass
 class Addition:
-    """The problems as a data.Source: as text, or for a model with an image reader as the preset says."""
+    """The problems as a data.Source: as text, or for a model with an image reader in the preset's form."""
 
     seed: int
     encode: Callable[..., list[int]]  # takes a text and the images in it

@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 models = Path(__file__).parent.parent / "demo" / "models" / "written"
 policy = AutoModelForCausalLM.from_pretrained(models / "actor")
 judge = AutoModelForCausalLM.from_pretrained(models / "judge")
-tokenizer = AutoTokenizer.from_pretrained(models / "actor")  # of both; a token is a character
+tokenizer = AutoTokenizer.from_pretrained(models / "actor")  # both models'; a token is a character
 
 
 def random_problem(rng, excluded):

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.errors import UserError
 
-# hook -> extra -> what it adds. A comment says who calls it, with what, for what
+# hook -> extra -> what it adds. A comment names who calls it, with what, for what
 HOOKS: dict[str, dict[str, str]] = {
     "rows": {},  # extras.load: a module whose import adds rows to MODES, PLACEMENTS or other tables
     "command": {},  # run.start: (arguments, usage) -> last line of what is done instead of a run, or None

@@ -23,13 +23,20 @@ def in_turn(works: list[Any]) -> None:
         work.run()
 
 
-# trainers look a row up to run passes, the controller to know which models learn together
-SCHEDULES = {"": Schedule(in_turn)}
+WHOLE = Schedule(in_turn)  # with --pp 1: a stage is the whole model
+
+# --schedule -> its row, for stages on several ranks. Trainers look it up to run passes, the controller to
+# know which models learn together
+SCHEDULES: dict[str, Schedule] = {}
 
 
 def schedule_of(config: Config) -> Schedule:
-    """Return the row of --schedule, by default 1f1b with --pp. Raises UserError if there is none."""
-    name = config.schedule or ("1f1b" if config.pp > 1 else "")
-    if name not in SCHEDULES:
-        raise UserError(f"--schedule {name} (--pp {config.pp}): no extra has the row {name!r}")
-    return SCHEDULES[name]
+    """Return the schedule of an optimizer step's passes. Raises UserError if there is none."""
+    if config.pp == 1 and config.schedule == "1f1b":
+        return WHOLE
+    if config.schedule not in SCHEDULES:
+        raise UserError(
+            f"--schedule {config.schedule} with --pp {config.pp}: no extra has the row "
+            f"{config.schedule!r}"
+        )
+    return SCHEDULES[config.schedule]

@@ -122,7 +122,7 @@ def train(
     progress: Progress,
 ) -> None:
     """Train the checkpoint `start` with supervised steps and write `end` (collective: all ranks)."""
-    alone = dict(tp=1, pp=1, sp=False, schedule="")
+    alone = dict(tp=1, pp=1, sp=False, schedule="1f1b")
     config = dataclasses.replace(config, command="sft", dtype="float32", **alone)
     actor = MuonActor(config, str(start))
     tokenizer = tokenization.load_tokenizer(str(start))

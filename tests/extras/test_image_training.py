@@ -14,6 +14,7 @@ from extras.critic import Critic
 from extras.images.reader import ImageReader
 from sample import Sample
 from tests.support.plain import plain_steps
+from tests.support.rounding import apart
 from tests.support.vision import BOS, END, IMAGE, START, encoded_picture, make_vision_model
 from tests.workers.parallel import actor_config, gathered, set_constants, weights_of
 from tests.workers.start import trained_by_tier
@@ -131,8 +132,13 @@ def test_a_layout_trains_as_transformers(name, references, result_of):
     assert norms == pytest.approx(true_norms, rel=0, abs=1e-4)
     assert result["weights"].keys() == reference["weights"].keys()
     moved = dict.fromkeys((True, False), 0.0)  # is it the tower's? -> the largest move
+    # AdamW divides a gradient by its size: one that is only rounding moves a weight by LR in either direction
+    most = 2 * LR * len(losses)
+    # a gradient has a term for each token, and each comes through up to four layers
+    terms = 4 * sum(len(sample.tokens) for sample in reference["samples"])
     for name, weight in reference["weights"].items():
-        assert torch.allclose(result["weights"][name], weight, rtol=0, atol=1e-4), name
+        apart_by = (result["weights"][name] - weight).abs()
+        assert apart_by.max() <= most and apart_by.mean() <= most * apart(terms), name
         far = (weight - reference["before"][name]).abs().max().item()
         moved["visual." in name] = max(moved["visual." in name], far)
     assert min(moved.values()) > 1e-3

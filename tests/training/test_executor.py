@@ -31,7 +31,7 @@ FIRST = {  # name -> family, ranks, sizes
 OTHERS = {
     "pp2": ("qwen3", 2, {"pp": 2, "schedules": ALL}),
     # one data-parallel rank has nothing to sum, so a pass may leave a parameter out
-    "tp2": ("qwen3", 2, {"tp": 2, "schedules": (*ALL, ""), "bucket": 500}),
+    "tp2": ("qwen3", 2, {"tp": 2, "schedules": ALL, "bucket": 500}),
     "pp4": ("qwen3", 4, {"pp": 4, "schedules": ALL}),
     "tp2_pp2_sp": ("qwen3", 4, {"tp": 2, "pp": 2, "sp": True, "schedules": ALL}),
     # gradients are summed during the backward pass, in buckets of that many parameters, as on CUDA
