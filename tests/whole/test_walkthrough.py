@@ -36,7 +36,7 @@ NUMBER = re.compile(r"\d+\.\d+(?:e-\d+)?")
 
 @pytest.mark.slow
 def test_a_run_gives_the_same_page(tmp_path):
-    """Words and counts must be equal, and numbers but for the order in which another CPU adds a logit's terms."""
+    """Words and counts must be equal; numbers but for the order in which a CPU adds a logit's terms."""
     walkthrough.make_run(tmp_path / "run", "--port", free_ports())
     pages = [
         walkthrough.SECONDS.sub("", page) for page in (walkthrough.page_of(tmp_path / "run"), PAGE)
