@@ -105,9 +105,10 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
     """Place engines and models (pure). on_machine: ranks per machine. Raises UserError if it can't."""
     sizes = {"rollout": config.rollout_tp, "genrm": config.genrm_tp}
     for role, tp in sizes.items():
-        count = on_machine or world_size
-        if count % tp:
-            raise UserError(f"--{role}-tp {tp} doesn't divide {count} ranks of a machine")
+        if on_machine % tp:
+            raise UserError(f"--{role}-tp {tp} doesn't divide {on_machine} ranks of a machine")
+        if world_size % tp:
+            raise UserError(f"--{role}-tp {tp} doesn't divide {world_size} ranks")
     everyone = tuple(range(world_size))
     try:
         row = row_of(config)

@@ -84,7 +84,7 @@ class Addition:
     def __post_init__(self):
         self._show: Show = written
         if self.reader:
-            self._show = partial(needed("demo_media", "--preset images"), self.preset)
+            self._show = partial(needed("demo_media", f"--preset {self.preset}"), self.preset)
         self.held_out = HeldOut(self)
 
     def training(self, prompt_id: int) -> Prompt:

@@ -16,14 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 SEED, STEPS, PROMPTS, ANSWERS = 0, 40, 16, 8  # a prompt's 8 answers are a group
-LONGEST_ANSWER, LONGEST_CRITIQUE = 72, 100  # in tokens
+LONGEST_ANSWER, LONGEST_CRITIQUE = 72, 100  # in tokens; a token is a character
 COLUMNS = 129  # tokens of the longest prompt plus its output
 
 torch.set_num_threads(1)
 models = Path(__file__).parent.parent / "demo" / "models" / "written"
 policy = AutoModelForCausalLM.from_pretrained(models / "actor")
 judge = AutoModelForCausalLM.from_pretrained(models / "judge")
-tokenizer = AutoTokenizer.from_pretrained(models / "actor")  # both models'; a token is a character
+tokenizer = AutoTokenizer.from_pretrained(models / "actor", padding_side="right")  # both models'
 
 
 def random_problem(rng, excluded):
@@ -69,9 +69,9 @@ def generate(model, prompts, limit, seeds=None):
     Tensors are [rows, COLUMNS]; padding is on the right, so causal attention needs no mask. The largest of
     logits + Gumbel noise is a sample of softmax(logits). Without seeds the likeliest token is chosen.
     """
-    padding = {"padding": "max_length", "padding_side": "right", "max_length": COLUMNS}
-    inputs = tokenizer(prompts, return_tensors="pt", **padding)
-    tokens, starts = inputs["input_ids"], inputs["attention_mask"].sum(1)  # lengths of the prompts
+    inputs = tokenizer(prompts, return_tensors="pt", padding="max_length", max_length=COLUMNS)
+    tokens = inputs["input_ids"]
+    starts = inputs["attention_mask"].sum(1)  # lengths of the prompts
     written = torch.zeros(tokens.shape, dtype=torch.bool)
     logprobs = torch.zeros(tokens.shape)
     ended = torch.zeros(len(prompts), dtype=torch.bool)

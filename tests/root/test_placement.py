@@ -69,8 +69,8 @@ def test_splits_that_a_run_may_take(changes, size, expected):
 REFUSED = [
     (dict(FULL, rebalance=True), 2, "--rebalance: no rule moves the split of --mode full"),
     (dict(mode="x"), 2, "--mode x is unknown; choose one of .*partial, .*full, .*fused"),
-    (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks of a machine"),
-    (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks of a machine"),
+    (dict(rollout_tp=4), 6, "--rollout-tp 4 doesn't divide 6 ranks"),
+    (dict(genrm_tp=4), 6, "--genrm-tp 4 doesn't divide 6 ranks"),
     (dict(), 1, "--mode partial needs more ranks than 1 for a rollout engine and a genrm"),
     (dict(rollout_tp=2, genrm_tp=3), 6, "--mode partial needs more ranks than 6"),
     (dict(FULL, placement="engines=0-2 actor=3", rollout_tp=2), 4, "on adjacent ranks that"),
