@@ -34,11 +34,13 @@ from config import AS_FITS, Config
 from engines.engine import Answer, Engine, Request, Sampling
 from inputs import hf_directory
 from modes import lay_out
-from runtime import rendezvous, shutdown
+from runtime import devices, rendezvous, shutdown
 from sample import Sample
 from tests.gpu_model import SIZES
 from tests.support.patience import LIMIT_S
 from tests.workers.parallel import balanced, set_constants
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", devices.PIN_EXACTLY)  # as in a run
 
 DEVICE, MODEL, RESULT = sys.argv[2], sys.argv[3], Path(sys.argv[4])
 HAS_GPU, SIZE = DEVICE == "cuda", SIZES[DEVICE]
