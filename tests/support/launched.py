@@ -22,6 +22,9 @@ TORCHRUN_S_OWN = re.compile(r"[WE]\d{4} .*torch/distributed/")  # torchrun's own
 IN_OUR_CODE = re.compile(rf'File "{ROOT}/(?!\.venv)')  # a line of a traceback
 PORTS = 20  # ports of a run from --port on; the last is torchrun's own
 BASES = itertools.count(20_000 + os.getpid() % 300 * PORTS, PORTS)
+HELD: list[
+    socket.socket
+] = []  # for each base that this process has: no other test process takes it
 
 
 def free_port() -> int:
@@ -35,9 +38,26 @@ def is_taken(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+def hold(base: int) -> bool:
+    """Hold a base for this process until it ends. Return False if another test process holds it."""
+    holder = socket.socket(socket.AF_UNIX)
+    try:
+        holder.bind(f"\0nanoyatt-tests-{base}")
+    except OSError:
+        holder.close()
+        return False
+    HELD.append(holder)
+    return True
+
+
 def free_ports() -> int:
-    """Return the first of PORTS free ports in a row, below those that the system gives to connections."""
-    return next(base for base in BASES if not any(map(is_taken, range(base, base + PORTS))))
+    """Return the first of PORTS free ports in a row, below those that the system gives to connections.
+
+    Two test processes that start a run at once must not get the same ports, so each holds its own.
+    """
+    return next(
+        base for base in BASES if hold(base) and not any(map(is_taken, range(base, base + PORTS)))
+    )
 
 
 class Run:

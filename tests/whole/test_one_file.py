@@ -21,7 +21,7 @@ from tests.support.rounding import apart
 from tests.workers.one_file import FILE
 from tests.workers.start import run_worker
 
-DIGITS = 5e-7  # metrics.jsonl has six decimals
+DIGITS = 5e-7  # metrics.jsonl has six digits; what is compared here is below 1
 LARGEST_ADVANTAGE = math.sqrt(7)  # that of one right answer among eight
 
 
@@ -47,7 +47,7 @@ def check_numbers(row: dict, step: dict) -> None:
     """Rewards must be equal, and losses but for the order in which float32 adds their terms."""
     rewards = [answer["reward"] for answer in step["answers"]]
     mean = sum(rewards) / len(rewards)
-    assert mean == pytest.approx(row["reward/unfiltered_mean"], abs=DIGITS), row["step"]
+    assert float(f"{mean:.6g}") == row["reward/unfiltered_mean"], row["step"]
     allowed = DIGITS + apart(int(row["train/tokens"])) * LARGEST_ADVANTAGE
     assert step["loss"] == pytest.approx(row["train/loss"], abs=allowed), row["step"]
 
@@ -90,8 +90,9 @@ def distance(sample: dict, answer: dict, seed: int) -> float:
     return abs(sums[0] - sums[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.long)]
+)
 def test_it_gives_the_tokens_of_a_run(tmp_path, seed):
     """All answers of all ranks must be equal until two tokens are almost equally likely.
 

@@ -153,7 +153,7 @@ def run_case(module: str, folder: str) -> None:
 
 def main() -> None:
     with suppress(ModuleNotFoundError):  # without that extra a case that needs it fails
-        from extras import critic  # noqa: F401
+        importlib.import_module("extras.critic")
     set_constants()
     torch.set_num_threads(1)
     for line in sys.stdin:
