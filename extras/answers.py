@@ -74,7 +74,7 @@ class AnswersReport(Report):
         self._evaluated["eval/tokens_per_s"] = sum(row["tokens"] for row in rows) / now
 
     def close(self) -> None:
-        """Write the row of metrics. Without a step there is no trace or picture."""
+        """Write the row of metrics. Without a step there is no picture."""
         if self._writer:
             self._writer.write(0, self._evaluated)
             self._writer.close()

@@ -2,7 +2,7 @@
 
 Controllers send small facts to rank 0, which computes the metrics and writes them. Files under --out:
 metrics.jsonl (one object per step), history.jsonl (measurements while serving), samples.jsonl,
-tensorboard/; at the end trace.json and timeline.png.
+tensorboard/; at the end timeline.png.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from state import Controller, RolloutBatch
 if TYPE_CHECKING:
     from runtime.out_folder import ResumePoint
 
-STEPS_TRACED = 10  # trace.json has the last ones
 SAMPLE_FIELDS = ("prompt_id", "question", "answer_key", "response", "finish")
 SAMPLE_FIELDS += ("critique", "verdict", "reward", "cost")
 TEXTS = ("question", "answer_key", "response", "critique")
@@ -205,19 +204,18 @@ class Report:
         return path
 
     def close(self) -> None:
-        """Write the last row, then trace and picture. Call it after a barrier: it reads all ranks' spans."""
+        """Write the last row, then the picture. Call it after a barrier: it reads all ranks' spans."""
         if not self._writer:
             return
         # first: a run that has this row did all its steps, and isn't resumed
         self._writer.write(self.config.steps, self._evaluated)
         try:
-            tl.write_trace(tl.read(self.out / "spans", -STEPS_TRACED), self.out / "trace.json")
             for draw in added("picture"):
                 draw(self.out).savefig(self.out / "timeline.png")
                 self._writer.show(self.config.steps, self.out / "timeline.png")
             self._writer.close()
         except OSError as error:
-            self.note(f"{self.out}: trace.json or timeline.png could not be written: {error}")
+            self.note(f"{self.out}: timeline.png could not be written: {error}")
 
 
 def pass_at_k(samples: int, right: list[int]) -> dict[str, float]:

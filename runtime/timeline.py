@@ -23,7 +23,6 @@ INSTANTS = ("moved", "aborted", "done")  # states of an answer without a duratio
 MARKS = ("wave", "weights", "split", "tail")
 WORK = ("span", "part")  # kinds that keep a lane busy
 STEPS_KEPT = 100
-MICRO = 1e6  # microseconds per second
 
 
 class Pass(NamedTuple):
@@ -193,43 +192,3 @@ def lanes(spans: Iterable[Event]) -> dict[tuple[int, str], list[Stretch]]:
     for span in spans:
         grouped[span.rank, span.name].append(span)
     return {key: busy(group) for key, group in sorted(grouped.items())}
-
-
-def write_trace(events: list[Event], path: Path) -> None:
-    """Write a Chrome/Perfetto trace: a process per rank, a thread per role, and tracks of answers."""
-    rows = list(_trace_rows(events))
-    for rank in sorted({row["pid"] for row in rows}):
-        row = {"ph": "M", "pid": rank}
-        rows.append(row | {"name": "process_name", "args": {"name": f"rank {rank}"}})
-        for thread, name in enumerate((*LANES, "passes")):
-            rows.append(row | {"name": "thread_name", "tid": thread, "args": {"name": name}})
-    path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
-
-
-def _trace_rows(events: list[Event]) -> Iterator[dict]:
-    """Yield stretches, passes (X: complete), answers by id (b, e: slice; n: instant), marks (i: instant)."""
-    threads = list(LANES)
-    spans = [span for span in of_kind(events, *WORK) if span.name in LANES]
-    for (rank, name), stretches in lanes(spans).items():
-        for stretch in stretches:
-            args = {"in_flight": round(stretch.in_flight, 2)}
-            yield _complete(name, rank, threads.index(name), stretch, args)
-    # viewers keep this order at equal times
-    for sample in sorted(of_kind(events, "sample"), key=lambda s: (s.start, s.end)):
-        row = {"name": sample.name, "cat": "sample", "id": sample.args["answer"]}
-        row |= {"pid": sample.rank, "tid": 0}
-        begin = row | {"ts": sample.start * MICRO, "args": {"step": sample.step}}
-        yield begin | {"ph": "n" if sample.name in INSTANTS else "b"}
-        if sample.name not in INSTANTS:
-            yield row | {"ph": "e", "ts": sample.end * MICRO}
-    for mark in of_kind(events, *MARKS):
-        name = mark.name if mark.kind in mark.name else f"{mark.kind} {mark.name}"
-        yield dict(name=name, ph="i", s="p", pid=mark.rank, tid=0, ts=mark.start * MICRO)
-    for each in of_kind(events, "pass"):
-        name = f"{each.name} {each.args['label']}"
-        yield _complete(name, each.rank, len(threads), each, {"stage": each.args["stage"]})
-
-
-def _complete(name: str, rank: int, thread: int, span: Stretch | Event, args: dict) -> dict:
-    times = {"ts": span.start * MICRO, "dur": (span.end - span.start) * MICRO}
-    return dict(name=name, ph="X", pid=rank, tid=thread, args=args) | times

@@ -1,7 +1,6 @@
 """`--schedule fused`: all pipes in one table. Pipes in opposite directions fill each other's idle time. Pure.
 
 RLHFuse (arXiv 2409.13221), section 5, but with list scheduling instead of simulated annealing.
-`python -m reproduce.bench.schedules` shows the gain.
 """
 
 import math

@@ -1,7 +1,6 @@
-"""Spans to seconds, lanes and the trace."""
+"""Spans to seconds and lanes."""
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given, settings
@@ -90,19 +89,11 @@ def test_files_of_a_long_run_are_bounded(tmp_path, monkeypatch):
     assert len(tl.read(tmp_path, -10)) == 10 and tl.truncate(tmp_path, 8) == 0.0
 
 
-def rows_of(events, folder, phases):
-    path = folder / "trace.json"
-    tl.write_trace(events, path)
-    return [row for row in json.loads(path.read_text())["traceEvents"] if row["ph"] in phases]
-
-
-def test_an_engine_is_busy_with_what_it_has_to_leave(tmp_path):
+def test_an_engine_is_busy_with_what_it_has_to_leave():
     """A critique begins on one engine and ends on another: each must have its part, and one is a span."""
     begun, ended = spans_of([(0.0, 4.0), (4.5, 5.0)], "genrm", 0)
     events = [begun._replace(kind="part"), ended._replace(rank=1)]
     assert tl.seconds(events, "genrm") == 9
-    rows = rows_of(events, tmp_path, "X")
-    assert [(r["pid"], r["ts"], r["dur"]) for r in rows] == [(0, 0, 4e6), (1, 4.5e6, 5e6)]
     drawn = figure.Picture("t", figure.of_steps(events, 0, 0), 4).lanes
     stretches = {lane: len(found) for lane, found in drawn.items()}
     assert stretches == {(0, "genrm"): 1, (1, "genrm"): 1}

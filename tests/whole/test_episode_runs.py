@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime import timeline
 from tests.support.launched import Run, rows_done, saved
 from tests.support.patience import PATIENCE
 
@@ -155,8 +156,8 @@ def test_a_run_plays_episodes(unbroken):
         assert row["environment/lost_frac"] == 0 <= row["environment/hints"] <= 1
         assert row["train/tokens"] == row["rollout/tokens_trained"]
     assert {"eval/accuracy", "eval/reward_mean"} <= last.keys()
-    spans = json.loads((unbroken.out / "trace.json").read_text())["traceEvents"]
-    assert "environment" in {span["name"] for span in spans}
+    spans = timeline.read(unbroken.out / "spans")
+    assert "environment" in {span.name for span in spans}
 
 
 @pytest.mark.parametrize("mode", ["full", "fused"])

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from config import DEMO_MODELS
+from runtime import timeline
 from runtime.shutdown import ECHO_S
 from tests import ROOT
 from tests.support.launched import Run, free_ports, rows_done, saved
@@ -52,15 +53,15 @@ def test_a_run_leaves_what_it_promises(unbroken):
         assert row["genrm/failed"] == 0 and 0 < row["time/save_s"] < row["time/step_s"]
     assert ["eval/accuracy" in row for row in (*rows, last)] == [True, False, False, True]
     out = unbroken.out
-    for name in ("config.json", "samples.jsonl", "trace.json", "timeline.png"):
+    for name in ("config.json", "samples.jsonl", "timeline.png"):
         assert (out / name).stat().st_size > 0 and name in said
     assert len(list((out / "tensorboard").iterdir())) == 1
     logs = {f"{role}-{rank}.log" for role in ("rollout", "genrm") for rank in (0, 1)}
     assert {path.name for path in (out / "logs").iterdir()} == logs
     assert {path.name for path in (out / "checkpoints").iterdir()} == {"step_2", "step_3"}
-    spans = json.loads((out / "trace.json").read_text())["traceEvents"]
+    spans = timeline.read(out / "spans")
     for rank in (0, 1):
-        names = {span["name"] for span in spans if span["pid"] == rank}
+        names = {span.name for span in spans if span.rank == rank}
         assert names >= {"rollout", "genrm", "train", "sync", "switch"}
 
 
