@@ -66,7 +66,7 @@ class Config:
     host: str = setting("127.0.0.1", "address that ranks and servers here listen on", "run")
     port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
     timeout_s: float = setting(600.0, "longest wait for a rank; engines get half", "run", low=TINY)
-    memory_check: bool = setting(True, "refuse to start without enough memory", "memory")
+    memory_check: bool = setting(True, "refuse to start without enough of a GPU", "memory")
     model: str = setting("", "Hugging Face directory of the policy; default: the demo's", "data")
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
     template: Texts = setting((), "chat template settings: enable_thinking=false", "data")

@@ -223,6 +223,8 @@ class ServerProcess:
         status = self._process.poll()
         if status is None:
             return ""
+        if status == -signal.SIGKILL:
+            return "signal 9: memory may have run out"
         return f"signal {-status}" if status < 0 else f"exit status {status}"
 
     async def kill(self) -> None:

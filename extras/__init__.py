@@ -63,7 +63,7 @@ EXTRAS = {
     ),
     # --steps 0, OUT/answers.jsonl
     "answers": Extra("extras/answers.py", {"evaluation": "extras.answers:EVALUATION"}),
-    # refuses a run that needs too much memory; --recompute -1
+    # refuses a run that needs too much of a GPU; --recompute -1
     "memory": Extra("extras/memory", {"run_check": "extras.memory.check:settled"}, evaluates=True),
     # --dry-run, --simulate, run.py check
     "dry run": Extra("extras/dry_run.py", {"command": "extras.dry_run:command"}, evaluates=True),

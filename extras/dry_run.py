@@ -119,15 +119,8 @@ def check(config: Config) -> int:
     if all(row.is_good for row in rows):  # otherwise nothing can read a model's directory
         from training import model
 
-        placement, splits = lay_out(config, ranks)
+        placement, _ = lay_out(config, ranks)
         model.check_models(config, placement, formats_of(config))
-        if "memory" in extras.EXTRAS:
-            from extras.memory import check as memory
-            from extras.memory.estimate import with_micro_batch
-
-            for need in memory.needs_of(with_micro_batch(config), placement, splits):
-                takes = str(need).partition(": ")[2]
-                rows.append(Row(need.place, takes, need.needed <= need.free))
     rows += graphics(config)
     if config.device == "cpu" and "fast CPU" in extras.EXTRAS:
         from extras.fast_cpu.decoder import rates_of

@@ -25,10 +25,12 @@ from typing import NamedTuple
 import modes
 from config import Config, Parser, parse_config
 from extras.memory import check as memory
+from extras.memory import estimate
 from placement import PLACEMENTS, make_placement
 from reproduce.simulation.cluster import PHASES, Costs, simulation_of
 from reproduce.simulation.finished import LAST, costs_like, own_config, read_run, work_of
 from reproduce.simulation.sheet import costs_of_sheet
+from runtime.devices import FULL
 from runtime.errors import UserError, printable
 from scheduling.layout import Placement
 from scheduling.measured import Split
@@ -152,20 +154,19 @@ def simulate(costs: Costs, ranks: int, plan: Plan) -> Result | str:
 
 
 def memory_of(config: Config, ranks: int, device: float) -> str:
-    """Return the GB that a device needs, or the host without CUDA. device: its bytes, 0 if unknown."""
-    from extras.memory.estimate import peaks_of, with_micro_batch
-
+    """Return the GB that a device needs, "" for a CPU. device: its bytes, 0 if unknown."""
+    if config.device == "cpu":
+        return ""
     try:
         placement, splits = modes.lay_out(config, ranks)
-        config = with_micro_batch(config)
-        needs = memory.needs_of(config, placement, splits)
-        need = needs[-1] if config.device == "cuda" else needs[0]
-        if config.device == "cuda" and device:
-            peaks = peaks_of(config, placement, splits, device)
-            need = need._replace(needed=max(peaks.values()), free=device)
+        size, peaks = memory.device_peaks(config, placement, splits)
+        free = FULL * size
+        if device:
+            free, peaks = device, estimate.peaks_of(config, placement, splits, device)
     except UserError as error:
         return f"? ({error})"
-    return f"{need.needed / 1e9:.1f} GB{' TOO LITTLE' if need.needed > need.free else ''}"
+    needed = max(peaks.values())
+    return f"{needed / 1e9:.1f} GB{' TOO LITTLE' if needed > free else ''}"
 
 
 def table_of(results: list[Result], memories: list[str]) -> list[str]:

@@ -724,7 +724,7 @@ def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatc
     stopped, killed = run(strike_twice())
     who = "the rollout engine of rank 0"
     assert stopped.startswith(f"{who} gave no sign of life for 2 s; the end of ")
-    assert killed.startswith(f"{who} died (signal 9); the end of ")
+    assert killed.startswith(f"{who} died (signal 9: memory may have run out); the end of ")
     assert " crashed with exit code -9." in killed
     run(engine.close())
     psutil.wait_procs(children, LIMIT_S)

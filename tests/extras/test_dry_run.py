@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +17,6 @@ from extras import dry_run
 from extras.dry_run import device_map
 from extras.memory import check as memory
 from extras.memory import estimate
-from extras.memory import free as free_memory
 from extras.memory.estimate import embedding, engine_parts, trainer_parts
 from inputs.hf_directory import checkpoint_shapes
 from runtime.shutdown import Stop
@@ -99,7 +97,7 @@ def test_memory_counts_critics_and_the_reference():
         lines = memory.table(config, *build.check_settings(config, 2))
         # twice 8192 tokens of 64 in float32, and twice 64 x 96 of the head
         assert "loss 4.2" in lines[1]
-        listed = [line.split(":")[0].strip() for line in lines[1:-4]]
+        listed = [line.split(":")[0].strip() for line in lines[1:]]
         return [name.split(" demo/")[0] for name in listed]  # without the model's directory
 
     ppo = ("ppo", "kl_coef=0.1")
@@ -122,7 +120,7 @@ def test_an_evaluation_has_engines_only():
     placed = build.check_settings(config, 1)
     assert device_map(config, *placed)[1:] == ["  rank 0: rollout on port 23010"]
     lines = memory.table(config, *placed)
-    assert [line.split()[0] for line in lines[1:-4]] == ["rollout"]
+    assert [line.split()[0] for line in lines[1:]] == ["rollout"]
 
 
 @pytest.fixture
@@ -193,70 +191,3 @@ def test_a_dry_run_reads_the_rows(tmp_path, rule, row, named):
         run.start(given.split(), Stop())
     jsonl(path, [good])
     assert run.start(given.split(), Stop()) == ""
-
-
-PUSHED = [("partial", 10**6, 8), ("full", 10**9, 2 * (537 + 4000))]
-
-
-@pytest.mark.parametrize("mode,tensor,needed", PUSHED)
-def test_shared_memory_has_room_for_pushes(monkeypatch, mode, tensor, needed):
-    """It needs MB for two tensors of this many numbers: both, or per engine a bucket with the last one."""
-    shapes = {"one": [tensor], "other": [tensor]}
-    config = settings(port=23124, mode=mode, save_every=0)
-    monkeypatch.setattr(estimate, "checkpoint_shapes", lambda path: shapes)
-    monkeypatch.setattr(memory, "host_parts", lambda *_: {"libraries": 1.0})
-    usage = SimpleNamespace(free=(15 + needed) * 10**6)
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage)
-    placed = build.check_settings(config, 2)
-    found = memory.needs_of(config, *placed)[1].needed
-    assert found == pytest.approx((16 + needed) * 1e6, rel=1e-3)
-    with pytest.raises(ValueError, match=r"^/dev/shm: .* are free: try docker run --shm-size; "):
-        memory.check_fits(config, *placed)
-    usage.free += 2 * 10**6
-    memory.check_fits(config, *placed)
-
-
-MEASURED = {  # bytes: the peak PSS of all processes of `torchrun --nproc-per-node 2 run.py ...`
-    "--mode partial": 2.18e9,
-    "--mode full": 2.74e9,
-    "--mode partial --algorithm ppo": 2.22e9,
-}
-
-
-@pytest.mark.parametrize("given", MEASURED)
-def test_the_demo_takes_what_is_counted(monkeypatch, given):
-    """It must be within 15% on 2 cores (25% is promised). Two machines need the libraries twice."""
-    config = parse_config(given.split())
-    placed = build.check_settings(config, 2)
-    needed = memory.needs_of(config, *placed)[0].needed
-    assert needed == pytest.approx(MEASURED[given], rel=0.15)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    halves = []
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        halves.append(memory.needs_of(config, *placed)[0].needed)
-    assert sum(halves) == needed + memory.LIBRARIES["cpu"][0] and max(halves) < 0.7 * needed
-
-
-V1 = ("5:memory:/a/b", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-V2 = ("0::/a/b", "", "memory.max", "memory.current", "")
-
-
-@pytest.mark.parametrize("line,home,limit,taken,prefix", [V1, V2])
-def test_a_containers_limit_counts(tmp_path, monkeypatch, line, home, limit, taken, prefix):
-    """The tightest of its group and those around it counts, minus memory in use that can't be dropped."""
-    (tmp_path / "cgroup").write_text(f"7:pids:/\n{line}\n")
-    monkeypatch.setattr(free_memory, "GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(free_memory, "LIMITS", tmp_path)
-    whole = free_memory.free_memory()
-    (tmp_path / home / "a" / "b").mkdir(parents=True)
-    none = "max" if prefix == "" else 2**63 - 4096
-    # the group's limit and the outer one's
-    for limits, left in (((none, none), whole), ((none, 10_000), 9600), ((1000, 10_000), 600)):
-        for folder, most in zip(("a/b", "a"), limits, strict=True):
-            (tmp_path / home / folder / limit).write_text(f"{most}\n")
-            (tmp_path / home / folder / taken).write_text("500\n")
-            path = tmp_path / home / folder / "memory.stat"
-            path.write_text(f"x 9\n{prefix}inactive_file 100\n")
-        assert free_memory.free_memory() == pytest.approx(left, rel=0.2)

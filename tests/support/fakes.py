@@ -259,7 +259,9 @@ class FakeEngine:
         while self.runs and not self.hangs:
             await self.changed.wait()
         await asyncio.sleep(PROBE_S if self.runs else LOOK_S)
-        raise self.lost("gave no sign of life" if self.runs else "died (signal 9)")
+        raise self.lost(
+            "gave no sign of life" if self.runs else "died (signal 9: memory may have run out)"
+        )
 
     def lost(self, how):
         return EngineLost(f"the {self.name} {how}; {self.log_end()}")

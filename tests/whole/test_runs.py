@@ -219,7 +219,7 @@ LOSSES = {  # name -> the strike, the message
     ),
     "an engine": (
         lambda run: run.engine("genrm", 1, "-m engines.server_main").kill(),
-        "error: the genrm engine of rank 1 died (signal 9); the end of ",
+        "error: the genrm engine of rank 1 died (signal 9: memory may have run out); the end of ",
     ),
 }
 
