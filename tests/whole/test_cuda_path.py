@@ -384,7 +384,7 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
         memory.check_fits(config, *placed)
     needed = peaks_of(config, *placed, 85e9)["training the actor"]
     assert needed > 7_615_616_512 * 18 + 3 * RESIDENT  # weights, gradients, optimizer; then a pass
-    most = f"{needed / 1e9:.1f} GB, {needed / 1e9:.1f} for training the actor"
+    most = f"{needed / 1e9:.1f} GB for training the actor"
     line = f"0.9 of a device: the run needs about {most}, and 76.5 are free"
     assert str(raised.value).startswith(line)
     memory.check_fits(replace(config, memory_check=False), *placed)
