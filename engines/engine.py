@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 LOOK_S = 0.1  # interval between checks that a server is ready, or still up
-HEALTH_S = 3.0  # shortest timeout for /health: SGLang checks itself once a second
 WARM_UP_TOKENS = 2  # one from the prefill, one from a decode step
 
 
@@ -109,9 +108,7 @@ class Engine:
         self._session: aiohttp.ClientSession | None = None
         self._tp = 1
         self._shapes: dict[str, list[int]] = {}  # shapes of the weights by Hugging Face name
-        self._lost_s = 300.0  # silence after which it counts as lost; also every call's timeout
-        self._is_awake = False
-        self._events = 0  # events in all streams so far: signs of life
+        self._lost_s = 300.0  # every call's timeout
         self._has_aborted = False  # since it last woke up
 
     @classmethod
@@ -139,7 +136,7 @@ class Engine:
         """Wait until the server generates. Raises UserError with its log's end if it dies or is too slow."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + deadline_s
-        while not await self.is_healthy(self._lost_s, "/ready"):
+        while not await self._is_ready():
             if self._process.exit_status():
                 raise self._start_error("stopped while starting")
             if clock() > deadline:
@@ -172,27 +169,13 @@ class Engine:
             pass
 
     async def watch(self) -> NoReturn:
-        """Raise EngineLost once the process ends, or shows no sign of life for too long while awake.
+        """Raise EngineLost once the process ends.
 
-        Signs of life are stream events and a healthy /health. We only call /health after some silence: while
-        SGLang generates, it delays that reply by a second, and a pause would wait as long.
+        `Pool.apply_status` finds one that hangs while it has tokens to write, a call's timeout any other.
         """
-        clock = asyncio.get_running_loop().time
-        patience_s = self._lost_s / 4
-        silent_s = 0.0
-        while silent_s < self._lost_s:
-            if status := self._process.exit_status():
-                raise self.lost(f"died ({status})")
-            events = self._events
-            start = clock()
+        while not (status := self._process.exit_status()):
             await asyncio.sleep(LOOK_S)
-            is_alive = not self._is_awake or self._events != events
-            if not is_alive and silent_s >= patience_s:
-                is_alive = await self.is_healthy(patience_s)
-            # capped: this process may have been stopped, and received nothing meanwhile
-            waited_s = min(clock() - start, LOOK_S + patience_s)
-            silent_s = 0.0 if is_alive else silent_s + waited_s
-        raise self.lost(f"gave no sign of life for {self._lost_s:g} s")
+        raise self.lost(f"died ({status})")
 
     def lost(self, how: str) -> EngineLost:
         """Return the error to raise. On the engine's owner it includes the end of the log."""
@@ -216,7 +199,6 @@ class Engine:
 
     async def sleep(self, deadline_s: float = 0.0) -> None:
         """Release the device's memory. Answers in progress finish with "abort"."""
-        self._is_awake = False
         if self._process.device == "cpu":
             return
         if self._has_aborted:  # pausing before an aborted request has left would take a second
@@ -238,7 +220,6 @@ class Engine:
         if self._process.device != "cpu":
             await self._call("POST", "/resume_memory_occupation", tags=["kv_cache"])
             await self._call("POST", "/continue_generation")
-        self._is_awake = True
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, under Hugging Face names. Raises UserError if one is unknown or missing."""
@@ -279,7 +260,6 @@ class Engine:
         body |= {"return_logprob": True, "stream": True}
         async with self._open("POST", "/generate", body) as response:
             async for event in wire.server_sent_events(response):
-                self._events += 1
                 if "error" in event:
                     raise UserError(f"the {self.name} refused: {event['error']['message']}")
                 part = read_part(event, written[event["index"]])
@@ -321,10 +301,9 @@ class Engine:
         except (TimeoutError, aiohttp.ClientError) as error:
             raise self.lost(f"didn't answer {path}: {error!r}") from error
 
-    async def is_healthy(self, deadline_s: float, path: str = "/health") -> bool:
-        """True if /health sees a further step, or when idle a generated token. /ready: if it has started."""
+    async def _is_ready(self) -> bool:
         with suppress(EngineLost, UserError):
-            async with self._open("GET", path, {}, max(HEALTH_S, deadline_s)):
+            async with self._open("GET", "/ready", {}, self._lost_s):
                 return True
         return False
 

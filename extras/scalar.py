@@ -41,7 +41,6 @@ class ScoringEngine(Engine):
             # FastAPI answers 500 if a number isn't finite: JSON can't represent it
             replies = await response.json() if response.status == 200 else unknown
         end = clock()
-        self._events += 1
         for index, reply in enumerate(replies):
             # a request aborted in the queue comes back without a vector
             (score,) = reply.get("embedding", [None])

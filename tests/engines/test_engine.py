@@ -184,35 +184,6 @@ def test_an_aborted_answer(event, written, tokens):
     assert part.versions == [4] * len(tokens)
 
 
-def test_a_server_hangs_if_neither_a_stream_nor_its_health_says_otherwise(monkeypatch):
-    """It does after half of --timeout-s awake; while it generates it isn't probed: pausing would wait."""
-    engine, asked, clock = Engine("rollout", 0, "http://127.0.0.1:1", "a key"), [], VirtualClock()
-    ends = dict(exit_status=lambda: "", log_end=lambda: "the end of its log: nothing")
-    engine._process = SimpleNamespace(**ends)
-
-    async def is_healthy(deadline_s):
-        asked.append(engine._events)
-        return False
-
-    async def write():
-        await asyncio.sleep(1000)  # asleep it sends nothing
-        engine._is_awake = True
-        for _ in range(100):
-            await asyncio.sleep(1)
-            engine._events += 1
-
-    async def watch():
-        writing = asyncio.create_task(write())
-        line = "^the rollout engine of rank 0 gave no sign of life for 300 s; the end of its log"
-        with pytest.raises(EngineLost, match=line):
-            await engine.watch()
-        return clock.time(), writing.done()
-
-    monkeypatch.setattr(engine, "is_healthy", is_healthy)
-    assert clock.run_until_complete(watch()) == (pytest.approx(1400, abs=1), True)
-    assert set(asked) == {100}
-
-
 def test_what_sglang_says_of_any_end_is_not_quoted(tmp_path):
     """Only the scheduler's own error, or the signal that ended one, may be quoted."""
     log = tmp_path / "rollout-0.log"
@@ -229,20 +200,6 @@ def test_what_sglang_says_of_any_end_is_not_quoted(tmp_path):
         assert process.log_end() == f"the end of {log}: {quoted}"
 
 
-def test_health_is_awaited_longer_than_sglang_takes_to_tell_it(monkeypatch):
-    """SGLang takes a second; with --timeout-s 30 an idle engine would get half of that, and be ended."""
-    engine, deadlines = Engine("rollout", 0, "http://127.0.0.1:1", "a key"), []
-
-    @contextlib.asynccontextmanager
-    async def opened(method, path, body, deadline_s):
-        deadlines.append(deadline_s)
-        yield
-
-    monkeypatch.setattr(engine, "_open", opened)
-    assert all(asyncio.run(engine.is_healthy(patience_s)) for patience_s in (0.5, 40.0))
-    assert deadlines == [3.0, 40.0]
-
-
 class Compiling(Engine):
     """A server that is up, but whose first answers come late because kernels are compiled."""
 
@@ -252,8 +209,7 @@ class Compiling(Engine):
         says = dict(exit_status=lambda: "", log_tail=lambda: "the end of its log", device="cuda")
         self._process = SimpleNamespace(start=lambda: None, **says)
 
-    async def is_healthy(self, deadline_s, path):
-        assert path == "/ready"
+    async def _is_ready(self):
         return True
 
     async def _call(self, method, path, deadline_s=None, **body):
@@ -704,26 +660,26 @@ def test_a_server_that_is_stopped_or_killed_is_found_out(engine, run, monkeypatc
     first = scheduler.parent()
     children = [first, *first.children(recursive=True)]
 
-    async def line_after(strike, lost_s):
-        monkeypatch.setattr(engine, "_lost_s", lost_s)
+    async def line_after(strike, work):
         strike()
         with pytest.raises(EngineLost) as error:
-            await engine.watch()
+            await work
         return str(error.value)
 
     async def strike_twice():
-        engine._is_awake = True
         # a single one might be done by then
         asked = asyncio.create_task(stream(engine, [request] * 64))
         await asyncio.sleep(0.5)
-        lines = [await line_after(scheduler.suspend, 2.0), await line_after(scheduler.kill, 100.0)]
+        monkeypatch.setattr(engine, "_lost_s", 2.0)
+        lines = [await line_after(scheduler.suspend, engine.load_weights([], 1))]
+        lines += [await line_after(scheduler.kill, engine.watch())]
         with pytest.raises(EngineLost, match="didn't answer /generate"):
             await asked
         return lines
 
     stopped, killed = run(strike_twice())
     who = "the rollout engine of rank 0"
-    assert stopped.startswith(f"{who} gave no sign of life for 2 s; the end of ")
+    assert stopped.startswith(f"{who} didn't answer /begin_weight_update: TimeoutError()")
     assert killed.startswith(f"{who} died (signal 9: memory may have run out); the end of ")
     assert " crashed with exit code -9." in killed
     run(engine.close())

@@ -24,8 +24,8 @@ from tests.support.fakes import (
 
 UNBROKEN = dict(steps=4, max_refill_waves=30, eval_every=3, write=write_on, verdict=judge_on)
 TROUBLES = {  # the trouble of an engine -> its owner's message, or who asked
-    "die": r"died \(signal 9\)",
-    "hang": "gave no sign of life",
+    "die": r"died \(signal 9: ",
+    "hang": r"(has \d+ tokens outstanding and sent none for 50 s|didn't answer)",
     "lose": r"has \d+ tokens outstanding and sent none for 50 s",
     "break_off": "broke the connection",
 }
