@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
-from config import TINY, Config, as_text, check_limits, setting
+from config import MOST, TINY, Config, as_text, check_limits, setting, text
 from runtime.errors import UserError
 from sample import Outcome, Sample
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MULTIPLIER_MAX = 100.0  # largest lambda: the cost dominates, and lambda can still come back down
 MULTIPLIER_CHANGE_MAX = 1.0  # largest change of ln(lambda) per step: slack can't undo it at once
-HUGE = 1e30  # upper limit of numbers that must be finite
 
 Estimate = tuple[list[float], list[float]]  # advantages and returns of an answer's tokens
 
@@ -178,7 +177,7 @@ class Settings:
     ptx_coef: float = setting(0.0)  # weight of the cross-entropy on ptx_data; 0: none
     ptx_data: str = setting("")  # JSONL or Parquet, rows with `text`, or `prompt` and `response`
     ptx_batch: int = setting(16, low=1)  # texts per optimizer step
-    cost_limit: float = setting(0.0, low=-HUGE, high=HUGE)  # highest mean cost of an answer
+    cost_limit: float = setting(0.0, low=-MOST)  # highest mean cost of an answer
     # lambda, the cost's weight, before the first step; 0: it stays 0
     lagrange_init: float = setting(1.0, high=MULTIPLIER_MAX)
     lagrange_lr: float = setting(0.1)  # learning rate of lambda: see updated_multiplier
@@ -255,24 +254,24 @@ def algorithm_of(config: Config) -> Algorithm:
         raise UserError(f"--algorithm {name} is unknown; choose one of: {', '.join(ALGORITHMS)}")
     of_run = dict(name=name, max_new_tokens=config.max_new_tokens, dtype=config.dtype)
     algorithm = replace(ALGORITHMS[name], **of_run)
-    for text in (*config.algorithm_defaults, *given):
-        algorithm = with_setting(algorithm, text)
+    for word in (*config.algorithm_defaults, *given):
+        algorithm = with_setting(algorithm, word)
     check_needs(algorithm, config)
     return algorithm
 
 
-def with_setting(algorithm: Algorithm, text: str) -> Algorithm:
+def with_setting(algorithm: Algorithm, word: str) -> Algorithm:
     """Return the algorithm with a setting changed: gamma=0.9. Raises UserError if it isn't valid."""
-    name, _, value = text.partition("=")
-    shown = f"--algorithm {algorithm.name} {text}"
+    name, _, value = word.partition("=")
+    shown = f"--algorithm {algorithm.name} {word}"
     known = {each.name: each for each in fields(Settings)}
     for own, default in algorithm.own.items():
-        known[own] = setting(default, low=-HUGE, high=HUGE)
+        known[own] = setting(default, low=-MOST)
     if name not in known:
         raise UserError(f"{shown}: its settings are {', '.join(known)}")
     kind = type(known[name].default)
     try:
-        changed = {name: kind(value)}
+        changed = {name: text(value) if kind is str else kind(value)}
     except ValueError:
         raise UserError(f"{shown} is not a valid {kind.__name__}") from None
     check_limits(known[name], changed[name], shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -74,7 +75,7 @@ def work_of(config: Config) -> Work:
 def launched(variable: str) -> int:
     """Return a count that torchrun sets, or 0 without it. Raises UserError if it isn't a number."""
     text = os.environ.get(variable, "0")
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]{1,6}", text):
         raise UserError(f"{variable}={text} in the environment is not a number: unset it")
     return int(text)
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import os
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from runtime.errors import UserError
 
 HELD_OUT = 200  # rows of --data to evaluate on instead of training, at most a tenth
 TINY = 1e-12  # lower limit of numbers that must be above 0
+MOST = 2**63 - 1  # upper limit of numbers without one of their own: they must fit into 64 bits
 DTYPES = ("float32", "bfloat16")
 Texts = tuple[str, ...]
 Numbers = tuple[float, ...]
@@ -26,7 +28,7 @@ def setting(
     help: str = "",
     group: str = "",
     low: float = 0,
-    high: float = math.inf,
+    high: float = MOST,
     choices: Sequence[str] = (),
 ) -> Any:
     """Return a field. group: heading in --help; low, high: a number's limits; choices: a text's values."""
@@ -42,7 +44,7 @@ def check_limits(field: dataclasses.Field, value: object, shown: str) -> None:
     low = field.metadata["low"]
     high = field.metadata["high"]
     if isinstance(value, int | float) and not low <= value <= high:  # also rejects NaN
-        if high == math.inf:
+        if value < low:
             raise UserError(f"{shown}: at least {low:g} is needed")
         raise UserError(f"{shown}: {low:g} to {high:g} is needed")
 
@@ -61,11 +63,11 @@ class Config:
     kept_chunks: int = 0  # chunks of logits to keep besides the last (lm_head.py); no flag
     preset: str = setting("", "row of PRESETS; default: tiny (the demo), base with --model", "run")
     out: str = setting("", "folder for the run's files; default: runs/<preset>-<mode>", "run")
-    seed: int = setting(0, "seed of prompt order and sampling", "run", low=-math.inf)
+    seed: int = setting(0, "seed of prompt order and sampling", "run", low=-MOST)
     device: str = setting("cpu", "default: cuda if there is a GPU", "run", choices=("cpu", "cuda"))
     host: str = setting("127.0.0.1", "address that ranks and servers here listen on", "run")
     port: int = setting(30000, "rank r's engines: port + 2 r and the next", "run", 1024, 65000)
-    timeout_s: float = setting(600.0, "longest wait for a rank; engines get half", "run", low=TINY)
+    timeout_s: float = setting(600.0, "longest wait for a rank; engines get half", "run", TINY, 1e6)
     memory_check: bool = setting(True, "refuse to start without enough of a GPU", "memory")
     model: str = setting("", "Hugging Face directory of the policy; default: the demo's", "data")
     data: str = setting("", "prompts or examples, JSONL or Parquet; default: the demo's", "data")
@@ -279,6 +281,13 @@ def parse_settings(
     return dataclasses.replace(config, out=config.out or f"runs/{name}", judge_format=formats)
 
 
+def text(word: str) -> str:
+    """Return a word of the command line. Raises ValueError if it is empty, as "$UNSET", or has a \\r."""
+    if not word.strip() or any(unicodedata.category(c) == "Cc" for c in word):
+        raise ValueError
+    return os.path.expanduser(word)  # shells don't expand the ~ of --out=~/runs
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}; see --help")
@@ -306,8 +315,7 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
         if value is bool:
             how["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         else:
-            # shells don't expand the ~ of --out=~/runs
-            how["type"] = os.path.expanduser if value is str else value
+            how["type"] = text if value is str else value
             how["metavar"] = value.__name__.upper()
         if several:
             how |= {"nargs": "+", "action": "extend"}

@@ -51,7 +51,7 @@ def exact_match(sample: TextSample, how: str) -> float:
 RULES = {
     r"(?P<how>right|number)": exact_match,
     # `length:40`: the number of tokens, divided by 40; `forbidden:7`: 1 if the text contains a 7, else 0
-    r"length:(?P<tokens>[1-9]\d*)": lambda sample, tokens: len(sample.response) / int(tokens),
+    r"length:(?P<tokens>[1-9]\d{,17})": lambda sample, tokens: len(sample.response) / int(tokens),
     r"forbidden:(?P<text>.+)": lambda sample, text: float(text in sample.plain_text),
 }
 

@@ -48,7 +48,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
         "load-format": "safetensors",  # the default also accepts a .bin, which is a pickle
         "served-model-name": os.getpid(),  # lets `ready` recognize our server
         "dtype": config.dtype,
-        "random-seed": config.seed + rank,
+        "random-seed": (config.seed + rank) % 2**32,  # NumPy's limit
         "context-length": context,
         "max-running-requests": config.max_running_requests,
         "skip-tokenizer-init": None,  # tokens in, tokens out

@@ -114,7 +114,7 @@ def check(config: Config) -> int:
 
     rendezvous.interface_of(config.host)
     count = cuda.device_count() if config.device == "cuda" else 0
-    ranks = int(os.environ.get("WORLD_SIZE", count or 2))
+    ranks = build.launched("WORLD_SIZE") or count or 2
     rows = packages()
     if all(row.is_good for row in rows):  # otherwise nothing can read a model's directory
         from training import model

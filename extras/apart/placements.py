@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from extras.apart.elsewhere import Elsewhere
     from extras.apart.push import Route
 
-RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+RANKS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
 
 
 def critics_apart(everyone: tuple[int, ...], config: Config) -> Placement:

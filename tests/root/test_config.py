@@ -11,6 +11,7 @@ import pytest
 import config as settings
 from build import check_settings
 from config import DEMO_MODELS, GROUPS, PRESETS, Config, parse_config, settings_of
+from engines import server
 from run import start
 from runtime.shutdown import Stop
 from scheduling.measured import Split
@@ -142,7 +143,10 @@ INTEGERS = [each for each in FLAGS if each.type == "int"]
 POSITIVE = [settings.dashed(each.name) for each in INTEGERS if each.metadata["low"] == 1]
 ONLY_ADDITION = "needs --model: the demo's models only know addition"
 REFUSED = """--algorithm ppp; --preset huge; --judge-format chat chat; --lr -1; --lr nan; --mem-fraction 2;
---lr-decay-to 1.5; --lr-decay-to -0.1; --temperature 0; --over-dispatch 0.5"""
+--lr-decay-to 1.5; --lr-decay-to -0.1; --temperature 0; --over-dispatch 0.5; --lr inf; --timeout-s 1e7;
+--seed 9223372036854775808; --lora 9223372036854775808; --algorithm grpo kl_coef=inf;
+--algorithm grpo ptx_data=; --algorithm grpo max_refill_waves=9223372036854775808;
+--placement engines=0-9999999"""
 BAD = [
     ("--stepz 3", "unrecognized arguments: --stepz 3; see --help"),
     # a new setting would change what an abbreviation means
@@ -179,6 +183,25 @@ def test_a_bad_setting_is_named(arguments, message, ranks):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         check_settings(parse_config(arguments.split()), ranks)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", " ", "runs/mine\r", "a\nb", "\x1b[2J"])
+def test_a_text_is_neither_empty_nor_has_controls(value):
+    """An unset variable in quotes must not stand for a default, which would learn the demo's sums."""
+    texts = [each for each in FLAGS if each.type in ("str", "Texts")]
+    assert {"data", "out", "rule", "template"} < {each.name for each in texts}
+    for field in texts:
+        name = settings.dashed(field.name)
+        with pytest.raises(ValueError, match=f"^argument --{name}: invalid text value"):
+            parse_config(["--model", "m", f"--{name}", value])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1, settings.MOST])
+def test_any_seed_is_one_for_an_engine(seed):
+    """NumPy, which an engine seeds, takes 32 bits."""
+    config = parse_config(["--seed", str(seed)])
+    flags = server.server_flags("rollout", 1, 30000, config.model, config)
+    assert 0 <= int(flags[flags.index("--random-seed") + 1]) < 2**32
 
 
 @pytest.mark.parametrize("role", ["rollout", "genrm"])
