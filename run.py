@@ -25,6 +25,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # as PYTHONSAFEPATH leaves it out
+
 import build
 import extras
 import rewards

@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import os
 import runpy
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -92,6 +93,14 @@ def replace_sgl_kernel():
     sys.modules["sgl_kernel"] = module
     vars(torch.ops.sgl_kernel).update({name: unavailable_kernel(name) for name in NAMED_KERNELS})
     vars(torch.ops.sgl_kernel).update(dict.fromkeys(IDLE_KERNELS, lambda *_: None))
+
+
+def replace_lscpu():
+    """Stand in for the topology that SGLang reads from lscpu, if that isn't installed: one node."""
+    if shutil.which("lscpu") is None:
+        from sglang.srt.utils import common
+
+        common.parse_lscpu_topology = lambda: [(cpu, cpu, 0, 0) for cpu in os.sched_getaffinity(0)]
 
 
 def unavailable_kernel(name):

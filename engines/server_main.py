@@ -37,6 +37,7 @@ def run_scheduler_process(server_args, *args, **kwargs):
         invariance.repair_sampling()
     if not torch.cuda.is_available():
         invariance.install()
+        sglang.replace_lscpu()
         share_group()
     scheduler.run_scheduler_process(server_args, *args, **kwargs)
 

@@ -1,5 +1,6 @@
 """Descriptions of a run: a text at its start, and in config.json what its numbers depend on."""
 
+import contextlib
 import os
 import subprocess
 from dataclasses import asdict, fields
@@ -42,12 +43,23 @@ def run_metadata(config: Config) -> dict:
     """Return every setting, including the algorithm's, versions and commit."""
     from torch import cuda
 
-    in_git = dict(cwd=Path(__file__).parent, capture_output=True, text=True)
     algorithm = vars(algorithm_of(config))
     return asdict(config) | {
         "algorithm_settings": {field.name: algorithm[field.name] for field in fields(Settings)},
         "device_name": cuda.get_device_name() if config.device == "cuda" else "CPU",
         "ranks": int(os.environ["WORLD_SIZE"]),
         "versions": {name: version(name) for name in PACKAGES},
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], **in_git).stdout.strip(),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """Return this code's commit, whatever GIT_DIR says; "" without git or a repository of its own."""
+    repository = Path(__file__).resolve().parents[1] / ".git"
+    command = ["git", f"--git-dir={repository}", "rev-parse", "--verify", "HEAD"]
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+    with contextlib.suppress(OSError):  # it isn't installed
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True
+        ).stdout.strip()
+    return ""

@@ -1,7 +1,12 @@
 """Errors that end a run with one line, safe to print on a terminal. Imports none of our modules."""
 
+import os
 import sys
 
+# cron or `>&-` may have closed these: a file that is opened later would get their numbers
+sys.stdin = sys.stdin or open(os.devnull)
+sys.stdout = sys.stdout or open(os.devnull, "w")
+sys.stderr = sys.stderr or open(os.devnull, "w")
 if not __debug__:  # before any code runs that relies on asserts
     print("error: unset PYTHONOPTIMIZE and leave out -O: they drop checks", file=sys.stderr)
     sys.exit(2)

@@ -7,6 +7,7 @@ pytest puts the project's root on sys.path, and every import names its module fr
 import asyncio
 import gc
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,10 @@ from xdist.scheduler import LoadScopeScheduling
 import extras
 from tests.support.patience import LIMIT_S
 
+for number in (signal.SIGHUP, signal.SIGINT):
+    # nohup or & ignores it, and programs under test would inherit that
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 extras.load()
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None)

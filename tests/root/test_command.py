@@ -43,9 +43,19 @@ from training.model import check_models
 UNFIT = [
     ("run.py", "RANK=0 WORLD_SIZE=2", "start with: .* which sets LOCAL_RANK, LOCAL_WORLD_SIZE"),
     ("run.py", "WORLD_SIZE=two", "WORLD_SIZE=two in the environment is not a number: unset it"),
+    ("run.py", "WORLD_SIZE=²", "WORLD_SIZE=² in the environment is not a number: unset it"),
+    ("run.py", "PYTHONSAFEPATH=1", r"start with: torchrun .* run\.py .*"),
     ("run.py", "PYTHONOPTIMIZE=1", "unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
     ("examples/finetune.py sft", "", r"start with: torchrun .* examples/finetune\.py sft .*"),
 ]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_only_loses_what_is_printed_there(closed):
+    command = f"exec {sys.executable} run.py --steps 1 --mode unknown {closed}"
+    ran = run_process("bash", "-c", command)
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert ran.stderr.startswith("error: --mode unknown") or "2>" in closed
 
 
 @pytest.mark.parametrize("program,variables,line", UNFIT)

@@ -210,7 +210,9 @@ def test_an_engine_with_cuda_finds_what_pip_installed(monkeypatch, tmp_path, bef
     (tmp_path / "python").symlink_to(sys.executable)
     (tmp_path / "ninja").touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     found = server_environment("key", "/tmp/x", "cuda")
+    assert "PYTHONSAFEPATH" not in found  # it would find none of our modules
     assert found["LD_LIBRARY_PATH"].split(":") == [str(folder), *filter(None, [before])]
     assert shutil.which("ninja", path=found["PATH"]) == str(tmp_path / "ninja")
     assert server_environment("key", "/tmp/x", "cpu")["LD_LIBRARY_PATH"] == before
