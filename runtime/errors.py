@@ -7,6 +7,8 @@ import sys
 sys.stdin = sys.stdin or open(os.devnull)
 sys.stdout = sys.stdout or open(os.devnull, "w")
 sys.stderr = sys.stderr or open(os.devnull, "w")
+for number in range(3):  # programs that a run starts print there, too
+    os.set_inheritable(number, True)
 if not __debug__:  # before any code runs that relies on asserts
     print("error: unset PYTHONOPTIMIZE and leave out -O: they drop checks", file=sys.stderr)
     sys.exit(2)
