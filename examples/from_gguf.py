@@ -23,6 +23,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(loaded.config, dtype="float32")
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # safetensors makes them 0600, whatever the umask
+        weights.chmod((folder / "config.json").stat().st_mode)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import random
 from dataclasses import fields
 from functools import partial
@@ -360,8 +361,11 @@ def test_a_model_goes_in_and_out_and_computes_the_same(make_actor, tmp_path, fam
     expected = dict(plain.named_parameters())
     assert dict(actor.named_weights()).keys() == expected.keys() and is_as(actor, expected)
     Path(path, "config.json").chmod(0o444)  # a read-only directory that many use
+    before = os.umask(0o027)
     actor.export(str(tmp_path / "out"))
-    assert (tmp_path / "out" / "config.json").stat().st_mode & 0o200
+    os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert modes == {0o640}  # the umask's, for another user's server
     check_export(tmp_path / "out", expected, tolerance=0.0)
     samples = make_samples(0)
     for sample, logprobs in zip(samples, actor.read_tokens([samples]), strict=True):
