@@ -185,6 +185,7 @@ def source_of(
         needs = {} if config.environment else {"--eval-data": str}
         rows = dict(needs=needs, setting="--eval-data", checks=checks)
         source.held_out = read(Path(config.eval_data), **rows)
+        source.held_out.compare(source.rows if config.data else None)
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     return source

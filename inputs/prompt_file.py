@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -104,6 +105,9 @@ class PromptFile(Sequence[Prompt]):
         media = self._rows[number].media or {}
         return [file for files in media.values() for file in files()]
 
+    def _identities(self) -> list[bytes]:
+        return identities([row.prompt for row in self._rows], self._files)
+
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes and clips' headers; if the bound is too large, count them."""
         if self.reader and row.media[VIDEO]():
@@ -122,7 +126,7 @@ class PromptFile(Sequence[Prompt]):
 
     def shuffled(self, seed: int, held_out: int) -> Shuffled:
         """Return the training rows; up to `held_out` prompts with a key are in its `held_out`."""
-        prompts = identities([row.prompt for row in self._rows], self._files)
+        prompts = self._identities()
         keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
         kept = () if self.keeps_turns else keyless
         order = Shuffled(self, seed, held_out, prompts=prompts, keyless=kept)
@@ -134,6 +138,18 @@ class PromptFile(Sequence[Prompt]):
             f"{order.repeats} repeat a prompt, {len(keyless)} lack a key"
         )
         return order
+
+    def compare(self, trained: PromptFile | None) -> None:
+        """Say how many prompts repeat one of this file, or are also in the one that is trained on."""
+        both = copy(self)
+        both._rows = self._rows + (trained._rows if trained else [])
+        found = both._identities()
+        own = Counter(found[: len(self)])
+        repeats = len(self) - len(own)
+        known = sum(own[each] for each in {*found[len(self) :]})
+        if repeats or known:
+            counts = f"{repeats} repeat another, {known} are also trained on"
+            self.say(f"{self.path}: of {len(self)} prompts that measure {counts}")
 
     def __getitem__(self, number: int) -> Prompt:
         row = self._rows[number]

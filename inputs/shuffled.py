@@ -31,7 +31,7 @@ class Shuffled:
                 room -= counts[prompt]
         self.held_out = list(aside.values())  # numbers of rows
         self.repeats = len(rows) - len(counts)
-        self._rows = rows
+        self.rows = rows
         self._others = [n for n, prompt in enumerate(prompts) if prompt not in aside]
         self.count = len(self._others)  # per epoch
         self._name = f"{name} {seed}"
@@ -39,7 +39,7 @@ class Shuffled:
     def training(self, number: int) -> Any:
         epoch, position = divmod(number, self.count)
         order = _shuffled(self.count, f"{self._name} {epoch}")
-        return self._rows[self._others[order[position]]]
+        return self.rows[self._others[order[position]]]
 
 
 @lru_cache(maxsize=8)  # a carried prompt may be from the previous epoch

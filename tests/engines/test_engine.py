@@ -13,6 +13,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -197,6 +198,18 @@ def test_what_sglang_says_of_any_end_is_not_quoted(tmp_path):
     for said, quoted in ends.items():
         log.write_text(f"{server.LOG_START}, 2026-11-26 20:30:23\n{said}{farewell}")
         assert process.log_end() == f"the end of {log}: {quoted}"
+
+
+def test_a_port_that_was_taken_after_the_look_is_named(monkeypatch):
+    """Two runs that start at once both find it free; the second server then ends."""
+    engine = Engine("rollout", 0, "http://127.0.0.1:1", "a key")
+    log = "error while attempting to bind on address ('127.0.0.1', 1): address already in use"
+    engine._process = SimpleNamespace(exit_status=lambda: "exit status 1", log_tail=lambda: log)
+    monkeypatch.setattr(Engine, "_is_ready", AsyncMock(return_value=False))
+    with pytest.raises(
+        ValueError, match=r"^http://127\.0\.0\.1:1 is in use: choose another --port$"
+    ):
+        asyncio.run(engine.ready(LIMIT_S))
 
 
 class Compiling(Engine):

@@ -276,6 +276,11 @@ def test_evaluation_has_the_rows_of_a_file_of_its_own(actor, tmp_path, capsys):
     assert found == [(f"own {n}?", str(n)) for n in range(5)]
     epoch = {source.training(number).question for number in range(30)}
     assert epoch == {f"rows {n}?" for n in range(30)}
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text("".join(rows.read_text().splitlines(True)[:3]) + own.read_text() * 2)
+    read(actor, rows, "--eval-data", mixed)
+    said = f"{mixed}: of 13 prompts that measure 5 repeat another, 3 are also trained on\n"
+    assert capsys.readouterr().out.endswith(said)
     source = read(actor, rows, "--eval-samples", 2).prompts.source
     others = {source.training(number).question for number in range(27)}
     assert source.count == 27 and len(source.held_out) == 3

@@ -160,6 +160,15 @@ def test_it_never_starts_from_nothing_over_checkpoints(tmp_path):
     assert is_untouched(tmp_path / "run-1") and not (out / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("steps, rises", [(24, False), (40, True)])
+def test_a_learning_rate_that_rises_again_is_said(tmp_path, steps, rises):
+    out = make_run(tmp_path / "run", steps=())
+    make_checkpoint(out, 20, vars(replace(CONFIG, steps=24, lr_decay_to=0.1)))
+    _, lines = prepared(out, steps=steps, lr_decay_to=0.1)
+    said = "with more --steps the learning rate rises again, from 0.000144737 to 0.000294286"
+    assert (said in lines) == rises
+
+
 @pytest.mark.parametrize("rows, steps", [(41, 40), (40, 40), (41, 50), (41, 30)])
 def test_a_run_that_did_its_steps_is_moved_away(tmp_path, rows, steps):
     """It must be, unless more steps are requested. Its last row follows its last checkpoint if it ended."""
