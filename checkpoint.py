@@ -187,8 +187,8 @@ class Checkpoints:
             await restore(c, self.point.folder)
 
     def is_due(self, step: int, *every: int) -> bool:
-        """Return whether `step` is the last, or a multiple of one of `every` (0: never)."""
-        return any(n and (step % n == 0 or step == self.config.steps) for n in every)
+        """Return whether `step`, from 1, is the last, or a multiple of one of `every` (0: never)."""
+        return any(n and step and (step % n == 0 or step == self.config.steps) for n in every)
 
     async def save(self, c: Controller) -> None:
         """Begin a checkpoint if one is due, and return once the snapshot is taken (collective: all ranks)."""

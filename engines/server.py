@@ -15,6 +15,7 @@ from typing import Any
 
 from config import Config
 from inputs.hf_directory import read_model_config, sees
+from runtime import rendezvous
 from runtime.devices import cuda_home, cuda_libraries
 from runtime.errors import UserError
 from runtime.hooks import HOOKS, added
@@ -191,8 +192,10 @@ class ServerProcess:
         self._log = log
         self.device = device
         # SGLang puts sockets there, and a socket's path has at most 107 characters
-        how = {"prefix": "nanoyatt-", "dir": "/tmp" if len(tempfile.gettempdir()) > 57 else None}
+        how = {"dir": "/tmp" if len(tempfile.gettempdir()) > 49 else None}
+        how["prefix"] = f"{rendezvous.PREFIX}{os.getpid()}-"
         self.folder = tempfile.TemporaryDirectory(**how, ignore_cleanup_errors=True)
+        rendezvous.hold(Path(self.folder.name))
         self._environment = server_environment(key, self.folder.name, device) | environment
         patches = (*HOOKS["server_patch"].values(), *self.patches)
         self._environment["NANOYATT_PATCHES"] = " ".join(patches)

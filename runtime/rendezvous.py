@@ -5,6 +5,7 @@ import fcntl
 import functools
 import ipaddress
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -18,12 +19,15 @@ from runtime.devices import Settings
 from runtime.errors import UserError
 from runtime.world import World
 
+PREFIX = "nanoyatt-"  # of folders for temporary files; the id of the process that owns one follows
+
 
 def join(config: Settings) -> World:
     """Join the other ranks (collective: all ranks): gloo for controllers and CPU, nccl between GPUs."""
     import torch
     import torch.distributed as dist
 
+    remove_left_folders()
     torch.manual_seed(config.seed)
     cuda = torch.cuda.is_available()
     if not cuda:  # ranks and engines share the cores: more threads would spin against each other
@@ -118,9 +122,31 @@ def private_folder() -> Path:
     return folder
 
 
+def remove_left_folders() -> None:
+    """Remove what this user's killed runs left: folders whose owner is gone, and whose lock nobody holds."""
+    # a server's folder is in /tmp if $TMPDIR is long
+    for place in {Path(tempfile.gettempdir()), Path("/tmp")}:
+        for folder in place.glob(f"{PREFIX}*-*"):
+            owner = folder.name.split("-")[1]
+            if re.fullmatch("[0-9]{1,9}", owner) and not psutil.pid_exists(int(owner)):
+                with contextlib.suppress(OSError):  # somebody holds it, or another start removes it
+                    remove_unheld(folder)
+
+
+def remove_unheld(folder: Path) -> None:
+    """Remove a folder of this user's. Raises OSError if it is a link, or somebody holds its lock."""
+    descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
 @functools.cache
 def hold(folder: Path) -> int:
-    """Share the lock on the run's own folder until this rank ends; return the descriptor."""
+    """Share the lock on one of the run's folders until this rank ends; return the descriptor."""
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
@@ -133,7 +159,7 @@ def launcher_folder() -> Path:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # start time in ticks since boot
     born = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    return Path(tempfile.gettempdir(), f"nanoyatt-{launcher}-{born}-{attempt}")
+    return Path(tempfile.gettempdir(), f"{PREFIX}{launcher}-{born}-{attempt}")
 
 
 def close() -> None:

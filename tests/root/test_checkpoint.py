@@ -177,6 +177,13 @@ def test_a_save_that_fails_costs_a_line_and_the_last_one_the_status(
     assert exports == [f"hf/step_{step}/model.safetensors" for step in exported]
 
 
+def test_a_stop_before_the_first_step_exports_nothing(tmp_path):
+    """It would be the model that the run began with."""
+    how = dict(steps=3, save_every=1, save_hf_every=1, out=tmp_path)
+    simulate("full", 1, **how, prepare_controller=lambda c: vars(c.stop).update(asked=15))
+    assert saved_steps(tmp_path) == [0] and not [*tmp_path.glob("hf*")]
+
+
 def test_a_save_without_all_numbers_ends_the_run(tmp_path):
     """No disk causes that: the plan is wrong, and every later save would also be."""
 

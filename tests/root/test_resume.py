@@ -21,7 +21,7 @@ from tests.support.fakes import FakeWorld
 CONFIG = replace(parse_config([]), model="M", judge=("J",))
 SETTINGS = vars(CONFIG)
 RECORDS = ("metrics.jsonl", "history.jsonl", "samples.jsonl")
-FILES = {"common.json", "megatron/__0_0.distcp"}
+FILES = {"common.json", "megatron/__0_0.distcp", "megatron/.metadata"}
 
 
 def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Path:
@@ -29,6 +29,7 @@ def make_checkpoint(out: Path, step: int, config: dict = SETTINGS, **more) -> Pa
     folder = out / "checkpoints" / f"step_{step}"
     (folder / "megatron").mkdir(parents=True)
     (folder / "megatron" / "__0_0.distcp").write_bytes(bytes(range(100)))
+    (folder / "megatron" / ".metadata").touch()
     common = {"layout": checkpoint.LAYOUT, "step": step, "config": dict(config)}
     common |= {"contents": checkpoint.contents_of(SimpleNamespace(**config))} | more
     (folder / "common.json").write_text(json.dumps(common))

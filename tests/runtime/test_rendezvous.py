@@ -1,5 +1,6 @@
 """Where the ranks of a run meet: the address, and a folder of their own."""
 
+import fcntl
 import os
 import stat
 import sys
@@ -12,6 +13,7 @@ from runtime import rendezvous
 from runtime.errors import UserError
 from tests.support.patience import run_process
 
+GONE = 2**22 + 1  # no process has that id
 FOLDER = "from runtime import rendezvous; print(rendezvous.private_folder())"
 
 
@@ -80,6 +82,30 @@ def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
     os.close(other)
     rendezvous.close()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    "owner, lock, is_left",
+    [(GONE, None, True), (GONE, fcntl.LOCK_SH, False), (os.getpid(), None, False)],
+)
+def test_only_what_a_killed_run_left_is_removed(tmp_path, monkeypatch, owner, lock, is_left):
+    """Its owner is gone, also from this container, where a process has another id: so nobody has its lock."""
+    monkeypatch.setattr(rendezvous.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / f"nanoyatt-{owner}-x"
+    folder.mkdir()
+    (folder / "socket").touch()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / f"nanoyatt-{GONE}-link").symlink_to(tmp_path / "kept")
+    descriptor = os.open(folder, os.O_RDONLY)
+    if lock:
+        fcntl.flock(descriptor, lock)
+    rendezvous.remove_left_folders()
+    os.close(descriptor)
+    assert folder.exists() != is_left and (tmp_path / "kept").exists()
+    monkeypatch.setattr(os, "getuid", lambda: 1)  # somebody else's
+    folder.mkdir(exist_ok=True)
+    rendezvous.remove_left_folders()
+    assert folder.exists()
 
 
 SAID = {
