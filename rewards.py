@@ -6,7 +6,6 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import NamedTuple, Protocol
@@ -17,20 +16,10 @@ from genrm import FORMATS, Judge, Judgement, formats_of
 from inputs.rows import as_turns
 from runtime.errors import UserError
 from runtime.hooks import needed
-from sample import Sample
+from sample import Sample, TextSample
 
 MAX_FAILURES = 64  # they end the run if a judge or an environment hasn't succeeded yet
 Decode = Callable[..., str]  # the policy's tokens -> text, as tokenization.decode
-
-
-@dataclass
-class TextSample(Sample):
-    """A Sample as rules see it. In an episode `text` is the last turn, and `turns` has all earlier ones."""
-
-    text: str = ""  # the response with its special tokens
-    plain_text: str = ""  # the response without them, as judges see it
-    prompt_text: str = ""  # everything before `text`, as rendered, with special tokens
-    answer: str | None = None  # the final answer in plain_text: see Rewards.final_answer
 
 
 def exact_match(sample: TextSample, how: str) -> float:
@@ -248,7 +237,7 @@ def turns_before(sample: Sample, decode: Decode) -> list[dict]:
 
 
 def load_rules(config: Config) -> list[Rule]:
-    """Return all rules, in the main thread: files may set alarms. Raises UserError if one can't be used."""
+    """Return all rules. Raises UserError if one can't be used."""
     rules = [load("reward", spec, config.timeout_s) for spec in config.rule]
     rules += [ENVIRONMENT] if config.environment else []
     return rules + [load("cost", spec, config.timeout_s) for spec in config.cost_rule]

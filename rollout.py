@@ -325,6 +325,7 @@ class GroupsState(NamedTuple):
     generated: int  # groups with only finished answers
     failed: list[int]  # see Rewards.counts
     succeeded: list[int]
+    lost: int  # episodes
     remaining: Remaining
 
     @staticmethod
@@ -335,17 +336,18 @@ class GroupsState(NamedTuple):
         for prompt_id in sorted(written - still_running - step.sampler.finished.keys()):
             finished[prompt_id] = teaches(outcomes_of(step.groups[prompt_id]), step.c.algorithm)
         unwritten = list(step.unwritten.values())
-        begun = sum(len(group) for group in step.groups.values())
-        remaining = Remaining(sum(unwritten), step.judging, begun)
-        return GroupsState(finished, unwritten.count(0), *step.c.rewards.counts(), remaining)
+        begun = list(chain.from_iterable(step.groups.values()))
+        lost = sum(sample.finish == "lost" for sample in begun)
+        remaining = Remaining(sum(unwritten), step.judging, len(begun))
+        counts = (*step.c.rewards.counts(), lost)
+        return GroupsState(finished, unwritten.count(0), *counts, remaining)
 
     @staticmethod
     def total(parts: list[GroupsState]) -> GroupsState:
-        finished, generated, failed, succeeded, remaining = zip(*parts, strict=True)
+        finished, generated, failed, succeeded, lost, remaining = zip(*parts, strict=True)
         union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
-        return GroupsState(
-            union, sum(generated), sums(failed), sums(succeeded), Remaining(*sums(remaining))
-        )
+        counts = (sums(failed), sums(succeeded), sum(lost))
+        return GroupsState(union, sum(generated), *counts, Remaining(*sums(remaining)))
 
 
 def sums(rows: Iterable[Sequence[int]]) -> list[int]:
@@ -363,6 +365,7 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[
     progress = meeting.facts
     step.sampler.record(progress.finished, progress.generated)
     step.c.rewards.check(progress.failed, progress.succeeded)
+    step.c.environment.check(progress.lost, progress.remaining.begun)
     return progress.remaining, meeting.rollout.outstanding
 
 

@@ -136,6 +136,16 @@ class Sample:
         return self.response[self.replies[-1].start :] if self.replies else self.response
 
 
+@dataclass
+class TextSample(Sample):
+    """A Sample as rules see it. In an episode `text` is the last turn, and `turns` has all earlier ones."""
+
+    text: str = ""  # the response with its special tokens
+    plain_text: str = ""  # the response without them, as judges see it
+    prompt_text: str = ""  # everything before `text`, as rendered, with special tokens
+    answer: str | None = None  # the final answer in plain_text: see Rewards.final_answer
+
+
 def parts_of(response: list[int], replies: Iterable[Reply]) -> list[tuple[list[int], bool]]:
     """Divide what follows a prompt into parts, in order: (tokens, whether the policy wrote them)."""
     parts = []

@@ -91,6 +91,9 @@ class Environment:
     def keep(self, prompt_ids: Collection[int]) -> None:
         """Close all episodes except those of these prompts, which continue in a later step."""
 
+    def check(self, lost: int, begun: int) -> None:
+        """Raise UserError if too many of a step's episodes are lost, over all controllers."""
+
     def means(self, samples: list[Sample]) -> dict[str, list[float]]:
         """Return the values to average for each metric. Times: since the last call."""
         return {}

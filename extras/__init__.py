@@ -67,6 +67,8 @@ EXTRAS = {
     "memory": Extra("extras/memory", {"run_check": "extras.memory.check:settled"}, evaluates=True),
     # --dry-run, --simulate, run.py check
     "dry run": Extra("extras/dry_run.py", {"command": "extras.dry_run:command"}, evaluates=True),
+    # a process for the code of rules and environments
+    "users' code": Extra("extras/worker.py extras/users.py", {"user_code": "extras.worker:load"}),
     # --environment FILE.py: episodes of several turns
     "environment": Extra(
         "extras/environment", {"environment": "extras.environment.episodes:build"}, evaluates=True

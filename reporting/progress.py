@@ -41,8 +41,10 @@ class Progress:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
+        lost_frac = metrics.get("environment/lost_frac", 0.0)
+        lost = f"lost episodes {lost_frac:.0%}  " if lost_frac > 0.1 else ""
         self.line(
-            f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {loss}"
+            f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {lost}{loss}"
             f"length {metrics['rollout/response_len_mean']:.0f}  waves {metrics['rollout/waves']:.0f}  "
             f"{metrics['perf/tokens_per_s']:.0f} tokens/s  step {metrics['time/step_s']:.1f} s "
             f"(serve {metrics['time/serve_s']:.1f}, train {metrics['time/train_s']:.1f})"

@@ -21,6 +21,8 @@ HOOKS: dict[str, dict[str, str]] = {
     # what build.load_inputs reads
     "rule_file": {},  # rewards.load, if a rule isn't a row of RULES: (title, spec, signal, seconds) -> a rule
     "environment": {},  # (config, the policy's tokenizer, its stop tokens) -> a state.Environment, or None
+    # what loads users' functions and classes: (title, spec, name, kind, forms of spec, seconds) -> its calls
+    "user_code": {},
     "loss_term": {},  # (algorithm, the policy's tokenizer, longest text in tokens) -> Actor.terms, or None
     # models that see
     "image_reader": {},  # tokenization.reader_of: (directory, frames per second, most frames) -> a reader

@@ -5,13 +5,18 @@ import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PARENT = "NANOYATT_PARENT"  # id of the process that started this server
 
 
 def die_with_parent(number: int) -> None:
     """Ask Linux for this signal when the thread that started this process ends, even by kill -9."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Ask Linux to make this process the parent of its descendants whose parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_owner() -> None:

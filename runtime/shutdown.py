@@ -9,14 +9,12 @@ ends all work: status 128 + its number. torchrun kills ranks after 30 s, or TORC
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -38,7 +36,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal
 # nohup is respected, except under torchrun, which ignores it and forwards the signal
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
     SIGNALS = SIGNALS[:-1]
-FORKING = threading.local()  # mask: signals blocked before a fork
 USER_ERROR = "user_error"  # the first error file, in the folder of all attempts of a torchrun
 QUIET = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 ECHO_S = 3.0  # torchrun may forward a signal that ranks already received: it isn't a second one
@@ -96,38 +93,6 @@ def prepare() -> None:
     # a build for CUDA warns that there is no device
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-@functools.cache
-def group_holder() -> subprocess.Popen:
-    """Start a process that leads all forked ones' group, which signals to the rank's don't reach."""
-    # a forked process that led its own group couldn't call setsid
-    return subprocess.Popen("cat", stdin=subprocess.PIPE, process_group=0)
-
-
-def before_fork() -> None:
-    """Block signals to a forked process until it has Python's own handlers."""
-    group_holder()
-    FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-def unblock() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, FORKING.mask)
-
-
-def after_fork() -> None:
-    """Give a forked process, which isn't a rank, Python's own handlers and another group."""
-    with contextlib.suppress(OSError):  # it is in another session
-        os.setpgid(0, group_holder().pid)
-    signal.set_wakeup_fd(-1)  # the rank's event loop would read its signals there
-    for number in (*SIGNALS, signal.SIGALRM):
-        if callable(signal.getsignal(number)):
-            is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
-    unblock()
-
-
-os.register_at_fork(before=before_fork, after_in_parent=unblock, after_in_child=after_fork)
 
 
 @contextlib.contextmanager

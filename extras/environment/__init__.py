@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+from asyncio import CancelledError
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
@@ -75,3 +76,17 @@ def read_reply(reply: Any) -> list[dict]:
         return json.loads(json.dumps(turns, ensure_ascii=False).encode())
     except TypeError:
         raise ValueError("turns may hold only JSON values") from None
+
+
+RULE = " (Python's own errors end the run, others lose the episode)"  # `is_mistake` in a line
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Return whether an error in a user's class ends the run; any other one only loses its episode.
+
+    A wrong line of code raises one of Python's own classes, and would never be found if that lost episodes.
+    What fails around the code (servers, processes) raises a library's, or Python's two for connections.
+    """
+    if isinstance(error, ConnectionError | TimeoutError):
+        return False
+    return type(error).__module__ == "builtins" or isinstance(error, CancelledError)

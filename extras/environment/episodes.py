@@ -1,34 +1,31 @@
-"""A controller's episodes: the user's objects, the threads that run them, and how they end."""
+"""A controller's episodes: calls of the user's objects, and how they end."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
-import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from config import Config
 from engines.engine import Answer, seed_of
-from extras.environment import Step, is_number, read_step
+from extras.environment import Step
 from inputs import tokenization
 from inputs.rows import Text, as_turns
 from inputs.templates import render
 from rewards import seen_by_rules
-from runtime import user_code
 from runtime.errors import UserError
-from runtime.user_code import UserCode
+from runtime.hooks import needed
 from sample import Key, Reply, Sample
 from state import Environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from extras.worker import UserCode
 
 CLOSE_S = 5.0  # how long the end of a run waits for objects to close
 RESERVED = {  # names that a class may not have -> what to do instead
@@ -49,35 +46,30 @@ class Taken(NamedTuple):
 
 @dataclass
 class Episode:
-    """An instance of the user's class, and its current step."""
+    """An object of the user's class, and its current step."""
 
-    instance: Any = None  # None until its first step
+    has_begun: bool = False  # at its first step
     step: asyncio.Task[Taken] | None = None
 
 
 @dataclass(eq=False)
 class Episodes(Environment):
-    """The user's class and this controller's episodes. User code never runs in the controller's thread."""
+    """The user's class and this controller's episodes."""
 
     keeps_turns: ClassVar[bool] = True
-    kind: type
     code: UserCode
     tokenizer: Tokenizer
     config: Config
     stop_tokens: Collection[int]
     failed: int = 0  # episodes lost since the run's start
     succeeded: int = 0  # episodes played to the end
+    why: str = "an error on another rank"  # the last one was lost
     seconds: list[float] = field(default_factory=list)  # each step's, since the last `means`
     _episodes: dict[Key, Episode] = field(default_factory=dict)
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        at_once = self.config.max_running_requests
-        self._limit_s = 0.9 * self.config.timeout_s  # other ranks wait for the whole timeout
-        self._free = asyncio.Semaphore(at_once)
-        self._threads = ThreadPoolExecutor(at_once)
-        self._loop = asyncio.new_event_loop()  # runs async user code, in its own thread
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._free = asyncio.Semaphore(self.config.max_running_requests)
         self._let_go = asyncio.Event()  # set to make every pending `answer` return
 
     async def answer(self, sample: Sample) -> None:
@@ -131,9 +123,15 @@ class Episodes(Environment):
     def never_succeeded(self, failures: int) -> UserError:
         """Return the error that ends a run whose first episodes were all lost."""
         return UserError(
-            f"{self.code.title} lost each of the first {failures} episodes: "
-            "it raised ConnectionError or TimeoutError, or differed"
+            f"{self.code.title} lost each of the first {failures} episodes, the last one by {self.why}"
         )
+
+    def check(self, lost: int, begun: int) -> None:
+        """Raise UserError if more than half of a step's episodes are lost: the rest would be too few."""
+        if 2 * lost > begun:
+            raise UserError(
+                f"{self.code.title} lost {lost} of a step's {begun} episodes, the last one by {self.why}"
+            )
 
     @property
     def counted(self) -> tuple[Episodes]:
@@ -165,28 +163,29 @@ class Episodes(Environment):
         return found
 
     async def _step(self, episode: Episode, sample: Sample) -> Taken:
-        """Take a step. A ConnectionError or TimeoutError loses the episode."""
+        """Take a step, or lose the episode."""
         try:
-            if episode.instance is None:
+            if not episode.has_begun:
                 await self._begin(episode, sample)
-            return await self._take(episode.instance, sample)
-        except (ConnectionError, TimeoutError):
+            return await self._take(sample)
+        except ConnectionError as error:
+            self.why = str(error)
             return Taken("lost")
 
     async def _begin(self, episode: Episode, sample: Sample) -> None:
         """Begin an episode and replay it up to its last turn. Raises ConnectionError if a reply differs."""
-        own = deepcopy((sample.turns, sample.row))
-        first = Sample(*sample.key, [*sample.prompt], sample.question, sample.answer_key)
-        first.turns, first.row = own
+        first = Sample(*sample.key, sample.prompt, sample.question, sample.answer_key)
+        first.turns, first.row = sample.turns, sample.row
         seen = seen_by_rules(first, partial(tokenization.decode, self.tokenizer))
         seed = seed_of(self.config.seed, "environment", sample.prompt_id)
-        episode.instance = await self._call(partial(self.kind, seen, seed=seed), sample)
+        await self._call("begin", sample, seen, seed)
+        episode.has_begun = True
         for text, reply in zip(self._turns(sample), sample.replies, strict=False):
-            again = self._read(await self._call(partial(episode.instance.step, text), sample))
+            again = Step(*await self._call("step", sample, sample.key, text))
             if again.done or self._tokens(sample, again.reply, reply.start) != reply.tokens:
-                raise ConnectionError("the replay differs")
+                raise ConnectionError("a reply that differs after a restart")
 
-    async def _take(self, instance: Any, sample: Sample) -> Taken:
+    async def _take(self, sample: Sample) -> Taken:
         """Pass the last turn to the user's object, unless the token limit cut that turn off."""
         step = Step(done=True)
         finish = "length"
@@ -195,7 +194,7 @@ class Episodes(Environment):
             clock = asyncio.get_running_loop().time
             start = clock()
             text = self._turns(sample)[-1]
-            step = self._read(await self._call(partial(instance.step, text), sample))
+            step = Step(*await self._call("step", sample, sample.key, text))
             self.seconds.append(clock() - start)
             finish = "stop"
         if not step.done:
@@ -203,16 +202,11 @@ class Episodes(Environment):
             tokens = self._tokens(sample, step.reply, place)
             # a reply that leaves no room for the next turn is dropped: cutting it could change its meaning
             if sample.begun + len(tokens) < self.config.max_new_tokens:
-                return Taken("", Reply(place, tokens, step.reply), float(step.reward), step.metrics)
+                return Taken("", Reply(place, tokens, step.reply), step.reward, step.metrics)
             finish = "length"
-        reward = float(step.reward)
-        if "score" in dir(self.kind):
-            score = await self._call(instance.score, sample)
-            if not is_number(score):
-                raise UserError(
-                    f"{self.code.title}: score returned {shown(score)}: a finite number is needed"
-                )
-            reward += float(score)
+        reward = step.reward
+        if "score" in self.code.names:
+            reward += await self._call("score", sample, sample.key)
         return Taken(finish, None, reward, step.metrics)
 
     def _close(self, key: Key) -> None:
@@ -223,30 +217,15 @@ class Episodes(Environment):
             if episode.step:
                 await episode.step
         finally:
-            if episode.instance is not None and "close" in dir(self.kind):
-                with suppress(ConnectionError, TimeoutError):  # it is already gone
-                    await self._call(episode.instance.close, Sample(*key, []))
+            if episode.has_begun:
+                with suppress(ConnectionError):  # it is already gone
+                    await self._call("close", Sample(*key, []), key)
 
-    async def _call(self, function: Callable[[], Any], sample: Sample) -> Any:
-        """Run user code in a thread, async code in the loop. Raises UserError if it takes too long."""
+    async def _call(self, verb: str, sample: Sample, *given: Any) -> Any:
+        """Call the user's object. Raises UserError, or ConnectionError if that loses the episode."""
+        what = f"{self.code.title}: {verb} on the prompt {sample.question[:60]!r}"
         async with self._free:
-            future = asyncio.wrap_future(
-                self._threads.submit(call, self.code, function, self._loop)
-            )
-            done, _ = await asyncio.wait({future}, timeout=self._limit_s)
-        if not done:
-            raise UserError(
-                f"{self.code.title} gave no answer for {self._limit_s:g} s (0.9 --timeout-s) "
-                f"of {self.code.file}, class {self.kind.__name__}, "
-                f"on the prompt {sample.question[:60]!r}"
-            )
-        return future.result()
-
-    def _read(self, value: Any) -> Step:
-        try:
-            return read_step(value)
-        except ValueError as error:
-            raise UserError(f"{self.code.title}: step returned {shown(value)}: {error}") from None
+            return await self.code.call(verb, *given, what=what)
 
     def _turns(self, sample: Sample) -> list[str]:
         """Return the policy's turns as text, without end tokens but with other special tokens."""
@@ -267,24 +246,6 @@ class Episodes(Environment):
         return [end, *tokens] if sample.turns and sample.response[place - 1] != end else tokens
 
 
-def shown(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]
-
-
-def call(code: UserCode, function: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> Any:
-    """Run user code in this thread; if it is async, await it in the loop, which has its own thread."""
-    with code:
-        found = function()
-    if not inspect.isawaitable(found):
-        return found
-
-    async def waited() -> Any:
-        with code:
-            return await found
-
-    return asyncio.run_coroutine_threadsafe(waited(), loop).result()
-
-
 def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) -> Episodes | None:
     """Load the user's class, if there is one. Raises UserError if it can't be found or uses a reserved
     name."""
@@ -292,14 +253,13 @@ def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) ->
         return None
     title = f"--environment {config.environment}"
     specs = "FILE.py or FILE.py:Class"
-    how = ("Environment", "class {}", inspect.isclass, specs)
-    kind, code = user_code.load(title, config.environment, *how)
-    for name in RESERVED.keys() & {*dir(kind)}:
+    load = needed("user_code", title)
+    code = load(title, config.environment, "Environment", "class {}", specs, config.timeout_s)
+    for name in RESERVED.keys() & {*code.names}:
         raise UserError(f"{title}: {name} is reserved: {RESERVED[name]}")
-    if "step" not in dir(kind) or not callable(kind.step):
-        raise UserError(f"{title}: the class {kind.__name__} has no step(self, text)")
-    code = replace(code, passes=(ConnectionError, TimeoutError))
-    return Episodes(kind, code, tokenizer, config, stop_tokens)
+    if "step" not in code.names:
+        raise UserError(f"{title}: the class has no step(self, text)")
+    return Episodes(code, tokenizer, config, stop_tokens)
 
 
 def chat_check(

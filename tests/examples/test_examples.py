@@ -16,8 +16,8 @@ import modes
 import placement
 import rewards
 import run
+from extras import users
 from inputs import prompt_file, tokenization
-from runtime import user_code
 from sample import Sample
 from tests import ROOT
 from tests.root.test_genrm import Characters
@@ -138,7 +138,7 @@ def test_a_reward_of_one_s_own_runs():
 
 def test_a_rule_that_reads_its_rows():
     """It must score a right, a too short and a cut-off answer of each row of its file, and no other row."""
-    rule = user_code.module_of(EXAMPLES / "my_rule_rows.py").tidy
+    rule = users.module_of(EXAMPLES / "my_rule_rows.py").tidy
     tokenizer = tokenization.load_tokenizer(str(EXAMPLES.parent / "demo/models/written/actor"))
     prompts = prompt_file.PromptFile(EXAMPLES / "my_rows.jsonl", tokenizer, 184)
     assert {prompt.row["kind"] for prompt in prompts} == {"sum", "free"}
@@ -274,7 +274,7 @@ def test_a_bad_server_costs_episodes_and_a_silent_one_the_run(tmp_path, monkeypa
         monkeypatch.setenv("SANDBOX", address)
         run = Run(tmp_path / "silent", *calculator("my_sandbox", "--timeout-s", "20")).start()
         run.finish()
-    run.check_one_line("my_sandbox.py gave no answer for 18 s", "class Environment")
+    run.check_one_line("my_sandbox.py: step on the prompt ", " returned nothing for 18 s")
     run.check_nothing_is_left()
 
 

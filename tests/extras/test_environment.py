@@ -5,7 +5,6 @@ import json
 import math
 import random
 import tempfile
-import threading
 import time
 from dataclasses import replace
 from fractions import Fraction
@@ -31,6 +30,7 @@ from tests.support.fakes import (
     FakeTokenizer,
     to_text,
 )
+from tests.support.lines import Lines
 from tests.support.models import save_tokenizer
 from tests.support.packed import sights_of
 from tests.support.templates import CODER, LLAMA3, MISTRAL, QWEN3
@@ -281,10 +281,10 @@ def test_a_template_that_leaves_out_reasoning_is_named_once(directory):
 # ---------------------------------------------------------------------------------- the user's class
 
 HEAD = """
-import asyncio, threading, time
+import asyncio, threading, time; from tests.support.lines import Lines
 from extras.environment import Step
 both = threading.Barrier(2, timeout=20)
-shown, threads = [], []
+shown, threads = Lines(__file__ + ".shown"), Lines(__file__ + ".threads")
 class Environment:
     def __init__(self, sample, *, seed):
         self.sample, self.seed = sample, seed
@@ -298,7 +298,14 @@ def load(tmp_path, text, **given):
     path = Path(tempfile.mkdtemp(dir=tmp_path), "mine.py")
     path.write_text(text)
     how = dict(environment=str(path), model="m", judge_format=("chat",), max_new_tokens=20)
-    return user_episodes.build(Config(**how | given), FakeTokenizer(), {ord(END)})
+    episodes = user_episodes.build(Config(**how | given), FakeTokenizer(), {ord(END)})
+    episodes.path = path
+    return episodes
+
+
+def noted(episodes, name):
+    """Return the lines that the file of its class has noted."""
+    return Lines(f"{episodes.path}.{name}").read()
 
 
 def ended(response="ab.", index=1, **fields):
@@ -315,7 +322,7 @@ def answered(episodes, *samples):
         await episodes.close()
 
     asyncio.run(answer_all())
-    return vars(episodes.kind)["__init__"].__globals__["shown"]
+    return noted(episodes, "shown")
 
 
 SCORE = "\n    def score(self):\n        return 0.5"
@@ -348,7 +355,9 @@ def test_a_limit_is_the_episode_s_and_what_was_earned_counts(
 
 
 FAILS = {
-    "__init__": HEAD.replace("self.sample,", "raise OSError_\n        self.sample,"),
+    "__init__": HEAD.replace(
+        "self.sample,", "if sample.index: raise OSError_\n        self.sample,"
+    ),
     "step": f"{STEP}raise OSError_",
     "an async step": f"{HEAD}    async def step(self, text):\n        raise OSError_",
     "score": f"{STEP}return 1.0\n    def score(self):\n        raise OSError_",
@@ -361,17 +370,23 @@ FAILS = {
 def test_a_world_out_of_reach_is_no_answer_worth_0(tmp_path, text, error):
     text = text.replace("OSError_", error)
     text += "" if "def step" in text else "    def step(self, text):\n        return 1.0\n"
-    episodes, sample = load(tmp_path, text), ended()
-    shown = answered(episodes, sample)
-    assert (sample.finish, episodes.failed, episodes.succeeded) == ("lost", 1, 0)
-    assert shown.count("closed") == ("raise" not in text.partition("def close")[0])
+    episodes, first, sample = load(tmp_path, text), ended("a" * 20, 0), ended()
+    shown = answered(episodes, first, sample)  # the first object has to be made
+    lost = [each.finish == "lost" for each in (first, sample)]
+    assert lost[1] and (episodes.failed, episodes.succeeded) == (sum(lost), 2 - sum(lost))
+    fails = text.partition("def close")
+    made = 2 - ("raise" in fails[0])
+    assert shown.count("closed") == made * ("raise" not in fails[2].partition("def")[0])
     means = episodes.means([sample])
     assert means["environment/lost_frac"] == [True] and means["environment/reward_mean"] == []
 
 
 ERRORS = [
-    (f"{STEP}return 1 / 0", r" \(\S+mine\.py:13\): ZeroDivisionError: division by zero$"),
-    (f"{STEP}raise SystemExit(3)", r" \(\S+mine\.py:13\): SystemExit: 3$"),
+    (
+        f"{STEP}return 1 / 0",
+        r" \(\S+mine\.py:13\): ZeroDivisionError: division by zero \(Python's own",
+    ),
+    (f"{STEP}raise SystemExit(3)", r" \(\S+mine\.py:13\): SystemExit: 3 \(Python's own"),
     (f"{STEP}return True", r": step returned True: a bool isn't a reward; Step\(done=True\) ends"),
     (f"{STEP}return b'x'", r": step returned b'x': a Step, a text, chat turns"),
     (f"{STEP}return 1{SCORE[:-3]}True", r": score returned True: a finite number is needed$"),
@@ -396,7 +411,7 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, line
 NOT_LOADED = [
     ("class Other: pass", r"has no class Environment$"),
     ("Environment = print", r"has no class Environment$"),
-    ("class Environment: pass", r"the class Environment has no step\(self, text\)$"),
+    ("class Environment: pass", r"the class has no step\(self, text\)$"),
     ("class Environment:\n    def (", r"SyntaxError: .*line 2"),
     ("import nothing_at_all", r"mine\.py:1\): ModuleNotFoundError"),
 ]
@@ -434,7 +449,7 @@ HANGS = {
 @pytest.mark.parametrize("text", HANGS.values(), ids=HANGS.keys())
 def test_one_that_hangs_ends_the_run_in_one_line_and_is_left(tmp_path, text, monkeypatch):
     monkeypatch.setattr(user_episodes, "CLOSE_S", 0.1)
-    late = r"gave no answer for 0.09 s \(0.9 --timeout-s\) of \S+mine.py, class Environment, on the .*'q'$"
+    late = r"mine.py: \w+ on the prompt 'q' returned nothing for 0.09 s \(0.9 --timeout-s\)$"
     begin = time.monotonic()
     with pytest.raises(UserError, match=late):
         answered(load(tmp_path, text, timeout_s=0.1), ended())
@@ -442,11 +457,11 @@ def test_one_that_hangs_ends_the_run_in_one_line_and_is_left(tmp_path, text, mon
 
 
 BOTH = """both.wait()
-        threads.append(threading.current_thread())
+        threads.append(threading.get_ident())
         return 1.0
     async def score(self):
         await asyncio.sleep(0.01)
-        threads.append(threading.current_thread())
+        threads.append(threading.get_ident())
         return both.wait() * 0 + 0.5
     async def close(self):
         shown.append("closed")"""
@@ -459,8 +474,7 @@ def test_what_blocks_holds_up_nobody(tmp_path):
     episodes = load(tmp_path, text)
     assert answered(episodes, *samples) == ["a", "a", "closed", "closed"]
     assert [sample.earned for sample in samples] == [[1.5], [1.5]]
-    threads = vars(episodes.kind)["__init__"].__globals__["threads"]
-    assert len({*threads}) == 3 and threading.current_thread() not in threads
+    assert len({*noted(episodes, "threads")}) == 3
 
 
 def test_a_group_plays_one_episode_and_a_sample_is_a_copy(tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import Config
+from extras import users
 from extras.environment import episodes as user_episodes
 from extras.environment import read_step
 from inputs import tokenization
@@ -295,8 +296,7 @@ def test_a_text_is_answered_by_text(chats):
 def test_the_example_of_the_page_plays(tmp_path):
     [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "guess.py").write_text(example)
-    config = Config(environment=str(tmp_path / "guess.py"))
-    kind = user_episodes.build(config, None, ()).kind
+    kind = users.module_of(tmp_path / "guess.py").Environment
     played, low, high, found = kind(None, seed=3), 1, 99, []
     while not found or not isinstance(found[-1], float):
         middle = (low + high) // 2

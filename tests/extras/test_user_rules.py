@@ -1,7 +1,9 @@
 """Rules in users' files: what they see and return, what fails, their alarms and processes."""
 
 import asyncio
+import contextlib
 import os
+import pickle
 import re
 import sys
 import time
@@ -16,13 +18,13 @@ import pytest
 
 import rewards
 from config import Config
-from extras import rules as user_rules
+from extras.rules import UserRule
 from inputs import tokenization
-from runtime.user_code import UserCode
 from sample import Sample
 from tests import ROOT
 from tests.root.test_rewards import score
 from tests.support.fakes import FakeSource, simulate, to_text, trained
+from tests.support.in_process import InProcess
 from tests.support.models import save_tokenizer
 from tests.support.patience import LIMIT_S, run_process
 
@@ -31,10 +33,9 @@ def load(spec, signal="reward"):
     return rewards.load(signal, spec, LIMIT_S)
 
 
-def rule_of(function, signal="reward", limit_s=LIMIT_S):
-    """Make a rule from a file with this function."""
-    rule = user_rules.UserRule(function, UserCode("--rule"), limit_s)
-    return rewards.Rule(signal, rule.judge)
+def rule_of(function, signal="reward"):
+    """Make a rule of a function, in this process."""
+    return rewards.Rule(signal, UserRule(InProcess("--rule", function)).judge)
 
 
 def write(tmp_path, text):
@@ -116,16 +117,17 @@ def asked(rule, timeout_s=0.5):
 def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
     """It must after 0.9 of --timeout-s, whatever it catches: none of these returns within seconds."""
     ran = asked(write(tmp_path, "import asyncio, re, time\n" + text))
-    late = r"error: --rule \S+mine.py returned nothing for 0.45 s \(0.9 --timeout-s\) on the prompt '3\+9='\n"
+    late = r"error: --rule \S+mine.py on the prompt '3\+9=' returned nothing for 0.45 s \(0.9 --timeout-s\)\n"
     assert re.fullmatch(late, ran.stderr) and ran.returncode == 2
 
 
-def test_a_rule_has_its_own_time(monkeypatch):
-    """The first returns before its time is over, and then the second must run."""
-    late = []
-    monkeypatch.setattr(user_rules.shutdown, "exit_on_error", lambda *words: late.append(words))
-    rules = [rule_of(lambda _: 1.0, limit_s=0.1), rule_of(lambda _: time.sleep(0.3))]
-    assert score([], rules).reward == 1.0 and not late
+def test_a_rule_has_its_own_time(tmp_path):
+    """Those that wait for their turn in the process aren't late."""
+    rule = write(
+        tmp_path, "import time\ndef reward(sample):\n    time.sleep(0.3)\n    return 1.0\n"
+    )
+    rules = [rewards.load("reward", rule, 1.0)] * 4
+    assert score([], rules).reward == 1.0
 
 
 def test_a_rule_s_own_alarm_stays_its_own(tmp_path):
@@ -284,15 +286,21 @@ def test_a_rule_changes_only_its_own_copy():
 
 
 SEES = """
-seen = []
+import dataclasses, pickle
 def score(sample):
-    seen.append(sample)
+    with open(f"{__file__}.seen", "ab") as file:
+        pickle.dump(dataclasses.replace(sample, media=()), file)
     return float(sample.answer == sample.answer_key)
 """
 
 
 def seen_by(rule):
-    return rule.judge.__self__.function.__globals__["seen"]
+    """Return the samples that the rule in this file has seen."""
+    found = []
+    with Path(f"{rule}.seen").open("rb") as file, contextlib.suppress(EOFError):
+        while True:
+            found.append(pickle.load(file))
+    return found
 
 
 def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path):
@@ -305,7 +313,7 @@ def test_a_rule_sees_the_question_the_text_the_final_answer_and_the_key(tmp_path
         assert sample.reward == pytest.approx((3 * right + len(sample.response) / 100) / 4)
         assert sample.verdict == (right == 1.0), "the verdict is the judges'"
         assert sample.cost is None and f"--rule {rule}:score: {right}" in sample.critique
-    seen = [sample for c in controllers for sample in seen_by(c.rewards.rules[0])]
+    seen = seen_by(rule)
     assert seen and all(sample.reward is None and sample.question for sample in seen)
     assert all(sample.text.endswith(f">{sample.answer}") for sample in seen)
 
@@ -320,7 +328,7 @@ def test_a_rule_sees_special_tokens_and_others_don_t(tmp_path):
     listed = rewards.Rewards(config, [], rules, partial(tokenization.decode, tokenizer))
     sample = Sample(0, 0, prompt, "3+9=", response=response, finish="stop", row={"level": [1]})
     asyncio.run(listed.score(sample, None))
-    (seen,) = seen_by(rules[0])
+    (seen,) = seen_by(rule)
     assert (seen.text, seen.plain_text, seen.answer) == ("It is 12<|im_end|>", "It is 12", "12")
     assert seen.prompt_text.startswith("<|im_start|>user\n3+9=<|im_end|>\n<|im_start|>assistant")
     assert (seen.row, sample.cost) == ({"level": [1]}, 0.0)

@@ -1,14 +1,13 @@
 """Episodes on fakes: the user's code runs in the event loop, where it may wait on the virtual clock."""
 
 import asyncio
-import inspect
 import random
 from dataclasses import dataclass
 
 from extras.environment import Step
 from extras.environment import episodes as user_episodes
-from runtime.user_code import UserCode
 from tests.support.fakes import FakeTokenizer, simulate, text_answer, to_text
+from tests.support.in_process import InProcess
 
 END = "."  # ends a turn
 
@@ -19,21 +18,10 @@ class FakeEpisodes(user_episodes.Episodes):
 
     waited: int = 0
 
-    def __post_init__(self):
-        self._limit_s = 0.9 * self.config.timeout_s
-        self._free = asyncio.Semaphore(self.config.max_running_requests)
-        self._let_go = asyncio.Event()
-
     def let_go(self):
         steps = [episode.step for episode in self._episodes.values()]
         self.waited += sum(step is not None and not step.done() for step in steps)
         super().let_go()
-
-    async def _call(self, function, sample):
-        async with self._free:
-            with self.code:
-                found = function()
-                return await found if inspect.isawaitable(found) else found
 
 
 def game(pauses=(0.0,), seed=0, replies=4):
@@ -88,8 +76,8 @@ def play(kind, mode="partial", size=2, **settings):
     """Run episodes of this class. Return the controllers."""
 
     def episodes(config):
-        code = UserCode("--environment g.py", "g.py", (ConnectionError, TimeoutError))
-        return FakeEpisodes(kind, code, FakeTokenizer(), config, {ord(END)})
+        code = InProcess("--environment g.py", kind)
+        return FakeEpisodes(code, FakeTokenizer(), config, {ord(END)})
 
     how = dict(write=play_on, verdict=judge_by_chance, environment="g.py", episodes=episodes)
     return simulate(mode, size, **how | settings)[0]
