@@ -145,6 +145,10 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     reader, *readers = (tokenization.reader_of(model, *clips) for model in models)
     decode = partial(tokenization.decode, tokenizer)
     stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
+    if config.teacher:  # the policy learns to end as it does
+        teachers = tokenization.load_tokenizer(config.teacher)
+        ends = tokenization.ends_of(config.teacher, teachers)
+        stop = tuple(sorted({*stop} | ends & {*tokenizer.get_vocab().values()}))
     environments = (build(config, tokenizer, stop) for build in added("environment"))
     environment = next(filter(None, environments), Environment())
     rows = dict(tokenizer=tokenizer, reader=reader, max_tokens=room, say=say)

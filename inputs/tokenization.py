@@ -163,14 +163,18 @@ def named_ends(model_dir: str) -> set[int]:
     return {*ends} - {None}
 
 
+def ends_of(model_dir: str, tokenizer: Tokenizer) -> set[int]:
+    """Return the tokens that end an answer: of sequence, of turn, in generation_config.json."""
+    return ({tokenizer.eos_token_id, end_of_turn(tokenizer)} | named_ends(model_dir)) - {None}
+
+
 def stop_tokens(
     model_dir: str, tokenizer: Tokenizer, reader: Reader | None = None, say=lambda line: None
 ) -> tuple[int, ...]:
-    """Return all ids that end an answer: of sequence, of turn, in generation_config.json, of images."""
-    end = end_of_turn(tokenizer)
-    stop = ({tokenizer.eos_token_id, end} | named_ends(model_dir)) - {None}
+    """Return all ids that end an answer, also those of images. Raises UserError without an end."""
+    stop = ends_of(model_dir, tokenizer)
     if not stop:
         raise UserError(f"{model_dir} names no end-of-sequence token, so no answer could ever end")
-    if end is not None:
+    if (end := end_of_turn(tokenizer)) is not None:
         say(f"{model_dir}: its chat template ends an answer with {tokenizer.decode(end)}")
     return tuple(sorted({*stop, *(reader.stop_tokens if reader else ())}))

@@ -343,12 +343,17 @@ def check_models(
 
 
 def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy: dict) -> None:
-    """Raise UserError unless a model can read all of --model's outputs, and its sizes fit."""
+    """Raise UserError unless each of --model's ids means the same to a model, and its sizes fit.
+
+    It may have more tokens, another padding, and another name for an end.
+    """
     where = f"{setting} {path}"
-    policys = tokenization.load_tokenizer(config.model).get_vocab()
-    own = tokenization.load_tokenizer(path).get_vocab()
-    if strange := policys.items() - own.items():
-        raise UserError(f"{where}: {min(strange)[0]!r} isn't the token it is for --model")
+    directories = (config.model, path)
+    policys, own = tokenizers = [tokenization.load_tokenizer(each) for each in directories]
+    ends, others = map(tokenization.ends_of, directories, tokenizers)
+    strange = policys.get_vocab().items() - own.get_vocab().items()
+    if strange := [token for token, number in strange if number not in ends & others]:
+        raise UserError(f"{where}: {min(strange)!r} isn't the token it is for --model")
     if hf["vocab_size"] < policy["vocab_size"]:
         raise UserError(f"{where}: it has fewer tokens than --model, {policy['vocab_size']}")
     if "vision" in policy and "vision" not in hf:
