@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 Reader = Any  # reads images and clips for a model: see extras/images/reader.py
 Media = dict[str, Callable[[], list]]  # IMAGE, VIDEO -> function that returns a row's files
 Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its response with the end token
+BEFORE = "\n.0a"  # characters that a text may follow, for encode_after
 
 
 def load_tokenizer(model_dir: str) -> Tokenizer:
@@ -109,13 +110,36 @@ def encode(
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+@lru_cache(maxsize=8)
+def adds_space(tokenizer: Tokenizer) -> bool:
+    """Return whether a space is put before a text that is encoded alone, as by SentencePiece."""
+    alone, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("x", "0x"))
+    return after[-len(alone) :] != alone
+
+
+def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text that follows others, without a space before it. Their tokens stay as they are.
+
+    Raises UserError if the tokenizer joins it with each character of BEFORE.
+    """
+    encode = partial(tokenizer, add_special_tokens=False)
+    if not adds_space(tokenizer):
+        return encode(text)["input_ids"]
+    for character in BEFORE:
+        before = encode(character)["input_ids"]
+        both = encode(character + text)["input_ids"]
+        if before and both[: len(before)] == before:
+            return both[len(before) :]
+    raise UserError(
+        f"{tokenizer.name_or_path}: its tokenizer can't encode {text[:20]!r} after another text"
+    )
+
+
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a prompt") -> Pair:
     """Encode two texts, or two lists of turns. Raises UserError if they aren't adjacent when rendered."""
     start = encode(tokenizer, prompt, where)
     if isinstance(prompt, str):
-        # encode separately: a prompt never has a token that spans the border
-        answer = tokenizer(response, add_special_tokens=False)["input_ids"]
-        return start, [*answer, tokenizer.eos_token_id]
+        return start, [*encode_after(tokenizer, response), tokenizer.eos_token_id]
     text = render(tokenizer, prompt + response, where, has_answer=True, is_learned=True)
     both = tokenizer(text, add_special_tokens=False)["input_ids"]
     if both[: len(start)] != start or both == start:
@@ -132,8 +156,7 @@ def encode_reply(
     policy's own turns, which are never rendered or encoded again.
     """
     if not prompt:
-        text = break_special_tokens(tokenizer, reply[-1]["content"])
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode_after(tokenizer, break_special_tokens(tokenizer, reply[-1]["content"]))
     before = render(tokenizer, prompt, where, has_answer=True)
     text = render(tokenizer, [*prompt, *as_turns("yes", "assistant"), *reply], where)
     answer = text.find("yes", len(before))

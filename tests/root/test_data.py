@@ -16,13 +16,22 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import processors
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
 
 import data
 import genrm
 import inputs.prompt_file
 from demo import task  # noqa: F401  task adds the format
-from examples.make_demo import models
+from examples.make_demo.models import new_model
 from inputs import tokenization
 from inputs.numbers import number_key
 from inputs.prompt_file import PromptFile
@@ -449,7 +458,7 @@ def test_messages_and_a_prompt_that_say_the_same(tmp_path):
 
 def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):
     """This must hold whatever the tokenizer adds, and whether or not the text was rendered before."""
-    models.new_model(tmp_path, 0)
+    new_model(tmp_path, 0)
     tokenizer = tokenization.load_tokenizer(str(tmp_path))
     ends = [("<bos>", 1), ("<eos>", 2)]
     frame = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
@@ -458,6 +467,53 @@ def test_a_text_has_one_bos_in_front_and_no_eos_behind(tmp_path):
     expected = [1, *tokenizer("3+4=", add_special_tokens=False)["input_ids"]]
     for text in ("3+4=", "<bos>3+4="):
         assert tokenization.encode(tokenizer, text) == expected
+
+
+def sentencepiece(**how) -> PreTrainedTokenizerFast:
+    """Return a tokenizer like Llama 2's, with bytes for what it doesn't know."""
+    pieces = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if how:
+        pieces.pre_tokenizer = pre_tokenizers.Metaspace(split=False, **how)
+    else:
+        parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        pieces.normalizer = normalizers.Sequence(parts)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    pieces.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
+    pieces.train_from_iterator(["2+2=4. What is 20+0=? [7] yes a.0"] * 4, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="</s>", unk_token="<unk>")
+
+
+SPACED = [sentencepiece(prepend_scheme=scheme) for scheme in ("first", "always")] + [
+    sentencepiece()
+]
+AFTER = st.lists(st.sampled_from(["4", "20", " ", "\n", "[7]", ".", "yes", "a", "é"])).map("".join)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(SPACED), AFTER)
+def test_a_text_follows_another_without_a_space(tokenizer, text):
+    """Responses and replies are what was written, and the tokens before them stay."""
+    prompt, response = tokenization.encode_pair(tokenizer, "2+2=", text)
+    assert prompt == tokenization.encode(tokenizer, "2+2=")
+    assert tokenizer.decode([*prompt, *response]) == f"2+2={text}</s>"
+    reply = tokenization.encode_reply(tokenizer, [], [{"role": "user", "content": text}], "here")
+    assert reply == response[:-1]
+
+
+class Joined(FakeTokenizer):
+    """A tokenizer that makes one token of any text."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [len(text)]}
+
+
+def test_a_text_that_joins_whatever_is_before_it_is_named():
+    with pytest.raises(
+        UserError, match=r"^FAKE: its tokenizer can't encode '7' after another text"
+    ):
+        tokenization.encode_after(Joined(), "7")
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
