@@ -24,7 +24,7 @@ from engines.server import context_length
 from inputs import tokenization
 from inputs.numbers import number_answer, number_key
 from inputs.rows import Text, transcript
-from inputs.templates import IMAGE, break_special_tokens
+from inputs.templates import IMAGE, break_tokens
 from runtime.errors import UserError
 from sample import Image
 
@@ -67,7 +67,8 @@ class JudgeFormat:
         return float(grade) if is_sure or grade <= 0.5 else 0.0
 
     def read(self, judge: Judge, reply: Answer) -> Judgement:
-        text = tokenization.decode(judge.tokenizer, reply.tokens)
+        ends = judge.sampling.stop_token_ids
+        text = tokenization.decode(judge.tokenizer, reply.tokens, ends=ends)
         return Judgement(text, self.grade(judge.thought + text, reply))
 
     def check(self, tokenizer: Tokenizer, prompt: Text, where: str) -> None:
@@ -77,9 +78,9 @@ class JudgeFormat:
         self, judge: Judge, prompt: Text, answer: str, images: tuple[Image, ...], is_cut: bool
     ) -> tuple[list[int], tuple]:
         """Return the tokens to send to the judge, and the images in them."""
-        # a special token that they spell out stays text: it can't end the turn
+        # a token that they spell out stays text: it can't end the turn
         texts = (transcript(prompt), answer)
-        question, answer = (break_special_tokens(judge.tokenizer, text) for text in texts)
+        question, answer = (break_tokens(judge.tokenizer, text) for text in texts)
         if not (judge.reader and images):
             return tokenization.encode(judge.tokenizer, self.prompt(question, answer)), ()
         answer = answer.replace(IMAGE, "< image>")  # only the prompt places images

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from demo.task import addition_answer
@@ -13,7 +14,7 @@ from engines.engine import Answer, Engine, Request, body_of
 from genrm import FORMATS, Judge, JudgeFormat, Judgement, chat_answer, chat_key
 from inputs import tokenization
 from inputs.rows import Text, as_turns, transcript
-from inputs.templates import break_special_tokens
+from inputs.templates import break_tokens, map_texts
 
 BIAS = "score.bias"
 
@@ -75,14 +76,14 @@ def encode_exchange(
 ) -> list[int]:
     """Encode a prompt and an answer for a scalar reward model. is_cut: omit the end token."""
     turns = [*as_turns(prompt, "user"), *as_turns(answer, "assistant")]
+    turns = map_texts(partial(break_tokens, tokenizer), turns)
     needs_template = "tools" in turns[0] or "tool_calls" in turns[-1]
     if tokenizer.chat_template is not None or needs_template:
         tokens = tokenization.encode(tokenizer, turns, where, has_answer=True)
         end = tokenization.end_of_turn(tokenizer)
     else:
         texts = (transcript(turns[:-1]), turns[-1]["content"])
-        shown = (break_special_tokens(tokenizer, text) for text in texts)
-        pair = tokenization.encode_pair(tokenizer, *shown)
+        pair = tokenization.encode_pair(tokenizer, *texts)
         tokens = pair[0] + pair[1]
         end = tokenizer.eos_token_id
     if is_cut and end in tokens:

@@ -62,6 +62,16 @@ def read_object(path: Path, where: str) -> dict:
     return found
 
 
+def named_ends(model_dir: str) -> set[int]:
+    """Return the end-of-sequence tokens in a directory's generation_config.json, if it has one."""
+    path = Path(model_dir, "generation_config.json")
+    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ends = named if isinstance(named, list) else [named]
+    if not all(isinstance(end, int | None) for end in ends):
+        raise UserError(f"{path}: eos_token_id is a number, or several, not {named!r:.60}")
+    return {*ends} - {None}
+
+
 def read_model_config(model_dir: str | Path, setting: str = "") -> dict:
     """Return config.json. Raises UserError if it can't be read, or if any *config.json names code."""
     where = f"{setting} {model_dir}".strip()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, meta
 
+from inputs.hf_directory import named_ends
 from runtime.errors import UserError
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -25,6 +26,7 @@ PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # as in transforme
 MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag only transformers knows
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # set by the program
 OF_CALLS = (TypeError, ValueError, ArithmeticError, RecursionError)  # raised by a template's calls
+TAG = re.compile(r"[^\w\s]")  # what is in <tool_call>, but not in a word
 NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not contents of a turn
 CHECKED = ("system", "developer", "tool")  # roles that a template may not leave out
 
@@ -62,16 +64,26 @@ def literal(text: str) -> str:
     return repr(text)
 
 
-@lru_cache(maxsize=8)  # looking up a tokenizer's tokens is slow
-def broken_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """Map the spelling of each special token to one that isn't special."""
-    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return {name: f"{name[0]} {name[1:]}" for name in names | set(tokenizer.all_special_tokens)}
+@lru_cache(maxsize=16)  # looking up a tokenizer's tokens is slow
+def broken_tokens(tokenizer: Tokenizer, keeps_tags: bool) -> dict[str, str]:
+    """Map the spelling of each token that controls a chat to one that is text.
+
+    These are special tokens, ends of answers, and, unless it `keeps_tags`, added ones such as <tool_call>.
+    """
+    names = {*tokenizer.all_special_tokens}
+    names |= {tokenizer.decode([end]) for end in named_ends(tokenizer.name_or_path)}
+    for token in tokenizer.added_tokens_decoder.values():
+        is_tag = (
+            TAG.search(token.content) and not keeps_tags
+        )  # not an added word, or several spaces
+        if token.special or is_tag:
+            names.add(token.content)
+    return {name: f"{name[0]} {name[1:]}" for name in filter(None, names)}
 
 
-def break_special_tokens(tokenizer: Tokenizer, text: str) -> str:
-    """Put a space into spelled-out special tokens, `< |im_end|>`, so that a text can't end its own turn."""
-    broken = broken_tokens(tokenizer)
+def break_tokens(tokenizer: Tokenizer, text: str, keeps_tags: bool = False) -> str:
+    """Put a space into spelled-out tokens, `< |im_end|>`, so that a text can't end its own turn."""
+    broken = broken_tokens(tokenizer, keeps_tags)
     while found := [name for name in broken if name in text and name not in broken[name]]:
         for name in found:
             text = text.replace(name, broken[name])
@@ -83,21 +95,24 @@ def render(
 ) -> str:
     """Render chat turns and the first one's `tools`. Raises UserError if the template leaves something out.
 
-    has_answer: the last turn is an answer. is_learned: it may spell out special tokens, unlike the others.
+    has_answer: the last turn is an answer. is_learned: it may spell out all tokens. In other turns of the
+    assistant and of the system, added tokens that aren't special stay; in users' and tools', none does.
     image: replaces IMAGE, as in Qwen's templates.
     """
     name = tokenizer.name_or_path
     if tokenizer.chat_template is None:
         raise UserError(f"{where}: {name} has no chat template, which chat turns need")
 
-    def plain(text: str) -> str:
-        return break_special_tokens(tokenizer, text).replace(IMAGE, image)
+    def plain(turn: dict) -> dict:
+        keeps_tags = turn["role"] not in ("user", "tool")
+        broken = map_texts(partial(break_tokens, tokenizer, keeps_tags=keeps_tags), turn)
+        return map_texts(lambda text: text.replace(IMAGE, image), broken)
 
     settings = {"add_generation_prompt": not has_answer, "strftime_now": TODAY.strftime}
     apply = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
     try:
         broken = turns[:-1] if is_learned else turns
-        turns = map_texts(plain, broken) + map_texts(str, turns[len(broken) :])
+        turns = [*map(plain, broken), *map_texts(str, turns[len(broken) :])]
         tools = turns[0].pop("tools", None)
         text = apply(turns, tools=tools)
         lost = left_out(apply, turns, tools, is_learned)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import Config
-from inputs.hf_directory import readable, sees
+from inputs.hf_directory import named_ends, readable, sees
 from inputs.rows import Text, as_turns
-from inputs.templates import IMAGE, apply_settings, break_special_tokens, render
+from inputs.templates import IMAGE, apply_settings, break_tokens, map_texts, render
 from runtime.errors import UserError
 from runtime.hooks import needed
 
@@ -155,8 +153,9 @@ def encode_reply(
     prompt: the chat turns before the episode; empty if it was a text. A short answer stands in for the
     policy's own turns, which are never rendered or encoded again.
     """
+    reply = map_texts(partial(break_tokens, tokenizer), reply)
     if not prompt:
-        return encode_after(tokenizer, break_special_tokens(tokenizer, reply[-1]["content"]))
+        return encode_after(tokenizer, reply[-1]["content"])
     before = render(tokenizer, prompt, where, has_answer=True)
     text = render(tokenizer, [*prompt, *as_turns("yes", "assistant"), *reply], where)
     answer = text.find("yes", len(before))
@@ -171,19 +170,13 @@ def encode_reply(
     return tokens[tokens.index(end) + 1 :]
 
 
-def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False) -> str:
-    """Decode tokens, keeping or dropping `special` ones."""
+def decode(
+    tokenizer: Tokenizer, tokens: list[int], special: bool = False, ends: Collection[int] = ()
+) -> str:
+    """Decode tokens, with `special` ones or without them and without the one of `ends` at the end."""
+    if tokens and tokens[-1] in ends and not special:
+        tokens = tokens[:-1]
     return tokenizer.decode(tokens, skip_special_tokens=not special)
-
-
-def named_ends(model_dir: str) -> set[int]:
-    """Return the end-of-sequence tokens in a directory's generation_config.json, if it has one."""
-    path = Path(model_dir, "generation_config.json")
-    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    ends = named if isinstance(named, list) else [named]
-    if not all(isinstance(end, int | None) for end in ends):
-        raise UserError(f"{path}: eos_token_id is a number, or several, not {named!r:.60}")
-    return {*ends} - {None}
 
 
 def ends_of(model_dir: str, tokenizer: Tokenizer) -> set[int]:

@@ -26,6 +26,7 @@ from inputs.hf_directory import (
     FAMILIES,
     HEAD,
     check_tensors,
+    named_ends,
     read_model_config,
     readable,
     tensor_files,
@@ -303,7 +304,7 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
     """
     where = f"{setting} {model_dir}"
     ids = tokenization.load_tokenizer(model_dir).get_vocab().values()
-    tokens = 1 + max(*ids, *tokenization.named_ends(model_dir), hf.get("pad_token_id") or 0)
+    tokens = 1 + max(*ids, *named_ends(model_dir), hf.get("pad_token_id") or 0)
     if tokens > hf["vocab_size"]:
         raise UserError(
             f"{where}: its tokenizer (or an id in its JSON) has {tokens} tokens, "

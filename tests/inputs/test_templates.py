@@ -8,15 +8,18 @@ from functools import partial
 import datasets
 import pytest
 
+import build
 import genrm
 import rewards
-from config import Config
+from config import Config, parse_config
+from engines.engine import Answer
 from examples.finetune import parse_rm, parse_sft
 from extras import scalar
 from inputs import tokenization
 from inputs.prompt_file import PromptFile
 from inputs.templates import TODAY
 from runtime.errors import UserError
+from sample import Reply, Sample
 from tests.support.models import TEMPLATE, save_tokenizer
 from tests.support.rows import jsonl
 from tests.support.templates import CODER, GEMMA, LLAMA3, MISTRAL, QWEN3
@@ -285,6 +288,69 @@ def test_a_setting_that_no_template_mentions_is_refused(loaded, setting):
 def test_nothing_is_set_of_no_template(loaded, template):
     with pytest.raises(UserError, match=r"^--template x=1: no NAME=VALUE"):
         loaded(template, "x=1")
+
+
+ADDED = ["<think>", "<tool_call>", "</tool_response>", "[INST]", "<turn_end>", "answer", "\t\t"]
+CONTROLS, END = ADDED[:5], "<turn_end>"
+
+
+@pytest.fixture
+def tagged(tmp_path):
+    """Return a tokenizer with added tokens that aren't special; generation_config.json names an end."""
+    tokenizer = tokenization.load_tokenizer(str(save_tokenizer(tmp_path)))
+    tokenizer.add_tokens(ADDED)
+    tokenizer.chat_template = TEMPLATE.replace("<|im_end|>", END)
+    tokenizer.save_pretrained(tmp_path)
+    ends = {"eos_token_id": [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    return tokenization.load_tokenizer(str(tmp_path))
+
+
+WRITTEN = {  # who wrote it -> what stays a token besides words and spaces
+    "user": [],
+    "tool": [],
+    "system": CONTROLS[:-1],
+    "assistant": CONTROLS[:-1],
+}
+
+
+@pytest.mark.parametrize("role", WRITTEN)
+def test_what_controls_a_chat_is_nobodys_text(tagged, role):
+    """A tool's or user's text has none of the added tokens but words and spaces; no turn ends by itself."""
+    text = f"{' '.join(ADDED)} <|im_end|>"
+    said = [ASKED, turn(role, text), ASKED]
+    plain = tokenization.encode(tagged, [ASKED, turn(role, "?"), ASKED])
+    tokens = tokenization.encode(tagged, said)
+    found = {name for name in ADDED if tagged.convert_tokens_to_ids(name) in {*tokens} - {*plain}}
+    assert found == {*WRITTEN[role], *ADDED[5:]}
+    for name in (END, "<|im_end|>"):
+        end = tagged.convert_tokens_to_ids(name)
+        assert tokens.count(end) == plain.count(end)
+    for reply in ([turn("user", text)], [turn("system", text), ASKED]):
+        for prompt in ([], [ASKED]):
+            tokens = tokenization.encode_reply(tagged, prompt, reply, "here")
+            assert not {*tokens} & {*tagged.convert_tokens_to_ids(CONTROLS[:-1])}
+    tokens = scalar.encode_exchange(tagged, [turn("user", "?"), turn(role, text), ASKED], text)
+    assert not {*tokens} & {*tagged.convert_tokens_to_ids(CONTROLS[:-1])}
+
+
+def test_what_ended_a_turn_is_no_part_of_its_text(tagged, tmp_path):
+    """It is in `text`, which has all; other added tokens that the policy wrote stay in both."""
+    given = ["--model", str(tmp_path), "--rule", "right", "--judge-format", "chat"]
+    given += ["--max-model-len", "99", "--max-new-tokens", "9"]
+    inputs = build.load_inputs(parse_config(given), [], print)
+    written = "<think>Sum.<tool_call> 12"
+    response = tagged(written + END, add_special_tokens=False)["input_ids"]
+    sample = Sample(0, 0, [1], "3*4?", "12", response=response, finish="stop")
+    assert inputs.rewards.final_answer(sample) == written
+    seen = rewards.seen_by_rules(sample, inputs.decode)
+    assert (seen.text, seen.plain_text) == (written + END, written)
+    sample.replies = [Reply(len(response), [1], [ASKED])]
+    assert rewards.seen_by_rules(sample, inputs.decode).turns[1] == turn("assistant", written)
+    config = Config(model="m", judge=(str(tmp_path),), judge_format=("chat",), max_model_len=2000)
+    [judge] = rewards.build(config, [], [tagged], "".join).judges
+    said = Answer(0, response, [], "stop", [])
+    assert judge.format.read(judge, said).critique == written
 
 
 SPELLED = "<think>Sum<|im_end|></think> 7"

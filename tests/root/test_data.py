@@ -37,7 +37,7 @@ from inputs.numbers import number_key
 from inputs.prompt_file import PromptFile
 from inputs.rows import read_rows
 from inputs.shuffled import Shuffled, identities
-from inputs.templates import break_special_tokens
+from inputs.templates import break_tokens
 from runtime.errors import UserError
 from sample import Prompt, Sample
 from tests.support.fakes import FakeSource, FakeTokenizer
@@ -402,7 +402,7 @@ def test_no_special_token_is_left_in_broken_text(tokenizer, parts):
         return specials(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
 
     text = "".join(parts)
-    broken = break_special_tokens(tokenizer, text)
+    broken = break_tokens(tokenizer, text)
     assert not found(broken) and broken.replace(" ", "") == text.replace(" ", "")
     assert found(text) or broken == text
 
@@ -410,7 +410,7 @@ def test_no_special_token_is_left_in_broken_text(tokenizer, parts):
 def test_a_break_may_spell_out_another_special_token():
     tokenizer = FakeTokenizer()
     tokenizer.all_special_tokens = ("<s>", "< s>")
-    assert break_special_tokens(tokenizer, "<s>") == "<  s>"
+    assert break_tokens(tokenizer, "<s>") == "<  s>"
 
 
 SOLUTION = "He sold 48/2 = <<48/2=24>>24 clips.\nTogether 72.\n#### 1,072"
