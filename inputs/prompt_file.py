@@ -53,7 +53,7 @@ class PromptFile(Sequence[Prompt]):
 
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # includes what the tokenizer adds to a text
-        rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting)]
+        rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting, self.say)]
         self._rows = [row for row in rows if self._most_tokens(row) <= self.max_tokens]
         if not self._rows:
             raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")

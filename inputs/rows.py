@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
@@ -19,6 +19,7 @@ Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": .
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template might accept any other
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
 TEXTS = ("messages", "prompt", "chosen", "rejected", "response", "completion")  # or chat turns
+READ = {"answer", "tools", "text", *TEXTS, *PLACES}  # columns that are of use without a rule
 # turns written by JSON, or by str() of Python or NumPy
 TURNS_AS_TEXT = re.compile(r"""(?s)\s*(array\()?\[?\s*\{.*["'](role|from)["']\s*:.*\}.*""")
 UNREAD = {  # other trainers' columns -> where their contents go here
@@ -28,18 +29,21 @@ UNREAD = {  # other trainers' columns -> where their contents go here
 }
 
 
-def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
+def read_rows(
+    path: Path, setting: str = "--data", say: Callable[[str], None] = print
+) -> list[tuple[int, dict]]:
     """Read a .jsonl, .json (one object per line) or .parquet file: (number from 1, row).
 
-    A row has JSON values, without null fields, and for bytes of media a function that reads them. Raises
-    UserError if the file or a row can't be read, or if there is no row.
+    A row has JSON values, without null columns, and for bytes of media a function that reads them. A number
+    with more digits than a float's is a Decimal. Raises UserError if the file or a row can't be read, or if
+    there is no row.
     """
     if not path.is_file():
         raise UserError(f"{setting} {path}: no such file")
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise UserError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
     if path.suffix == ".parquet":
-        rows = list(_parquet_rows(path))
+        rows = list(_parquet_rows(path, say))
     else:  # not datasets.load_dataset, whose errors don't name the line
         lines = enumerate(path.read_bytes().splitlines(), 1)
         rows = [(number, _row(line, f"{path}:{number}")) for number, line in lines if line.strip()]
@@ -49,20 +53,28 @@ def read_rows(path: Path, setting: str = "--data") -> list[tuple[int, dict]]:
 
 
 def _row(line: bytes, where: str) -> dict:
-    """Read a line's JSON object. Raises UserError if turns are stored as text, or for UNREAD columns."""
+    """Read a line's JSON object, the answer with all its digits. Raises UserError as `_checked`."""
     try:
         row = _json(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON in UTF-8: {error}") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    answer = row.get("answer")
+    if isinstance(answer, float) and 0 < abs(answer) < inf:
+        row["answer"] = _as_float(json.loads(line, parse_float=Decimal)["answer"])
+    return _checked(row, where)
+
+
+def _checked(row: dict, where: str) -> dict:
+    """Return a row's columns. Raises UserError if turns are stored as text, or for UNREAD columns."""
     for name in TEXTS:
         text = row.get(name)
         if isinstance(text, str) and (name == "messages" or TURNS_AS_TEXT.fullmatch(text)):
             raise UserError(f"{where}: `{name}` must be a list of turns, not a text: {text[:40]!r}")
     for name in filter(row.get, UNREAD):
         raise UserError(f"{where}: `{name}` isn't read; {UNREAD[name]}")
-    return row
+    return without_nulls(row)
 
 
 def _json(text: bytes | str) -> Any:
@@ -73,14 +85,24 @@ def _json(text: bytes | str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict:
-    """Make a dict of a JSON object's non-null fields. Raises ValueError if two have the same name."""
-    names = [name for name, _ in pairs]
-    if len({*names}) < len(names):
-        raise ValueError(f"a name appears twice in one object: {names}")
-    return {name: value for name, value in pairs if value is not None}
+    """Make a dict of a JSON object's fields. Raises ValueError if two have the same name."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name appears twice in one object: {[name for name, _ in pairs]}")
+    return found
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+def without_nulls(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _as_float(value: Decimal) -> float | Decimal:
+    """Return a number as a float, if that keeps all digits."""
+    near = float(value)
+    return near if Decimal(repr(near)) == value else value
+
+
+def _parquet_rows(path: Path, say: Callable[[str], None]) -> Iterator[tuple[int, dict]]:
     """Read each row as if it were written in JSON."""
     import pyarrow.parquet
     from datasets import Dataset
@@ -105,42 +127,62 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
     def read(name: str, number: int) -> list:
         return media[name][number][name][0].as_py() or []
 
-    narrow = {name: kind for name, kind in kinds.items() if "float" in str(kind)}
-    for number in range(table.num_rows):
-        where = f"{path}:{number + 1}"
+    columns = {}
+    for name in kinds:
         try:
-            (row,) = table.slice(number, 1).to_pylist(maps_as_pydicts="strict")
-            row |= {name: _shortest(row[name], kind) for name, kind in narrow.items()}
-            line = json.dumps(row, default=_as_json).encode()
-        except (ValueError, OverflowError, KeyError, TypeError) as error:
-            columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-            raise UserError(f"{where}: can't be read: {error}; it has {columns}") from None
-        row = _row(line, where)
+            columns[name] = _cells(table[name], name, path)
+        except UserError as error:
+            if name in READ:
+                raise
+            say(f"{error}; rows go without it")
+    for number in range(table.num_rows):
+        row = {name: cells[number] for name, cells in columns.items()}
+        row = _checked(row, f"{path}:{number + 1}")
         for name, column in media.items():
             if len(column[number][name][0].values or ()):
                 row[name] = partial(read, name, number)
         yield number + 1, row
 
 
-def _shortest(value: Any, kind: Any) -> Any:
-    """Shorten 16- and 32-bit floats to what was written: 0.1, not 0.10000000149. kind: an Arrow DataType."""
-    if isinstance(value, list):
-        return [_shortest(each, kind.value_type) for each in value]
-    if isinstance(value, dict) and str(kind).startswith("map<"):
-        return {name: _shortest(each, kind.item_type) for name, each in value.items()}
-    if isinstance(value, dict):
-        return {name: _shortest(each, kind.field(name).type) for name, each in value.items()}
-    is_rounded = isinstance(value, float) and not value.is_integer()
-    return float(str(kind.to_pandas_dtype()(value))) if is_rounded else value
+def _cells(column: Any, name: str, path: Path) -> list:
+    """Read a column as if it were written in JSON. Raises UserError if JSON has no word for a value."""
+    cells = []
+    try:
+        for value in column.to_pylist(maps_as_pydicts="strict"):
+            cells.append(_plain(value, column.type))
+    except (ValueError, OverflowError, KeyError, TypeError) as error:
+        line = len(cells) + 1
+        raise UserError(f"{path}:{line}: `{name}` ({column.type}) can't be read: {error}") from None
+    return cells
 
 
-def _as_json(value: Any) -> Any:
-    """Convert a Parquet value that JSON lacks. Raises ValueError if its type is unknown."""
+def _plain(value: Any, kind: Any) -> Any:
+    """Convert a Parquet value of an Arrow type. Raises ValueError if JSON has no word for it.
+
+    A struct's nulls are left out, because the file fills them in. 16- and 32-bit floats become what was
+    written: 0.1, not 0.10000000149.
+    """
+    from pyarrow import BaseExtensionType, MapType
+
+    if isinstance(kind, BaseExtensionType):
+        kind = kind.storage_type
     match value:
+        case None | bool() | int() | str():
+            return value
+        case list():
+            return [_plain(each, kind.value_type) for each in value]
+        case dict() if isinstance(kind, MapType):
+            return {str(name): _plain(each, kind.item_type) for name, each in value.items()}
+        case dict():
+            fields = without_nulls(value)
+            return {name: _plain(each, kind.field(name).type) for name, each in fields.items()}
+        case float():
+            is_rounded = str(kind) in ("float", "halffloat") and not value.is_integer()
+            return float(str(kind.to_pandas_dtype()(value))) if is_rounded else value
         case bytes():
             return value.decode()
         case Decimal():
-            return int(value) if value == int(value) else float(value)
+            return int(value) if value == int(value) else _as_float(value)
         case date() | time():
             return value.isoformat()
     raise ValueError(f"a value of the type {type(value).__name__}")
@@ -148,11 +190,11 @@ def _as_json(value: Any) -> Any:
 
 def prompt_of(row: dict, where: str, sees: bool) -> Text:
     """Return a row's prompt, with IMAGE and VIDEO in place of media. Raises UserError, naming `where`."""
-    messages = row.get("messages")
-    prompt = row.get("prompt")
+    columns = (row.get("messages"), row.get("prompt"))
+    messages, prompt = (read_turns(column, where, sees) for column in columns)
     if messages and prompt and as_turns(prompt, "user") != messages:
         raise UserError(f"{where}: `messages` and `prompt` differ; leave one out")
-    prompt = read_turns(messages or prompt, where, sees)
+    prompt = messages or prompt
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
         raise UserError(f"{where}: needs `messages` ({TURNS}) or `prompt` (text, or such a list)")
     roles = [turn["role"] for turn in as_turns(prompt, "user")]
@@ -182,7 +224,7 @@ def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
     """Read chat turns' contents (optional with tool calls). Raises UserError if a part isn't known."""
     if not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
         return turns
-    read = [dict(turn) for turn in turns]
+    read = [without_nulls(turn) for turn in turns]
     for turn in read:
         turn["content"] = read_content(turn.get("content"), where, sees)
         if calls := turn.pop("tool_calls", None):
@@ -240,7 +282,8 @@ def read_functions(items: Any, field: str, where: str) -> list[dict]:
                 f"{where}: `{field}` is a list of {{type: function, function: {{name, ...}}}}, "
                 f"arguments an object, not {str(items)[:60]!r}"
             )
-        read.append(item | {"function": item["function"] | {"arguments": arguments}})
+        function = without_nulls(item["function"]) | {"arguments": arguments}
+        read.append(without_nulls(item) | {"function": function})
     return read
 
 
@@ -250,7 +293,7 @@ def read_content(content: Any, where: str, sees: bool) -> Any:
         return content
     whole = ""
     for part in content:
-        match part if isinstance(part, dict) else {"type": part}:
+        match without_nulls(part) if isinstance(part, dict) else {"type": part}:
             case {"type": "text", "text": str(text)}:
                 whole += text
             case {"type": "image" | "video" as kind, **others} if sees and not others:
@@ -293,8 +336,9 @@ def answer_key(answer: Any, where: str) -> str | None:
     text = ""
     if isinstance(answer, str):
         text = answer.strip()
-    elif type(answer) in (int, float) and abs(answer) != inf:
-        text = f"{Decimal(str(answer or 0)):f}".removesuffix(".0")
+    elif type(answer) in (int, float, Decimal) and abs(answer) != inf:
+        whole, _, digits = f"{Decimal(str(answer or 0)):f}".partition(".")
+        text = f"{whole}.{digits.rstrip('0')}".removesuffix(".")
     last = text.rpartition("####")[2].strip()
     if text and not last:
         raise UserError(f"{where}: nothing follows the last #### of `answer`, {answer!r:.60}")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateError, meta
@@ -28,6 +29,8 @@ GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # set by th
 OF_CALLS = (TypeError, ValueError, ArithmeticError, RecursionError)  # raised by a template's calls
 TAG = re.compile(r"[^\w\s]")  # what is in <tool_call>, but not in a word
 NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not contents of a turn
+# how a template may read a tool call: arguments as JSON text, no content as null
+FORMS = [*product((False, True), repeat=2)]
 CHECKED = ("system", "developer", "tool")  # roles that a template may not leave out
 
 
@@ -109,7 +112,14 @@ def render(
         return map_texts(lambda text: text.replace(IMAGE, image), broken)
 
     settings = {"add_generation_prompt": not has_answer, "strftime_now": TODAY.strftime}
-    apply = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
+    render_as = partial(tokenizer.apply_chat_template, tokenize=False, **settings)
+
+    def apply(turns: list[dict], tools: list | None) -> str:
+        if not any("tool_calls" in turn for turn in turns):
+            return render_as(turns, tools=tools)
+        form = form_of_calls(tokenizer, tools is not None)
+        return render_as([with_calls(turn, *form) for turn in turns], tools=tools)
+
     try:
         broken = turns[:-1] if is_learned else turns
         turns = [*map(plain, broken), *map_texts(str, turns[len(broken) :])]
@@ -121,6 +131,38 @@ def render(
     if lost:
         raise UserError(f"{where}: the chat template in {name} leaves out {lost}")
     return text
+
+
+@lru_cache(maxsize=8)  # tried once per template, not once per row
+def form_of_calls(tokenizer: Tokenizer, has_tools: bool) -> tuple[bool, bool]:
+    """Return the first of FORMS in which the chat template shows a tool call's arguments, else the first."""
+    arguments = {"place": "~here~"}
+    look = {"type": "function", "id": "call00001", "function": {"name": "look"}}
+    call = look | {"function": {"name": "look", "arguments": arguments}}
+    turns = [{"role": "user", "content": "Is it?"}]
+    turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    apply = partial(tokenizer.apply_chat_template, tokenize=False, strftime_now=TODAY.strftime)
+    for form in FORMS:
+        with suppress(TemplateError, *OF_CALLS):
+            formed = [with_calls(turn, *form) for turn in turns]
+            text = apply(formed, tools=[look] if has_tools else None)
+            if "~here~" in text and str(arguments) not in text:  # which would be Python, not JSON
+                return form
+    return FORMS[0]
+
+
+def with_calls(turn: dict, as_text: bool, as_null: bool) -> dict:
+    """Return a turn with its tool calls, if it has any, in one of FORMS."""
+    if "tool_calls" not in turn:
+        return turn
+    calls = []
+    for call in turn["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    content = turn["content"] or (None if as_null else "")
+    return turn | {"content": content, "tool_calls": calls}
 
 
 def left_out(apply: Callable, turns: list[dict], tools: list | None, is_learned: bool) -> str:

@@ -161,6 +161,36 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     assert "<tool_call>" in tokenizer.decode(sample.response)
 
 
+ANSWERS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SHOWING = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if IF %}{% for c in m.tool_calls %}{{ CALL }}"
+SHOWING += "{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + ANSWERS
+CALLS = {  # what a chat template does with arguments -> a call in it
+    "joins": "c.function.name + c.function.arguments",
+    "spells": "c.function.name ~ c.function.arguments",
+    "writes": "c.function.name + c.function.arguments | tojson",
+}
+WHEN = [
+    "m.tool_calls",
+    "m.tool_calls and m.content is none",
+    "m.tool_calls and m.content is string",
+]
+ARGUMENTS = '{"city": "Ulm \\"Nörd\\"", "days": [2, null]}'
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("arguments", [ARGUMENTS, json.loads(ARGUMENTS)])
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_have_the_form_that_a_template_reads(with_template, name, when, arguments, content):
+    """Arguments are an object or a JSON text, and a call without content has none or an empty one."""
+    called = turn("assistant", content, tool_calls=[call("weather", arguments)])
+    template = SHOWING.replace("IF", when).replace("CALL", CALLS[name])
+    tokenizer = with_template({"default": template, "tool_use": "{{ tools }}" + template})
+    for named in ({}, {"tools": TOOLS}):
+        [sample] = parse_sft({"messages": [ASKED, called]} | named, tokenizer, "f:1")
+        assert tokenizer.decode(sample.response) == f"weather{ARGUMENTS}<|im_end|>\n"
+
+
 TOOLS_ARE = r"`tools` is a list of \{type"
 BAD_TURNS = [turn("assistant", "", tool_calls="weather")]
 BAD_TURNS += [calling(call("weather", arguments)) for arguments in ([], "3", "{")]

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import re
 from collections import Counter
 from contextlib import nullcontext
 from datetime import date, timedelta
@@ -35,7 +36,7 @@ from examples.make_demo.models import new_model
 from inputs import tokenization
 from inputs.numbers import number_key
 from inputs.prompt_file import PromptFile
-from inputs.rows import read_rows
+from inputs.rows import prompt_of, read_rows
 from inputs.shuffled import Shuffled, identities
 from inputs.templates import break_tokens
 from runtime.errors import UserError
@@ -279,18 +280,78 @@ def test_a_prompt_has_all_columns_of_its_row(tmp_path):
 
 
 NO_ROWS = {  # columns of Parquet -> the message
-    "bytes": ([b"\x89PNG"], pyarrow.binary(), "can't decode byte 0x89 .* has prompt .*x .binary"),
-    "time": ([timedelta(1)], None, "a value of the type timedelta"),
-    "answer": ([DAY], pyarrow.date32(), "`answer` is text or a number, not date32"),
+    "bytes": ([b"7", b"\x89PNG"], pyarrow.binary(), "2: `.*` .binary.* can't decode byte 0x89"),
+    "time": ([timedelta(1)] * 2, None, "1: .* a value of the type timedelta"),
+    "image": ([{"bytes": b"\xff"}] * 2, struct(bytes=pyarrow.binary()), "1: .* can't decode byte"),
+    "twice": ([[("a", 1), ("a", 2)]] * 2, pyarrow.map_(pyarrow.string(), NARROW), "1: "),
+    "id": ([b"0123456789abcdef"] * 2, pyarrow.uuid(), "1: .* a value of the type UUID"),
 }
 
 
 @pytest.mark.parametrize("name", NO_ROWS)
-def test_what_json_has_no_word_for_is_refused(tmp_path, name):
-    values, kind, said = NO_ROWS[name]
-    columns = {"prompt": ["?"], name.replace("bytes", "x"): pyarrow.array(values, kind)}
-    with pytest.raises(UserError, match=rf"rows\.parquet:1: .*{said}"):
-        read_rows(write_parquet(tmp_path / "rows.parquet", **columns))
+def test_what_json_has_no_word_for_is_refused_or_left_out(tmp_path, name):
+    """It depends on whether a run reads the column. What is left out is said in a line."""
+    values, kind, message = NO_ROWS[name]
+    odd, said = pyarrow.array(values, kind), []
+    with pytest.raises(UserError, match=rf"rows\.parquet:{message}"):
+        read_rows(write_parquet(tmp_path / "rows.parquet", prompt=["?"] * 2, tools=odd))
+    path = write_parquet(tmp_path / "rows.parquet", prompt=["?", "!"], more=odd, n=[0.5, None])
+    assert read_rows(path, say=said.append) == [
+        (1, {"prompt": "?", "n": 0.5}),
+        (2, {"prompt": "!"}),
+    ]
+    [line] = said
+    assert re.search(rf"rows\.parquet:{message}", line) and line.endswith("; rows go without it")
+
+
+def test_a_day_is_no_key(tmp_path):
+    path = write_parquet(tmp_path / "rows.parquet", answer=pyarrow.array([DAY], pyarrow.date32()))
+    with pytest.raises(UserError, match="parquet:1: `answer` is text or a number, not date32"):
+        read_rows(path)
+
+
+PI = "3.14159265358979323846"
+LONG = {PI: PI, f"{PI}00": PI, "1.50": "1.5", "-1234567890123456.75": "-1234567890123456.75"}
+LONG |= {
+    "700.00": "700",
+    "0.10000000000000000": "0.1",
+    "12345678901234567890": "12345678901234567890",
+}
+
+
+def test_keys_keep_their_digits(tmp_path):
+    """So do other columns of decimals. A number that a float holds stays a float or an integer."""
+    lines = [f'{{"prompt": "?", "answer": {number}}}' for number in LONG]
+    found = read(tmp_path, [*lines, '{"prompt": "?", "answer": 1e-999999999}'])
+    assert [prompt.answer_key for prompt in found] == [*LONG.values(), "0"]
+    numbers = [Decimal(number[:19]) for number in LONG]
+    column = pyarrow.array(numbers, pyarrow.decimal128(38, 17))
+    rows = read_rows(write_parquet(tmp_path / "rows.parquet", answer=column, n=column))
+    assert [Decimal(str(row["n"])) for _, row in rows] == column.to_pylist()
+    kinds = [Decimal, Decimal, float, Decimal, int, float, int]
+    assert [type(row["n"]) for _, row in rows] == kinds
+
+
+def test_a_null_that_the_user_wrote_stays(tmp_path):
+    """Only a struct's nulls in Parquet go: the file fills them in. In a row and a turn null means none."""
+    own = {"place": "here", "unit": None}
+    call = {"id": None, "function": {"name": "look", "arguments": own}}
+    turns = [CHAT[1] | {"name": None}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": [{"type": "text", "text": "no", "image": None}]}]
+    row = {"messages": turns, "tests": [None, {"x": None}], "none": None}
+    as_text = copy.deepcopy(turns)
+    as_text[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(own)
+    (_, row), (_, second) = read_rows(jsonl(tmp_path / "rows.jsonl", [row, {"messages": as_text}]))
+    assert row["tests"] == [None, {"x": None}] and "none" not in row
+    called = {"function": {"name": "look", "arguments": own}}
+    expected = [CHAT[1], {"role": "assistant", "content": "", "tool_calls": [called]}]
+    expected += [{"role": "tool", "content": "no"}]
+    assert prompt_of(row, "1", False) == prompt_of(second, "2", False) == expected
+    path = tmp_path / "rows.parquet"
+    pairs = pyarrow.array([[("a", None)]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    write_parquet(path, struct=pyarrow.array([own]), text=[json.dumps(own)], pairs=pairs)
+    filled = {"struct": {"place": "here"}, "text": json.dumps(own), "pairs": {"a": None}}
+    assert read_rows(path) == [(1, filled)]
 
 
 GOOD = {"prompt": "good"}
