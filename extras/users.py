@@ -22,6 +22,7 @@ import json
 import math
 import os
 import pickle
+import reprlib
 import select
 import signal
 import sys
@@ -169,7 +170,9 @@ CALLS |= {"step": Users.step, "score": Users.score, "close": Users.close}
 
 
 def shown(value: Any) -> str:
-    return " ".join(repr(value).split())[:60]
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 60
+    return " ".join(short.repr(value).split())[:60]
 
 
 def read_number(title: str, value: Any) -> float | None:

@@ -170,6 +170,12 @@ def encode_reply(
     return tokens[tokens.index(end) + 1 :]
 
 
+@lru_cache(maxsize=8)  # a vocabulary is large
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Return how many characters a token has at most."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
 def decode(
     tokenizer: Tokenizer, tokens: list[int], special: bool = False, ends: Collection[int] = ()
 ) -> str:

@@ -74,8 +74,8 @@ def read_reply(reply: Any) -> list[dict]:
         raise ValueError("the assistant's turns are the policy's")
     try:
         return json.loads(json.dumps(turns, ensure_ascii=False).encode())
-    except TypeError:
-        raise ValueError("turns may hold only JSON values") from None
+    except (TypeError, RecursionError):
+        raise ValueError("turns may hold only JSON values, not nested too deeply") from None
 
 
 RULE = " (Python's own errors end the run, others lose the episode)"  # `is_mistake` in a line

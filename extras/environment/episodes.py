@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +71,7 @@ class Episodes(Environment):
 
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.config.max_running_requests)
+        self._encoder = ThreadPoolExecutor(1)  # a tokenizer isn't safe in several threads
         self._let_go = asyncio.Event()  # set to make every pending `answer` return
 
     async def answer(self, sample: Sample) -> None:
@@ -182,7 +184,7 @@ class Episodes(Environment):
         episode.has_begun = True
         for text, reply in zip(self._turns(sample), sample.replies, strict=False):
             again = Step(*await self._call("step", sample, sample.key, text))
-            if again.done or self._tokens(sample, again.reply, reply.start) != reply.tokens:
+            if again.done or await self._tokens(sample, again.reply, reply.start) != reply.tokens:
                 raise ConnectionError("a reply that differs after a restart")
 
     async def _take(self, sample: Sample) -> Taken:
@@ -199,9 +201,9 @@ class Episodes(Environment):
             finish = "stop"
         if not step.done:
             place = len(sample.response)
-            tokens = self._tokens(sample, step.reply, place)
+            tokens = await self._tokens(sample, step.reply, place)
             # a reply that leaves no room for the next turn is dropped: cutting it could change its meaning
-            if sample.begun + len(tokens) < self.config.max_new_tokens:
+            if tokens is not None and sample.begun + len(tokens) < self.config.max_new_tokens:
                 return Taken("", Reply(place, tokens, step.reply), step.reward, step.metrics)
             finish = "length"
         reward = step.reward
@@ -235,15 +237,26 @@ class Episodes(Environment):
         without_end = [slice(start, end - 1) for start, end in zip(starts, ends, strict=True)]
         return [decode(sample.response[turn]) for turn in without_end]
 
-    def _tokens(self, sample: Sample, turns: list[dict], place: int) -> list[int]:
-        """Encode a reply, after the template's end of turn if the policy ended its turn otherwise."""
+    async def _tokens(self, sample: Sample, turns: list[dict], place: int) -> list[int] | None:
+        """Encode a reply, after the template's end of turn if the policy ended its turn otherwise.
+
+        Returns None, without encoding it, if it has more characters than the longest tokens of an episode.
+        """
         title = self.code.title
         if not sample.turns and (len(turns) > 1 or turns[0]["role"] != "user"):
             role = turns[0]["role"]
             raise UserError(f"{title}: a reply to a prompt of text is text, not the {role}'s turn")
-        tokens = tokenization.encode_reply(self.tokenizer, sample.turns, turns, title)
+        characters = sum(len(turn["content"]) for turn in turns)
+        if characters > self.config.max_new_tokens * tokenization.longest_token(self.tokenizer):
+            return None
+        tokens = await self._encode(sample.turns, turns)
         end = tokenization.end_of_turn(self.tokenizer)
         return [end, *tokens] if sample.turns and sample.response[place - 1] != end else tokens
+
+    async def _encode(self, prompt: list[dict], reply: list[dict]) -> list[int]:
+        """Encode in a thread: a long reply would block the event loop."""
+        encode = partial(tokenization.encode_reply, self.tokenizer, prompt, reply, self.code.title)
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
 
 
 def build(config: Config, tokenizer: Tokenizer, stop_tokens: Collection[int]) -> Episodes | None:

@@ -408,6 +408,39 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, line
     assert "\n" not in str(caught.value)
 
 
+NESTED = f"{STEP}deep = []\n        for _ in range(5000): deep = [deep]\n        return "
+NESTED_REPLIES = [
+    "dict(role='user', content='1', x=deep)",
+    "Step([dict(role='user', x=deep)])",
+    "deep",
+]
+
+
+@pytest.mark.parametrize("reply", NESTED_REPLIES)
+def test_a_nested_reply_is_one_line(tmp_path, reply):
+    with pytest.raises(
+        UserError, match=r"^--environment \S+mine\.py: step returned .+: .*(needed|deeply)"
+    ):
+        answered(load(tmp_path, NESTED + reply), ended())
+
+
+@pytest.mark.parametrize("characters", [19, 21, 10**6])
+def test_a_reply_is_bounded_before_it_is_encoded(tmp_path, monkeypatch, characters):
+    """One that can't fit is never encoded; another in a thread, where it doesn't block the controller."""
+    encode, encoded = tokenization.encode_reply, []
+
+    def recorded(tokenizer, prompt, reply, where):
+        encoded.append((len(reply[0]["content"]), threading.current_thread()))
+        return encode(tokenizer, prompt, reply, where)
+
+    monkeypatch.setattr(tokenization, "encode_reply", recorded)
+    sample = ended("a.")
+    answered(load(tmp_path, f"{STEP}return 'x' * {characters}"), sample)
+    assert (sample.finish, sample.replies) == ("length", [])
+    assert [length for length, _ in encoded] == [19] * (characters == 19)
+    assert threading.main_thread() not in {thread for _, thread in encoded}
+
+
 NOT_LOADED = [
     ("class Other: pass", r"has no class Environment$"),
     ("Environment = print", r"has no class Environment$"),

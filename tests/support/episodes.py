@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from extras.environment import Step
 from extras.environment import episodes as user_episodes
+from inputs import tokenization
 from tests.support.fakes import FakeTokenizer, simulate, text_answer, to_text
 from tests.support.in_process import InProcess
 
@@ -22,6 +23,9 @@ class FakeEpisodes(user_episodes.Episodes):
         steps = [episode.step for episode in self._episodes.values()]
         self.waited += sum(step is not None and not step.done() for step in steps)
         super().let_go()
+
+    async def _encode(self, prompt, reply):
+        return tokenization.encode_reply(self.tokenizer, prompt, reply, self.code.title)
 
 
 def game(pauses=(0.0,), seed=0, replies=4):

@@ -621,6 +621,9 @@ class FakeTokenizer:
     def decode(self, tokens, **_):
         return to_text(tokens)
 
+    def get_vocab(self):
+        return {chr(number): number for number in range(128)}
+
 
 def fake_config(mode="partial", **settings):
     """Return the settings of a simulated run."""
