@@ -403,7 +403,7 @@ def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
 
 
 def say_if_rate_rises(config: Config, before: Config, step: int, say: Say) -> None:
-    """Say if the learning rate, which falls until the last step, rises after `step` steps."""
+    """Report if the learning rate, which falls until the last step, rises after `step` steps."""
     from actor import learning_rate
 
     warmup = algorithm_of(config).critic_warmup

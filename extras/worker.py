@@ -78,11 +78,8 @@ class Worker:
     def _send_image(self, digest: str) -> None:
         try:
             content = self.images[digest].read()
-        except (
-            KeyError,
-            OSError,
-            UserError,
-        ) as error:  # KeyError: the sample isn't needed any more
+        # KeyError: the sample isn't needed any more
+        except (KeyError, OSError, UserError) as error:
             content = str(error)
         self._send(0, "image", pickle.dumps((digest, content)))
 

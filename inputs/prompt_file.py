@@ -140,7 +140,7 @@ class PromptFile(Sequence[Prompt]):
         return order
 
     def compare(self, trained: PromptFile | None) -> None:
-        """Say how many prompts repeat one of this file, or are also in the one that is trained on."""
+        """Report how many prompts repeat one of this file, or are also in the one that is trained on."""
         both = copy(self)
         both._rows = self._rows + (trained._rows if trained else [])
         found = both._identities()

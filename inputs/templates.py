@@ -76,9 +76,8 @@ def broken_tokens(tokenizer: Tokenizer, keeps_tags: bool) -> dict[str, str]:
     names = {*tokenizer.all_special_tokens}
     names |= {tokenizer.decode([end]) for end in named_ends(tokenizer.name_or_path)}
     for token in tokenizer.added_tokens_decoder.values():
-        is_tag = (
-            TAG.search(token.content) and not keeps_tags
-        )  # not an added word, or several spaces
+        # not an added word, or several spaces
+        is_tag = TAG.search(token.content) and not keeps_tags
         if token.special or is_tag:
             names.add(token.content)
     return {name: f"{name[0]} {name[1:]}" for name in filter(None, names)}

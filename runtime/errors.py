@@ -7,7 +7,7 @@ import sys
 sys.stdin = sys.stdin or open(os.devnull)
 sys.stdout = sys.stdout or open(os.devnull, "w")
 sys.stderr = sys.stderr or open(os.devnull, "w")
-for number in range(3):  # programs that a run starts print there, too
+for number in range(3):  # programs that a run starts also print there
     os.set_inheritable(number, True)
 if not __debug__:  # before any code runs that relies on asserts
     print("error: unset PYTHONOPTIMIZE and leave out -O: they drop checks", file=sys.stderr)

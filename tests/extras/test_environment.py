@@ -5,6 +5,7 @@ import json
 import math
 import random
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from fractions import Fraction

@@ -35,9 +35,9 @@ CHECKED = PRODUCT + sorted(
 # Limits against drift, in statements, with room for a fork of 150. To move one, measure again; first look for
 # what the new statements replace.
 MOST = {
-    "product": 12_070,  # with examples/finetune.py
-    "core": 8_410,  # all but extras/
-    "tests": 15_790,
+    "product": 12_440,  # with examples/finetune.py
+    "core": 8_500,  # all but extras/
+    "tests": 16_150,
 }
 MOST_LINES, MOST_COLUMNS = 500, 110
 MOST_LINES_OF_A_FUNCTION = 60
