@@ -57,7 +57,6 @@ READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # files that make 
 # These mustn't change while answers that were made with them wait to be trained on.
 ANSWERED = ("temperature", "max_new_tokens", "answer_tokens", "max_model_len")
 ANSWERED += ("judge_format", "judge_max_new_tokens", "video_fps", "video_frames")
-RATE = ("lr", "lr_warmup_steps", "lr_decay_to", "steps")  # what the learning rate follows from
 FREE = ("preset", "out", "resume", "port")  # a change isn't reported when a run resumes
 
 Say = Callable[[str], None]
@@ -398,21 +397,19 @@ def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
             changed.append(f"--{dashed(name)} {new} (was {old})")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
-    old_rate = {name: before[name] for name in RATE}
-    say_if_rate_rises(config, replace(config, **old_rate), common["step"], say)
+    say_if_rate_rises(config, before["steps"], common["step"], say)
 
 
-def say_if_rate_rises(config: Config, before: Config, step: int, say: Say) -> None:
-    """Report if the learning rate, which falls until the last step, rises after `step` steps."""
+def say_if_rate_rises(config: Config, steps: int, step: int, say: Say) -> None:
+    """Report if the learning rate, which fell until `steps`, rises after `step` steps."""
     from actor import learning_rate
 
     warmup = algorithm_of(config).critic_warmup
     version = step - warmup
-    if version >= before.lr_warmup_steps:
-        old = learning_rate(version - 1, before, warmup)
-        new = learning_rate(version, config, warmup)
-        if new > old:
-            say(f"with more --steps the learning rate rises again, from {old:g} to {new:g}")
+    old = learning_rate(version - 1, replace(config, steps=steps), warmup)
+    new = learning_rate(version, config, warmup)
+    if new > old and version >= config.lr_warmup_steps:
+        say(f"with more --steps the learning rate rises again, from {old:g} to {new:g}")
 
 
 def has_answers(folder: Path) -> bool:

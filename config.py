@@ -17,7 +17,7 @@ from runtime.errors import UserError
 
 HELD_OUT = 200  # rows of --data to evaluate on instead of training, at most a tenth
 TINY = 1e-12  # lower limit of numbers that must be above 0
-MOST = 2**63 - 1  # upper limit of numbers without one of their own: they must fit into 64 bits
+MOST = 2**63 - 1  # default upper limit of numbers, which must fit into 64 bits
 DTYPES = ("float32", "bfloat16")
 Texts = tuple[str, ...]
 Numbers = tuple[float, ...]

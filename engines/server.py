@@ -133,7 +133,7 @@ def server_environment(key: str, private: str, device: str) -> dict[str, str]:
     folder, for sockets and the rendezvous file; by default its processes meet on a port open to anybody.
     """
     ours = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-    ours += ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONSAFEPATH")  # it wouldn't find our modules
+    ours += ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONSAFEPATH")  # servers wouldn't find our modules
     inherited = os.environ.items()
     environment = {name: value for name, value in inherited if not name.startswith(ours)}
     environment[PARENT] = str(os.getpid())

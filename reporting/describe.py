@@ -54,12 +54,9 @@ def run_metadata(config: Config) -> dict:
 
 
 def commit() -> str:
-    """Return this code's commit, whatever GIT_DIR says; "" without git or a repository of its own."""
+    """Return this code's commit, whatever GIT_DIR names; "" without git or a repository of its own."""
     repository = Path(__file__).resolve().parents[1] / ".git"
     command = ["git", f"--git-dir={repository}", "rev-parse", "--verify", "HEAD"]
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    with contextlib.suppress(OSError):  # it isn't installed
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True
-        ).stdout.strip()
+    with contextlib.suppress(OSError):  # git isn't installed
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return ""

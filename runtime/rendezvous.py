@@ -5,7 +5,6 @@ import fcntl
 import functools
 import ipaddress
 import os
-import re
 import shutil
 import socket
 import tempfile
@@ -19,7 +18,7 @@ from runtime.devices import Settings
 from runtime.errors import UserError
 from runtime.world import World
 
-PREFIX = "nanoyatt-"  # of folders for temporary files; the id of the process that owns one follows
+PREFIX = "nanoyatt-"  # a folder for temporary files: this, its owner's process id, and more
 
 
 def join(config: Settings) -> World:
@@ -124,24 +123,17 @@ def private_folder() -> Path:
 
 def remove_left_folders() -> None:
     """Remove what this user's killed runs left: folders whose owner is gone, and whose lock nobody holds."""
-    # a server's folder is in /tmp if $TMPDIR is long
-    for place in {Path(tempfile.gettempdir()), Path("/tmp")}:
-        for folder in place.glob(f"{PREFIX}*-*"):
-            owner = folder.name.split("-")[1]
-            if re.fullmatch("[0-9]{1,9}", owner) and not psutil.pid_exists(int(owner)):
-                with contextlib.suppress(OSError):  # somebody holds it, or another start removes it
-                    remove_unheld(folder)
-
-
-def remove_unheld(folder: Path) -> None:
-    """Remove a folder of this user's. Raises OSError if it is a link, or somebody holds its lock."""
-    descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        os.close(descriptor)
+    places = {Path(tempfile.gettempdir()), Path("/tmp")}  # a server's is in /tmp if $TMPDIR is long
+    for folder in [folder for place in places for folder in place.glob(f"{PREFIX}*-*")]:
+        owner = folder.name.split("-")[1]
+        if not owner.isdecimal() or Path("/proc", owner).exists():
+            continue
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+            opened.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache

@@ -366,7 +366,7 @@ class Trainer:
         if self.gpt.adapters:
             Path(path, "adapter").mkdir(exist_ok=True)
             self.gpt.adapters.describe(self.model_dir, Path(path, "adapter"))
-        # safetensors makes it 0600, whatever the umask
+        # safetensors writes with 0600, whatever the umask
         mode = Path(path, "config.json").stat().st_mode
         for file, tensors in weights.items():
             save_file(tensors, Path(path, file), metadata={"format": "pt"})
