@@ -139,7 +139,8 @@ class Engine:
         while not await self._is_ready():
             if self._process.exit_status():
                 if "address already in use" in self._process.log_tail():
-                    raise UserError(f"{self.url} is in use: choose another --port")
+                    port = self.url.rpartition(":")[2]
+                    raise UserError(f"port {port} is in use: choose another --port")
                 raise self._start_error("stopped while starting")
             if clock() > deadline:
                 raise self._start_error(f"wasn't ready within {deadline_s:g} s")
