@@ -29,9 +29,7 @@ UNREAD = {  # other trainers' columns -> where their contents go here
 }
 
 
-def read_rows(
-    path: Path, setting: str = "--data", say: Callable[[str], None] = print
-) -> list[tuple[int, dict]]:
+def read_rows(path: Path, setting: str = "--data", say=print) -> list[tuple[int, dict]]:
     """Read a .jsonl, .json (one object per line) or .parquet file: (number from 1, row).
 
     A row has JSON values, without null columns, and for bytes of media a function that reads them. A number

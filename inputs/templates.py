@@ -27,7 +27,7 @@ PARSER = Environment(extensions=["jinja2.ext.loopcontrols"])  # as in transforme
 MARKER = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # a tag only transformers knows
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}  # set by the program
 OF_CALLS = (TypeError, ValueError, ArithmeticError, RecursionError)  # raised by a template's calls
-TAG = re.compile(r"[^\w\s]")  # what is in <tool_call>, but not in a word
+TAG = re.compile(r"[^\w\s]")  # in <tool_call>, but not in added words and white space
 NAMES = {"role", "content", "name", "id", "tool_call_id", "tool_calls"}  # not contents of a turn
 # how a template may read a tool call: arguments as JSON text, no content as null
 FORMS = [*product((False, True), repeat=2)]
@@ -76,9 +76,7 @@ def broken_tokens(tokenizer: Tokenizer, keeps_tags: bool) -> dict[str, str]:
     names = {*tokenizer.all_special_tokens}
     names |= {tokenizer.decode([end]) for end in named_ends(tokenizer.name_or_path)}
     for token in tokenizer.added_tokens_decoder.values():
-        # not an added word, or several spaces
-        is_tag = TAG.search(token.content) and not keeps_tags
-        if token.special or is_tag:
+        if token.special or (TAG.search(token.content) and not keeps_tags):
             names.add(token.content)
     return {name: f"{name[0]} {name[1:]}" for name in filter(None, names)}
 
@@ -138,13 +136,13 @@ def form_of_calls(tokenizer: Tokenizer, has_tools: bool) -> tuple[bool, bool]:
     arguments = {"place": "~here~"}
     look = {"type": "function", "id": "call00001", "function": {"name": "look"}}
     call = look | {"function": {"name": "look", "arguments": arguments}}
-    turns = [{"role": "user", "content": "Is it?"}]
-    turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    apply = partial(tokenizer.apply_chat_template, tokenize=False, strftime_now=TODAY.strftime)
+    asked = {"role": "user", "content": "Is it?"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    settings = {"tools": [look] if has_tools else None, "strftime_now": TODAY.strftime}
     for form in FORMS:
         with suppress(TemplateError, *OF_CALLS):
-            formed = [with_calls(turn, *form) for turn in turns]
-            text = apply(formed, tools=[look] if has_tools else None)
+            turns = [asked, with_calls(called, *form)]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, **settings)
             if "~here~" in text and str(arguments) not in text:  # which would be Python, not JSON
                 return form
     return FORMS[0]
@@ -154,12 +152,12 @@ def with_calls(turn: dict, as_text: bool, as_null: bool) -> dict:
     """Return a turn with its tool calls, if it has any, in one of FORMS."""
     if "tool_calls" not in turn:
         return turn
+    write = partial(json.dumps, ensure_ascii=False) if as_text else dict
     calls = []
     for call in turn["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if as_text:
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+        function = call["function"]
+        arguments = write(function["arguments"])
+        calls.append(call | {"function": function | {"arguments": arguments}})
     content = turn["content"] or (None if as_null else "")
     return turn | {"content": content, "tool_calls": calls}
 

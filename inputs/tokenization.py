@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -128,9 +128,7 @@ def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
         both = encode(character + text)["input_ids"]
         if before and both[: len(before)] == before:
             return both[len(before) :]
-    raise UserError(
-        f"{tokenizer.name_or_path}: its tokenizer can't encode {text[:20]!r} after another text"
-    )
+    raise UserError(f"{tokenizer.name_or_path}: {text[:20]!r} can't follow another text")
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a prompt") -> Pair:
@@ -176,9 +174,7 @@ def longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
-def decode(
-    tokenizer: Tokenizer, tokens: list[int], special: bool = False, ends: Collection[int] = ()
-) -> str:
+def decode(tokenizer: Tokenizer, tokens: list[int], special: bool = False, ends=()) -> str:
     """Decode tokens, with `special` ones or without them and without the one of `ends` at the end."""
     if tokens and tokens[-1] in ends and not special:
         tokens = tokens[:-1]

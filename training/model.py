@@ -344,10 +344,7 @@ def check_models(
 
 
 def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy: dict) -> None:
-    """Raise UserError unless each of --model's ids means the same to a model, and its sizes fit.
-
-    It may have more tokens, another padding, and another name for an end.
-    """
+    """Raise UserError unless --model's ids mean the same to a model (ends by any name), and its sizes fit."""
     where = f"{setting} {path}"
     directories = (config.model, path)
     policys, own = tokenizers = [tokenization.load_tokenizer(each) for each in directories]

@@ -238,10 +238,7 @@ class Episodes(Environment):
         return [decode(sample.response[turn]) for turn in without_end]
 
     async def _tokens(self, sample: Sample, turns: list[dict], place: int) -> list[int] | None:
-        """Encode a reply, after the template's end of turn if the policy ended its turn otherwise.
-
-        Returns None, without encoding it, if it has more characters than the longest tokens of an episode.
-        """
+        """Encode a reply, after the template's end if the turn ended otherwise; None if it can't fit."""
         title = self.code.title
         if not sample.turns and (len(turns) > 1 or turns[0]["role"] != "user"):
             role = turns[0]["role"]

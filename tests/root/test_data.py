@@ -571,9 +571,7 @@ class Joined(FakeTokenizer):
 
 
 def test_a_text_that_joins_whatever_is_before_it_is_named():
-    with pytest.raises(
-        UserError, match=r"^FAKE: its tokenizer can't encode '7' after another text"
-    ):
+    with pytest.raises(UserError, match=r"^FAKE: '7' can't follow another text"):
         tokenization.encode_after(Joined(), "7")
 
 
