@@ -243,7 +243,7 @@ class Episodes(Environment):
         if not sample.turns and (len(turns) > 1 or turns[0]["role"] != "user"):
             role = turns[0]["role"]
             raise UserError(f"{title}: a reply to a prompt of text is text, not the {role}'s turn")
-        characters = sum(len(turn["content"]) for turn in turns)
+        characters = sum(1 + len(turn["content"]) for turn in turns)
         if characters > self.config.max_new_tokens * tokenization.longest_token(self.tokenizer):
             return None
         tokens = await self._encode(sample.turns, turns)

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -43,7 +42,7 @@ def test_the_loss_of_texts_by_hand():
     assert {name: value.item() for name, value in stats.items()} == pytest.approx(expected)
 
 
-class Characters(SimpleNamespace):
+class Characters:
     """A tokenizer of characters, with a start token."""
 
     chat_template, eos_token_id = None, 0
