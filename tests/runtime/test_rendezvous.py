@@ -87,6 +87,7 @@ def test_ranks_of_one_machine_meet_in_a_file(ranks, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "owner, lock, is_left",
     [(GONE, None, True), (GONE, fcntl.LOCK_SH, False), (os.getpid(), None, False)],
+    ids=["gone", "gone but held", "alive"],  # not by number, which each stream of tests has its own
 )
 def test_only_what_a_killed_run_left_is_removed(tmp_path, monkeypatch, owner, lock, is_left):
     """Its owner is gone, also from this container, where a process has another id: so nobody has its lock."""
