@@ -143,7 +143,7 @@ def _parquet_rows(path: Path, say: Callable[[str], None]) -> Iterator[tuple[int,
 
 
 def _cells(column: Any, name: str, path: Path) -> list:
-    """Read a column as if it were written in JSON. Raises UserError if JSON has no word for a value."""
+    """Read a column as if it were written in JSON. Raises UserError for a value that JSON lacks."""
     cells = []
     try:
         for value in column.to_pylist(maps_as_pydicts="strict"):
@@ -155,7 +155,7 @@ def _cells(column: Any, name: str, path: Path) -> list:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Convert a Parquet value of an Arrow type. Raises ValueError if JSON has no word for it.
+    """Convert a Parquet value of an Arrow type. Raises ValueError if JSON lacks it.
 
     A struct's nulls are left out, because the file fills them in. 16- and 32-bit floats become what was
     written: 0.1, not 0.10000000149.
