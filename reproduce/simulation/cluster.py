@@ -135,7 +135,7 @@ class Author:
 
     held_out = all_special_tokens = ()
     chat_template = "turns"
-    eos_token_id = 0
+    eos_token_id = -1  # in no reply
     name_or_path = ""
 
     def __init__(self, workload: Workload, config: Config, grain: int):
