@@ -116,7 +116,7 @@ def private_folder() -> Path:
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
         raise UserError(f"{folder} is open to others, and ranks would meet there: remove it")
     hold(folder)
-    if not os.access(Path.home(), os.W_OK):  # Matplotlib would make a folder that stays
+    if not os.access(os.path.expanduser("~"), os.W_OK):  # Matplotlib would make a folder that stays
         os.environ.setdefault("MPLCONFIGDIR", str(folder))
     return folder
 
