@@ -1,6 +1,7 @@
 """Whole runs of the command: torchrun under guard.py, so that all processes of a run can be found."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -43,8 +44,10 @@ def hold(base: int) -> bool:
     holder = socket.socket(socket.AF_UNIX)
     try:
         holder.bind(f"\0nanoyatt-tests-{base}")
-    except OSError:
+    except OSError as error:
         holder.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
         return False
     HELD.append(holder)
     return True
