@@ -7,7 +7,7 @@ A rank is a process, with a GPU or a part of the CPU:
     torchrun --nproc-per-node 2 run.py --dry-run                      print what would run where
     WORLD_SIZE=8 python run.py --dry-run --simulate --like RUN        estimate the time of a step
     python run.py --steps 0 --model DIR --eval-data FILE              greedy accuracy and pass@k
-    python run.py check                                               print what is installed and free
+    python run.py check                                               show what is installed
 """
 
 from __future__ import annotations

@@ -41,7 +41,11 @@ EXTRAS = {
     # --teacher, --algorithm distill
     "teacher": Extra(
         "extras/teacher.py",
-        {"model_check": "extras.teacher:check", "sample_columns": "extras.teacher:differences"},
+        {
+            "model_check": "extras.teacher:check",
+            "end_tokens": "extras.teacher:ends",
+            "sample_columns": "extras.teacher:differences",
+        },
     ),
     # --lora
     "lora": Extra(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from config import Config
 from engines.server import context_length
+from inputs import tokenization
 from runtime.errors import UserError
 from sample import Sample
 from scheduling.layout import Placement
@@ -39,6 +40,13 @@ def check_teacher(config: Config) -> None:
     models.check_reads_policy(config, config.teacher, "--teacher", hf, student)
     if "vision" in student and not student["reader"].reads_as(hf["reader"]):
         raise UserError(f"{where}: it has another image processor than --model")
+
+
+def ends(config: Config) -> set[int]:
+    """Return the tokens that end the teacher's answers: the policy learns to end as it does."""
+    if not config.teacher:
+        return set()
+    return tokenization.ends_of(config.teacher, tokenization.load_tokenizer(config.teacher))
 
 
 class Difference(NamedTuple):

@@ -111,8 +111,8 @@ def encode(
 @lru_cache(maxsize=8)
 def adds_space(tokenizer: Tokenizer) -> bool:
     """Return whether a space is put before the first text, as by SentencePiece."""
-    alone, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("x", "0x"))
-    return after[-len(alone) :] != alone
+    first, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("x", "0x"))
+    return after[-len(first) :] != first
 
 
 def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
