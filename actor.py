@@ -320,6 +320,19 @@ def learning_rate(version: int, config: Config, warmup: int = 0) -> float:
     return config.lr * (1 - min(progress, 1.0) * (1 - config.lr_decay_to))
 
 
+def rates_around(step: int, steps: int, config: Config) -> tuple[float, float]:
+    """Return the last rate before `step` and the next one, if the run before had `steps`.
+
+    While the rate is meant to rise, in warmup, both are 0.
+    """
+    warmup = algorithm_of(config).critic_warmup
+    version = step - warmup
+    if version < config.lr_warmup_steps:
+        return 0.0, 0.0
+    old = learning_rate(version - 1, replace(config, steps=steps), warmup)
+    return old, learning_rate(version, config, warmup)
+
+
 def update_metrics(results: list[dict[str, float]], lr: float) -> dict[str, float]:
     """Return an update's metrics, from the statistics of its optimizer steps."""
     total = totals(results)

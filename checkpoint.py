@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from algorithms import algorithm_of
 from config import Config, as_text, dashed
 from runtime import atomic_files, timeline
 from runtime.atomic_files import PARTIAL, step_of, steps_in
@@ -397,18 +396,10 @@ def compare(config: Config, contents: dict, folder: Path, say: Say) -> None:
             changed.append(f"--{dashed(name)} {new} (was {old})")
     if changed:
         say(f"changed since {folder}: {', '.join(changed)}")
-    say_if_rate_rises(config, before["steps"], common["step"], say)
+    from actor import rates_around
 
-
-def say_if_rate_rises(config: Config, steps: int, step: int, say: Say) -> None:
-    """Report if the learning rate, which fell until `steps`, rises after `step` steps."""
-    from actor import learning_rate
-
-    warmup = algorithm_of(config).critic_warmup
-    version = step - warmup
-    old = learning_rate(version - 1, replace(config, steps=steps), warmup)
-    new = learning_rate(version, config, warmup)
-    if new > old and version >= config.lr_warmup_steps:
+    old, new = rates_around(common["step"], before["steps"], config)
+    if new > old:
         say(f"with more --steps the learning rate rises again, from {old:g} to {new:g}")
 
 
