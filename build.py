@@ -144,8 +144,8 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     models = (config.model, *config.judge_models)
     reader, *readers = (tokenization.reader_of(model, *clips) for model in models)
     stop = tokenization.stop_tokens(config.model, tokenizer, reader, say)
-    ends = {end for find in added("end_tokens") for end in find(config)}
-    stop = tuple(sorted({*stop} | ends & {*tokenizer.get_vocab().values()}))
+    ends = {end for find in added("end_tokens") for end in find(config, tokenizer)}
+    stop = tuple(sorted({*stop, *ends}))
     decode = partial(tokenization.decode, tokenizer, ends=stop)
     environments = (build(config, tokenizer, stop) for build in added("environment"))
     environment = next(filter(None, environments), Environment())

@@ -5,8 +5,10 @@ the teacher in states that it reaches itself (On-Policy Distillation, Thinking M
 2306.13649).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config
 from engines.server import context_length
@@ -14,6 +16,9 @@ from inputs import tokenization
 from runtime.errors import UserError
 from sample import Sample
 from scheduling.layout import Placement
+
+if TYPE_CHECKING:
+    from inputs.tokenization import Tokenizer
 
 SHOWN = 10  # tokens per answer in samples.jsonl
 
@@ -42,11 +47,12 @@ def check_teacher(config: Config) -> None:
         raise UserError(f"{where}: it has another image processor than --model")
 
 
-def ends(config: Config) -> set[int]:
-    """Return the tokens that end the teacher's answers: the policy learns to end as it does."""
+def ends(config: Config, tokenizer: Tokenizer) -> set[int]:
+    """Return the policy's tokens that end the teacher's answers: it learns to end as the teacher does."""
     if not config.teacher:
         return set()
-    return tokenization.ends_of(config.teacher, tokenization.load_tokenizer(config.teacher))
+    own = tokenization.load_tokenizer(config.teacher)
+    return tokenization.ends_of(config.teacher, own) & {*tokenizer.get_vocab().values()}
 
 
 class Difference(NamedTuple):

@@ -19,7 +19,7 @@ HOOKS: dict[str, dict[str, str]] = {
     "model_check": {},  # build.check_directories, once on each machine: (config, placement)
     "run_check": {},  # run.run: (config, placement, splits, world) -> the settings to use (collective)
     # what build.load_inputs reads
-    "end_tokens": {},  # (config) -> tokens that also end an answer, if the policy has them
+    "end_tokens": {},  # (config, the policy's tokenizer) -> its tokens that also end an answer
     "rule_file": {},  # rewards.load, if a rule isn't a row of RULES: (title, spec, signal, seconds) -> a rule
     "environment": {},  # (config, the policy's tokenizer, its stop tokens) -> a state.Environment, or None
     # what loads users' functions and classes: (title, spec, name, kind, forms of spec, seconds) -> its calls
