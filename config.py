@@ -57,7 +57,7 @@ AS_FITS = -1  # the value of --recompute that picks the fewest layers that fit
 class Config:
     """The settings. Sizes are in tokens, times in seconds."""
 
-    command: str = "rl"  # or a command of examples/finetune.py; no flag
+    command: str = "rl"  # or sft, of examples/sft.py; no flag
     max_running_requests: int = 128  # answers that one engine decodes at once; no flag
     algorithm_defaults: Texts = ()  # they override those of any row: critic_lr=1e-3; no flag
     kept_chunks: int = 0  # chunks of logits to keep besides the last (lm_head.py); no flag
@@ -124,7 +124,7 @@ class Config:
     save_every: int = setting(10, "steps between saves; also at the end; 0: none", "checkpoints")
     keep: int = setting(2, "how many newest checkpoints to keep", "checkpoints", low=1)
     save_hf_every: int = setting(0, "steps between Hugging Face models; 0: none", "checkpoints")
-    weight_decay: float = 0.0  # AdamW's; examples/finetune.py makes it a flag
+    weight_decay: float = 0.0  # AdamW's; no flag
 
     @property
     def judge_models(self) -> tuple[str, ...]:

@@ -51,17 +51,10 @@ from scheduling.measured import Split
 from state import Controller
 
 extras.load()
-REMOVED = {  # former commands of run.py, and what replaces them
-    "eval": "python run.py --steps 0 --model DIR --eval-data FILE --eval-samples 8",
-    "rm": "torchrun --nproc-per-node 2 examples/finetune.py rm ...",
-    "sft": "torchrun --nproc-per-node 2 examples/finetune.py sft ...",
-}
 
 
 def start(arguments: list[str], stop: Stop) -> str:
     """Do what the command line asks for. Returns the last line to print if the run was stopped."""
-    for word in REMOVED.keys() & {*arguments[:1]}:
-        raise UserError(f"{word} is now: {REMOVED[word]}")
     for command in added("command"):  # check, --dry-run
         last_line = command(arguments, __doc__)
         if last_line is not None:

@@ -150,18 +150,8 @@ CRITIC = JudgeFormat(addition_answer, addition_prompt, addition_parse, min_logpr
 FORMATS["addition"] = CRITIC
 
 
-def example_rows(command: str, seed: int, count: int = 2048) -> list[dict]:
-    """Return examples: for sft, with their work; for rm, also a wrong sum, with that work or without."""
-    rng = random.Random(f"{command} {seed}")
-    rows = []
-    for _ in range(count):
-        a, b = training_problem(rng)
-        work = shown_work(a, b)
-        if command == "sft":
-            rows.append({"prompt": f"{a}+{b}=", "response": work})
-            continue
-        place = rng.randrange(len(str(a + b)))
-        wrong = a + b + rng.choice([-1, 1]) * 10**place
-        shown = work.rsplit(">", 1)[0] if rng.random() < 0.5 else ""
-        rows.append({"prompt": f"{a}+{b}=", "chosen": work, "rejected": f"{shown}>{wrong}"})
-    return rows
+def example_rows(seed: int, count: int = 2048) -> list[dict]:
+    """Return examples for a warm start: problems with their answers, the work shown."""
+    rng = random.Random(f"sft {seed}")
+    problems = [training_problem(rng) for _ in range(count)]
+    return [{"prompt": f"{a}+{b}=", "response": shown_work(a, b)} for a, b in problems]

@@ -51,7 +51,7 @@ class ScoringEngine(Engine):
 
 @dataclass(frozen=True)
 class ScalarFormat(JudgeFormat):
-    """The request to a scalar reward model: the whole conversation, as examples/finetune.py rm trains it."""
+    """The request to a scalar reward model: the whole conversation, as TRL's RewardTrainer trains it."""
 
     prompt: None = None
     full_response: bool = True

@@ -199,7 +199,7 @@ def prompt_of(row: dict, where: str, sees: bool) -> Text:
     if roles[-1] not in ("user", "tool") or "user" not in roles:
         raise UserError(
             f"{where}: it ends with the {roles[-1]}'s turn; a prompt ends with the user's "
-            "(examples/finetune.py sft takes examples)"
+            "(examples/sft.py takes examples)"
         )
     return with_tools(prompt, row, where)
 
@@ -231,36 +231,27 @@ def read_turns(turns: Any, where: str, sees: bool = False) -> Any:
     return read
 
 
-def read_conversation(prompt: Any, answer: Any, where: str) -> list[dict]:
-    """Join prompt and answer into a conversation. Raises UserError if its last turn can't be learned."""
-    before = read_turns(as_turns([] if prompt in (None, "") else prompt, "user"), where)
+def read_conversation(row: dict, where: str) -> tuple[Text, Text]:
+    """Return a row's prompt and answer, both text or both turns. Raises UserError if one can't be used."""
+    names = [name for name in ("messages", "response", "completion") if name in row]
+    prompt = row.get("prompt") or []
+    if len(names) != 1 or bool(prompt) == (names == ["messages"]):
+        raise UserError(f"{where}: needs `messages`, or `prompt` and `response` or `completion`")
+    answer = row[names[0]]
+    if isinstance(prompt, str) and isinstance(answer, str) and answer.strip():
+        return prompt, answer
+    before = read_turns(as_turns(prompt, "user"), where)
     turns = read_turns(as_turns(answer, "assistant"), where)
-    if not (is_chat(before) and is_chat(turns) and turns):
+    if not (is_chat(before) and is_chat(turns)):
         raise UserError(f"{where}: a prompt and an answer are needed, each text or {TURNS}")
-    turns = joined_turns(before, turns, where)
-    last = turns[-1]
+    if before and len(turns) != 1:
+        raise UserError(f"{where}: `{names[0]}` isn't one turn, the answer to `prompt`")
+    *before, last = before + turns
+    roles = [turn["role"] for turn in before]
     is_empty = not (last["content"].strip() or "tool_calls" in last)
-    if len(turns) < 2 or last["role"] != "assistant" or is_empty:
-        raise UserError(f"{where}: a conversation ends with a turn of the assistant, not empty")
-    if turns[-2]["role"] == "assistant":
-        raise UserError(f"{where}: the answer follows a turn of the assistant; make them one")
-    return turns
-
-
-def joined_turns(before: list[dict], turns: list[dict], where: str) -> list[dict]:
-    """Join a prompt's turns and an answer's, which may repeat all or the last of the prompt's.
-
-    Raises UserError if the prompt contradicts them.
-    """
-    first = turns[0]
-    is_headed = first["role"] in ("system", "developer")
-    if is_headed and turns[1 : 1 + len(before)] == before:
-        return turns  # the prompt lacks the instructions
-    new = next(n for n in range(len(before) + 1) if before[n:] == turns[: len(before) - n])
-    is_whole = 0 < new == len(before) and first["role"] != "assistant"
-    if is_whole and (is_headed or first in before or before[-1]["role"] == "user"):
-        raise UserError(f"{where}: `prompt` contradicts the beginning of the conversation")
-    return before[:new] + turns
+    if last["role"] != "assistant" or roles[-1:] in ([], ["assistant"]) or is_empty:
+        raise UserError(f"{where}: a conversation ends with one turn of the assistant, not empty")
+    return with_tools(before, row, where), [last]
 
 
 def read_functions(items: Any, field: str, where: str) -> list[dict]:

@@ -132,9 +132,11 @@ def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Text, response: Text, where="a prompt") -> Pair:
-    """Encode two texts, or two lists of turns. Raises UserError if they aren't adjacent when rendered."""
+    """Encode two texts, or two lists of turns. Raises UserError if they have no end or aren't adjacent."""
     start = encode(tokenizer, prompt, where)
     if isinstance(prompt, str):
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{where}: {tokenizer.name_or_path} has no end-of-sequence token")
         return start, [*encode_after(tokenizer, response), tokenizer.eos_token_id]
     text = render(tokenizer, prompt + response, where, has_answer=True, is_learned=True)
     both = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -37,7 +37,7 @@ LONG = (
     "test_extras test_teacher_runs test_lora_runs test_examples test_rounding test_world "
     "test_lora test_apart test_executor test_checkpoint test_layouts test_teacher "
     "test_episode_training test_image_training test_shutdown test_user_rules test_actor "
-    "test_faults test_placements test_memory test_finetune test_plans test_simulation "
+    "test_faults test_placements test_memory test_sft test_plans test_simulation "
     "test_controller test_chaos test_cuda_path test_rollout test_decoder test_dry_run "
     "test_background_writer test_clips test_critic test_determinism test_gpu test_papers_measured"
 )

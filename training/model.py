@@ -34,7 +34,7 @@ from inputs.hf_directory import (
 from runtime.errors import UserError
 from runtime.hooks import needed
 from scheduling.balance import Prefix
-from scheduling.layout import Placement, Shape
+from scheduling.layout import Placement
 from training import lm_head
 from training.hf_weights import HFWeights
 from training.packing import MicroBatch, Packing
@@ -327,16 +327,12 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
             raise UserError(f"{where}: {OUTPUT} isn't {embedding}, but config.json ties them")
 
 
-def check_models(
-    config: Config, placement: Placement | None = None, formats=(), becomes_scalar=False
-) -> None:
-    """Check all directories. formats: the judges'. becomes_scalar: --model is or becomes a reward model."""
+def check_models(config: Config, placement: Placement, formats=()) -> None:
+    """Raise UserError if a directory of the policy or a judge can't be used. formats: the judges'."""
     hf = read_hf_config(config.model)
-    shapes = placement.shapes.values() if placement else [Shape.of(config, ())]
-    for shape in shapes:
+    for shape in placement.shapes.values():
         check_sizes(hf, shape.sized(config))
-    scores = becomes_scalar and HEAD in tensor_files(config.model, "--model")
-    check_directory(config.model, "--model", hf, scores)
+    check_directory(config.model, "--model", hf, scores=False)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)

@@ -80,7 +80,7 @@ def make_model(settings: Namespace) -> Path:
     if not (LARGER / "hf").is_dir():
         models.SHAPE.update(LARGER_SHAPE)
         models.new_model(UNTAUGHT, seed=0)
-        command = [TORCHRUN, *LAUNCH, "examples/finetune.py", "sft", "--model", UNTAUGHT]
+        command = [TORCHRUN, *LAUNCH, "examples/sft.py", "--model", UNTAUGHT]
         command += ["--steps", LARGER_STEPS, "--lr", 1e-3, "--out", LARGER]
         run_to_its_end(command, limit_s=RUN_LIMIT_S)
     return LARGER / "hf"

@@ -14,7 +14,7 @@ NARROW |= {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 FILES = (
     "root/test_actor.py root/test_algorithms.py training/test_attention.py training/test_executor.py "
     "training/test_layouts.py extras/test_apart.py extras/test_critic.py extras/test_memory.py "
-    "extras/test_ptx.py examples/test_finetune.py"
+    "extras/test_ptx.py examples/test_sft.py"
 )
 
 

@@ -75,13 +75,6 @@ def test_answers_and_verdicts_by_hand():
     assert {text: task.addition_parse(text) for text in VERDICTS} == VERDICTS
 
 
-def test_of_a_pair_the_right_answer_is_chosen():
-    for row in task.example_rows("rm", 0, 50):
-        a, b = map(int, row["prompt"].rstrip("=").split("+"))
-        assert task.addition_answer(row["chosen"]) == str(a + b)
-        assert task.addition_answer(row["rejected"]) != str(a + b)
-
-
 def test_how_the_judges_are_asked():
     """A critic must see only the final answer, and one that it is unsure of is a reject."""
     critic = FORMATS["addition"]

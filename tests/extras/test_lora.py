@@ -19,6 +19,7 @@ from examples.make_demo.closing import close
 from extras import lora
 from extras.lora import check
 from inputs.hf_directory import checkpoint_shapes
+from placement import make_placement
 from runtime.errors import UserError
 from tests.support.plain import make_model, make_samples, plain_logprobs
 from tests.support.vision import CLASSES, make_vision_model
@@ -398,4 +399,5 @@ def test_an_adapter_is_no_model(model_dir, tmp_path):
         if name:
             (tmp_path / name).write_text(Path(model_dir, name).read_text())
         with pytest.raises(UserError, match="makes it an adapter: merge it into its model"):
-            check_models(actor_config(model=str(tmp_path), rule=("right",)))
+            config = actor_config(model=str(tmp_path), rule=("right",))
+            check_models(config, make_placement(config, 1))

@@ -8,9 +8,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from engines.engine import Sampling
+from examples.make_demo.models import new_model
+from extras import scalar
 from extras.scalar import ScoringEngine
+from inputs import tokenization
 from tests.engines.test_engine import PROMPT, ask
 from tests.root.test_genrm import Engine, Pool, always, make_rewards, sample, score_all
+from tests.support.models import save_tokenizer
 
 
 def test_a_scalar_reward_model_scores_the_whole_response():
@@ -23,6 +27,27 @@ def test_a_scalar_reward_model_scores_the_whole_response():
     assert (listed.counts(), judged.critique) == (([0], [3]), "score 1.25")
     assert (judged.reward, judged.verdict, listed.final_answer(judged)) == (1.25, None, "125")
     assert (cut.reward, cut.verdict, listed.final_answer(cut)) == (-2.5, None, None)
+
+
+QUESTION = [{"role": "user", "content": "3+4="}]
+SEVERAL = [{"role": "system", "content": "Be right."}, *QUESTION]
+SEEN = {  # kind of tokenizer, prompt -> what is scored, as TRL's RewardTrainer joins and ends it
+    ("text", "3+4="): "<bos>3+4=>7<eos>",
+    ("chat", "3+4="): "<|im_start|>user\n3+4=<|im_end|>\n<|im_start|>assistant\n>7<|im_end|>\n",
+}
+SEEN["chat", "several"] = f"<|im_start|>system\nBe right.<|im_end|>\n{SEEN['chat', '3+4=']}"
+
+
+@pytest.mark.parametrize("kind,prompt", SEEN)
+def test_a_scalar_judge_sees_the_whole_exchange(kind, prompt, tmp_path):
+    """It must be what RewardTrainer learns from; only a finished answer has an end."""
+    home = tmp_path / kind
+    new_model(home, 0) if kind == "text" else save_tokenizer(home)
+    tokenizer = tokenization.load_tokenizer(str(home))
+    asked = SEVERAL if prompt == "several" else prompt
+    seen = [tokenizer.decode(scalar.encode_exchange(tokenizer, asked, ">7", cut)) for cut in (0, 1)]
+    whole = SEEN[kind, prompt]
+    assert seen == [whole, whole[: whole.rindex("<eos>" if kind == "text" else "<|im_end|>")]]
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, None])

@@ -14,9 +14,8 @@ from torch.distributed.run import get_args_parser
 
 import build
 from algorithms import ALGORITHMS, Settings
-from config import dashed, parse_config
-from examples import finetune
-from examples.finetune import FinetuneConfig
+from config import dashed, parse_config, parse_settings
+from examples import sft
 from placement import make_placement
 from reproduce.simulation import plans
 from tests import ROOT
@@ -37,8 +36,8 @@ ROOMS = (
     "tests/runs",
 )
 PROGRAMS = [path for room in ROOMS for path in ROOT.glob(f"{room}/*.py")]
-FINETUNE = "examples/finetune.py"
-KINDS = "train|critic|reward|environment|rollout|genrm|eval|perf|time|occupancy|split|sft|rm"
+SFT = "examples/sft.py"
+KINDS = "train|critic|reward|environment|rollout|genrm|eval|perf|time|occupancy|split|sft"
 FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 # flags of torchrun, sbatch, docker run
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
@@ -99,12 +98,14 @@ def commands_in(page: Path) -> list[list[str]]:
 
 
 def check_run(words: list[str]) -> None:
-    """Check that run.py or finetune.py accepts the arguments, and that they fit the number of ranks."""
+    """Check that run.py or sft.py accepts the arguments, and that they fit the number of ranks."""
     given = dict(pairwise(words))
     ranks = int(given.get("--nnodes", 1)) * int(given.get("--nproc-per-node", 1))
-    if FINETUNE in words:
-        arguments = words[words.index(FINETUNE) + 1 :]
-        make_placement(finetune.parse_command(arguments), ranks)
+    if SFT in words:
+        arguments = words[words.index(SFT) + 1 :]
+        make_placement(
+            parse_settings(sft.SftConfig, arguments, "", sft.GROUPS, sft.DEFAULTS), ranks
+        )
         return
     arguments = words[words.index("run.py") + 1 :]
     if "--simulate" in arguments:
@@ -142,7 +143,7 @@ def flags_of(program: Path) -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_is_understood(page):
     for words in commands_in(page):
-        check_run(words) if {"run.py", FINETUNE} & {*words} else check_program(words)
+        check_run(words) if {"run.py", SFT} & {*words} else check_program(words)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
@@ -186,7 +187,7 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
 
 
 def test_every_flag_that_is_named_exists():
-    known = {f"--{dashed(field.name)}" for field in fields(FinetuneConfig)} | OF_OTHERS
+    known = {f"--{dashed(field.name)}" for field in fields(sft.SftConfig)} | OF_OTHERS
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     for program in PROGRAMS:
         known |= flags_of(program)
@@ -208,7 +209,7 @@ def test_the_tables_of_algorithms_are_whole():
 
 def test_every_metric_that_a_page_names_is_made():
     """A part of its name must appear in the code that makes it: `loss` of `train/loss`."""
-    code = "".join(path.read_text() for path in (*PRODUCT, ROOT / FINETUNE))
+    code = "".join(path.read_text() for path in (*PRODUCT, ROOT / SFT))
     for page in PAGES:
         for name in re.findall(rf"`(?:{KINDS})/([a-z0-9_]+)`", page.read_text()):
             assert name.removeprefix("held_out_").removesuffix("_s") in code, f"{page.name}: {name}"

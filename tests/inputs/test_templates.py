@@ -13,10 +13,10 @@ import genrm
 import rewards
 from config import Config, parse_config
 from engines.engine import Answer
-from examples.finetune import parse_rm, parse_sft
 from extras import scalar
 from inputs import tokenization
 from inputs.prompt_file import PromptFile
+from inputs.rows import read_conversation
 from inputs.templates import TODAY
 from runtime.errors import UserError
 from sample import Reply, Sample
@@ -121,25 +121,26 @@ def test_what_a_template_leaves_out_is_refused(with_template, tmp_path, template
         prompts_of(with_template(template), tmp_path, {"prompt": "What is 3+4?"}, row)
 
 
+def learned(row: dict, tokenizer) -> tuple[list[int], list[int]]:
+    """Return an example's prompt and response, as examples/sft.py reads them."""
+    return tokenization.encode_pair(tokenizer, *read_conversation(row, "f:3"), "f:3")
+
+
 def test_an_example_is_checked_as_a_prompt_is(with_template):
-    """All commands that learn from examples must check it; an answer's reasoning may not be dropped."""
+    """No turn may be left out, nor an answer's reasoning."""
     tokenizer = with_template(QWEN3)
-    developer = [turn("developer", "Be brief."), ASKED]
-    pair = {"prompt": developer, "chosen": "7", "rejected": "6"}
-    rows = [(parse_sft, {"messages": [*developer, turn("assistant", "7")]})]
-    rows.append((parse_rm, pair))
-    for parse, row in rows:
-        with pytest.raises(UserError, match=r"f:3: .* leaves out the developer's turn"):
-            parse(row, tokenizer, "f:3")
+    developer = [turn("developer", "Be brief."), ASKED, turn("assistant", "7")]
+    with pytest.raises(UserError, match=r"f:3: .* leaves out the developer's turn"):
+        learned({"messages": developer}, tokenizer)
     row = {"messages": [ASKED, THOUGHT]}
-    [sample] = parse_sft(row, tokenizer, "f:3")
-    assert tokenizer.decode(sample.response) == "<think>\nOne\n</think>\n\nTwo.<|im_end|>\n"
+    _, response = learned(row, tokenizer)
+    assert tokenizer.decode(response) == "<think>\nOne\n</think>\n\nTwo.<|im_end|>\n"
     for more in ({"reasoning_content": "3+4"}, {"function_call": {"name": "add"}}):
         with pytest.raises(UserError, match=r"f:3: .* leaves out the assistant's turn"):
-            parse_sft({"messages": [ASKED, turn("assistant", "7", **more)]}, tokenizer, "f:3")
+            learned({"messages": [ASKED, turn("assistant", "7", **more)]}, tokenizer)
     dropping = with_template(QWEN3.replace("if loop.last", "if false"))
     with pytest.raises(UserError, match=r"f:3: .* leaves out the assistant's turn"):
-        parse_sft(row, dropping, "f:3")
+        learned(row, dropping)
 
 
 def test_tools_go_to_the_template(with_template, tmp_path):
@@ -149,16 +150,14 @@ def test_tools_go_to_the_template(with_template, tmp_path):
     expected = oracle(tokenizer, [ASKED], tools=TOOLS)
     assert prompt.tokens == expected and prompt.question == ASKED["content"]
     row = {"prompt": [ASKED], "response": "7", "tools": TOOLS}
-    assert parse_sft(row, tokenizer, "f:1")[0].prompt == expected
-    row |= {"chosen": "7", "rejected": "6"}
-    [learned, _] = parse_rm(row, tokenizer, "f:1")
-    assert scalar.encode_exchange(tokenizer, prompt.turns, "7") == learned.prompt
-    called = {"prompt": [ASKED], "chosen": [CALLED], "rejected": [turn("assistant", "6")]}
-    for each in (row, called):
+    tokens, response = learned(row, tokenizer)
+    assert tokens == expected
+    assert scalar.encode_exchange(tokenizer, prompt.turns, "7") == tokens + response
+    for turns, answer in ((prompt.turns, "7"), ([ASKED], [CALLED])):
         with pytest.raises(UserError, match=r"f:1: .* has no chat template"):
-            parse_rm(each, with_template(None), "f:1")
-    [sample] = parse_sft({"messages": [ASKED, CALLED], "tools": TOOLS}, tokenizer, "f:1")
-    assert "<tool_call>" in tokenizer.decode(sample.response)
+            scalar.encode_exchange(with_template(None), turns, answer, where="f:1")
+    _, response = learned({"messages": [ASKED, CALLED], "tools": TOOLS}, tokenizer)
+    assert "<tool_call>" in tokenizer.decode(response)
 
 
 ANSWERS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -187,8 +186,8 @@ def test_calls_have_the_form_that_a_template_reads(with_template, name, when, ar
     template = SHOWING.replace("IF", when).replace("CALL", CALLS[name])
     tokenizer = with_template({"default": template, "tool_use": "{{ tools }}" + template})
     for named in ({}, {"tools": TOOLS}):
-        [sample] = parse_sft({"messages": [ASKED, called]} | named, tokenizer, "f:1")
-        assert tokenizer.decode(sample.response) == f"weather{ARGUMENTS}<|im_end|>\n"
+        _, response = learned({"messages": [ASKED, called]} | named, tokenizer)
+        assert tokenizer.decode(response) == f"weather{ARGUMENTS}<|im_end|>\n"
 
 
 TOOLS_ARE = r"`tools` is a list of \{type"
@@ -391,7 +390,7 @@ def test_the_learned_turn_alone_spells_special_tokens(with_template):
     tokenizer = with_template(TEMPLATE, ["<think>", "</think>"])
     begin, end, stop = tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<|im_end|>"])
     prompt = [turn("user", SPELLED), turn("assistant", SPELLED), turn("user", SPELLED)]
-    [sample] = parse_sft({"prompt": prompt, "response": SPELLED}, tokenizer, "f:1")
-    assert not {begin, end} & {*sample.prompt} and sample.prompt.count(stop) == 3
-    special = [token for token in sample.response if token in (begin, end, stop)]
+    tokens, response = learned({"prompt": prompt, "response": SPELLED}, tokenizer)
+    assert not {begin, end} & {*tokens} and tokens.count(stop) == 3
+    special = [token for token in response if token in (begin, end, stop)]
     assert special == [begin, stop, end, stop]

@@ -25,6 +25,7 @@ from extras.memory.estimate import with_micro_batch
 from genrm import formats_of
 from inputs import hf_directory, tokenization
 from modes import lay_out
+from placement import make_placement
 from rewards import load_rules
 from runtime import atomic_files
 from runtime.errors import UserError
@@ -46,7 +47,7 @@ UNFIT = [
     ("run.py", "WORLD_SIZE=²", "WORLD_SIZE=² in the environment is not a number: unset it"),
     ("run.py", "PYTHONSAFEPATH=1", r"start with: torchrun .* run\.py .*"),
     ("run.py", "PYTHONOPTIMIZE=1", "unset PYTHONOPTIMIZE and leave out -O: they drop checks"),
-    ("examples/finetune.py sft", "", r"start with: torchrun .* examples/finetune\.py sft .*"),
+    ("examples/sft.py", "", r"start with: torchrun .* examples/sft\.py .*"),
 ]
 
 
@@ -326,12 +327,13 @@ def test_a_quantized_judge_needs_cuda(actor, tmp_path):
     settings = config.parse_config(f"{given} --judge-max-new-tokens 9 --device cpu".split())
     on_cuda = dataclasses.replace(settings, device="cuda", dtype="bfloat16")
     formats = formats_of(settings)
-    check_models(on_cuda, formats=formats)
+    placement = make_placement(settings, 2)
+    check_models(on_cuda, placement, formats)
     with pytest.raises(UserError, match=f"{UP} is F8_E4M3: quantized"):
-        check_models(settings, formats=formats)
+        check_models(settings, placement, formats)
     damaged(home, "tokenizer.json", two_more)
     with pytest.raises(UserError, match="386 tokens"):
-        check_models(on_cuda, formats=formats)
+        check_models(on_cuda, placement, formats)
 
 
 @pytest.mark.parametrize("command", ["evaluation", "training", "check"])

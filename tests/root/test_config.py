@@ -12,8 +12,6 @@ import config as settings
 from build import check_settings
 from config import DEMO_MODELS, GROUPS, PRESETS, Config, parse_config, settings_of
 from engines import server
-from run import start
-from runtime.shutdown import Stop
 from scheduling.measured import Split
 from tests.support.patience import run_process
 
@@ -250,11 +248,3 @@ def test_help():
     assert "python run.py --steps 0" in ran.stdout
     for group in {field.metadata["group"] for field in FLAGS}:
         assert f"\n{group}:\n" in ran.stdout
-
-
-@pytest.mark.parametrize(
-    "word, answer", [("eval", "python run.py --steps 0"), ("sft", "torchrun .*/finetune.py sft")]
-)
-def test_what_was_a_command_is_answered(word, answer):
-    with pytest.raises(ValueError, match=f"^{word} is now: {answer}"):
-        start([word, "--model", "m"], Stop())

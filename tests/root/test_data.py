@@ -367,7 +367,7 @@ BAD_ROWS = [  # a row after a good one and an empty line -> the message
     ({"messages": [{"role": "user", "content": None}]}, "needs `messages`"),
     ({"messages": [{"role": "human", "content": "?"}]}, "of the roles system, .*, user,"),
     ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
-    ({"messages": ANSWERED}, "assistant's turn; a .* user's .examples/finetune.py sft takes"),
+    ({"messages": ANSWERED}, "assistant's turn; a .* user's .examples/sft.py takes"),
     ({"messages": CHAT, "prompt": "Other?"}, "`messages` and `prompt` differ; leave one out"),
     ({"prompt": "all is said\x03"}, "the prompt ends with what ends an answer"),
     ({"messages": json.dumps(CHAT)}, f"`messages` {NO_TURNS}"),

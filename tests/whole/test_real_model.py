@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import ROOT
 from tests.support.launched import Run, free_ports, saved
 from tests.support.patience import run_process
+from tests.support.rows import jsonl
 from tests.workers.start import run_command
 
 pytestmark = pytest.mark.long
@@ -34,50 +37,10 @@ def made():
 
 
 @pytest.fixture(scope="session")
-def rows(tmp_path_factory):
-    """Make a folder with 200 examples for sft, and 200 pairs for rm with the right one chosen."""
-    folder = tmp_path_factory.mktemp("rows")
-    examples, pairs = [], []
-    for line in (SUMS.read_text().splitlines() * 2)[:200]:
-        row = json.loads(line)
-        right, wrong = (f"It is {row['answer'] + more}." for more in (0, 1))
-        turn = {"role": "assistant", "content": right}
-        examples.append({"messages": [*row["messages"], turn]})
-        pairs.append({"prompt": row["messages"], "chosen": right, "rejected": wrong})
-    for name, written in (("examples", examples), ("pairs", pairs)):
-        text = "".join(json.dumps(row) + "\n" for row in written)
-        (folder / f"{name}.jsonl").write_text(text)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def full(tmp_path_factory):
     """Run three steps in full mode; the checkpoint holds a Hugging Face directory."""
     folder = tmp_path_factory.mktemp("full")
     return Run(folder, *RL, *NUMBER, "--mode", "full", "--save-hf-every", "3").ended()
-
-
-@pytest.fixture(scope="session")
-def reward_model(tmp_path_factory, rows):
-    return learn("rm", rows / "pairs.jsonl", tmp_path_factory.mktemp("rm"), steps=6) / "hf"
-
-
-def learn(command: str, data, folder, steps: int):
-    """Run sft or rm on 2 ranks; return its folder."""
-    launch = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2]
-    how = ["--model", MODEL, "--data", data, "--steps", steps, "--eval-every", steps]
-    command = [
-        *launch,
-        "examples/finetune.py",
-        command,
-        *how,
-        "--lr",
-        "1e-5",
-        "--out",
-        folder / "out",
-    ]
-    run_command(command)
-    return folder / "out"
 
 
 def column(out, name: str) -> list[float]:
@@ -118,23 +81,50 @@ def test_killed_and_resumed(full, tmp_path):
     run.again().check_as(full)
 
 
-def test_learning_from_examples(tmp_path, rows):
+def test_learning_from_examples(tmp_path):
     """The held-out loss must fall, and SGLang must serve the result."""
-    out = learn("sft", rows / "examples.jsonl", tmp_path, steps=4)
+    rows = []
+    for line in SUMS.read_text().splitlines()[:200]:
+        row = json.loads(line)
+        answer = {"role": "assistant", "content": f"It is {row['answer']}."}
+        rows.append({"messages": [*row["messages"], answer]})
+    out = tmp_path / "out"
+    command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", 2]
+    command += ["examples/sft.py", "--model", MODEL, "--data", jsonl(tmp_path / "rows.jsonl", rows)]
+    command += ["--steps", 4, "--eval-every", 4, "--lr", "1e-5", "--out", out]
+    run_command(command)
     losses = column(out, "sft/held_out_loss")
     assert losses[-1] < losses[0]
     assert evaluate(out / "hf", tmp_path / "eval")["eval/truncated_frac"] < 1
     assert len((tmp_path / "eval" / "answers.jsonl").read_text().splitlines()) == 32
 
 
-def test_a_reward_model_prefers_right_answers(reward_model):
-    assert column(reward_model.parent, "rm/held_out_accuracy")[-1] > 0.5
+def test_a_scalar_judge(tmp_path):
+    """Rewards must be transformers' scores of the conversation. The judge: the model with a new head."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    how = dict(num_labels=1, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id)
+    judge = AutoModelForSequenceClassification.from_pretrained(MODEL, **how)
+    judge.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    scored = ("--judge", tmp_path / "judge", "--judge-format", "score", "--steps", "1")
+    run = Run(tmp_path, *RL, *scored, "--log-samples", "16").ended()
+    rows = run.rows("samples.jsonl")
+    assert len(rows) == 16
+    for row in rows:
+        turns = [{"role": "user", "content": row["question"]}]
+        turns.append({"role": "assistant", "content": row["response"]})
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        if row["finish"] == "length":
+            text = text[: text.rindex("<|im_end|>")]
+        with torch.no_grad():
+            tokens = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+            score = judge(**tokens).logits[0, 0].item()
+        assert row["reward"] == pytest.approx(score, abs=LOGPROB_DIFF)
 
 
 def test_an_exported_directory_is_read_by_transformers_and_served(full, tmp_path):
     """Greedy answers by both must be the same."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     exported = full.out / "hf" / "step_3"
     evaluate(exported, tmp_path / "eval")
     tokenizer = AutoTokenizer.from_pretrained(exported)
