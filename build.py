@@ -26,7 +26,7 @@ from inputs import tokenization
 from inputs.numbers import number_key
 from inputs.prompt_file import PromptFile
 from inputs.shuffled import Shuffled
-from placement import Models, row_of
+from placement import Models, colocation_of
 from reporting.metrics import Report
 from runtime.errors import UserError
 from runtime.hooks import added, needed
@@ -237,7 +237,7 @@ def build_models(
     for shape in dict.fromkeys(placement.models):
         groups[shape] = make_groups(shape, config.timeout_s)
 
-    colocation = row_of(config).colocation(placement)
+    colocation = colocation_of(placement)
 
     def made(kind: type[Trainer], shape: Shape, model: str, **options: Any) -> Trainer:
         own = shape.sized(config)

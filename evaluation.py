@@ -13,6 +13,7 @@ import rollout
 from engines.pool import QUEUED
 from runtime.shutdown import Stopped
 from sample import Prompt, Sample
+from scheduling.measured import total
 from state import Controller
 
 
@@ -55,7 +56,7 @@ async def evaluate(c: Controller, step: int) -> None:
     c.environment.means([])
     facts = await c.same_duty.gather((answered.right, answered.earned, *c.rewards.counts()))
     *of_prompts, failed, succeeded = zip(*facts, strict=True)
-    c.rewards.check(rollout.sums(failed), rollout.sums(succeeded))
+    c.rewards.check(total(failed), total(succeeded))
     right, earned = (list(chain.from_iterable(lists)) for lists in of_prompts)
     c.report.evaluation(step, right, earned, c.timeline.now())
 

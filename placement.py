@@ -21,6 +21,7 @@ from config import Config
 from engines.pool import EngineStatus, Pool
 from engines.routing import Silence
 from runtime.errors import UserError
+from runtime.hooks import needed
 from runtime.world import World
 from scheduling.layout import Placement, Shape
 from scheduling.measured import Split
@@ -82,23 +83,15 @@ class Colocated:
         return stats, False
 
 
-class PlacementRow(NamedTuple):
-    """A placement: which ranks hold what, and how they share their devices."""
-
-    place: Callable[[tuple[int, ...], Config], Placement]  # (all ranks, config)
-    colocation: Callable[[Placement], Colocated]
-
-
-# --placement -> its row, which row_of returns with the settings, and when models are built
-PLACEMENTS = {"colocate": PlacementRow(colocate, lambda placement: Colocated())}
+def colocation_of(placement: Placement) -> Colocated:
+    """Return how engines and trainers share the devices of a placement."""
+    if placement.engines == placement.actor.ranks and len(placement.shapes) == 1:
+        return Colocated()
+    return needed("colocation", "models on separate ranks")(placement)
 
 
-def row_of(config: Config) -> PlacementRow:
-    """Return the row of --placement. Raises UserError if there is none."""
-    name = "ranks" if "=" in config.placement else config.placement
-    if name not in PLACEMENTS:
-        raise UserError(f"choose one of {', '.join(PLACEMENTS)}")
-    return PLACEMENTS[name]
+# --placement -> its function, from (all ranks, config)
+PLACEMENTS: dict[str, Callable[[tuple[int, ...], Config], Placement]] = {"colocate": colocate}
 
 
 def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Placement:
@@ -110,11 +103,13 @@ def make_placement(config: Config, world_size: int, on_machine: int = 0) -> Plac
         if world_size % tp:
             raise UserError(f"--{role}-tp {tp} doesn't divide {world_size} ranks")
     everyone = tuple(range(world_size))
+    name = "ranks" if "=" in config.placement else config.placement
     try:
-        row = row_of(config)
-        placement = row.place(everyone, config)
+        if name not in PLACEMENTS:
+            raise UserError(f"choose one of {', '.join(PLACEMENTS)}")
+        placement = PLACEMENTS[name](everyone, config)
         placement.check(world_size)
-        row.colocation(placement).check(placement, config)
+        colocation_of(placement).check(placement, config)
     except UserError as error:
         raise UserError(f"--placement {config.placement}: {error}") from None
     return placement._replace(rollout_tp=config.rollout_tp, genrm_tp=config.genrm_tp)
@@ -150,7 +145,7 @@ class Devices:
         self.splits = splits
         self.split = splits[0]  # the current one
         self.next = splits[0]  # the next step's
-        self.colocation = row_of(config).colocation(placement)
+        self.colocation = colocation_of(placement)
         self.serves = world.rank in placement.servers  # if not, it only trains
         self.actor, *self.critics = models.trainers or [None]  # None in an evaluation
         self.references = models.references

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,7 @@ from engines.pool import EngineStatus
 from runtime.shutdown import Stopped
 from sample import Outcome, Sample
 from scheduling.dynamic_sampling import FirstFinishedSampler
-from scheduling.measured import Remaining
+from scheduling.measured import Remaining, total
 from state import Controller, RolloutBatch
 
 MEETING_INTERVAL_S = 0.05  # controllers that serve meet at least this often
@@ -297,21 +297,15 @@ class Meeting(NamedTuple):
     genrm: EngineStatus
     stop: bool  # whether a signal asked to stop
 
-    @staticmethod
-    def total(meetings: list[Meeting], add: Callable) -> Meeting:
-        facts, rollout, genrm, stops = zip(*meetings, strict=True)
-        engines = (EngineStatus.total(rollout), EngineStatus.total(genrm))
-        return Meeting(add(facts), *engines, any(stops))
 
-
-async def sync_controllers(c: Controller, facts: Any, add: Callable = sum) -> Meeting:
-    """Return all facts, combined by `add`, and the engines' total status (collective: ranks that serve).
+async def sync_controllers(c: Controller, facts: Any) -> Meeting:
+    """Return all controllers' facts and engines' status, added up (collective: ranks that serve).
 
     Raises Stopped if a rank was asked to stop and no rank is training, and the errors of Devices.apply.
     """
     statuses = (c.devices.rollout.status(), c.devices.genrm.status())
     own = Meeting(facts, *statuses, bool(c.stop.asked))
-    meeting = await c.same_duty.reduce(own, partial(Meeting.total, add=add))
+    meeting = await c.same_duty.reduce(own, total)
     c.devices.apply(meeting.rollout, meeting.genrm)
     if meeting.stop and c.devices.colocation.stops_serving:
         raise Stopped
@@ -342,18 +336,6 @@ class GroupsState(NamedTuple):
         counts = (*step.c.rewards.counts(), lost)
         return GroupsState(finished, unwritten.count(0), *counts, remaining)
 
-    @staticmethod
-    def total(parts: list[GroupsState]) -> GroupsState:
-        finished, generated, failed, succeeded, lost, remaining = zip(*parts, strict=True)
-        union = {prompt_id: keeps for groups in finished for prompt_id, keeps in groups.items()}
-        counts = (sums(failed), sums(succeeded), sum(lost))
-        return GroupsState(union, sum(generated), *counts, Remaining(*sums(remaining)))
-
-
-def sums(rows: Iterable[Sequence[int]]) -> list[int]:
-    """Return the sum of each column."""
-    return list(map(sum, zip(*rows, strict=True)))
-
 
 async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[int]]:
     """Gather finished groups (collective: ranks that serve).
@@ -361,7 +343,7 @@ async def gather_finished_groups(step: RolloutStep) -> tuple[Remaining, Counter[
     A group counts as judged if its answers are written and its task has ended: call this after judging.
     Returns what remains, and each engine's outstanding tokens.
     """
-    meeting = await sync_controllers(step.c, GroupsState.of(step), GroupsState.total)
+    meeting = await sync_controllers(step.c, GroupsState.of(step))
     progress = meeting.facts
     step.sampler.record(progress.finished, progress.generated)
     step.c.rewards.check(progress.failed, progress.succeeded)

@@ -11,14 +11,14 @@ from uuid import uuid4
 
 from config import Config
 from engines.engine import Answer, Engine, Request
-from engines.routing import Load, Silence, sum_counters
+from engines.routing import Load, Silence
 from runtime.world import World
-from scheduling.measured import RequestStats
+from scheduling.measured import RequestStats, total
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from runtime.timeline import Timeline
+    from runtime.timeline import Event, Timeline
 
 QUEUED = 2  # open requests per slot of an engine's batch; each takes a connection and an open file
 WAIT_S = 0.05  # interval between checks that engines have finished and can sleep
@@ -27,16 +27,11 @@ Verb = Callable[[Engine], Awaitable[None]]
 
 
 class EngineStatus(NamedTuple):
-    """One controller's knowledge about a role's engines; `total` sums it over controllers."""
+    """One controller's knowledge about a role's engines, or all controllers' `total`."""
 
     outstanding: Counter[int]  # rank -> tokens awaited from its engine
     parts: Counter[int]  # rank -> parts of answers received from it since the last meeting
     waiting: int = 0  # requests that find no engine awake
-
-    @staticmethod
-    def total(statuses: list[EngineStatus]) -> EngineStatus:
-        outstanding, parts = sum_counters([(each.outstanding, each.parts) for each in statuses])
-        return EngineStatus(outstanding, parts, sum(each.waiting for each in statuses))
 
 
 class Pool:
@@ -64,7 +59,7 @@ class Pool:
         self._load = Load(world)
         self._silence = Silence()  # how long this rank's engine has sent nothing
         self._aborts = 0  # calls of `abort`
-        self._served: list[tuple[int, tuple]] = []  # (engine's rank, row for RequestStats.of)
+        self._served: list[Event] = []  # requests since `pop_stats`
         self._wakes = 0
         counts = Counter(engine.model for engine in engines)
         most = QUEUED * config.max_running_requests  # per engine
@@ -132,21 +127,19 @@ class Pool:
 
     def _record(self, answer: Answer, request: Request) -> Answer:
         """Keep the answer's times and sizes for `pop_stats`, and return it."""
-        tokens = len(answer.tokens)
         begun = request.sampling.max_new_tokens - request.limit  # already in the prompt
-        prompt_tokens = len(request.prompt) - begun
-        sizes = (begun + tokens, prompt_tokens, min(answer.cached_tokens, prompt_tokens))
-        is_whole = answer.finish != "abort"
-        self._served.append((answer.rank, (answer.sent, answer.end, tokens, *sizes, is_whole)))
+        prompt = len(request.prompt) - begun
+        sizes = {"tokens": begun + len(answer.tokens), "begun": begun, "prompt": prompt}
+        sizes["cached"] = min(answer.cached_tokens, prompt)
+        kind = "part" if answer.finish == "abort" else "span"
+        place = (kind, self.role, answer.rank, answer.sent, answer.end)
+        self._served.append(self.timeline.event(*place, **sizes))
         return answer
 
     def pop_stats(self) -> RequestStats:
         """Return statistics of the requests since the last call, and add these to the timeline."""
-        for rank, (sent, end, tokens, length, *_, is_whole) in self._served:
-            kind = "span" if is_whole else "part"
-            sizes = {"tokens": length, "begun": length - tokens}
-            self.timeline.add(kind, self.role, rank, sent, end, **sizes)
-        stats = RequestStats.of([row for _, row in self._served], self._wakes)
+        stats = RequestStats.of(self._served, self._wakes)
+        self.timeline.events += self._served
         self._served = []
         self._wakes = 0
         return stats
@@ -245,7 +238,7 @@ class Pool:
 
     async def _have_outstanding(self, leads: set[int]) -> bool:
         """True if one has tokens outstanding (collective: ranks that serve). Raises like `apply_status`."""
-        status = await self.world.reduce(self.status(), EngineStatus.total)
+        status = await self.world.reduce(self.status(), total)
         self.apply_status(status)
         return any(status.outstanding[rank] for rank in leads)
 

@@ -10,7 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import placement
 import run
-from extras.apart import placements
 from scheduling.layout import Placement, Shape
 
 
@@ -22,6 +21,6 @@ def critics_last(everyone, config):  # critics get the last ranks; everything el
     return Placement(engines=everyone[:cut], actor=actor, critic=critic, reference=actor)
 
 
-placement.PLACEMENTS["last"] = placement.PlacementRow(critics_last, placements.colocation_of)
+placement.PLACEMENTS["last"] = critics_last
 if __name__ == "__main__":
     run.main(sys.argv[1:])

@@ -23,7 +23,10 @@ class Extra(NamedTuple):
 
 EXTRAS = {
     # --placement split, standalone, or ranks in words (PLACEMENTS); --ahead
-    "apart": Extra("extras/apart", {"rows": "extras.apart.placements"}),
+    "apart": Extra(
+        "extras/apart",
+        {"rows": "extras.apart.placements", "colocation": "extras.apart.placements:colocation_of"},
+    ),
     # --mode fused (MODES, MOVES)
     "fused": Extra("extras/fused", {"rows": "extras.fused.mode"}),
     # --rebalance in partial mode (MOVES)

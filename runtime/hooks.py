@@ -32,6 +32,7 @@ HOOKS: dict[str, dict[str, str]] = {
     "image_packing": {},  # make_micro_batches: (batch, sequences, taken) -> the batch with its images
     "vision_stage": {},  # model.read_hf_config: the class of the first stage
     # models that learn, on the ranks that hold them
+    "colocation": {},  # placement.colocation_of, unless all share all ranks: (placement) -> a Colocated
     "critic": {},  # build.build_models, if the algorithm has critics: a Trainer
     "adapters": {},  # Actor, before its optimizer is built: (config, gpt)
     # engines

@@ -39,8 +39,9 @@ class Event(NamedTuple):
     """Something that a rank saw in a training step. Times are in seconds since the run's start.
 
     kind             name                                         args
-    span             a role, for its engine, or `train` etc.      an engine's tokens; begun: earlier ones
-    part             a role, for its engine                       tokens so far; begun: earlier ones
+    span             a role, for its engine, or `train` etc.      an engine's: the same as a part's
+    part             a role, for its engine                       tokens so far; begun: earlier ones; its
+                                                                  prompt's tokens; cached: of these
     sample           state of an answer                           answer: `12.3`, number 3 to prompt 12
     pass             model                                        label, stage: see Pass
     wave, weights    `wave 2`, `v3`; ends when it starts
@@ -89,10 +90,15 @@ class Timeline:
     def now(self) -> float:
         return self.clock() - self._zero
 
-    def add(self, kind: str, name: str, rank: int, start: float, end: float, **args: Any) -> None:
-        """Add an event. Here and in all methods below, times are the event loop's."""
+    def event(
+        self, kind: str, name: str, rank: int, start: float, end: float, **args: Any
+    ) -> Event:
+        """Return an event. Here and in all methods below, times are the event loop's."""
         times = (start - self._zero, end - self._zero)
-        self.events.append(Event(kind, name, rank, *times, self.step, args or None))
+        return Event(kind, name, rank, *times, self.step, args or None)
+
+    def add(self, *event: Any, **args: Any) -> None:
+        self.events.append(self.event(*event, **args))
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -159,24 +165,31 @@ def truncate(folder: Path, step: int) -> float:
     return max((span.end for span in spans), default=0.0)
 
 
-def busy(spans: Iterable[Event]) -> list[Stretch]:
-    """Return every stretch during which a span was open."""
+def in_flight(spans: Iterable[Event]) -> Iterator[Stretch]:
+    """Yield each stretch with a constant number of open spans, if there are any."""
     edges = []
     for span in spans:
         if span.end > span.start:  # otherwise nothing was busy
             edges += [(span.start, 1), (span.end, -1)]
-    stretches = []
-    in_flight = 0
-    work = opened = last = 0.0
+    count = 0
+    last = 0.0
     for time, change in sorted(edges):
-        if in_flight == 0:
-            opened = time
-            work = 0.0
-        work += in_flight * (time - last)
-        in_flight += change
+        if count and time > last:
+            yield Stretch(last, time, count)
+        count += change
         last = time
-        if in_flight == 0:
-            stretches.append(Stretch(opened, time, work / (time - opened)))
+
+
+def busy(spans: Iterable[Event]) -> list[Stretch]:
+    """Return every stretch during which a span was open."""
+    stretches = []
+    for start, end, count in in_flight(spans):
+        work = count * (end - start)
+        if stretches and stretches[-1].end == start:
+            before = stretches.pop()
+            work += before.in_flight * (before.end - before.start)
+            start = before.start
+        stretches.append(Stretch(start, end, work / (end - start)))
     return stretches
 
 

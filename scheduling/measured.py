@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import compress, takewhile, zip_longest
-from typing import NamedTuple
+from itertools import takewhile, zip_longest
+from typing import Any, NamedTuple
+
+from runtime.timeline import Event, in_flight
 
 ROLES = ("rollout", "genrm")
 LEAST_GAIN = 0.05  # a smaller gain in speed isn't worth a move
-# one engine's part of a request: time sent, time ended, tokens written; then the answer's tokens so far, the
-# prompt's tokens, and those that the cache had; whether the answer is whole
-Part = tuple[float, float, int, int, int, int, bool]
+
+
+def total(reports: Sequence[Any]) -> Any:
+    """Add up controllers' reports of one form: named tuples and lists by place; a dict is the union."""
+    match reports[0]:
+        case Counter():
+            counts = Counter()
+            for report in reports:
+                counts.update(report)  # much faster than +
+            return counts
+        case dict():
+            return {key: value for report in reports for key, value in report.items()}
+        case list():
+            return [total(column) for column in zip(*reports, strict=True)]
+        case tuple() as named:
+            return type(named)(*(total(column) for column in zip(*reports, strict=True)))
+        case bool():
+            return any(reports)
+    return sum(reports)
 
 
 class Split(NamedTuple):
@@ -44,22 +62,22 @@ class RequestStats:
     wakes: int = 0  # how often the role's engines woke while serving
 
     @staticmethod
-    def of(parts: Iterable[Part], wakes: int = 0) -> RequestStats:
-        """Summarize one controller's requests."""
-        columns = [*zip(*parts, strict=True)] or [()] * 7
-        sent, ends, tokens, lengths, *sizes, are_whole = columns
-        edges = [(time, 1) for time in sent] + [(time, -1) for time in ends]
-        in_flight = 0
-        last = request_s = second_moment = 0.0
-        for time, change in sorted(edges):
-            request_s += in_flight * (time - last)
-            second_moment += in_flight**2 * (time - last)
-            in_flight += change
-            last = time
-        mean = second_moment / max(request_s, 1e-9)
-        longest = max(lengths, default=0)
-        sums = [sum(compress(column, are_whole)) for column in (*sizes, are_whole)]
-        return RequestStats(sum(tokens), longest, request_s, mean, *sums, wakes)
+    def of(events: Sequence[Event], wakes: int = 0) -> RequestStats:
+        """Summarize one controller's requests, from the timeline's spans and parts of engines."""
+        levels = [(end - start, count) for start, end, count in in_flight(events)]
+        request_s = sum(count * seconds for seconds, count in levels)
+        second_moment = sum(count**2 * seconds for seconds, count in levels)
+        whole = [event.args for event in events if event.kind == "span"]
+        return RequestStats(
+            tokens=sum(event.args["tokens"] - event.args["begun"] for event in events),
+            longest=max((event.args["tokens"] for event in events), default=0),
+            request_s=request_s,
+            in_flight=second_moment / max(request_s, 1e-9),
+            prompt_tokens=sum(args["prompt"] for args in whole),
+            cached_tokens=sum(args["cached"] for args in whole),
+            requests=len(whole),
+            wakes=wakes,
+        )
 
     @staticmethod
     def total(parts: list[RequestStats]) -> RequestStats:

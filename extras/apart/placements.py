@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms import algorithm_of
 from config import Config
-from placement import PLACEMENTS, Colocated, Devices, PlacementRow
+from placement import PLACEMENTS, Colocated, Devices
 from runtime.errors import UserError
 from runtime.world import World
 from scheduling.dealing import Shares
@@ -46,12 +46,13 @@ def standalone(everyone: tuple[int, ...], config: Config) -> Placement:
     return Placement(everyone[:first], actor, critic, actor)
 
 
-def placement_from(text: str, default: Shape) -> Placement:
+def placement_from(everyone: tuple[int, ...], config: Config) -> Placement:
     """Read a placement such as engines=0-3 actor=0-1 critic=2-3:tp2. Raises UserError if it is malformed.
 
-    Engines and actor are on the default's ranks unless named, other models on the actor's.
+    Engines and actor are on all ranks unless named, other models on the actor's.
     """
-    words = dict(word.partition("=")[::2] for word in text.split())
+    default = Shape.of(config, everyone)
+    words = dict(word.partition("=")[::2] for word in config.placement.split())
     known = ("engines", "actor", "critic", "reference")
     if unknown := words.keys() - {*known}:
         raise UserError(f"{min(unknown)} is not one of {', '.join(known)}")
@@ -156,10 +157,6 @@ def colocation_of(placement: Placement) -> Colocated:
     return Apart() if placement.is_apart else PartlyColocated()
 
 
-PLACEMENTS["split"] = PlacementRow(critics_apart, colocation_of)
-PLACEMENTS["standalone"] = PlacementRow(standalone, colocation_of)
-# for example engines=0-3 actor=0-1
-PLACEMENTS["ranks"] = PlacementRow(
-    lambda everyone, config: placement_from(config.placement, Shape.of(config, everyone)),
-    colocation_of,
-)
+PLACEMENTS["split"] = critics_apart
+PLACEMENTS["standalone"] = standalone
+PLACEMENTS["ranks"] = placement_from

@@ -13,6 +13,7 @@ from engines.engine import Answer, EngineLost, Sampling, seed_of
 from engines.pool import EngineStatus, Pool
 from engines.routing import Load
 from runtime.timeline import Timeline
+from scheduling.measured import total
 from tests.support.fakes import (
     Device,
     FakeEngine,
@@ -47,7 +48,7 @@ def others_await(pool, outstanding):
 def hear(pool, parts=()):
     """Simulate a meeting with another controller that has received this many parts of answers."""
     other = EngineStatus(Counter(), Counter(dict(parts)))
-    pool.apply_status(EngineStatus.total([pool.status(), other]))
+    pool.apply_status(total([pool.status(), other]))
 
 
 ENGINES = st.tuples(st.integers(0, 9), st.integers(0, 2))

@@ -9,6 +9,7 @@ import pytest
 
 from controller import HISTORY
 from extras.rebalance import COOL_DOWN, to_the_busier_role
+from runtime.timeline import Event
 from scheduling.measured import RequestStats, Split, StepStats
 
 TP = {"rollout": 1, "genrm": 1}
@@ -109,10 +110,15 @@ def test_answers_in_vain_are_no_speed():
     assert decision == (splits[0], "2|1 -> 1|2: it was 1.50 times as fast")
 
 
+def sent(start, end, begun, tokens, prompt, cached, kind="span") -> Event:
+    """Return the event of a request to an engine."""
+    sizes = dict(begun=begun, tokens=tokens, prompt=prompt, cached=cached)
+    return Event(kind, "rollout", 0, start, end, 0, sizes)
+
+
 def test_request_stats_by_hand():
     """4 s and 2 s that overlap for 2 s are 6 request-seconds, with (2 x 2 + 2 x 4) / 6 in flight."""
-    parts = [(0.0, 4.0, 40, 40, 10, 5, True), (1.0, 3.0, 20, 20, 10, 0, True)]
-    stats = RequestStats.of(parts, wakes=1)
+    stats = RequestStats.of([sent(0.0, 4.0, 0, 40, 10, 5), sent(1.0, 3.0, 0, 20, 10, 0)], wakes=1)
     assert stats == RequestStats(60, 40, 6.0, 10 / 6, 20, 5, 2, 1)
     total = RequestStats.total([stats, stats, RequestStats.of([])])
     assert total == RequestStats(120, 40, 12.0, 20 / 6, 40, 10, 4, 1)
@@ -120,8 +126,8 @@ def test_request_stats_by_hand():
 
 def test_a_request_that_moves_is_as_one_that_stays():
     """It moves twice. One that was cut off must count its tokens and time, but not as a whole request."""
-    stays = [(0.0, 9.0, 90, 90, 100, 20, True)]
-    moves = [(0.0, 4.0, 40, 40, 100, 0, False), (4.0, 6.0, 20, 60, 100, 100, False)]
-    moves += [(6.0, 9.0, 30, 90, 100, 20, True)]
+    stays = [sent(0.0, 9.0, 0, 90, 100, 20)]
+    moves = [sent(0.0, 4.0, 0, 40, 100, 0, "part"), sent(4.0, 6.0, 40, 60, 100, 100, "part")]
+    moves += [sent(6.0, 9.0, 60, 90, 100, 20)]
     assert RequestStats.of(moves) == RequestStats.of(stays)
     assert RequestStats.of(moves[:1]) == RequestStats(40, 40, 4.0, 1.0)

@@ -49,21 +49,26 @@ def test_a_shape_is_laid_out_as_by_megatron(step):
         assert shape.position_of(0) is shape.position_of(ranks[-1] + 1) is None
 
 
+def placement_of(words: str, default: Shape) -> Placement:
+    config = Config(placement=words, tp=default.tp, pp=default.pp, rule=("right",))
+    return placement_from(default.ranks, config)
+
+
 @given(st.sets(st.integers(0, 60), min_size=1), shapes(), shapes(), shapes(), shapes())
 def test_what_is_written_is_read(engines, actor, critic, reference, default):
     placement = Placement(tuple(sorted(engines)), actor, critic, reference)
-    assert placement_from(str(placement), default) == placement
+    assert placement_of(str(placement), default) == placement
     assert ranks_from(ranks_in_words(placement.engines)) == placement.engines
 
 
 def test_words_that_people_write():
     """A missing part takes the default's, or the actor's; if one size is given, others are 1."""
     default = Shape((0, 1, 2, 3), tp=2)
-    found = placement_from("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:tp2", default)
+    found = placement_of("engines=0,2-3 actor=0-1:pp2:tp1 critic=2-3:tp2", default)
     actor = Shape((0, 1), tp=1, pp=2)
     assert found == Placement((0, 2, 3), actor, Shape((2, 3), tp=2), actor)
     expected = Placement(default.ranks, default, default, Shape((1,), tp=2))
-    assert placement_from("reference=1", default) == expected
+    assert placement_of("reference=1", default) == expected
     words = "engines=0,2-3 actor=0-1:pp2 critic=2-3:tp2 reference=0-1:pp2"
     assert str(found) == words
     assert not found.is_apart and found.learners == {0, 1, 2, 3}
