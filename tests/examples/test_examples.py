@@ -234,16 +234,6 @@ def test_a_sandbox_is_asked_over_http(monkeypatch):
         episode.step("2+3?")
 
 
-def test_a_sandbox_that_hangs_is_left(monkeypatch):
-    from examples import my_sandbox
-
-    with slow_server.running(slow_server.Habits(hangs=True)) as address:
-        monkeypatch.setattr(my_sandbox, "SERVER", address)
-        monkeypatch.setattr(my_sandbox, "TIMEOUT_S", 0.05)
-        with pytest.raises(TimeoutError):
-            my_sandbox.ask("2+3")
-
-
 def calculator(name, *more):
     """Return the arguments of a run in which the model may ask, as in my_environment.py."""
     text = (EXAMPLES / "my_environment.py").read_text()

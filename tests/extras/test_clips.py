@@ -303,14 +303,6 @@ def test_too_many_frames_are_refused_by_the_header_or_as_they_are_counted(monkey
         pairs_of(encoded_clip(frames_of(40)))
 
 
-def test_bytes_of_parquet_are_checked_by_their_headers(model_dir, folder, files):
-    path = folder / "rows.parquet"
-    columns = {"prompt": ["<video>"] * 2, "videos": [[files["a.mp4"]], [b"a film"]]}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    with pytest.raises(UserError, match=r"rows.parquet:2: no MP4, MOV, WebM or MKV that can be"):
-        prompts_of(model_dir, path)
-
-
 class Slow:
     """A source that reads slowly and records which prompts it reads."""
 

@@ -394,17 +394,6 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     memory.check_fits(config, *placed)
 
 
-def test_a_device_that_another_process_has_taken_half_of(models, device_of):
-    """A 7B on 8 cards must fit into 170 GB each, and not into the remaining 60."""
-    config = settings(models["7B"])
-    placed = lay_out(config, 8)
-    device_of(170e9)
-    memory.check_fits(config, *placed)
-    device_of(60e9)
-    with pytest.raises(UserError, match=r"^0\.9 of a device: the run needs about .*54\.0 are free"):
-        memory.check_fits(config, *placed)
-
-
 def test_a_teacher_that_does_not_fit_is_named(models, device_of):
     config = settings(models["7B"], "--teacher", models["32B"], "--algorithm", "distill")
     device_of(85e9)
