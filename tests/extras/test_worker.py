@@ -263,15 +263,6 @@ def test_a_mistake_ends_the_run_and_any_other_error_loses_the_episode(tmp_path, 
         answered(load(tmp_path, text), ended())
 
 
-def test_a_step_that_loses_more_than_half_ends_the_run(tmp_path):
-    episodes = load(tmp_path, f"{STEP}raise TimeoutError('of the server')")
-    answered(episodes, ended())
-    episodes.check(8, 16)
-    line = r"lost 9 of a step's 16 episodes, the last one by TimeoutError \(\S+mine.py:13\): of the server$"
-    with pytest.raises(UserError, match=line):
-        episodes.check(9, 16)
-
-
 def test_the_line_of_a_step_names_lost_episodes_above_a_tenth(capsys):
     names = "reward/unfiltered_mean rollout/response_len_mean rollout/waves perf/tokens_per_s"
     names += " time/step_s time/serve_s time/train_s"

@@ -173,6 +173,7 @@ DAMAGES = [
     ("generation_config.json", saying(eos_token_id=[2, 400]), "has 401 tokens"),
     ("generation_config.json", saying(eos_token_id="2"), "eos_token_id is a number"),
     ("tokenizer.json", two_more, TOO_MANY),
+    ("tokenizer.json", lambda _: b"{", "no tokenizer could be loaded from"),
     ("tokenizer_config.json", saying(deep=[OWN_CODE]), "tokenizer_config.json has auto_map"),
     ("tokenizer_config.json", saying(pad_token=0), "no tokenizer could be loaded from"),
 ]
