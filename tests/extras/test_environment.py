@@ -294,23 +294,15 @@ def test_a_world_out_of_reach_is_no_answer_worth_0(tmp_path, text, error):
     assert means["environment/lost_frac"] == [True] and means["environment/reward_mean"] == []
 
 
-ERRORS = [
-    (
-        f"{STEP}return 1 / 0",
-        r" \(\S+mine\.py:13\): ZeroDivisionError: division by zero \(Python's own",
-    ),
-    (f"{STEP}raise SystemExit(3)", r" \(\S+mine\.py:13\): SystemExit: 3 \(Python's own"),
+NESTED = f"{STEP}deep = []\n        for _ in range(5000): deep = [deep]\n        return "
+DEEP = r": step returned .+: .*(needed|deeply)"
+ERRORS = [  # test_worker.py has errors that are raised
     (f"{STEP}return True", r": step returned True: a bool isn't a reward; Step\(done=True\) ends"),
     (f"{STEP}return b'x'", r": step returned b'x': a Step, a text, chat turns"),
     (f"{STEP}return 1{SCORE[:-3]}True", r": score returned True: a finite number is needed$"),
-    (
-        f"{STEP}return dict(role='tool', content='7')",
-        r": a reply to a prompt of text is text, not the tool",
-    ),
-    (
-        f"{HEAD}    async def step(self, text):\n        self.nothing",
-        r" \(\S+mine\.py:12\): AttributeError: ",
-    ),
+    (f"{NESTED}dict(role='user', content='1', x=deep)", DEEP),
+    (f"{NESTED}Step([dict(role='user', x=deep)])", DEEP),
+    (f"{NESTED}deep", DEEP),
 ]
 
 
@@ -319,22 +311,6 @@ def test_an_error_of_the_user_s_is_one_line_that_says_where(tmp_path, text, line
     with pytest.raises(UserError, match=rf"^--environment \S+mine\.py{line}") as caught:
         answered(load(tmp_path, text), ended("ab.", 0))
     assert "\n" not in str(caught.value)
-
-
-NESTED = f"{STEP}deep = []\n        for _ in range(5000): deep = [deep]\n        return "
-NESTED_REPLIES = [
-    "dict(role='user', content='1', x=deep)",
-    "Step([dict(role='user', x=deep)])",
-    "deep",
-]
-
-
-@pytest.mark.parametrize("reply", NESTED_REPLIES)
-def test_a_nested_reply_is_one_line(tmp_path, reply):
-    with pytest.raises(
-        UserError, match=r"^--environment \S+mine\.py: step returned .+: .*(needed|deeply)"
-    ):
-        answered(load(tmp_path, NESTED + reply), ended())
 
 
 @pytest.mark.parametrize("characters", [19, 21, 10**6])

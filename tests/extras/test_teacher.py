@@ -158,20 +158,6 @@ def test_an_answer_without_judges_is_worth_nothing(cost):
     assert (sample.reward, sample.cost, sample.verdict) == (0, cost, None)
 
 
-REFUSED = {
-    ("grpo", "--teacher", "t", "--rule", "right"): "needs kl_coef above 0 with --teacher",
-    ("distill", "--rule", "right"): "needs a --teacher",
-    ("grpo",): "needs a --judge, a --rule or an --environment to score answers",
-    ("grpo", "kl_coef=0.1", "--teacher", "t"): "needs a --judge, a --rule or an --environment",
-}
-
-
-@pytest.mark.parametrize("given", REFUSED)
-def test_a_teacher_and_a_kl_go_together(given):
-    with pytest.raises(UserError, match=REFUSED[given]):
-        algorithm_of(parse_config(["--model", "m", "--algorithm", *given]))
-
-
 def tokenized(path: str | Path, tokens: int = 0) -> str:
     """Give a directory the demo's tokenizer. tokens: the number of additional tokens."""
     tokenizer = character_tokenizer()

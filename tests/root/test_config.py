@@ -164,6 +164,16 @@ BAD = [
     ("--model m --judge j k --reward-weights 0 0", "weights 0.0 0.0: finite"),
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
     ("--reward-weights", "argument --reward-weights: expected at least one argument"),
+    (
+        "--model m --algorithm grpo",
+        "needs a --judge, a --rule or an --environment to score answers",
+    ),
+    (
+        "--model m --teacher t --algorithm grpo kl_coef=0.1",
+        "a --judge, a --rule or an --environment",
+    ),
+    ("--model m --teacher t --rule right", "needs kl_coef above 0 with --teacher"),
+    ("--model m --rule right --algorithm distill", "needs a --teacher"),
     ("--sp", "--sp needs --tp 2"),
     ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 contradicts it"),
     ("--answer-tokens 9 --algorithm grpo overlong_from=3", "needs overlong_from=0 with --answer"),

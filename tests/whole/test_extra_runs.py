@@ -12,12 +12,8 @@ pytestmark = pytest.mark.slow
 WRITTEN = DEMO_MODELS / "written" / "actor"
 SMALL = ("--steps", 4, "--prompts-per-step", 4, "--save-every", 2, "--save-hf-every", 4)
 LORA = (*SMALL, "--lora", 4, "--lr", 5e-3)
-LORA_KL = (
-    *LORA,
-    "--algorithm",
-    "grpo",
-    "kl_coef=0.01",
-)  # the reference is the actor without adapters
+# the reference is the actor without adapters
+LORA_KL = (*LORA, "--algorithm", "grpo", "kl_coef=0.01")
 STUDENT = (*SMALL, "--preset", "tiny", "--model", WRITTEN)
 DISTILL = (*STUDENT, "--algorithm", "distill", "--teacher")  # the teacher's directory follows
 MIXED = (*STUDENT, "--algorithm", "grpo", "kl_in=reward", "kl_coef=0.1", "--rule", "right")
