@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image as pillow
 
