@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from algorithms import algorithm_of
 from sample import Reply, Sample
 from tests.support.packed import sights_of
 from tests.support.plain import LEARNING_RATES, VOCAB, copies, make_model, plain_steps
+from tests.training.test_layouts import plain_loss
 from tests.workers.parallel import actor_config, balanced, far, gathered, train_on, weights_of
 from tests.workers.start import train_layouts
 from training.packing import Sequence, make_micro_batches
@@ -85,22 +85,6 @@ def plain_logprobs(model, sample: Sample, temperature: float, is_all=False) -> t
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
 
 
-def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
-    """Return the mean clipped loss over the policy's tokens; add up its metrics."""
-    algorithm = algorithm_of(config)
-    losses, entropies = [], []
-    for sample in samples:
-        logprobs, entropy = plain_logprobs(model, sample, config.temperature)
-        ratio = (logprobs - torch.tensor(sample.logprobs).double()).exp()
-        advantages = torch.tensor(sample.advantages).double()
-        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        losses.append(-torch.min(ratio * advantages, clipped * advantages))
-        entropies.append(entropy)
-    metrics.append({"train/entropy": torch.cat(entropies).mean().item()})
-    metrics[-1]["train/tokens"] = sum(len(sample.response) for sample in samples)
-    return torch.cat(losses).mean()
-
-
 def learned_too(model, config, samples: list[Sample]) -> float:
     """Return the gradient's norm if replies were targets, with the advantage of the turn before."""
     losses = []
@@ -132,7 +116,7 @@ def reference(tmp_path_factory) -> dict:
             sample.true_logprobs = logprobs.tolist()
             sample.logprobs = [x + step * noise.gauss(0, 0.3) for x in sample.true_logprobs]
         batches.append(samples)
-        return plain_loss(model, config, metrics, samples)
+        return plain_loss(model, config, metrics, samples, plain_logprobs)
 
     first = learned_too(model, config, make_episodes(0))
     steps = plain_steps(model, range(STEPS), loss_of)

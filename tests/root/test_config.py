@@ -52,17 +52,8 @@ def test_a_flag_of_several_values_adds_when_it_is_given_again():
 
 def test_a_path_may_begin_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    paths = [
-        "--model=~/m",
-        "--judge",
-        "~/j",
-        "k~",
-        "--rule=~/my.py:score",
-        "--out=~",
-        "--data",
-        "a/~",
-    ]
-    config = parse_config(paths)
+    paths = "--model=~/m --judge ~/j k~ --rule=~/my.py:score --out=~ --data a/~"
+    config = parse_config(paths.split())
     assert (config.model, config.judge) == ("/home/me/m", ("/home/me/j", "k~"))
     assert (config.rule, config.out) == (("/home/me/my.py:score",), "/home/me")
     assert config.data == "a/~"

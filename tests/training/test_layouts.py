@@ -57,19 +57,23 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
 LEARNS = dict(entropy_coef=0.2, kl_coef=0.3)  # besides the clipped loss
 
 
-def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
+def plain_loss(
+    model, config, metrics: list, samples: list[Sample], logprobs_of=plain_logprobs
+) -> torch.Tensor:
     """Return the mean of the policy's loss over tokens; add up its metrics."""
     algorithm = algorithm_of(config)
     kept = [sample for sample in samples if sample.advantages is not None]
     sums, losses = dict.fromkeys(("entropy", "kl", "clip_frac"), 0.0), []
     for sample in kept:
-        logprobs, entropy = plain_logprobs(model, sample, config.temperature)
+        logprobs, entropy = logprobs_of(model, sample, config.temperature)
         ratio = (logprobs - torch.tensor(sample.logprobs)).exp()
         advantages = torch.tensor(sample.advantages)
         clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        off = torch.tensor(sample.reference_logprobs) - logprobs
-        losses.append(-torch.min(ratio * advantages, clipped * advantages))
-        losses[-1] += algorithm.kl_coef * (off.exp() - 1 - off) - algorithm.entropy_coef * entropy
+        loss = -torch.min(ratio * advantages, clipped * advantages)
+        if algorithm.kl_coef:
+            off = torch.tensor(sample.reference_logprobs) - logprobs
+            loss = loss + algorithm.kl_coef * (off.exp() - 1 - off)
+        losses.append(loss - algorithm.entropy_coef * entropy)
         sums["entropy"] += entropy.sum().item()
         sums["kl"] -= ratio.log().sum().item()
         sums["clip_frac"] += (clipped * advantages < ratio * advantages).sum().item()
