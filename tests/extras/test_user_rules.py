@@ -110,12 +110,19 @@ if __name__ == "__main__":
 """
 
 
-def asked(rule, timeout_s=0.5):
-    """Run a process that calls a rule often, as a rank does, and prints the reward and the signal it got."""
+def rank_of(rule, timeout_s):
+    """Return the command and environment of a process that calls a rule often, as a rank does.
+
+    It prints the reward and the signal that it got.
+    """
     program = Path(rule).with_name("program.py")
     program.write_text(ASK)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return run_process(sys.executable, program, rule, timeout_s, env=env)
+    return [sys.executable, program, rule, str(timeout_s)], os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def asked(rule, timeout_s=0.5, **how):
+    command, env = rank_of(rule, timeout_s)
+    return run_process(*command, env=env, **how)
 
 
 @pytest.mark.parametrize("text", NEVER.values(), ids=NEVER.keys())

@@ -499,13 +499,6 @@ def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
     assert done == ["ipc_collect", "empty_cache"] * 2
 
 
-def test_an_evaluation_needs_its_engine_alone(models):
-    given = ["--steps", "0", "--model", str(models["7B"]), "--eval-data", "d", "--device", "cuda"]
-    config = parse_config([*given, "--mode", "full", "--tp", "8"])
-    [(peak, needed)] = peaks_of(config, *lay_out(config, 1), H200).items()
-    assert peak.startswith("serving rollout") and needed == pytest.approx(0.7 * H200 + 2 * RESIDENT)
-
-
 def test_the_push_needs_no_gradients_but_a_bucket(models):
     """By hand for a 7B on 8: 2 bytes per parameter, 12 / 8 of the optimizer, the engine's 2, a bucket."""
     config = settings(models["7B"], "--mode", "full")

@@ -96,17 +96,10 @@ def test_other_extras_go_with_it(tmp_path, teacher, name):
     assert not has_teacher or run.rows()[0]["train/reference_kl"] > 0
 
 
-@pytest.mark.parametrize("learned", [0, 4])
-def test_a_teacher_of_images(tmp_path, learned):
-    """The student itself must teach nothing, but what it became in a few steps must."""
-    model = DEMO_MODELS / "drawn" / "actor"
+def test_a_teacher_of_images(tmp_path):
+    """What the student became in a few steps must teach it."""
     images = ("--preset", "images", *SMALL)
-    teacher = model
-    if learned:
-        teacher = Run(tmp_path / "teacher", *images).ended().out / f"hf/step_{learned}"
-    how = ("--model", model, "--algorithm", "distill", "--teacher", teacher)
-    rows = Run(tmp_path / "student", *images, *how).ended().rows()[:4]
-    if learned:
-        assert rows[0]["train/reference_kl"] > rows[3]["train/reference_kl"] > 0
-    else:
-        assert all(row["train/reference_kl"] == row["train/grad_norm"] == 0 for row in rows)
+    teacher = Run(tmp_path / "teacher", *images).ended().out / "hf/step_4"
+    how = ("--model", DEMO_MODELS / "drawn" / "actor", "--algorithm", "distill")
+    run = Run(tmp_path / "student", *images, *how, "--teacher", teacher).ended()
+    assert run.rows()[0]["train/reference_kl"] > run.rows()[3]["train/reference_kl"] > 0
