@@ -225,13 +225,11 @@ def test_rows_with_videos(model_dir, folder, kind):
 
 PLAYLIST = "#EXTM3U\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
 CONCAT = "ffconcat version 1.0\nfile '{}'\n"
-BAD = {  # the file's fault -> the rest of its line
-    "empty": "no MP4, MOV, WebM or MKV that can be read",
-    "a text": "no MP4, MOV, WebM or MKV that can be read",
-    "a moving picture": "no MP4, MOV, WebM or MKV that can be read",
-    "a playlist": "no MP4, MOV, WebM or MKV that can be read",
-    "a list of files": "no MP4, MOV, WebM or MKV that can be read",
-    "cut before moov": "no MP4, MOV, WebM or MKV that can be read",
+NO_CLIP = "no MP4, MOV, WebM or MKV that can be read"
+NO_CLIPS = ("empty", "a text", "a moving picture", "a playlist", "a list of files")
+BAD = dict.fromkeys(
+    (*NO_CLIPS, "cut before moov"), NO_CLIP
+) | {  # the file's fault -> the rest of its line
     "10^8 pixels": "frames of 12000 x 12000 pixels, of at most 89478485",
     "an hour": "3600 seconds, of at most 1800; cut it",
     "HDR": "HDR",
@@ -239,7 +237,7 @@ BAD = {  # the file's fault -> the rest of its line
 BAD_WHEN_DRAWN = {
     "cut behind moov": "cut off at .* of 6.0 seconds",
     "cut": "cut off at .* of 3.0 seconds",
-    "a hole": "damaged: .* frames can't be read|no MP4, MOV, WebM or MKV that can be read",
+    "a hole": f"damaged: .* frames can't be read|{NO_CLIP}",
 }
 
 
