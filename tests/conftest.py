@@ -149,6 +149,13 @@ def single_rank(monkeypatch):
 
 
 @pytest.fixture
+def constants(monkeypatch):
+    from tests.workers.parallel import set_constants
+
+    set_constants(monkeypatch.setattr)
+
+
+@pytest.fixture
 def build():
     """Build trainers of a single rank from (kind, config, directory), after closing those built before."""
     import torch.distributed as dist

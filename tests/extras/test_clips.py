@@ -227,9 +227,9 @@ PLAYLIST = "#EXTM3U\n#EXTINF:1,\n{}\n#EXT-X-ENDLIST\n"
 CONCAT = "ffconcat version 1.0\nfile '{}'\n"
 NO_CLIP = "no MP4, MOV, WebM or MKV that can be read"
 NO_CLIPS = ("empty", "a text", "a moving picture", "a playlist", "a list of files")
-BAD = dict.fromkeys(
-    (*NO_CLIPS, "cut before moov"), NO_CLIP
-) | {  # the file's fault -> the rest of its line
+# the file's fault -> the rest of its line
+BAD = dict.fromkeys((*NO_CLIPS, "cut before moov"), NO_CLIP)
+BAD |= {
     "10^8 pixels": "frames of 12000 x 12000 pixels, of at most 89478485",
     "an hour": "3600 seconds, of at most 1800; cut it",
     "HDR": "HDR",

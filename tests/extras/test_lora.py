@@ -28,7 +28,6 @@ from tests.workers.parallel import (
     far,
     gathered,
     save,
-    set_constants,
     weights_of,
 )
 from tests.workers.start import trained_by_tier
@@ -36,6 +35,7 @@ from training.hf_weights import global_parameters
 from training.model import check_models
 from training.sharded_checkpoint import MOMENTS
 
+pytestmark = pytest.mark.usefixtures("constants")
 RANK, SCALE = 4, 8.0  # 32 / 4
 RATES = (5e-4, 1e-3, 7.5e-4)  # three updates' rates, by hand from actor_config
 FIRST = {  # name -> model, ranks, sizes; saves, resumes: the layout from which it resumes
@@ -61,11 +61,6 @@ FUSED = {  # Megatron's matrix -> the transformers' matrices that it fuses, whic
     "mlp.linear_fc1": ["mlp.gate_proj", "mlp.up_proj"],
     "mlp.linear_fc2": ["mlp.down_proj"],
 }
-
-
-@pytest.fixture(autouse=True)
-def constants(monkeypatch):
-    set_constants(monkeypatch.setattr)
 
 
 @pytest.fixture

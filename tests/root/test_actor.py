@@ -40,19 +40,14 @@ from tests.workers.parallel import (
     balanced,
     far,
     save,
-    set_constants,
     supervised,
     weights_of,
 )
 from training.packing import Sequence, make_micro_batches, pieces_of
 from training.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("constants")
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart where a test is about it
-
-
-@pytest.fixture(autouse=True)
-def constants(monkeypatch):
-    set_constants(monkeypatch.setattr)
 
 
 @pytest.fixture
