@@ -200,6 +200,17 @@ def test_empty_steps_count_in_a_row():
     assert counts == [1, 2, 0, 1] and c.state.step == 4
 
 
+def test_a_stop_while_others_train_ends_that_step(tmp_path):
+    """No rank may serve another step first. test_chaos.py has stops at any moment."""
+    how = dict(mode="partial", size=4, placement=APART, save_every=9, out=tmp_path)
+    spans = simulate(**how)[0][-1].report.steps[1][3]
+    [start] = [span.start for span in spans if span.name == "train"]
+    ask = lambda _, controllers: vars(controllers[-1].stop).update(asked=SIGTERM)  # noqa: E731
+    controllers, _ = simulate(**how, events=[(start + 0.1, ask)])
+    found = {(c.was_stopped, c.state.step, c.ahead) for c in controllers}
+    assert found == {(True, 2, None)}
+
+
 JUDGED = {  # name -> how engines and trainers share the ranks
     "in turns": dict(mode="full", size=2, prompts_per_step=4),
     "side by side": dict(mode="partial", size=2, prompts_per_step=4),
