@@ -34,7 +34,7 @@ ENGINES += " test_machines test_one_file test_runs test_security test_walkthroug
 # The other slow files come first, so that both streams end at about the same time: those with runs of
 # their own, then those that wait for engines, then those that fork ranks from one process, then by seconds
 LONG = (
-    "test_extras test_teacher_runs test_lora_runs test_examples test_rounding test_world "
+    "test_extras test_extra_runs test_examples test_rounding test_world "
     "test_lora test_apart test_executor test_checkpoint test_layouts test_teacher "
     "test_episode_training test_image_training test_shutdown test_user_rules test_actor "
     "test_faults test_placements test_memory test_sft test_plans test_simulation "
@@ -146,6 +146,13 @@ def single_rank(monkeypatch):
     yield SimpleNamespace(rank=0, size=1)
     dist.destroy_process_group()
     gc.collect()
+
+
+@pytest.fixture
+def constants(monkeypatch):
+    from tests.workers.parallel import set_constants
+
+    set_constants(monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -151,21 +151,8 @@ def test_a_rule_that_reads_its_rows():
 
 
 ASKED = {"2+3*4": 14, "10-4-3": 3, "7": 7, "2*3*4-30": -6, "73920415+80012377": 153932792}
-REFUSED = (
-    "",
-    "2+",
-    "2++3",
-    "-2",
-    "2**9",
-    "1/2",
-    "(2)",
-    " 2",
-    "2\n",
-    "\u0663+1",
-    "a",
-    "9" * 16,
-    "1+" * 10 + "1",
-)
+REFUSED = ("", "2+", "2++3", "-2", "2**9", "1/2", "(2)", " 2", "2\n", "a")
+REFUSED += ("\u0663+1", "9" * 16, "1+" * 10 + "1")
 
 
 def test_a_calculator_replies_to_questions_and_ends_with_the_answer():
@@ -232,16 +219,6 @@ def test_a_sandbox_is_asked_over_http(monkeypatch):
         ]
     with pytest.raises(ConnectionError):
         episode.step("2+3?")
-
-
-def test_a_sandbox_that_hangs_is_left(monkeypatch):
-    from examples import my_sandbox
-
-    with slow_server.running(slow_server.Habits(hangs=True)) as address:
-        monkeypatch.setattr(my_sandbox, "SERVER", address)
-        monkeypatch.setattr(my_sandbox, "TIMEOUT_S", 0.05)
-        with pytest.raises(TimeoutError):
-            my_sandbox.ask("2+3")
 
 
 def calculator(name, *more):

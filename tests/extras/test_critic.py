@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from examples.make_demo.closing import close
 from sample import Sample
 from tests.support.plain import make_model, make_samples
-from tests.workers.parallel import critic_config, set_constants, supervised, weights_of
+from tests.workers.parallel import critic_config, supervised, weights_of
+
+pytestmark = pytest.mark.usefixtures("constants")
 
 
 def with_returns(samples: list[Sample], values: list[list[float]], seed: int) -> list[Sample]:
@@ -27,11 +29,6 @@ def with_returns(samples: list[Sample], values: list[list[float]], seed: int) ->
 
 def trained_on(step: int) -> list[Sample]:
     return [sample for sample in make_samples(step) if sample.advantages is not None]
-
-
-@pytest.fixture(autouse=True)
-def constants(monkeypatch):
-    set_constants(monkeypatch.setattr)
 
 
 @pytest.fixture

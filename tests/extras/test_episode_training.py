@@ -2,7 +2,6 @@
 targets: prompt, turns and replies in order. Packed, and under tensor, pipeline and sequence parallelism."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from algorithms import algorithm_of
 from sample import Reply, Sample
 from tests.support.packed import sights_of
 from tests.support.plain import LEARNING_RATES, VOCAB, copies, make_model, plain_steps
-from tests.workers.parallel import actor_config, balanced, far, gathered, train_on, weights_of
+from tests.training.test_layouts import plain_loss
+from tests.workers.parallel import actor_config, far, gathered, train_on, weights_of
 from tests.workers.start import train_layouts
 from training.packing import Sequence, make_micro_batches
 
@@ -74,46 +73,15 @@ def woven(sample: Sample) -> tuple[list[int], list[bool]]:
     return tokens, own
 
 
-def plain_logprobs(model, sample: Sample, temperature: float, is_all=False) -> tuple:
-    """Return log-probability and entropy of the policy's tokens, or of all after the prompt."""
+def plain_logprobs(model, sample: Sample, temperature: float) -> tuple:
+    """Return log-probability and entropy of the policy's tokens."""
     tokens, own = woven(sample)
-    targets = torch.tensor(own[1:]) | (is_all * (torch.arange(1, len(own)) >= len(sample.prompt)))
+    targets = torch.tensor(own[1:])
     logits = model(torch.tensor([tokens])).logits[0, :-1][targets]
     log_softmax = F.log_softmax(logits / temperature, -1)
     ids = torch.tensor(tokens[1:])[targets]
     logprobs = log_softmax[range(len(ids)), ids]
     return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
-
-
-def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
-    """Return the mean clipped loss over the policy's tokens; add up its metrics."""
-    algorithm = algorithm_of(config)
-    losses, entropies = [], []
-    for sample in samples:
-        logprobs, entropy = plain_logprobs(model, sample, config.temperature)
-        ratio = (logprobs - torch.tensor(sample.logprobs).double()).exp()
-        advantages = torch.tensor(sample.advantages).double()
-        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        losses.append(-torch.min(ratio * advantages, clipped * advantages))
-        entropies.append(entropy)
-    metrics.append({"train/entropy": torch.cat(entropies).mean().item()})
-    metrics[-1]["train/tokens"] = sum(len(sample.response) for sample in samples)
-    return torch.cat(losses).mean()
-
-
-def learned_too(model, config, samples: list[Sample]) -> float:
-    """Return the gradient's norm if replies were targets, with the advantage of the turn before."""
-    losses = []
-    for sample in samples:
-        logprobs, _ = plain_logprobs(model, sample, config.temperature, is_all=True)
-        advantages, given = [], iter(sample.advantages)
-        for is_own in woven(sample)[1][len(sample.prompt) :]:
-            advantages.append(next(given) if is_own else advantages[-1])
-        losses.append(-(logprobs - logprobs.detach()).exp() * torch.tensor(advantages).double())
-    torch.cat(losses).mean().backward()
-    norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm().item()
-    model.zero_grad()
-    return norm
 
 
 @pytest.fixture(scope="module")
@@ -132,33 +100,27 @@ def reference(tmp_path_factory) -> dict:
             sample.true_logprobs = logprobs.tolist()
             sample.logprobs = [x + step * noise.gauss(0, 0.3) for x in sample.true_logprobs]
         batches.append(samples)
-        return plain_loss(model, config, metrics, samples)
+        return plain_loss(model, config, metrics, samples, plain_logprobs)
 
-    first = learned_too(model, config, make_episodes(0))
     steps = plain_steps(model, range(STEPS), loss_of)
     for row, (loss, norm) in zip(metrics, steps, strict=True):
         row |= {"train/loss": loss, "train/grad_norm": norm}
     known = {"model_dir": model_dir, "batches": batches, "metrics": metrics}
-    return known | {"weights": copies(model), "learned_too": first}
+    return known | {"weights": copies(model)}
 
 
 def train(reference: dict, sizes: dict, path: str) -> dict:
-    """Make the same updates by an actor under a layout, then one with episodes that are worth nothing."""
+    """Make the same updates by an actor under a layout."""
     from actor import Actor
     from examples.make_demo.closing import close
 
     actor = Actor(actor_config(**sizes), reference["model_dir"])
     metrics, distance = train_on(actor, reference["batches"])
     apart = far(weights_of(actor), reference["weights"])
-    last = reference["batches"][-1]
-    worthless = [replace(sample, versions=[STEPS] * len(sample.response)) for sample in last]
-    for sample in worthless:
-        sample.advantages = [0.0] * len(sample.response)
-    nothing = actor.update(balanced(worthless, actor))["train/grad_norm"]
     everyone = gathered((distance, apart))
     close(actor)
     distance, apart = map(max, zip(*everyone, strict=True))
-    return {"metrics": metrics, "distance": distance, "apart": apart, "nothing": nothing}
+    return {"metrics": metrics, "distance": distance, "apart": apart}
 
 
 @pytest.fixture(scope="module")
@@ -180,14 +142,6 @@ def test_an_update_of_episodes_is_that_of_plain_transformers(name, reference, re
     assert result["metrics"][0]["train/micro_batches"] >= 2
     assert result["distance"] < 2e-5
     assert result["apart"] < 5e-5
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_no_gradient_comes_from_a_reply(name, reference, results):
-    """If the policy's tokens are worth nothing it must be 0. Training on replies would give another one."""
-    assert results[name]["nothing"] == 0
-    norm = reference["metrics"][0]["train/grad_norm"]
-    assert abs(reference["learned_too"] - norm) > 0.05 * norm
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.sampled_from([1, 2, 4]))

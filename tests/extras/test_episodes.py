@@ -1,6 +1,5 @@
 """Episodes of whole runs on fakes: a seed is a run, cut-off episodes go on, and lost ones have no reward."""
 
-import asyncio
 import gc
 import json
 import random
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import evaluation
-from extras.environment import Step
 from inputs.prompt_file import PromptFile
 from runtime.errors import UserError
 from scheduling.measured import histogram
@@ -284,31 +282,6 @@ def test_an_evaluation_plays_episodes():
     for c in controllers[:1]:
         assert c.report.earned[0] == pytest.approx(earned)
         assert c.report.sampled[0] == sorted((first, sum(others)) for first, *others in right)
-
-
-class Fails:
-    """A class whose second turn raises an error of its own in this method."""
-
-    made = ()
-
-    def __init__(self, sample, *, seed):
-        Fails.made += (self,)
-        self.closed = 0
-
-    async def step(self, text):
-        await asyncio.sleep(0.1)
-        if len(Fails.made) > 20:
-            raise ZeroDivisionError("of the user")
-        return Step("[1]")
-
-    def close(self):
-        self.closed += 1
-
-
-def test_an_error_ends_the_run_and_closes_all():
-    with pytest.raises(UserError, match=r"^--environment g.py: ZeroDivisionError: of the user"):
-        play(Fails, size=3, eval_every=99)
-    assert {each.closed for each in Fails.made} == {1}
 
 
 def test_an_error_in_close_ends_the_run(caplog):

@@ -23,9 +23,10 @@ from runtime.errors import UserError
 from sample import Outcome, Sample
 from tests.support.plain import make_model, make_samples, plain_logprobs
 from tests.support.vision import make_vision_model
-from tests.workers.parallel import actor_config, balanced, set_constants, weights_of
+from tests.workers.parallel import actor_config, balanced, weights_of
 from tests.workers.start import train_layouts
 
+pytestmark = pytest.mark.usefixtures("constants")
 TEMPERATURE = 0.8  # actor_config's
 LARGER = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4)
 LAYOUTS = {  # name -> reference, ranks, sizes of student and teacher
@@ -33,11 +34,6 @@ LAYOUTS = {  # name -> reference, ranks, sizes of student and teacher
     "teacher_tp2": ("models", 2, ({}, {"tp": 2})),
     "both_tp2": ("models", 2, ({"tp": 2}, {"tp": 2, "sp": True})),
 }
-
-
-@pytest.fixture(autouse=True)
-def constants(monkeypatch):
-    set_constants(monkeypatch.setattr)
 
 
 def distilled(**changes):
@@ -156,20 +152,6 @@ def test_an_answer_without_judges_is_worth_nothing(cost):
     rules = [] if cost is None else [Rule("cost", ask)]
     asyncio.run(Rewards(config, [], rules, lambda tokens, special=False: "").score(sample, None))
     assert (sample.reward, sample.cost, sample.verdict) == (0, cost, None)
-
-
-REFUSED = {
-    ("grpo", "--teacher", "t", "--rule", "right"): "needs kl_coef above 0 with --teacher",
-    ("distill", "--rule", "right"): "needs a --teacher",
-    ("grpo",): "needs a --judge, a --rule or an --environment to score answers",
-    ("grpo", "kl_coef=0.1", "--teacher", "t"): "needs a --judge, a --rule or an --environment",
-}
-
-
-@pytest.mark.parametrize("given", REFUSED)
-def test_a_teacher_and_a_kl_go_together(given):
-    with pytest.raises(UserError, match=REFUSED[given]):
-        algorithm_of(parse_config(["--model", "m", "--algorithm", *given]))
 
 
 def tokenized(path: str | Path, tokens: int = 0) -> str:

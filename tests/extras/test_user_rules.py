@@ -61,6 +61,11 @@ def reward(sample):
         except:
             pass
 """,
+    "it sets an alarm of its own": """
+def reward(sample):
+    signal.alarm(0)
+    time.sleep(99)
+""",
     "it holds the loop later": """
 async def reward(sample):
     await asyncio.sleep(0.01)
@@ -105,18 +110,25 @@ if __name__ == "__main__":
 """
 
 
-def asked(rule, timeout_s=0.5):
-    """Run a process that calls a rule often, as a rank does, and prints the reward and the signal it got."""
+def rank_of(rule, timeout_s):
+    """Return the command and environment of a process that calls a rule often, as a rank does.
+
+    It prints the reward and the signal that it got.
+    """
     program = Path(rule).with_name("program.py")
     program.write_text(ASK)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return run_process(sys.executable, program, rule, timeout_s, env=env)
+    return [sys.executable, program, rule, str(timeout_s)], os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def asked(rule, timeout_s=0.5, **how):
+    command, env = rank_of(rule, timeout_s)
+    return run_process(*command, env=env, **how)
 
 
 @pytest.mark.parametrize("text", NEVER.values(), ids=NEVER.keys())
 def test_a_rule_that_doesn_t_answer_ends_the_run(tmp_path, text):
     """It must after 0.9 of --timeout-s, whatever it catches: none of these returns within seconds."""
-    ran = asked(write(tmp_path, "import asyncio, re, time\n" + text))
+    ran = asked(write(tmp_path, "import asyncio, re, signal, time\n" + text))
     late = r"error: --rule \S+mine.py on the prompt '3\+9=' returned nothing for 0.45 s \(0.9 --timeout-s\)\n"
     assert re.fullmatch(late, ran.stderr) and ran.returncode == 2
 
@@ -182,13 +194,6 @@ def reward(sample):
         time.sleep(0.01)
 
 
-def test_a_rule_that_sets_an_alarm_and_hangs_ends_the_run(tmp_path):
-    """Its own alarm must not be ours."""
-    text = "import signal, time\ndef reward(sample):\n    signal.alarm(0)\n    time.sleep(99)\n"
-    ran = asked(write(tmp_path, text))
-    assert "returned nothing for 0.45 s" in ran.stderr and ran.returncode == 2
-
-
 CHILDREN = {
     "a process that is ended": """
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(99,))
@@ -201,21 +206,9 @@ CHILDREN = {
     with multiprocessing.get_context("fork").Pool(2) as pool:
         return pool.map(half, [2])[0]
 """,
-    "a pool, spawned": """
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.map(half, [2])[0]
-""",
     "a pool of a fork server": """
     with multiprocessing.get_context("forkserver").Pool(1) as pool:
         return pool.map(half, [2])[0]
-""",
-    "an executor": """
-    with concurrent.futures.ProcessPoolExecutor(1) as executor:
-        return executor.submit(half, 2).result()
-""",
-    "threads": """
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        return executor.submit(half, 2).result()
 """,
     "os.fork": """
     pid = os.fork()

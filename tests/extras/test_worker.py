@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -18,11 +16,10 @@ from reporting.progress import Progress
 from runtime import shutdown
 from runtime.errors import UserError
 from sample import Image, TextSample
-from tests import ROOT
 from tests.extras.test_environment import HEAD, STEP, answered, ended, load
-from tests.extras.test_user_rules import ASK, asked, write
+from tests.extras.test_user_rules import asked, rank_of, write
 from tests.root.test_rewards import score
-from tests.support.patience import LIMIT_S, run_process, wait_for
+from tests.support.patience import LIMIT_S, wait_for
 
 REWARD = "import asyncio, os, signal, time\ndef reward(sample):\n    "
 LINE = r"error: --rule \S+mine.py"
@@ -101,11 +98,8 @@ STAYS = FAMILY + WAITS.replace("import asyncio", "import subprocess, asyncio").r
 @contextlib.contextmanager
 def running(rule):
     """Start a rank that calls this rule; yield it and the processes of the rule, once it runs."""
-    program = Path(rule).with_name("program.py")
-    program.write_text(ASK)
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, program, rule, str(LIMIT_S)]
+    command, env = rank_of(rule, LIMIT_S)
     with subprocess.Popen(command, env=env, **pipes) as rank:
         wait_for(Path(f"{rule}.runs").exists)
         pids = json.loads(Path(f"{rule}.pids").read_text())
@@ -154,11 +148,7 @@ def test_what_is_called_after_its_end_is_refused_with_the_same_line(tmp_path):
 def test_a_debugger_stops_in_a_rule(tmp_path):
     """It must read what is typed for the rank."""
     rule = write(tmp_path, f"{REWARD}breakpoint()\n    return 1.0\n")
-    program = Path(rule).with_name("program.py")
-    program.write_text(ASK)
-    typed = "p sample.question * 2\nc\n" * 10
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    ran = run_process(sys.executable, program, rule, LIMIT_S, env=env, input=typed)
+    ran = asked(rule, LIMIT_S, input="p sample.question * 2\nc\n" * 10)
     assert ran.stdout.count("'3+9=3+9='") == 10 and "1.0 0\n" in ran.stdout, ran.stderr
 
 
@@ -261,15 +251,6 @@ def test_a_mistake_ends_the_run_and_any_other_error_loses_the_episode(tmp_path, 
     )
     with pytest.raises(UserError, match=rf"mine\.py:10\): {name}: "):
         answered(load(tmp_path, text), ended())
-
-
-def test_a_step_that_loses_more_than_half_ends_the_run(tmp_path):
-    episodes = load(tmp_path, f"{STEP}raise TimeoutError('of the server')")
-    answered(episodes, ended())
-    episodes.check(8, 16)
-    line = r"lost 9 of a step's 16 episodes, the last one by TimeoutError \(\S+mine.py:13\): of the server$"
-    with pytest.raises(UserError, match=line):
-        episodes.check(9, 16)
 
 
 def test_the_line_of_a_step_names_lost_episodes_above_a_tenth(capsys):

@@ -1,11 +1,9 @@
 """Checks of rendered chat templates: turns, tools, calls; settings for templates; their date."""
 
-import copy
 import json
 from datetime import datetime
 from functools import partial
 
-import datasets
 import pytest
 
 import build
@@ -213,25 +211,6 @@ def test_tools_that_can_t_be_read_are_refused(with_template, tmp_path, row, mess
         row = {"messages": [*row["messages"], TOLD]}
     with pytest.raises(UserError, match=r"rows\.jsonl:1: " + message):
         prompts_of(with_template(QWEN3), tmp_path, row)
-
-
-def test_fields_without_a_value_are_none(with_template, tmp_path, monkeypatch):
-    """This holds at any depth, as in Parquet; a call needs no content, and JSON arguments are an object."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    turns = [ASKED, turn("assistant", None, tool_calls=[call("weather", {"city": "Ulm"})])]
-    turns += [TOLD, turn("assistant", None, tool_calls=[call("weather", {"days": 2})]), TOLD]
-    datasets.Dataset.from_list([{"messages": turns}]).to_parquet(tmp_path / "rows.parquet")
-    turns[1]["content"] = turns[3]["content"] = ""
-    for template in (LLAMA3, QWEN3, CODER):
-        tokenizer = with_template(template)
-        expected = oracle(tokenizer, turns)
-        [prompt] = PromptFile(tmp_path / "rows.parquet", tokenizer, 4000)
-        assert prompt.tokens == expected
-        as_text = copy.deepcopy(turns)
-        as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Ulm"}'
-        as_text[0]["tool_calls"] = []
-        [prompt] = prompts_of(tokenizer, tmp_path, {"messages": as_text})
-        assert prompt.tokens == expected
 
 
 def test_a_judges_template_is_checked_at_the_start(with_template, directory, monkeypatch):

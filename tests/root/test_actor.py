@@ -6,7 +6,6 @@ import math
 import os
 import random
 from dataclasses import fields
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,28 +33,21 @@ from tests.support.plain import (
     make_model,
     make_samples,
     plain_logprobs,
-    plain_steps,
 )
-from tests.support.rounding import apart
 from tests.support.vision import CLASSES, make_vision_model
 from tests.workers.parallel import (
     actor_config,
     balanced,
     far,
     save,
-    set_constants,
     supervised,
     weights_of,
 )
 from training.packing import Sequence, make_micro_batches, pieces_of
 from training.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("constants")
 NEAR = {"float32": 1e-4}  # how far trainer and engine may be apart where a test is about it
-
-
-@pytest.fixture(autouse=True)
-def constants(monkeypatch):
-    set_constants(monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -85,68 +77,6 @@ def update(actor, samples: list[Sample]) -> dict[str, float]:
 def is_as(actor, weights: dict) -> bool:
     """Return True if the actor has these weights, bit for bit."""
     return all(torch.equal(weights[name], tensor) for name, tensor in actor.named_weights())
-
-
-@pytest.mark.parametrize("row", ["gspo", "dr_grpo", "cispo"])
-def test_an_update_of_a_row_is_that_of_plain_transformers(make_actor, model_dir, row):
-    """Off-policy updates with KL and entropy, two optimizer steps of several micro-batches, must agree."""
-    changes = dict(kl_coef=0.3, entropy_coef=0.2, updates_per_step=2, max_tokens_per_micro_batch=60)
-    changes |= dict(clip_low=0.2, clip_high=0.28)  # gspo's own limits would cut everything
-    actor, rng = make_actor(model_dir, row=row, **changes), random.Random(0)
-    samples = on_policy_samples(actor)
-    for sample in samples:
-        sample.logprobs = [logprob + rng.gauss(0, 0.2) for logprob in sample.logprobs]
-        sample.reference_logprobs = [logprob + rng.gauss(0, 0.3) for logprob in sample.logprobs]
-    metrics = update(actor, samples)
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    least = least_gradients(model)
-    parts = (samples[0::2], samples[1::2])
-    loss_of = partial(plain_row_loss, model, config=actor.config, algorithm=actor.algorithm)
-    losses, norms = zip(*plain_steps(model, parts, loss_of, [LEARNING_RATES[0]] * 2), strict=True)
-    assert metrics["train/grad_norm"] == pytest.approx(sum(norms) / 2, rel=1e-3)
-    sizes = [len(part) for part in parts]
-    if row == "cispo":
-        sizes = [sum(len(sample.response) for sample in part) for part in parts]
-    mean = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
-    assert metrics["train/loss"] == pytest.approx(mean, abs=1e-5)
-    expected = dict(model.named_parameters())
-    for name, weight in actor.named_weights():
-        off = (weight - expected[name]).abs()
-        # AdamW divides a gradient by its own size: one that is only rounding may go either way, at each step
-        is_rounding = least[name] < apart(int(metrics["train/tokens"]))
-        assert (off < torch.where(is_rounding, len(parts) * 2 * LEARNING_RATES[0], 5e-5)).all(), (
-            name
-        )
-
-
-def least_gradients(model) -> dict[str, torch.Tensor]:
-    """Return the smallest size of each number's gradient in the coming steps, by parameter."""
-    least = {name: torch.full_like(x, torch.inf) for name, x in model.named_parameters()}
-
-    def look(name: str, gradient: torch.Tensor) -> None:
-        least[name] = least[name].minimum(gradient.abs())
-
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(partial(look, name))
-    return least
-
-
-def plain_row_loss(model, samples: list[Sample], config, algorithm: Algorithm) -> torch.Tensor:
-    total, tokens, row = 0.0, 0, config.algorithm[0]
-    for sample in samples:
-        logprobs, entropy = plain_logprobs(model, sample, config.temperature)
-        log_ratio = logprobs - torch.tensor(sample.logprobs)
-        advantages = torch.tensor(sample.advantages)
-        ratio = (log_ratio.mean() if row == "gspo" else log_ratio).exp()
-        cut = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        loss = -torch.min(ratio * advantages, cut * advantages)
-        if row == "cispo":
-            loss = -cut.detach() * advantages * logprobs
-        off = torch.tensor(sample.reference_logprobs) - logprobs
-        loss = loss + algorithm.kl_coef * (off.exp() - 1 - off) - algorithm.entropy_coef * entropy
-        divided = {"gspo": len(sample.response), "dr_grpo": config.max_new_tokens, "cispo": 1}[row]
-        total, tokens = total + loss.sum() / divided, tokens + len(sample.response)
-    return total / (tokens if row == "cispo" else len(samples))
 
 
 def test_texts_are_read_at_temperature_1_beside_answers_at_another(make_actor, model_dir):
@@ -281,25 +211,6 @@ def with_stale_tokens(actor, samples: list[Sample]) -> tuple[list[Sample], list[
             plain.advantages[token] *= weights[-1]
     assert min(weights) < 0.5 and weights.count(1.5) > 2
     return stale, fresh, weights
-
-
-def test_the_gradient_of_a_stale_token_has_its_weight(make_actor, model_dir, monkeypatch):
-    """It must act like a factor of its advantage. Only fresh tokens are compared with the engine."""
-    monkeypatch.setattr("actor.MAX_LOGPROB_DIFF", NEAR)
-    actor = make_actor(model_dir, **STALE)
-    monkeypatch.setattr(actor, "_apply_gradients", lambda lr: 0.0)
-    stale, fresh, weights = with_stale_tokens(actor, on_policy_samples(actor))
-    gradients = []
-    for samples in (fresh, stale):
-        actor.version = 1
-        metrics = update(actor, samples)
-        gradients.append(actor.ddp.buffers[0].grad_data.clone())
-    assert gradients[0].abs().max() > 1e-3
-    tokens, mean = sum(len(sample.response) for sample in stale), sum(weights) / len(weights)
-    assert torch.allclose(*gradients, rtol=0, atol=apart(tokens))  # one token's gradient is below 1
-    assert metrics["train/stale_token_frac"] == len(weights) / tokens
-    assert metrics["train/stale_weight_mean"] == pytest.approx(mean, abs=1e-5)
-    assert metrics["train/engine_logprob_diff_max"] < 1e-5 and metrics["train/clip_frac"] == 0
 
 
 def test_stale_tokens_are_held_to_the_start_of_the_step(make_actor, model_dir, monkeypatch):

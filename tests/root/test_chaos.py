@@ -17,6 +17,7 @@ import json
 import logging
 import multiprocessing
 import random
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -58,7 +59,7 @@ LAYOUTS += [("full", 2, "engines=0 actor=1"), ("full", 3, "engines=0,2 actor=1")
 LAYOUTS += [("partial", 5, "engines=0-2 actor=3-4"), ("fused", 4, "engines=0-2 actor=3")]
 PPO = [("full", 2, "split"), ("full", 3, "standalone")]
 PPO += [("partial", 5, "engines=0,2 actor=1,3 critic=3-4")]
-HOW = dict(answers_per_prompt=2, eval_every=100, write=write_on, verdict=judge_on)
+HOW = dict(answers_per_prompt=2, eval_every=2, write=write_on, verdict=judge_on)
 FATES = ("kept", "filtered", "carried")  # a prompt's fate in a step
 MOST_LIVES = 4  # lives with faults; the last life has none
 LIFE_S = 14.0  # most faults come within this time; later ones would find nothing to strike
@@ -167,10 +168,12 @@ def check_files(out, best, keep):
 
 @functools.cache
 def unbroken(**settings):
-    """Return what each step of a run without faults keeps, on one rank."""
+    """Return what each step of a run without faults keeps, on one rank, and its accuracies."""
     controllers, _ = simulate("full", 1, steps=3, **settings, **HOW)
-    batches = [batch for _, batch, *_ in controllers[0].report.steps]
-    return [kept_of(map(facts_of, batch.kept + batch.dropped)) for batch in batches]
+    report = controllers[0].report
+    batches = [batch for _, batch, *_ in report.steps]
+    kept = [kept_of(map(facts_of, batch.kept + batch.dropped)) for batch in batches]
+    return kept, report.accuracies
 
 
 def kept_of(rows):
@@ -178,16 +181,17 @@ def kept_of(rows):
     return sorted((prompt, number, text, reward) for prompt, number, text, _, reward in rows)
 
 
-def check_history(config, rows):
+def check_history(config, rows, accuracies):
     """Check that over all lives every prompt was trained on, filtered or waits, and that batches are full.
 
-    Without over-dispatch the batches are an unbroken run's.
+    Without over-dispatch batches and accuracies are an unbroken run's.
     """
     assert [row["step"] for row in rows] == list(range(config.steps))
     if config.over_dispatch == 1:
         sizes = ("prompts_per_step", "algorithm")
-        expected = unbroken(**{name: vars(config)[name] for name in sizes})
-        assert [kept_of(row["kept"]) for row in rows] == expected[: config.steps]
+        kept, known = unbroken(**{name: vars(config)[name] for name in sizes})
+        assert [kept_of(row["kept"]) for row in rows] == kept[: config.steps]
+        assert accuracies == {step: known[step] for step in (0, 2, 3) if step <= config.steps}
     used, begun = Counter(), {}
     for row in rows:
         fates = {fate: Counter(prompt for prompt, *_ in row[fate]) for fate in FATES}
@@ -225,7 +229,7 @@ class Trial:
     def __init__(self, seed, out, layout=None, crash=-1):
         rng = self.rng = random.Random(seed)
         self.out, self.layout, self.crash = out, layout, crash
-        self.controllers, self.best = [], None
+        self.controllers, self.best, self.accuracies = [], None, {}
         self.settings = dict(
             steps=rng.choice([2, 3]),
             prompts_per_step=rng.choice([2, 3]),
@@ -251,10 +255,14 @@ class Trial:
                 pass
             except RunLost as error:
                 late = "could not be saved" in str(error)
-                assert life and (events or late), f"nothing was lost: {error}"
+                assert life and (late or re.match(self.loss, str(error))), f"not lost: {error}"
+            finally:
+                for c in self.controllers[:1]:
+                    self.accuracies |= c.report.accuracies
             saved = [c.checkpoints.newest for c in self.controllers]
             self.best = max((step for step in saved if step is not None), default=self.best)
-        check_history(self.config, list(whole_rows(self.out / "metrics.jsonl")))
+        rows = list(whole_rows(self.out / "metrics.jsonl"))
+        check_history(self.config, rows, self.accuracies)
         steps = self.settings["steps"]
         reached = {(c.devices.actor.version, c.state.step) for c in self.controllers}
         assert reached == {(steps, steps)}
@@ -263,6 +271,7 @@ class Trial:
         """Draw a life's ranks and faults: none in the last life, number 0. Return the events."""
         THE_DISK[0] = disk = Disk(self.crash if life else -1)
         self.draw_layout()
+        self.loss = "no engine is struck"
         if not life or disk.crash >= 0:
             return []
         kind = self.rng.choice(["lost", "lost", "stop", "stop", "crash", "disk", "disk"])
@@ -277,8 +286,9 @@ class Trial:
             disk.crash = self.rng.randrange(40)
             return []
         if kind == "lost":
-            how = (self.rng.choice([*TROUBLES]), self.rng.choice(["rollout", "genrm"]))
-            return [(when, strike(*how, number or 0))]
+            verb, role = self.rng.choice([*TROUBLES]), self.rng.choice(["rollout", "genrm"])
+            self.loss = f"the {role} engine of rank {number or 0} {TROUBLES[verb]}"
+            return [(when, strike(verb, role, number or 0))]
         return [(when, stop if kind == "stop" else disk.end)]
 
     def draw_layout(self):

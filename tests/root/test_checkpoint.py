@@ -111,9 +111,6 @@ def test_a_resumed_run_trains_on_the_same(tmp_path_factory, name, stop, offset):
     assert [c.report.carried_ids for c in resumed] == [
         c.report.carried_ids[stop:] for c in unbroken
     ]
-    assert [c.report.carried_ids for c in resumed] == [
-        c.report.carried_ids[stop:] for c in unbroken
-    ]
     assert resumed[0].state.groups_per_kept == unbroken[0].state.groups_per_kept
     assert resumed[0].devices.split == unbroken[0].devices.split
     assert all(critic.version == 6 for c in (*resumed, *unbroken) for critic in c.devices.critics)

@@ -33,7 +33,6 @@ from scheduling.measured import ROLES, Split
 from state import Environment
 from tests.support import models
 from tests.support.fakes import FakeWorld
-from tests.support.launched import Run
 from tests.support.patience import run_process
 from tests.support.rows import jsonl
 from tests.support.templates import GEMMA
@@ -68,14 +67,6 @@ def test_what_the_environment_must_not_hold_is_named(program, variables, line):
     environment |= dict(each.split("=") for each in variables.split())
     ran = run_process(*command, env=environment)
     assert re.fullmatch(f"error: {line}\n", ran.stderr) and ran.returncode == 2
-
-
-def test_two_ranks_end_with_one_line(tmp_path):
-    """Only one of them finds that the folder can't be used; nothing may be left running."""
-    (tmp_path / "file").touch()
-    ended = Run(tmp_path / "run", out=tmp_path / "file" / "out").start().finish()
-    ended.check_one_line("--out ", "file/out can't be used")
-    ended.check_nothing_is_left()
 
 
 def test_a_value_error_that_is_no_users_shows_its_place():
@@ -183,6 +174,7 @@ DAMAGES = [
     ("generation_config.json", saying(eos_token_id=[2, 400]), "has 401 tokens"),
     ("generation_config.json", saying(eos_token_id="2"), "eos_token_id is a number"),
     ("tokenizer.json", two_more, TOO_MANY),
+    ("tokenizer.json", lambda _: b"{", "no tokenizer could be loaded from"),
     ("tokenizer_config.json", saying(deep=[OWN_CODE]), "tokenizer_config.json has auto_map"),
     ("tokenizer_config.json", saying(pad_token=0), "no tokenizer could be loaded from"),
 ]

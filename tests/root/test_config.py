@@ -50,17 +50,8 @@ def test_a_flag_of_several_values_adds_when_it_is_given_again():
 
 def test_a_path_may_begin_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    paths = [
-        "--model=~/m",
-        "--judge",
-        "~/j",
-        "k~",
-        "--rule=~/my.py:score",
-        "--out=~",
-        "--data",
-        "a/~",
-    ]
-    config = parse_config(paths)
+    paths = "--model=~/m --judge ~/j k~ --rule=~/my.py:score --out=~ --data a/~"
+    config = parse_config(paths.split())
     assert (config.model, config.judge) == ("/home/me/m", ("/home/me/j", "k~"))
     assert (config.rule, config.out) == (("/home/me/my.py:score",), "/home/me")
     assert config.data == "a/~"
@@ -162,6 +153,16 @@ BAD = [
     ("--model m --judge j k --reward-weights 0 0", "weights 0.0 0.0: finite"),
     ("--model m --judge j k --reward-weights 1 nan", "weights 1.0 nan: finite"),
     ("--reward-weights", "argument --reward-weights: expected at least one argument"),
+    (
+        "--model m --algorithm grpo",
+        "needs a --judge, a --rule or an --environment to score answers",
+    ),
+    (
+        "--model m --teacher t --algorithm grpo kl_coef=0.1",
+        "a --judge, a --rule or an --environment",
+    ),
+    ("--model m --teacher t --rule right", "needs kl_coef above 0 with --teacher"),
+    ("--model m --rule right --algorithm distill", "needs a --teacher"),
     ("--sp", "--sp needs --tp 2"),
     ("--answer-tokens 9 --max-new-tokens 8", "9: --max-new-tokens 8 contradicts it"),
     ("--answer-tokens 9 --algorithm grpo overlong_from=3", "needs overlong_from=0 with --answer"),

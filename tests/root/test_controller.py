@@ -1,20 +1,15 @@
 """The real controllers on fakes and a virtual clock: hand-overs, dynamic sampling, balance, in all modes."""
 
-import asyncio
-import functools
-import json
 from collections import Counter
 from itertools import chain
 from signal import SIGTERM
 from types import SimpleNamespace
-from unittest import mock
 from unittest.mock import AsyncMock
 
 import pytest
 
 import controller
 import evaluation
-import modes
 from config import Config
 from controller import advance
 from runtime.errors import UserError
@@ -24,7 +19,6 @@ from tests.support.fakes import (
     FakeSource,
     batches_of,
     judge_on,
-    learned,
     number_in,
     part_of,
     simulate,
@@ -206,74 +200,22 @@ def test_empty_steps_count_in_a_row():
     assert counts == [1, 2, 0, 1] and c.state.step == 4
 
 
-STOPPED = {  # name -> how engines and trainers share the ranks
+def test_a_stop_while_others_train_ends_that_step(tmp_path):
+    """No rank may serve another step first. test_chaos.py has stops at any moment."""
+    how = dict(mode="partial", size=4, placement=APART, save_every=9, out=tmp_path)
+    spans = simulate(**how)[0][-1].report.steps[1][3]
+    [start] = [span.start for span in spans if span.name == "train"]
+    ask = lambda _, controllers: vars(controllers[-1].stop).update(asked=SIGTERM)  # noqa: E731
+    controllers, _ = simulate(**how, events=[(start + 0.1, ask)])
+    found = {(c.was_stopped, c.state.step, c.ahead) for c in controllers}
+    assert found == {(True, 2, None)}
+
+
+JUDGED = {  # name -> how engines and trainers share the ranks
     "in turns": dict(mode="full", size=2, prompts_per_step=4),
     "side by side": dict(mode="partial", size=2, prompts_per_step=4),
-    "apart": dict(mode="partial", size=4, prompts_per_step=4, placement=APART),
-    "ahead": dict(mode="partial", size=4, prompts_per_step=4, placement=APART, ahead=1),
+    "fused": dict(mode="fused", size=4),
 }
-PLACES = ("evaluate", "serve", "exchange", "train", "sync", "report")
-
-
-def stopped_at(place, **how):
-    """Return the controllers of a run that is asked to stop when rank 0 reaches the place the second time.
-
-    Rank 1, which serves, is asked while it does, otherwise the last one, which trains.
-    """
-    controllers, seen, collect = [], Counter(), modes.collect
-    rank = 1 if place in ("evaluate", "serve") else -1
-
-    def reach(here, *_):
-        seen[here] += 1
-        if here == place and seen[here] == 2:
-            delay = 0.1 if place in ("evaluate", "serve", "train") else 0.0
-            ask = lambda: vars(controllers[rank].stop).update(asked=SIGTERM)  # noqa: E731
-            asyncio.get_running_loop().call_later(delay, ask) if delay else ask()
-
-    async def collect_and_reach(c):
-        batch = await collect(c)
-        if c.world.rank == 0:
-            reach("exchange")
-        return batch
-
-    def prepare(c):
-        report = c.report.step
-
-        async def step(*facts):
-            await report(*facts)
-            reach("report")
-
-        if c.world.rank == 0:
-            c.timeline.on_open, c.report.step = reach, step
-
-    with mock.patch.object(modes, "collect", collect_and_reach):
-        return simulate(**how, controllers=controllers, prepare_controller=prepare)[0]
-
-
-@functools.cache
-def unbroken(name):
-    controllers, _ = simulate(**STOPPED[name])
-    return learned(controllers), controllers[0].report.accuracies
-
-
-@pytest.mark.parametrize("name", STOPPED)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("save_every", [1, 3])
-def test_a_stop_is_saved_wherever_it_comes_and_goes_on(tmp_path, name, place, save_every):
-    """All ranks must end at one step with a whole batch, even if that step was already saved."""
-    how = STOPPED[name] | dict(save_every=save_every, out=tmp_path)
-    before = stopped_at(place, **how)
-    assert all(c.was_stopped for c in before)
-    (done,) = {c.state.step for c in before}
-    folder = tmp_path / "checkpoints" / f"step_{done}"
-    parts = [json.loads(path.read_text()) for path in folder.glob("controllers/*")]
-    is_kept = name == "ahead" or place == "exchange" or (name == "apart" and place != "train")
-    assert any(part["ahead"] for part in parts) == is_kept
-    after, _ = simulate(**how, resumed=folder)
-    samples, accuracies = unbroken(name)
-    assert learned(before) == samples[:done] and learned(before) + learned(after) == samples
-    assert before[0].report.accuracies | after[0].report.accuracies == accuracies
-    assert not any(c.was_stopped for c in after)
 
 
 def mostly_readable(prompt, index, sampling):
@@ -286,10 +228,10 @@ def stopped_after(seconds, **how):
     return simulate(**how, verdict=mostly_readable, events=[(seconds, ask)], save_every=9)[0]
 
 
-@pytest.mark.parametrize("name", ["in turns", "side by side", "fused"])
+@pytest.mark.parametrize("name", JUDGED)
 def test_judges_counts_are_as_without_a_stop(tmp_path, name):
     """An answer that is judged again must count once, whenever a step is given up."""
-    how = (STOPPED | {"fused": dict(mode="fused", size=4)})[name] | dict(max_refill_waves=0)
+    how = JUDGED[name] | dict(max_refill_waves=0)
     unbroken, _ = simulate(**how, verdict=mostly_readable)
     assert min(counts_of(unbroken)) > 0
     for seconds in (1.0, 1.25, 1.5, 1.75, 3.0, 3.5):

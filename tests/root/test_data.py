@@ -622,16 +622,3 @@ def test_stop_tokens(tokenizer, tmp_path):
     without.eos_token = without.chat_template = None
     with pytest.raises(ValueError, match="names no end-of-sequence token"):
         tokenization.stop_tokens(str(tmp_path), without)
-
-
-NO_TOKENIZERS = [{}, {"config.json": "{"}, {"tokenizer.json": "{", "config.json": "{}"}]
-
-
-@pytest.mark.parametrize("files", NO_TOKENIZERS)
-def test_a_directory_without_a_tokenizer_is_named(tmp_path, files):
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"no tokenizer could be loaded from {tmp_path}: [^\n]*$"):
-        tokenization.load_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
-        tokenization.load_tokenizer(str(tmp_path / "missing"))

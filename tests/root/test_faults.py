@@ -108,13 +108,6 @@ def test_a_lost_engine_ends_the_run(tmp_path, caplog, mode, size, role, verb):
     assert resumed[0].report.accuracies.items() <= unbroken[0].report.accuracies.items()
 
 
-@pytest.mark.parametrize("verb", ["die", "hang"])
-def test_an_engine_that_is_lost_while_a_model_trains_ends_the_run(caplog, verb):
-    event = (start_of("train", "full", 2) + 0.1, strike(verb, "genrm", 1))
-    line = line_of(RunLost, caplog, "full", 2, events=[event], **UNBROKEN)
-    assert re.match(rf"the genrm engine of rank 1 {TROUBLES[verb]}", line)
-
-
 async def judges_are_forgotten(step):
     await step.c.devices.set_awake(step.c.devices.leads("rollout"))
     while not step.is_over:

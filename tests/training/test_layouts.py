@@ -54,19 +54,26 @@ OTHERS = {
 }
 LAYOUTS = OTHERS | FIRST
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+LEARNS = dict(entropy_coef=0.2, kl_coef=0.3)  # besides the clipped loss
 
 
-def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Tensor:
+def plain_loss(
+    model, config, metrics: list, samples: list[Sample], logprobs_of=plain_logprobs
+) -> torch.Tensor:
     """Return the mean of the policy's loss over tokens; add up its metrics."""
     algorithm = algorithm_of(config)
     kept = [sample for sample in samples if sample.advantages is not None]
     sums, losses = dict.fromkeys(("entropy", "kl", "clip_frac"), 0.0), []
     for sample in kept:
-        logprobs, entropy = plain_logprobs(model, sample, config.temperature)
+        logprobs, entropy = logprobs_of(model, sample, config.temperature)
         ratio = (logprobs - torch.tensor(sample.logprobs)).exp()
         advantages = torch.tensor(sample.advantages)
         clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        losses.append(-torch.min(ratio * advantages, clipped * advantages))
+        loss = -torch.min(ratio * advantages, clipped * advantages)
+        if algorithm.kl_coef:
+            off = torch.tensor(sample.reference_logprobs) - logprobs
+            loss = loss + algorithm.kl_coef * (off.exp() - 1 - off)
+        losses.append(loss - algorithm.entropy_coef * entropy)
         sums["entropy"] += entropy.sum().item()
         sums["kl"] -= ratio.log().sum().item()
         sums["clip_frac"] += (clipped * advantages < ratio * advantages).sum().item()
@@ -78,7 +85,7 @@ def plain_loss(model, config, metrics: list, samples: list[Sample]) -> torch.Ten
 
 def plain_actor(model_dir: str) -> dict:
     """Make three updates of plain transformers and AdamW. Batch 1 is off-policy, so that the clip acts."""
-    config = actor_config()
+    config = actor_config(**LEARNS)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     batches, metrics = [], []
 
@@ -88,6 +95,7 @@ def plain_actor(model_dir: str) -> dict:
             with torch.no_grad():
                 sample.true_logprobs = plain_logprobs(model, sample, config.temperature)[0].tolist()
             sample.logprobs = [x + (step == 1) * noise.gauss(0, 0.3) for x in sample.true_logprobs]
+            sample.reference_logprobs = [x + noise.gauss(0, 0.3) for x in sample.true_logprobs]
         batches.append(samples)
         return plain_loss(model, config, metrics, samples)
 
@@ -180,7 +188,7 @@ def train_actor(reference: dict, sizes: dict, export_to: str) -> dict:
     from actor import Actor
     from examples.make_demo.closing import close
 
-    actor = Actor(actor_config(**sizes), reference["model_dir"])
+    actor = Actor(actor_config(**LEARNS, **sizes), reference["model_dir"])
     metrics, distance = train_on(actor, reference["batches"])
     for row in metrics:
         row.pop("train/seconds_spread")

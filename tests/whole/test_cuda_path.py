@@ -394,17 +394,6 @@ def test_a_run_that_does_not_fit_ends_before_it_starts(models, device_of):
     memory.check_fits(config, *placed)
 
 
-def test_a_device_that_another_process_has_taken_half_of(models, device_of):
-    """A 7B on 8 cards must fit into 170 GB each, and not into the remaining 60."""
-    config = settings(models["7B"])
-    placed = lay_out(config, 8)
-    device_of(170e9)
-    memory.check_fits(config, *placed)
-    device_of(60e9)
-    with pytest.raises(UserError, match=r"^0\.9 of a device: the run needs about .*54\.0 are free"):
-        memory.check_fits(config, *placed)
-
-
 def test_a_teacher_that_does_not_fit_is_named(models, device_of):
     config = settings(models["7B"], "--teacher", models["32B"], "--algorithm", "distill")
     device_of(85e9)
@@ -508,13 +497,6 @@ def test_a_trim_takes_back_the_last_pushs_bucket(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     Elsewhere.trim(SimpleNamespace(), keeps_gradients=True)
     assert done == ["ipc_collect", "empty_cache"] * 2
-
-
-def test_an_evaluation_needs_its_engine_alone(models):
-    given = ["--steps", "0", "--model", str(models["7B"]), "--eval-data", "d", "--device", "cuda"]
-    config = parse_config([*given, "--mode", "full", "--tp", "8"])
-    [(peak, needed)] = peaks_of(config, *lay_out(config, 1), H200).items()
-    assert peak.startswith("serving rollout") and needed == pytest.approx(0.7 * H200 + 2 * RESIDENT)
 
 
 def test_the_push_needs_no_gradients_but_a_bucket(models):
