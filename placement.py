@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config
-from engines.pool import EngineStatus, Pool
+from engines.pool import Choose, EngineStatus, Pool
 from engines.routing import Silence
 from runtime.errors import UserError
 from runtime.hooks import needed
@@ -166,18 +166,23 @@ class Devices:
         """The ranks that own a server of `role` in this split."""
         return self.placement.leads(role, self.split)
 
-    async def set_awake(self, rollout: tuple[int, ...] = (), genrm: tuple[int, ...] = ()) -> None:
+    async def set_awake(
+        self,
+        rollout: tuple[int, ...] = (),
+        genrm: tuple[int, ...] = (),
+        choose: Choose | None = None,
+    ) -> None:
         """Wake the engines of these ranks, and put all others to sleep (collective: ranks that serve).
 
-        Judges that must sleep finish first. Then answers move to the remaining rollout engines, and critiques
-        that wait for busy judges move to the judges that wake.
+        Judges that must sleep finish first. With `choose`, answers then move to the remaining rollout
+        engines, and the critiques that it returns move to the judges that wake.
         """
         if not self.split.genrm:
             return  # a run without a judge
         start = self._timeline.now()
         await self.genrm.set_awake(tuple(lead for lead in self.genrm.awake if lead in genrm))
-        await self.rollout.set_awake(rollout, move=True)
-        await self.genrm.set_awake(genrm, move=True)
+        await self.rollout.set_awake(rollout, choose)
+        await self.genrm.set_awake(genrm, choose)
         self.swap_s += self._timeline.now() - start
 
     def apply(self, rollout: EngineStatus, genrm: EngineStatus) -> None:

@@ -24,6 +24,9 @@ QUEUED = 2  # open requests per slot of an engine's batch; each takes a connecti
 WAIT_S = 0.05  # interval between checks that engines have finished and can sleep
 
 Verb = Callable[[Engine], Awaitable[None]]
+Call = tuple[Engine, list[Request]]  # requests of one `generate`, and the engine that has them
+# (pool, staying ranks, joining ranks) -> this controller's calls that leave engines which stay awake
+Choose = Callable[["Pool", set[int], set[int]], list[Call]]
 
 
 class EngineStatus(NamedTuple):
@@ -177,12 +180,12 @@ class Pool:
             with self.timeline.span("switch"):
                 await self._on_own(lambda engine: engine.sleep())
 
-    async def set_awake(self, leads: tuple[int, ...], move: bool = False) -> None:
+    async def set_awake(self, leads: tuple[int, ...], choose: Choose | None = None) -> None:
         """Have only the engines of these ranks awake (collective: ranks that serve).
 
-        A leaving engine first finishes its answers, or with `move` aborts them: then callers request the rest
-        from engines that are awake. If engines join busy ones, `move` also aborts the newest requests on the
-        busy ones, which callers then send to the joining ones.
+        A leaving engine first finishes its answers, or with `choose` aborts them: then callers request the
+        rest from engines that are awake. If engines join busy ones, `choose` also returns the calls on the
+        busy ones that are aborted, and whose callers then turn to the joining ones.
         """
         leaving = set(self.awake) - set(leads)
         staying = set(self.awake) & set(leads)
@@ -191,15 +194,15 @@ class Pool:
             return
         was_asleep = not self.awake
         self._mark_awake(())  # no request goes out while engines change hands
-        await self._finish_and_sleep(leaving, move)
+        await self._finish_and_sleep(leaving, aborts=choose is not None)
         if joining:
             self._wakes += 1
             await self._on_each(lambda engine: engine.wake_weights(), joining)
             await self._on_each(lambda engine: engine.wake_kv_cache(), joining)
         moving = []  # this controller's calls that go from a staying engine to a joining one
         takers = set(leads)  # the engines that get the waiting requests
-        if move and staying and joining:
-            moving = self._newest(staying, joining)
+        if choose and staying and joining:
+            moving = choose(self, staying, joining)
             takers = joining
         if leads:
             engines = [engine for engine in self.engines if engine.rank in takers]
@@ -222,19 +225,9 @@ class Pool:
         if leaving:
             await self._on_each(lambda engine: engine.sleep(), leaving)
 
-    def _newest(self, staying: set[int], joining: set[int]) -> list[tuple[Engine, list[Request]]]:
-        """Return this controller's newest calls on staying engines that the joining ones take over."""
-        joins = Counter(engine.model for engine in self.engines if engine.rank in joining)
-        stays = Counter(engine.model for engine in self.engines if engine.rank in staying)
-        of_all = [call for call in self._load.calls.values() if call[0].rank in staying]
-        chosen = []
-        for model, count in joins.items():
-            calls = [call for call in of_all if call[0].model == model]
-            part = count / (count + stays[model])
-            # rounded so that the controllers' total is right even if each has few calls
-            most = int(part * len(calls) + (self.world.index + 0.5) / self.world.size)
-            chosen += calls[len(calls) - most :]
-        return chosen
+    def calls_on(self, ranks: set[int]) -> list[Call]:
+        """Return this controller's open calls on the engines of these ranks, oldest first."""
+        return [call for call in self._load.calls.values() if call[0].rank in ranks]
 
     async def _have_outstanding(self, leads: set[int]) -> bool:
         """True if one has tokens outstanding (collective: ranks that serve). Raises like `apply_status`."""

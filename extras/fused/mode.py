@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from config import Config
+from engines.pool import Call, Pool
 from extras.fused.tail import TAILS, kept_engines, ranks_of_tail, token_latency
 from modes import MODES, Mode
 from rollout import RolloutStep, gather_finished_groups, generate_and_judge
@@ -65,7 +66,21 @@ async def follow_the_tail(
         c.timeline.mark("tail", f"{len(ranks)}|{devices.split.rollout - len(ranks)}")
         rollout = tuple(sorted({*devices.leads("rollout")} & {*ranks}))
         genrm = tuple(sorted({*devices.leads("genrm")} - {*ranks}))
-        await devices.set_awake(rollout, genrm)
+        await devices.set_awake(rollout, genrm, newest)
+
+
+def newest(pool: Pool, staying: set[int], joining: set[int]) -> list[Call]:
+    """Return this controller's newest calls on staying engines, those that the joining ones take over."""
+    joins = Counter(engine.model for engine in pool.engines if engine.rank in joining)
+    stays = Counter(engine.model for engine in pool.engines if engine.rank in staying)
+    chosen = []
+    for model, count in joins.items():
+        calls = [call for call in pool.calls_on(staying) if call[0].model == model]
+        part = count / (count + stays[model])
+        # rounded so that the controllers' total is right even if each has few calls
+        most = int(part * len(calls) + (pool.world.index + 0.5) / pool.world.size)
+        chosen += calls[len(calls) - most :]
+    return chosen
 
 
 MODES["fused"] = Mode(inter_stage_fusion, judge_beside_the_tail)

@@ -291,34 +291,6 @@ def test_engines_that_are_to_sleep_are_waited_for_no_longer():
     assert seconds == pytest.approx(400 + 300, abs=3)
 
 
-@pytest.mark.parametrize("move", [False, True])
-def test_what_waits_at_a_busy_engine_moves_to_one_that_joins(move):
-    """The joining engine's share of the newest must continue there from the tokens so far."""
-    engines = [engine_of(rank, {1: 60, 2: 60}) for rank in range(2)]
-
-    async def whole(pool, number):
-        written = []
-        while True:
-            prompt = PROMPT + written
-            limit = 100 - len(written)
-            (request,) = requests_of([prompt], Sampling(1.0, limit), seeds=[SEEDS[number]])
-            async for answer in pool.generate([request]):
-                written += answer.tokens
-                if answer.finish == "stop":
-                    return written, answer.rank
-
-    async def work(pool):
-        pool._mark_awake((0,))
-        asked = [asyncio.create_task(whole(pool, number)) for number in (1, 2)]
-        await asyncio.sleep(20)
-        await pool.set_awake((0, 1), move)
-        return await asyncio.gather(*asked)
-
-    answers, _ = run_alone(engines, work)
-    assert [tokens for tokens, _ in answers] == [answer_to(number, 60) for number in (1, 2)]
-    assert [rank for _, rank in answers] == ([0, 1] if move else [0, 0])  # the newest of two moves
-
-
 def test_sleep_forgets_what_others_awaited():
     """Otherwise a resumed run would route a step's first requests differently."""
     clock, meetings = VirtualClock(), {}

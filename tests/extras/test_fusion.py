@@ -1,5 +1,6 @@
 """Inter-stage fusion: who holds which ranks, moves of answers on fakes, the model that chooses the tail."""
 
+import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
@@ -9,13 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engines.engine import Sampling
 from extras.fused import tail as fusion
+from extras.fused.mode import newest
 from extras.fused.tail import FluidModel, TokenLatency, kept_engines, ranks_of_tail
 from genrm import FORMATS
 from runtime import timeline
 from scheduling.measured import Remaining, RequestStats, Split, StepStats, histogram
+from tests.engines.test_pool import PROMPT, SEEDS, answer_to, engine_of, run_alone
 from tests.root.test_faults import UNBROKEN, check_as_unbroken, in_parts_of
-from tests.support.fakes import number_in, samples_of, simulate, text_answer, to_text
+from tests.support.fakes import number_in, requests_of, samples_of, simulate, text_answer, to_text
 
 FOUR = [(0,), (1,), (2,), (3,)]
 ALL = (0, 1, 2, 3)
@@ -196,3 +200,33 @@ def test_the_fluid_model_by_hand():
     gained = 48 * (1 + 0.1 * 4) / (1 + 16)
     after = (8 - gained) * (1 + 20 / 2) + gained * (1 + 4 / 2)
     assert slow.seconds(0.2, lengths, 20, 8) == pytest.approx(tail + after)
+
+
+@pytest.mark.parametrize("choose", [None, newest])
+def test_what_waits_at_a_busy_engine_moves_to_one_that_joins(choose):
+    """The joining engine's share of the newest must continue there from the tokens so far."""
+    engines = [engine_of(rank, {1: 60, 2: 60}) for rank in range(2)]
+
+    async def whole(pool, number):
+        written = []
+        while True:
+            prompt = PROMPT + written
+            limit = 100 - len(written)
+            (request,) = requests_of([prompt], Sampling(1.0, limit), seeds=[SEEDS[number]])
+            async for answer in pool.generate([request]):
+                written += answer.tokens
+                if answer.finish == "stop":
+                    return written, answer.rank
+
+    async def work(pool):
+        pool._mark_awake((0,))
+        asked = [asyncio.create_task(whole(pool, number)) for number in (1, 2)]
+        await asyncio.sleep(20)
+        await pool.set_awake((0, 1), choose)
+        return await asyncio.gather(*asked)
+
+    answers, _ = run_alone(engines, work)
+    assert [tokens for tokens, _ in answers] == [answer_to(number, 60) for number in (1, 2)]
+    assert [rank for _, rank in answers] == (
+        [0, 1] if choose else [0, 0]
+    )  # the newest of two moves
