@@ -117,6 +117,14 @@ def image_by_image(tower):
     return each
 
 
+def sum_in_order(group, x):
+    """Add up all ranks' x in the order of ranks: gloo's order depends on a value's place in the batch."""
+    if group.world_size == 1:
+        return x
+    first, *others = group.all_gather(x[None], 0)
+    return x.copy_(sum(others, first))
+
+
 def repair_sampling():
     """Sample each request by its own rule: a greedy one would change its neighbors' tokens."""
     from sglang.srt.layers.sampler import Sampler
@@ -137,9 +145,12 @@ def repair_sampling():
 def install():
     """Patch SGLang with all of this: in the process that owns the model, before loading it, without CUDA."""
     from sglang.srt import batch_invariant_ops
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import logits_processor
     from sglang.srt.layers.attention import attention_registry
 
+    parallel_state.GroupCoordinator.all_reduce = sum_in_order
+    parallel_state.is_shm_available = lambda *_: False  # on arm64 it would call a compiled kernel
     # these are triton kernels
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
     F.linear = at_least_four(F.linear)

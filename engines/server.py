@@ -114,11 +114,10 @@ def kv_tokens(context: int, config: Config) -> int:
 
 
 def cpu_flags(role: str, context: int, config: Config) -> dict[str, Any]:
-    """Return the flags of an engine without CUDA. Raises UserError if it should span several ranks."""
-    if (tp := vars(config)[f"{role}_tp"]) > 1:
-        raise UserError(f"--{role}-tp {tp} needs CUDA: without it an engine spans one rank")
+    """Return the flags of an engine without CUDA."""
     return {
         "device": "cpu",
+        "tp-size": vars(config)[f"{role}_tp"],
         # cpu/invariance.py patches its attention; deterministic mode would look for a GPU's
         "attention-backend": "torch_native",
         "disable-overlap-schedule": None,

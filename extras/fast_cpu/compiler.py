@@ -20,18 +20,18 @@ FAMILIES = ("qwen2", "qwen3", "llama")  # model_type in config.json
 ROPES = (None, "default", "linear", "dynamic", "llama3", "yarn")  # these have one table of angles
 
 
-def program_for(model_dir: str | Path, dtype: str) -> str:
-    """Return a text that names what serves a model."""
-    if library_for(model_dir, dtype):
+def program_for(model_dir: str | Path, dtype: str, tp: int = 1) -> str:
+    """Return a text that names what serves a model on `tp` ranks."""
+    if library_for(model_dir, dtype, tp):
         return "extras/fast_cpu/decoder.cpp"
-    takes = "g++ or clang++, a private ~/.cache without noexec, Qwen2, Qwen3 or Llama in float32"
+    takes = "one rank, g++ or clang++, a private ~/.cache without noexec, Qwen2, Qwen3 or Llama in float32"
     return f"plain torch, several times slower: extras/fast_cpu/decoder.cpp needs {takes}"
 
 
-def library_for(model_dir: str | Path, dtype: str) -> Path | None:
+def library_for(model_dir: str | Path, dtype: str, tp: int = 1) -> Path | None:
     """Return the library that serves a model, or None for torch. Raises UserError without a config.json."""
     hf = read_model_config(model_dir)
-    if dtype != "float32" or hf.get("model_type") not in FAMILIES:
+    if tp > 1 or dtype != "float32" or hf.get("model_type") not in FAMILIES:
         return None
     heads = hf["num_attention_heads"]
     dim = hf.get("head_dim") or hf["hidden_size"] // heads

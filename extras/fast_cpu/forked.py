@@ -57,7 +57,8 @@ class ForkedServer(ServerProcess):
 
     @classmethod
     def describe(cls, config: Config) -> str:
-        return f"rollout engines run {compiler.program_for(config.model, config.dtype)}"
+        program = compiler.program_for(config.model, config.dtype, config.rollout_tp)
+        return f"rollout engines run {program}"
 
     def _popen(self, **how: Any) -> subprocess.Popen:
         command = [*FORKS, os.path.realpath(f"{forks_path()}.log"), *self._command]

@@ -101,5 +101,5 @@ def take_window(decoder: Decoder, batch: ScheduleBatch, left: list[int], more):
 
 def install(settings: ServerArgs) -> None:
     """Replace SGLang's scheduler if decoder.cpp can serve the model."""
-    if library := library_for(settings.model_path, settings.dtype):
+    if library := library_for(settings.model_path, settings.dtype, settings.tp_size):
         scheduler.Scheduler = partial(WindowScheduler, library)
