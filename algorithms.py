@@ -316,12 +316,15 @@ def check_needs(a: Algorithm, config: Config) -> None:
 
 def set_advantages(samples: list[Sample], algorithm: Algorithm, multiplier: float = 0.0) -> None:
     """Fill `advantages` and, for critics, `returns`. multiplier: the weight of the cost."""
+    scores: dict[tuple[int, str], dict[int, float]] = {}  # once per group, not per answer
     for sample in samples:
         advantages = {}
         returns = {}
         for signal in algorithm.signals:
-            score = group_scores(sample.outcomes, signal, algorithm)[sample.index]
-            rewards = token_rewards(sample, signal, score, algorithm)
+            group = (sample.prompt_id, signal)
+            if group not in scores:
+                scores[group] = group_scores(sample.outcomes, signal, algorithm)
+            rewards = token_rewards(sample, signal, scores[group][sample.index], algorithm)
             values = sample.values.get(signal)
             advantages[signal], returns[signal] = algorithm.estimator(rewards, values, algorithm)
         sample.advantages = algorithm.combine(advantages, multiplier)

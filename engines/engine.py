@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
@@ -77,13 +78,15 @@ class Answer:
     score: float | None = None  # a scalar reward model's output, instead of tokens
     rank: int = 0  # rank of the engine that finished it
 
-    def extended(self, part: Answer) -> Answer:
-        """Return this answer with `part`, the next one, appended."""
-        tokens = self.tokens + part.tokens
-        logprobs = self.logprobs + part.logprobs
-        versions = self.versions + part.versions
-        end = {"finish": part.finish, "end": part.end, "rank": part.rank, "score": part.score}
-        return replace(self, tokens=tokens, logprobs=logprobs, versions=versions, **end)
+    def extended(self, *parts: Answer) -> Answer:
+        """Return this answer with the next `parts` appended."""
+        whole = (self, *parts)
+        changed = {}
+        for name in ("tokens", "logprobs", "versions"):
+            changed[name] = list(chain.from_iterable(vars(part)[name] for part in whole))
+        for name in ("finish", "end", "rank", "score"):
+            changed[name] = vars(whole[-1])[name]
+        return replace(self, **changed)
 
 
 class Engine:
@@ -340,8 +343,7 @@ def read_part(event: dict, written: int) -> Answer:
     present = {"version": info["weight_version"], "start": 0, "end": total}
     versions = []
     for span in info.get("weight_versions") or [present]:
-        versions += [int(span["version"])] * (span["end"] - span["start"])
-    versions = versions[written:]
+        versions += [int(span["version"])] * (span["end"] - max(span["start"], written))
     finish = info["finish_reason"]["type"] if info["finish_reason"] else ""
     # SGLang hasn't checked if the last token ends the answer: drop it, and have it generated again
     if finish == "abort":

@@ -84,7 +84,7 @@ class Pool:
         engine breaks off.
         """
         requests = [request._replace(name=uuid4().hex) for request in requests]
-        written: dict[int, Answer] = {}  # index -> what came so far
+        written: dict[int, list[Answer]] = {}  # index -> the parts so far
         aborts = self._aborts
         async with self._turns[model]:  # wait first: a chosen engine might fall asleep
             engine = await self._engine_for(model, aborts)
@@ -94,11 +94,12 @@ class Pool:
                 async with aclosing(engine.generate(requests)) as parts:
                     async for part in parts:
                         note(part)
-                        if part.index in written:
-                            part = written[part.index].extended(part)
-                        written[part.index] = part
+                        parts_so_far = written.setdefault(part.index, [])
+                        parts_so_far.append(part)
                         if part.finish:
-                            yield self._record(part, requests[part.index])
+                            first, *others = parts_so_far
+                            answer = first.extended(*others)
+                            yield self._record(answer, requests[part.index])
 
     async def _engine_for(self, model: int, aborts: int) -> Engine | None:
         """Return the next request's engine; wait until one is awake. None if `abort` is called meanwhile."""

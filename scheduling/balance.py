@@ -69,12 +69,17 @@ def plan_batch(measure: Measure, config: Config, dp_size: int) -> list[list[list
 def whole_groups(keys: list[Key], measure: Measure, budget: int) -> list[list[Key]]:
     """Put answers that share a prefix into one bundle, as many as fit the budget."""
     bundles: list[list[Key]] = []
+    length = 0  # the last bundle's: see Measure.length
     for key in keys:
-        is_next = bundles and bundles[-1][0][0] == key[0] and measure.prefix(key).tokens
-        if is_next and measure.length([*bundles[-1], key]) <= budget:
+        prefix = measure.prefix(key).tokens
+        own = packed_length(measure.tokens[key]) - prefix
+        is_next = bundles and bundles[-1][0][0] == key[0] and prefix
+        if is_next and length + own <= budget:
             bundles[-1].append(key)
+            length += own
         else:
             bundles.append([key])
+            length = prefix + own
     return bundles
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -96,18 +97,23 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             end = sum(packed_length(len(sequence.tokens)) for sequence in sequences)
             pieces.append(Piece(end, end + padding))
             sequences.append(Sequence([0] * (padding + 1), []))
-        rows = []  # a row for each token but a sequence's last: (token, next token, its slot, position)
+        columns = []  # of each token but a sequence's last: token, next token, its slot, position
         for sequence in sequences:
             assert sequence.prompt, "a response's first token is predicted from a prompt token"
-            tokens = sequence.tokens
-            slots = []  # the slot of each token that is a target
+            tokens = np.array(sequence.tokens)
+            slots = np.full(len(tokens), NO_TARGET)  # the slot of each token that is a target
+            start = 0
             for part, is_target in sequence.parts():
-                slots += range(slot, slot + len(part)) if is_target else [NO_TARGET] * len(part)
-                slot += len(part) if is_target else 0
-            rows += zip(tokens[:-1], tokens[1:], slots[1:], range(len(tokens) - 1), strict=True)
+                end = start + len(part)
+                if is_target:
+                    slots[start:end] = np.arange(slot, slot + len(part))
+                    slot += len(part)
+                start = end
+            columns.append((tokens[:-1], tokens[1:], slots[1:], np.arange(len(tokens) - 1)))
         # drop repeated prompts, and put the rest in the order of the pieces
         taken = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
-        tokens, targets, slots, positions = torch.tensor(rows)[taken].T.contiguous()
+        columns = torch.from_numpy(np.concatenate(columns, axis=1))
+        tokens, targets, slots, positions = columns[:, taken]
         # the pieces' order isn't the slots': sort by slot, and leave out tokens without a target, the first
         without_target = (slots == NO_TARGET).sum()
         reads = slots.argsort()[without_target:]
