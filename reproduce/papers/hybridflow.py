@@ -4,27 +4,30 @@
     python reproduce/papers/hybridflow.py --figure 9 11 --published FILE.csv    other points with the same
     columns
 
-Figures 9, 11, 12 and 13 are simulated, with sizes from reproduce/papers/mapping.py. The others are closed
-forms. Rows
-follow HybridFlow's order: answers are scored while reference and critic read them. This program scores them
-earlier.
+Figures 9, 12 and 13 are simulated, with placements and sizes from reproduce/papers/mapping.py. The others are
+closed forms, of the same mapping or of table 2. Rows follow HybridFlow's order: answers are scored while
+reference and critic read them. This program scores them earlier.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from reproduce.papers import mapping
-from reproduce.papers.mapping import Mapping, Placement, Speeds, Task
+from reproduce.papers.mapping import Mapping, Placement, Sizes, Speeds, Task
 from reproduce.papers.tables import Paper, Point, Row, command, known, values
+from reproduce.papers.trivial import power_law
 from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
 from reproduce.simulation.costs import Decode, Device, Model
 from reproduce.simulation.engine import Moves
@@ -36,6 +39,7 @@ GRAIN = 16  # all lengths are equal, so a finer grain changes nothing
 MEETING_S = 10.0
 PPO = ("actor", "critic", "reference", "reward")
 SAFE = (*PPO, "cost")
+REMAX = ("actor", "reference", "reward")
 LEARNT = ("actor", "critic", "reference")  # run by trainers; the other roles score
 PLACEMENTS = {
     "colocate": (PPO,),
@@ -43,13 +47,11 @@ PLACEMENTS = {
     "standalone": tuple((role,) for role in PPO),
     "HybridFlow": (),  # the search chooses
 }
+SEARCHED = {"HybridFlow": ()}
 SYSTEMS = ("DS-Chat", "HybridFlow-V", "HybridFlow")  # in table 2
 SETTING_OF_TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"
 NO_ROOM = "reproduce/papers/mapping.py finds too little memory for it"
-GENERATION = "the engines' constants were fitted on all of these"
 OTHER = "another program; the times of its stages aren't published"
-REMAX = """7B on 16 GPUs is published as 42 s slower than PPO, but it trains no critic, and its second \
-generation takes 34 s by figure 15"""
 
 
 class Cost(NamedTuple):
@@ -161,7 +163,7 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
     if not point.gpus.isdecimal() or not int(point.gpus):
         raise UserError(f"{point.where}: {point.gpus} isn't a number of GPUs")
     generation = of["generation"]
-    task = Task(prompt=generation.pop("prompt"), **of["task"])
+    task = Task(prompt=generation.pop("prompt"), **of["task"], answers=1 + (roles == REMAX))
     device = Device(**of["device"], **of["transition"])
     speeds = Speeds(device, **of["speeds"], **of["compute"], **generation)
     return Setting(models, int(point.gpus), task, speeds)
@@ -173,29 +175,63 @@ def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
     return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
 
 
-def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
+def not_modelled(paper: Paper, figure: str, but: Iterable[str] = ()) -> list[Row]:
     """Return `not modelled` rows for all systems except `but`."""
     points = [point for point in paper.of(figure) if point.system not in but]
-    return [paper.row(point, None, "not modelled", why) for point in points]
+    return [paper.left_out(point, OTHER) for point in points]
 
 
-def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> list[Row]:
-    """Return the rows of a figure in tokens/s. Each placement has its best sizes."""
+def found_for(placement: Placement, at: Setting) -> Mapping | None:
+    """Return the fastest Mapping of a placement, or of all placements; None if nothing fits."""
+    if placement:
+        return mapping.best_of(placement, *at)
+    return next(iter(mapping.search(*at)), None)
+
+
+def mean_params(models: dict[str, Model]) -> float:
+    return fmean(model.params for model in models.values())
+
+
+def scaling_law(paper: Paper) -> Callable[..., float | None]:
+    """Return the trivial predictor: tokens/s by GPUs and parameters, from the points of `compute`."""
+    known = []
+    for point in paper.fitted("compute"):
+        at = setting_of(paper, point)
+        known.append((at.gpus, mean_params(at.models), float(point.value)))
+    return power_law(known)
+
+
+def throughput(
+    paper: Paper,
+    figure: str,
+    placements: dict[str, Placement],
+    roles: tuple[str, ...] = PPO,
+    how: str = "simulated",
+) -> list[Row]:
+    """Return the rows of a figure in tokens/s. Each placement has its best sizes.
+
+    Placement () is the search's choice. how: `closed form` doesn't run the controllers.
+    """
     rows = []
+    law = scaling_law(paper)
     for point in asked(paper, figure, placements):
         placement = placements[point.system]
-        at = setting_of(paper, point, sum(placement, ()) or PPO)
-        every = [mapping.best_of(placement, *at)] if placement else mapping.search(*at)
-        if not every or not every[0]:
-            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+        at = setting_of(paper, point, sum(placement, ()) or roles)
+        found = found_for(placement, at)
+        if not found:
+            rows.append(paper.left_out(point, NO_ROOM))
             continue
-        rows.append(paper.row(point, at.task.sequences * at.task.trained / step_s(at, every[0])))
+        seconds = step_s(at, found) if how == "simulated" else found.seconds
+        trivial = law(at.gpus, mean_params(at.models))
+        tokens_s = at.task.sequences * at.task.trained / seconds
+        rows.append(paper.row(point, tokens_s, how=how, trivial=trivial))
     return rows + not_modelled(paper, figure, but=placements)
 
 
 def transitions(paper: Paper) -> list[Row]:
     """Return the rows of figure 14, in seconds: table 2's volumes, then an engine's part from the host."""
     rows = []
+    fitted = {point.setting: float(point.value) for point in paper.fitted("transition")}
     for point in asked(paper, "14", SYSTEMS):
         models, gpus, _, speeds = setting_of(paper, point)
         pp, tp, parts = known(point, point.setting, values(paper.constants["sizes"]))
@@ -204,9 +240,38 @@ def transitions(paper: Paper) -> list[Row]:
         gathering = gpus if point.system == "DS-Chat" else pp * tp
         cost = table_2(pp, tp, gpus // (pp * tp), parts)[point.system]
         seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
-        kind = "predicted" if point.system == "HybridFlow" else "closed form"
-        rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
+        how = dict(how="closed form", trivial=fitted.get(point.setting))
+        rows.append(paper.row(point, models["actor"].bytes * seconds, **how))
     return rows + not_modelled(paper, "14", but=SYSTEMS)
+
+
+def generation(paper: Paper) -> list[Row]:
+    """Return figure 15's rows, on which the engine's constants were fitted. All models share the GPUs."""
+    rows = []
+    for point in asked(paper, "15", ("HybridFlow",)):
+        models, gpus, task, speeds = setting_of(paper, point)
+        pp, tp, _ = known(point, point.setting.split()[0], values(paper.constants["sizes"]))
+        parts = int(point.setting.rpartition("=")[2])
+        sizes = Sizes(pp, tp, gpus // (pp * tp))
+        held = speeds.reserve + sum(mapping.held_by(*each, sizes) for each in models.items())
+        decode = mapping.engine(models["actor"], parts, held, speeds)
+        seconds = mapping.generate_s(decode, math.ceil(task.sequences * parts / gpus), task)
+        rows.append(paper.row(point, seconds, how="closed form"))
+    return rows
+
+
+def search_times(paper: Paper) -> list[Row]:
+    """Return figure 16's rows, with a bound of our search's seconds: exact ones would differ each time."""
+    rows = []
+    for point in asked(paper, "16", ("HybridFlow",)):
+        at = setting_of(paper, point)
+        mapping.choice_of_set.cache_clear()
+        began = time.perf_counter()
+        mapping.search(*at)
+        took_s = time.perf_counter() - began
+        bound_s = next(each for each in (10, 100, 1000) if took_s < each)
+        rows.append(paper.left_out(point, f"our search took less than {bound_s} s"))
+    return rows
 
 
 def rows_of_table_2(paper: Paper) -> list[Row]:
@@ -218,19 +283,20 @@ def rows_of_table_2(paper: Paper) -> list[Row]:
             raise UserError(f"{point.where}: its setting must look like `p=1 t=8 d=2 t_g=2`")
         cost = table_2(*map(int, sizes.groups()))[point.system]
         part = float(known(point, point.metric, cost._asdict()))
-        rows.append(paper.row(point, part, "closed form"))
+        rows.append(paper.row(point, part, how="closed form"))
     return rows + not_modelled(paper, "table 2", but=SYSTEMS)
 
 
 FIGURES = {
-    "9": partial(throughput, figure="9", placements={"HybridFlow": (PPO,)}),
-    "10": partial(not_modelled, figure="10", why=REMAX),
-    "11": partial(throughput, figure="11", placements={"HybridFlow": (SAFE,)}),
+    # section 8.2: HybridFlow's bars have the placement that its search finds
+    "9": partial(throughput, figure="9", placements=SEARCHED),
+    "10": partial(throughput, figure="10", placements=SEARCHED, roles=REMAX, how="closed form"),
+    "11": partial(throughput, figure="11", placements=SEARCHED, roles=SAFE, how="closed form"),
     "12": partial(throughput, figure="12", placements=PLACEMENTS),
     "13": partial(throughput, figure="13", placements=PLACEMENTS),
     "14": transitions,
-    "15": partial(not_modelled, figure="15", why=GENERATION),
-    "16": partial(not_modelled, figure="16", why="times of HybridFlow's own search program"),
+    "15": generation,
+    "16": search_times,
     "table 2": rows_of_table_2,
 }
 

@@ -2,9 +2,11 @@
 
 Each figure has a CSV of published points, one per row. Constants are in TOML; each table names its source or
 the points that it was fitted on. A row's kind is `fitted` (on this point), `follows` (computed from fitted
-points or equal to one), `predicted` (neither), `closed form` (a formula without controllers), `simulated`
-(nothing is published) or `not modelled` (its note has the reason). Rows are kept in docs/papers/rows;
-reproduce/papers/pages.py makes the pages from them.
+points or equal to one), `predicted` (neither), `seen` (predicted after the value was seen), `kept back` (its
+value isn't entered), `implied` (nor is this one, but text or other bars imply it), `own setting` (nothing is
+published) or `not modelled` (its note has the reason). A row also has how it was made, and the value of a
+trivial predictor with the same fitted points. Rows are kept in docs/papers/rows; reproduce/papers/pages.py
+makes the pages from them.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from runtime.errors import UserError
 ROOT = Path(__file__).parent
 DOCS = ROOT.parents[1] / "docs" / "papers"
 COLUMNS = "figure,system,setting,gpus,metric,unit,value,precision,label,source,page,note"
+WITHOUT_VALUE = {"BACK": "kept back", "TOLD": "implied"}  # label of a point -> kind of its row
 Constants = dict[str, dict[str, Any]]  # table -> its keys
 Figures = dict[str, Callable[["Paper"], list["Row"]]]  # name -> maker of its rows
 
@@ -33,7 +36,8 @@ class Point(namedtuple("Point", f"{COLUMNS},where", defaults=[""])):
     """A published number: the text of its CSV's columns, and its file and line.
 
     precision: relative. label: P (stated), FIG (digitized), CALC (computed), 2ND (from a third party) or RUN
-    (measured here).
+    (measured here). Without a value: BACK (kept back for a blind check) or TOLD (implied by
+    text or other bars).
     """
 
     @property
@@ -50,17 +54,22 @@ class Row(NamedTuple):
     setting: str
     gpus: str
     metric: str
-    published: float | None  # None: nothing is published
+    published: float | None  # None: not entered, or nothing is published
     simulated: float | None  # None: not modelled
     unit: str
     kind: str
     note: str = ""
+    how: str = "simulated"  # or `closed form`, `regression`, `search`
+    trivial: float | None = None  # the trivial predictor's value
 
     @property
     def error(self) -> float | None:
-        if self.published is None or self.simulated is None:
-            return None
-        return self.simulated / self.published - 1
+        return self.error_of("simulated")
+
+    def error_of(self, side: str) -> float | None:
+        """Return the relative error of `simulated` or `trivial`, if it and the published value are known."""
+        value = self.at(side)
+        return None if self.published is None or value is None else value / self.published - 1
 
     @property
     def devices(self) -> str:
@@ -84,28 +93,43 @@ class Paper(NamedTuple):
     quick: bool = False  # --quick: fewer points
     every: bool = False  # --all: more points than the page shows
 
-    def row(
-        self, point: Point, simulated: float | None, kind: str = "predicted", note: str = ""
-    ) -> Row:
-        """Return a point's row. `predicted` becomes `fitted` or `follows` if a constant was fitted on it."""
-        if kind == "predicted" and point.name in fitted_on(self.constants, "follows"):
-            kind = "follows"
-        if kind == "predicted" and point.name in fitted_on(self.constants):
-            kind = "fitted"
-        return Row(*point[:5], float(point.value), simulated, point.unit, kind, note)
+    def row(self, point: Point, simulated: float | None, note: str = "", **more: Any) -> Row:
+        """Return a point's row. more: fields `how` and `trivial`."""
+        published = float(point.value) if point.value else None
+        return Row(*point[:5], published, simulated, point.unit, self._kind(point), note, **more)
+
+    def _kind(self, point: Point) -> str:
+        if point.label in WITHOUT_VALUE:
+            return WITHOUT_VALUE[point.label]
+        for kind in ("follows", "fitted_on"):
+            if point.name in fitted_on(self.constants, kind):
+                return kind.removesuffix("_on")
+        return "seen" if point.figure in fitted_on(self.constants, "seen") else "predicted"
+
+    def left_out(self, point: Point, why: str) -> Row:
+        """Return the row of a point that isn't simulated."""
+        return self.row(point, None, why, how="")._replace(kind="not modelled")
 
     def of(self, figure: str) -> list[Point]:
         return [point for point in self.points if point.figure == figure]
 
+    def fitted(self, table: str, metric: str = "") -> list[Point]:
+        """Return the points that a table's constants were fitted on; metric: only those."""
+        names = self.constants[table]["fitted_on"]
+        return [p for p in self.points if p.name in names and p.metric in (metric or p.metric)]
+
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
     """Return the constants of a table, without their sources."""
-    sources = ("source", "fitted_on", "follows")
+    sources = ("source", "fitted_on", "follows", "seen")
     return {name: value for name, value in table.items() if name not in sources}
 
 
 def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
-    """Return the names of all points that constants were fitted on; key `follows`: that follow from those."""
+    """Return the names of all points that constants were fitted on; key `follows`: that follow from those.
+
+    Key `seen`: figures that were simulated only after their values had been entered.
+    """
     return {name for table in constants.values() for name in table.get(key, ())}
 
 
@@ -117,7 +141,8 @@ def read_points(path: Path) -> list[Point]:
         try:
             for cells in lines:
                 point = Point(**cells, where=f"{path}:{lines.line_num}")
-                if not 0 < float(point.value) < float("inf"):
+                known = point.label not in WITHOUT_VALUE or point.value
+                if known and not 0 < float(point.value) < float("inf"):
                     raise ValueError(f"{point.value} isn't a number above 0")
                 points.append(point)
         except (TypeError, ValueError, csv.Error) as error:
@@ -169,25 +194,28 @@ def read_rows(path: Path) -> list[Row]:
     with path.open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
             numbers = {}
-            for name in ("published", "simulated"):
+            for name in ("published", "simulated", "trivial"):
                 numbers[name] = float(cells[name]) if cells[name] else None
             rows.append(Row(**cells | numbers))
     return rows
 
 
 def table_of(rows: list[Row], published: str = "published") -> list[str]:
-    """Return a Markdown table without empty columns. published: that column's header."""
-    names = ("figure", "system", "setting", "on", "metric", published, "simulated", "error", "kind")
-    several = len({row.figure for row in rows}) > 1
+    """Return a Markdown table. published: that column's header. A column with one value becomes a line."""
+    names = ("figure", "system", "setting", "on", "metric", "kind", "how", published, "simulated")
+    names += ("error, %", "trivial's", "note")
     table = []
     for row in rows:
-        error = "" if row.error is None else percent(row.error, "+.1f")
-        what = (row.figure if several else "", row.system, row.setting, row.devices)
-        values = (number(row.published), number(row.simulated), error, row.kind, row.note)
-        table.append([*what, f"{row.metric}, {row.unit}", *values])
-    used = [any(column) for column in zip(*table, strict=True)]
-    lines = []
-    for cells in ((*names, "note"), ["---"] * 10, *table):
+        sides = [row.error_of(side) for side in ("simulated", "trivial")]
+        both = ["" if error is None else f"{100 * error:+.1f}" for error in sides]
+        what = (row.figure, row.system, row.setting, row.devices, f"{row.metric}, {row.unit}")
+        values = (row.kind, row.how, number(row.published), number(row.simulated), *both, row.note)
+        table.append([*what, *values])
+    same = [len({*column}) == 1 for column in zip(*table, strict=True)]
+    shared = [f"{names[n]}: {table[0][n]}" for n in range(1, 7) if same[n]]
+    used = [not equal or (n > 6 and table[0][n] != "") for n, equal in enumerate(same)]
+    lines = [f"{'; '.join(shared)}.", ""] if shared else []
+    for cells in (names, ["---"] * len(names), *table):
         shown = [cell.replace("|", "\\|") for cell in compress(cells, used)]
         lines.append(f"| {' | '.join(shown)} |")
     return [*lines, ""]
