@@ -109,7 +109,7 @@ def rows_of(name: str, paper: Paper) -> list[Row]:
             for each in ((name, "full"), ("short", point.setting), ("short", "full"))
         ]
         trivial = sides[0] * sides[1] / sides[2] if point.setting != "full" and all(sides) else None
-        rows.append(paper.row(point, ours, trivial=trivial))
+        rows.append(paper.row(point, ours, how="simulated", trivial=trivial))
     return rows
 
 

@@ -75,7 +75,7 @@ def rows_of(figure: str, paper: Paper) -> list[Row]:
         config = parse_config([*COMMON, *PLANS[figure][point.setting]])
         costs = costs_like(Known(**known[figure]), config)
         ours = simulate(costs, RANKS, Plan(point.setting, config)).seconds
-        row = paper.row(point, ours, trivial=own.get(first))
+        row = paper.row(point, ours, how="simulated", trivial=own.get(first))
         rows.append(row._replace(kind="fitted") if point.setting == first else row)
     return rows
 

@@ -29,8 +29,17 @@ from extras.fused.tail import TAILS
 from extras.pipelines import tables
 from extras.pipelines.fused import fused
 from extras.pipelines.tables import Pipe, Table, Task
-from reproduce.papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
-from reproduce.papers.trivial import power_law
+from reproduce.papers.tables import (
+    ROOT,
+    Constants,
+    Paper,
+    Point,
+    Row,
+    command,
+    known,
+    power_law,
+    values,
+)
 from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload
 from reproduce.simulation.costs import Decode, Device, Model, Passes, decode_of
 from runtime.errors import UserError
@@ -122,7 +131,7 @@ def gain(name: str, schedule: Callable[[list[Pipe]], Table] = fused) -> dict[str
 def greedy(pipes: list[Pipe]) -> Table:
     """Return the schedule that RLHFuse's annealing starts from: always the task that can start first.
 
-    A smaller model's task must end before its rank could start one of the large model's. Ties: backward first.
+    A smaller model's task must end before its rank could start one of the large model's. Backward goes first.
     """
     table = tables.empty_table(pipes)
     free = [0.0] * len(table)
@@ -235,67 +244,56 @@ def fastest(steps: dict[Setting, dict], paper: Paper, point: Point) -> Setting:
     return min(tried, key=lambda each: steps[each]["generation + inference"])
 
 
-class Guess:
-    """The trivial predictor, from the points that the constants were fitted on.
+def trivial_of(paper: Paper) -> Callable[[Setting, bool], dict[str, float]]:
+    """Return the trivial predictor of all stages, from the points that the constants were fitted on.
 
     Power laws in parameters and length, inference by length only. RLHFuse hides all of its inference, and
     trains 1.25 times as fast as Base. In figure 9 both pairs have one curve, scaled by Base's seconds.
     """
+    of = paper.constants
 
-    def __init__(self, paper: Paper):
-        self._constants = paper.constants
-        self._generation = power_law(self._known(paper.fitted("decode")))
-        self._training = power_law(self._known(paper.fitted("training")))
-        self._inference = paper.fitted("inference")
-        self._curve = {point.setting: float(point.value) for point in paper.fitted("fusion")}
+    def size(setting: Setting, metric: str) -> tuple[float, int]:
+        model = setting.critic if metric == "critic training" else setting.actor
+        return of["models"][model]["params"], setting.most
 
-    def _params(self, setting: Setting, metric: str) -> float:
-        model = setting.critic if metric.startswith("critic") else setting.actor
-        return self._constants["models"][model]["params"]
+    def fitted(table: str) -> list[tuple[Setting, str, float]]:
+        return [(setting_of(p), p.metric, float(p.value)) for p in paper.fitted(table)]
 
-    def _known(self, points: list[Point]) -> list[tuple[float, ...]]:
-        known = []
-        for point in points:
-            setting = setting_of(point)
-            params = self._params(setting, point.metric)
-            known.append((params, setting.most, float(point.value)))
-        return known
+    laws = {}
+    for table in ("decode", "training"):
+        laws[table] = power_law([(*size(at, metric), value) for at, metric, value in fitted(table)])
+    curve = {at.tail: value for at, _, value in fitted("fusion")}
 
-    def of(self, point: Point) -> float | None:
-        setting = setting_of(point)
-        return self._all(setting, point.system == "RLHFuse").get(point.metric)
-
-    def _all(self, setting: Setting, is_fused: bool) -> dict[str, float]:
-        """Return the seconds of all stages and the throughput; {} without the fitted points."""
-        same = [float(p.value) for p in self._inference if setting_of(p).most == setting.most]
+    def seconds(setting: Setting, is_fused: bool) -> dict[str, float]:
         found = {}
         for metric in ("actor training", "critic training"):
-            found[metric] = self._training(self._params(setting, metric), setting.most)
-        found["generation"] = self._generation(self._params(setting, ""), setting.most)
-        if None in found.values() or not same:
-            return {}
-        found["inference"] = fmean(same)
-        training = found["actor training"] + found["critic training"]
-        serving = found["generation"] + (0.0 if is_fused else found["inference"])
+            found[metric] = laws["training"](*size(setting, metric))
+        training = sum(found.values()) / (1.25 if is_fused else 1)
+        found["generation"] = laws["decode"](*size(setting, "generation"))
+        known = fitted("inference")
+        found["inference"] = fmean(value for at, _, value in known if at.most == setting.most)
+        serving = found["generation"] + (0 if is_fused else found["inference"])
         if is_fused and setting.tail is not None:
-            bases = [self._all(each, False)["generation + inference"] for each in (setting, PAIR)]
-            serving = self._curve[f"1024 33/65 tail {setting.tail:g}"] * bases[0] / bases[1]
-        found["training"] = training / (1.25 if is_fused else 1)
-        found["generation + inference"] = serving
-        step_s = (serving + found["training"]) / (1 - self._constants["others"]["part"])
-        return found | {"throughput": self._constants["system"]["batch"] / step_s}
+            of_pairs = [seconds(pair, False)["generation + inference"] for pair in (setting, PAIR)]
+            serving = curve[setting.tail] * of_pairs[0] / of_pairs[1]
+        step_s = (serving + training) / (1 - of["others"]["part"])
+        found |= {"generation + inference": serving, "training": training}
+        return found | {"throughput": of["system"]["batch"] / step_s}
+
+    return seconds
 
 
 def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
     """Return the rows of a figure. steps: cache of simulated steps."""
     rows = []
-    guess = Guess(paper)
+    trivial = trivial_of(paper)
     for point in chosen(paper, figure):
         setting = fastest(steps, paper, point)
         seconds = known(point, point.metric, steps[setting])
         note = "" if point.system == "Base" else f"tail {setting.tail:g}"
         how = "regression" if point.metric in REGRESSIONS else "simulated"
-        rows.append(paper.row(point, seconds, note, how=how, trivial=guess.of(point)))
+        guess = trivial(setting_of(point), point.system == "RLHFuse")[point.metric]
+        rows.append(paper.row(point, seconds, note, how, guess))
     return rows
 
 
@@ -305,7 +303,7 @@ def table_3(paper: Paper) -> list[Row]:
     for point in chosen(paper, "table 3"):
         found = known(point, point.metric, gain(point.setting))
         trivial = gain(point.setting, greedy)[point.metric]
-        rows.append(paper.row(point, found, point.note, how="search", trivial=trivial))
+        rows.append(paper.row(point, found, point.note, "search", trivial))
     return rows
 
 

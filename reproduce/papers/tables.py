@@ -18,9 +18,12 @@ import tomllib
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import namedtuple
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from runtime.errors import UserError
 
@@ -59,7 +62,7 @@ class Row(NamedTuple):
     unit: str
     kind: str
     note: str = ""
-    how: str = "simulated"  # or `closed form`, `regression`, `search`
+    how: str = ""  # `simulated`, `closed form`, `regression` or `search`
     trivial: float | None = None  # the trivial predictor's value
 
     @property
@@ -93,10 +96,18 @@ class Paper(NamedTuple):
     quick: bool = False  # --quick: fewer points
     every: bool = False  # --all: more points than the page shows
 
-    def row(self, point: Point, simulated: float | None, note: str = "", **more: Any) -> Row:
-        """Return a point's row. more: fields `how` and `trivial`."""
+    def row(
+        self,
+        point: Point,
+        simulated: float | None,
+        note: str = "",
+        how: str = "closed form",
+        trivial: float | None = None,
+    ) -> Row:
+        """Return a point's row."""
         published = float(point.value) if point.value else None
-        return Row(*point[:5], published, simulated, point.unit, self._kind(point), note, **more)
+        own = (published, simulated, point.unit, self._kind(point), note, how, trivial)
+        return Row(*point[:5], *own)
 
     def _kind(self, point: Point) -> str:
         if point.label in WITHOUT_VALUE:
@@ -108,15 +119,14 @@ class Paper(NamedTuple):
 
     def left_out(self, point: Point, why: str) -> Row:
         """Return the row of a point that isn't simulated."""
-        return self.row(point, None, why, how="")._replace(kind="not modelled")
+        return self.row(point, None, why, "")._replace(kind="not modelled")
 
     def of(self, figure: str) -> list[Point]:
         return [point for point in self.points if point.figure == figure]
 
-    def fitted(self, table: str, metric: str = "") -> list[Point]:
-        """Return the points that a table's constants were fitted on; metric: only those."""
-        names = self.constants[table]["fitted_on"]
-        return [p for p in self.points if p.name in names and p.metric in (metric or p.metric)]
+    def fitted(self, table: str) -> list[Point]:
+        """Return the points that a table's constants were fitted on, whatever points are asked for."""
+        return [p for p in all_published() if p.name in self.constants[table]["fitted_on"]]
 
 
 def values(table: dict[str, Any]) -> dict[str, Any]:
@@ -131,6 +141,11 @@ def fitted_on(constants: Constants, key: str = "fitted_on") -> set[str]:
     Key `seen`: figures that were simulated only after their values had been entered.
     """
     return {name for table in constants.values() for name in table.get(key, ())}
+
+
+@cache
+def all_published() -> list[Point]:
+    return [p for path in sorted((ROOT / "published").glob("*.csv")) for p in read_points(path)]
 
 
 def read_points(path: Path) -> list[Point]:
@@ -231,6 +246,51 @@ def percent(part: float, form: str = ".0f") -> str:
     return f"{100 * part:{form}} %"
 
 
+def power_law(known: list[tuple[float, ...]]) -> Callable[..., float]:
+    """Fit y = k * a**p * b**q ... to rows of (a, b, ..., y), by least squares of logarithms."""
+    logs = np.log(np.array(known))
+    inputs = np.column_stack([np.ones(len(logs)), logs[:, :-1]])
+    powers, *_ = np.linalg.lstsq(inputs, logs[:, -1])
+    return lambda *at: float(np.exp(powers @ [1.0, *np.log(at)]))
+
+
+class Spread(NamedTuple):
+    """Relative errors: their median and 90th percentile without sign, and the largest."""
+
+    median: float
+    ninth: float
+    largest: float
+
+    def __str__(self) -> str:
+        return (
+            f"median error {percent(self.median, '.1f')}, largest {percent(self.largest, '+.1f')}"
+        )
+
+
+def spread(own: Iterable[float]) -> Spread:
+    own = [*own]
+    return Spread(*np.percentile(np.abs(own), [50, 90]).tolist(), max(own, key=abs))
+
+
+class Skill(NamedTuple):
+    """How near predicted rows are, beside a trivial predictor with the same fitted points."""
+
+    count: int
+    simulated: Spread
+    trivial: Spread
+    closer: int  # rows in which the simulation is nearer
+
+
+def skill(rows: Iterable[Row]) -> Skill | None:
+    """Compare the predicted rows that have both errors; None without any."""
+    own = [row for row in rows if row.kind == "predicted" and row.error is not None]
+    both = [(row.error, row.error_of("trivial")) for row in own if row.trivial is not None]
+    if not both:
+        return None
+    closer = sum(abs(ours) < abs(trivial) for ours, trivial in both)
+    return Skill(len(both), *map(spread, zip(*both, strict=True)), closer)
+
+
 def errors(rows: Iterable[Row]) -> str:
     """Summarize the errors of predicted rows, or of all rows if none is predicted; "" without any."""
     known = [row for row in rows if row.error is not None]
@@ -240,9 +300,10 @@ def errors(rows: Iterable[Row]) -> str:
     far = max(own, key=lambda row: abs(row.error))
     if not far.error:
         return f"{len(own)} {own[0].kind} points, all exact"
-    middle = percent(statistics.median(abs(row.error) for row in own), ".1f")
-    largest = percent(far.error, "+.1f")
-    return f"{len(own)} {own[0].kind} points: median error {middle}, largest {largest} ({far.name})"
+    text = f"{len(own)} {own[0].kind} points: {spread(row.error for row in own)} ({far.name})"
+    if found := skill(own):
+        text += f"; trivial predictor: {found.trivial}; simulation nearer in {found.closer} of {found.count}"
+    return text
 
 
 def command(

@@ -103,7 +103,7 @@ def partial(paper: Paper) -> list[Row]:
                 cell = f"{judge} judge, {keep:.0%} of groups kept, {swap_s} s to swap"
                 note = f"{split} ranks write, {RANKS - split} judge"
                 what = (side, cell, str(RANKS), "serving", None, took[split] / full_s)
-                rows.append(Row("partial", *what, "x full", "own setting", note))
+                rows.append(Row("partial", *what, "x full", "own setting", note, "simulated"))
     return rows
 
 
@@ -161,7 +161,7 @@ def central(paper: Paper) -> list[Row]:
         central_s = step_s(paper.constants, Link(rate).carry, mb * 1e6, DISPATCHES)
         cell = f"{mb:g} MB a sample, a central process of {rate / 1e9:g} GB/s"
         what = ("parallel", cell, str(RANKS), "step", None, parallel_s[mb] / central_s)
-        rows.append(Row("central", *what, "x central", "own setting"))
+        rows.append(Row("central", *what, "x central", "own setting", "", "simulated"))
     return rows
 
 
@@ -177,24 +177,15 @@ def h20(paper: Paper) -> list[Row]:
         size = min(size, int(decode.kv_tokens // CONTEXTS["slowest"]))
         tokens_s = size / decode.seconds(1, size, CONTEXTS[point.metric] * size)
         trivial = saturated(paper, point)
-        rows.append(paper.row(point, tokens_s, point.note, how="closed form", trivial=trivial))
+        rows.append(paper.row(point, tokens_s, point.note, trivial=trivial))
     return rows
 
 
-def saturated(paper: Paper, point: Point) -> float | None:
-    """Return the trivial predictor: the most similar fitted engine's tokens/s per GPU, for any batch.
-
-    Most similar: the same model, then the nearest number of GPUs.
-    """
-    name = point.setting.split()[0]
+def saturated(paper: Paper, point: Point) -> float:
+    """Return the trivial predictor: a fitted engine's tokens/s per GPU, of the same model or as many GPUs."""
+    model, tp, *_ = point.setting.split()
     like = [each for each in paper.fitted("engine") if each.metric == point.metric]
-    if not like:
-        return None
-
-    def distance(each: Point) -> tuple[bool, int]:
-        return each.setting.split()[0] != name, abs(int(each.gpus) - int(point.gpus))
-
-    nearest = min(like, key=distance)
+    nearest = max(like, key=lambda each: (model in each.setting, tp in each.setting))
     return float(nearest.value) * int(point.gpus) / int(nearest.gpus)
 
 
