@@ -2,8 +2,8 @@
 
     python reproduce/bench/balance.py     a few seconds; computed from lengths alone, on any machine
 
-A step's 512 answers have log-normal lengths (median 600 tokens, at most 4,096) after prompts of 512 tokens. Work
-is the multiply-adds of a 7B model's forward passes. `on` deals them as training does; `off` in their order. All
+A step's 512 answers have log-normal lengths (median 600 tokens, at most 4,096) after prompts of 512 tokens.
+Work is the multiply-adds of a 7B model's forward passes. `on` deals them as training does, `off` in order. All
 ranks wait for the slowest one, so `off / on` is how much longer an update takes without the balance.
 """
 
@@ -55,7 +55,9 @@ def slowest(seed: int, ranks: int) -> tuple[float, float]:
 def main() -> None:
     rows = []
     for ranks in (4, 16, 64):
-        sides = [fmean(side) for side in zip(*(slowest(n, ranks) for n in range(SEEDS)), strict=True)]
+        sides = [
+            fmean(side) for side in zip(*(slowest(n, ranks) for n in range(SEEDS)), strict=True)
+        ]
         rows.append([str(ranks), *(f"{side:.3f}" for side in (*sides, sides[1] / sides[0]))])
     print_table(["ranks", "on", "off", "off / on"], rows)
 

@@ -284,6 +284,14 @@ def without_repeats(rows: list[Row], figures: Sequence[str]) -> list[Row]:
     return [*runs.values()]
 
 
+def headline_of(prose: Prose, rows: list[Row]) -> str:
+    return errors(without_repeats(rows, prose["headline"]))
+
+
+def prose_of(page: str) -> Prose:
+    return tomllib.loads((ROOT / "prose" / f"{page}.toml").read_text(encoding="utf-8"))
+
+
 def skills_of(prose: Prose, rows: list[Row]) -> list[str]:
     """Return README's lines for a page: predicted rows by figure and the way they were made, and all."""
     parts = {}
@@ -308,19 +316,21 @@ def main() -> None:
     index = []
     skills = []
     for page in PAGES:
-        prose = tomllib.loads((ROOT / "prose" / f"{page}.toml").read_text(encoding="utf-8"))
+        prose = prose_of(page)
         rows = read_rows(DOCS / "rows" / f"{page}.csv")
         strips |= strips_of(prose, rows)
         every += rows
         index.append(f"- [{prose['title']}]({page}.md){prose['of']}")
         skills += skills_of(prose, rows)
-        headline = f"{prose['headlined']}: {errors(without_repeats(rows, prose['headline']))}"
+        headline = f"{prose['headlined']}: {headline_of(prose, rows)}"
         lines = [f"# {prose['title']}", "", *paragraph(prose["intro"]), f"{headline}.", ""]
         for name, about in prose["figures"].items():
             text, figure = section(page, name, about, prose["published"], rows)
             lines += text
             if figure:
                 figure.savefig(DOCS / picture_of(page, name), metadata={"Software": None})
+        notes = ROOT / "prose" / f"{page}.md"
+        lines += [*notes.read_text(encoding="utf-8").splitlines(), ""] if notes.exists() else []
         lines += own_gpus(page, rows)
         (DOCS / f"{page}.md").write_text("\n".join(lines), encoding="utf-8")
     strip_chart(strips).savefig(DOCS / "errors.png", metadata={"Software": None})
