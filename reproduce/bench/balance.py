@@ -3,7 +3,7 @@
     python reproduce/bench/balance.py     a few seconds; computed from lengths alone, on any machine
 
 A step's 512 answers have log-normal lengths (median 600 tokens, at most 4,096) after prompts of 512 tokens.
-Work is the multiply-adds of a 7B model's forward passes. `on` deals as training does, `off` in order. All ranks
+Work is the multiply-adds of a 7B model's forward passes. `on` deals as training does, `off` in order. All
 wait for the slowest one, so `off / on` is how much longer an update takes without the balance.
 """
 

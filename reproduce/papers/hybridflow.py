@@ -6,7 +6,7 @@
 
 Throughputs are those of reproduce/papers/mapping.py's placements and sizes. They follow HybridFlow's order:
 answers are scored while reference and critic read them. This program's controllers score them earlier; with
-HybridFlow's order they take as long (tests/reproduce/test_papers_hybridflow.py).
+HybridFlow's order they take as long (reproduce/bench/hybridflow_controllers.py).
 """
 
 from __future__ import annotations

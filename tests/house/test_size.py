@@ -37,7 +37,7 @@ CHECKED = PRODUCT + sorted(
 MOST = {
     "product": 12_440,  # with examples/finetune.py
     "core": 8_500,  # all but extras/
-    "tests": 16_150,
+    "tests": 16_320,
 }
 MOST_LINES, MOST_COLUMNS = 500, 110
 MOST_LINES_OF_A_FUNCTION = 60
