@@ -141,7 +141,7 @@ def by_fit_set(paper: Paper) -> str:
         low, middle, high = 100 * np.percentile(medians, [10, 50, 90], axis=0)
         cells = [f"{middle[n]:.1f} ({low[n]:.1f} to {high[n]:.1f})" for n in range(2)]
         found.append((name, *cells, f"{sum(medians[:, 0] < medians[:, 1])} of {len(each)}"))
-    return table("| rest of | simulation | power law | simulation nearer in |", found)
+    return table("| rest of | closed form | power law | prediction nearer in |", found)
 
 
 def claims(paper: Paper) -> str:

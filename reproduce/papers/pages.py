@@ -48,6 +48,7 @@ from reproduce.papers.tables import (
 
 PAGES = ("hybridflow", "rlhfuse", "wechat_yatt", "measured")
 TIE = 0.02  # a smaller lead, published and simulated, counts as a tie
+FORMS = (".1f", ".1f", "+.1f")  # of a median, a 90th percentile, the largest error
 APART = 0.05  # pairs whose published numbers are closer aren't compared
 Prose = dict[str, Any]  # reproduce/papers/prose/NAME.toml, or one of its figures
 
@@ -104,7 +105,7 @@ def best(
                 max(g.published / first.published, first.published / g.published) for g in guess
             ]
             cases[name] = (both, max(leads) < TIE, bool(near) and near[0] < 1 + TIE)
-    text = f"The simulation finds the {what}"
+    text = f"The prediction finds the {what}"
     return Finding(agreement(text, cases, f"`{trivial}` is it"), marks)
 
 
@@ -134,10 +135,8 @@ def gains(
     ours, theirs = map(spread, zip(*errors, strict=True))
     closer = sum(abs(one) < abs(other) for one, other in errors)
     ranges = [f"×{min(own):.2f} to ×{max(own):.2f}" for own in zip(*found, strict=True)]
-    text = f"The {what}, {ranges[0]} as published and {ranges[1]} simulated: median error (largest) {ours}"
-    trivial = (
-        f"of a constant ×{constant}: {theirs}; closer in {closer} of {len(errors)} predicted cases."
-    )
+    text = f"The {what}, {ranges[0]} as published and {ranges[1]} simulated: {ours}"
+    trivial = f"a constant ×{constant}: {theirs}; the prediction is nearer in {closer} of {len(errors)} predicted cases."
     return Finding([f"{text}; {trivial}"], marks)
 
 
@@ -217,9 +216,11 @@ def section(
     count = f"Points that were fitted or follow from fitted ones: {fitted}." if fitted else ""
     parts = grouped(own, about.get("apiece", "")).items()
     far = [f"{part}{errors(each)}." for part, each in parts if errors(each)]
-    far += [f"Trivial predictor: {about['trivial']}."] if "trivial" in about else []
+    far += [f"The trivial predictor is {about['trivial']}."] if "trivial" in about else []
     kept = Counter(row.kind for row in own if row.kind in WITHOUT_VALUE.values())
-    far += [f"Predicted without a value: {count} {kind}." for kind, count in kept.items()]
+    if kept:
+        counts = " and ".join(f"{count} {kind}" for kind, count in kept.items())
+        far.append(f"Predicted, value not entered: {counts}.")
     without = grouped([row for row in own if row.kind == "not modelled"], "{note}").items()
     template = about.get("left_out", "{system}")
     reasons = [
@@ -298,11 +299,15 @@ def skills_of(prose: Prose, rows: list[Row]) -> list[str]:
     for name, about in prose["figures"].items():
         title = about["title"].partition(":")[0]
         parts |= grouped(rows_of(name, about, rows), f"{title}, {{how}}{about.get('groups', '')}")
+    parts["all of the next, repeated bars too"] = [r for r in rows if r.figure in prose["headline"]]
     parts[f"**{prose['headlined']}**"] = without_repeats(rows, prose["headline"])
     lines = []
     for part, own in parts.items():
         if found := skill(own):
-            sides = [[f"{100 * each:.1f}" for each in side] for side in found[1:3]]
+            sides = [
+                [percent(each, form)[:-2] for each, form in zip(side, FORMS, strict=True)]
+                for side in found[1:3]
+            ]
             cells = [f"{middle} ({ninth}; {most})" for middle, ninth, most in sides]
             lines.append(
                 f"| {prose['short']}: {part} | {found.count} | {' | '.join(cells)} | {found.closer} |"

@@ -227,7 +227,7 @@ def table_of(rows: list[Row], published: str = "published") -> list[str]:
         values = (row.kind, row.how, number(row.published), number(row.simulated), *both, row.note)
         table.append([*what, *values])
     same = [len({*column}) == 1 for column in zip(*table, strict=True)]
-    shared = [f"{names[n]}: {table[0][n]}" for n in range(1, 7) if same[n]]
+    shared = [f"{names[n]}: {table[0][n]}" for n in range(1, 7) if same[n] and table[0][n]]
     used = [not equal or (n > 6 and table[0][n] != "") for n, equal in enumerate(same)]
     lines = [f"{'; '.join(shared)}.", ""] if shared else []
     for cells in (names, ["---"] * len(names), *table):
@@ -302,7 +302,8 @@ def errors(rows: Iterable[Row]) -> str:
         return f"{len(own)} {own[0].kind} points, all exact"
     text = f"{len(own)} {own[0].kind} points: {spread(row.error for row in own)} ({far.name})"
     if found := skill(own):
-        text += f"; trivial predictor: {found.trivial}; simulation nearer in {found.closer} of {found.count}"
+        text += f"; trivial predictor: {found.trivial}"
+        text += f"; the prediction is nearer in {found.closer} of {found.count}"
     return text
 
 

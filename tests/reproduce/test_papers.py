@@ -22,9 +22,7 @@ from tests import ROOT
 from tests.support.patience import run_process
 
 ERRORS = r"median error [\d.]+ %, largest [-+][\d.]+ %"
-SUMMARY = (
-    rf"^.*: (\d+ predicted points: {ERRORS}) \(.*: ({ERRORS}); (simulation nearer in \d+ of \d+)\."
-)
+SUMMARY = rf"^.*: (\d+ predicted points: {ERRORS}) \(.*: ({ERRORS}); (the prediction is nearer in [\d of]+)\."
 GOOD = "9,HybridFlow,7B,8,throughput,tokens/s,5500,0.02,FIG,arXiv,figure 9,"
 POINT = Point(*GOOD.split(","))
 SPEEDS = {"fitted_on": [POINT.name], "mfu": 0.5, "half": 2.0}
@@ -92,7 +90,7 @@ def test_skill_is_beside_a_trivial_predictor():
     assert (found.count, found.closer) == (5, 4)
     assert found.simulated == pytest.approx((0.2, 0.326, 0.35))
     assert found.trivial == pytest.approx((0.3, 0.3, 0.3))
-    end = "; trivial predictor: median error 30.0 %, largest +30.0 %; simulation nearer in 4 of 5"
+    end = "; trivial predictor: median error 30.0 %, largest +30.0 %; the prediction is nearer in 4 of 5"
     assert errors(rows).endswith(end)
 
 
