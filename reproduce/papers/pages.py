@@ -136,8 +136,9 @@ def gains(
     closer = sum(abs(one) < abs(other) for one, other in errors)
     ranges = [f"×{min(own):.2f} to ×{max(own):.2f}" for own in zip(*found, strict=True)]
     text = f"The {what}, {ranges[0]} as published and {ranges[1]} simulated: {ours}"
-    trivial = f"a constant ×{constant}: {theirs}; the prediction is nearer in {closer} of {len(errors)} predicted cases."
-    return Finding([f"{text}; {trivial}"], marks)
+    text += f"; a constant ×{constant}: {theirs}"
+    text += f"; the prediction is nearer in {closer} of {len(errors)} predicted cases."
+    return Finding([text], marks)
 
 
 def band(rows: list[Row], claimed: list[float]) -> Finding:
