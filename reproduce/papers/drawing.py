@@ -98,6 +98,8 @@ def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
 def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
     """Draw groups of bars. Each bar is a stack of its parts."""
     groups = grouped(rows, about["group"])
+    if all(name.isdecimal() for name in groups):
+        groups = dict(sorted(groups.items(), key=lambda group: int(group[0])))
     for place, members in enumerate(groups.values()):
         stacks = grouped(members, about["bar"]).values()
         beside = [(stack, side) for stack in stacks for side in SIDES if stack[0].at(side)]
@@ -141,7 +143,7 @@ def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: Abou
 
 def strip_chart(strips: dict[str, list[Row]]) -> Figure:
     """Draw every error as a dot, with a row per strip. Beyond 20 percent the scale is logarithmic."""
-    figure = Figure(figsize=(13, 1.2 + 0.42 * len(strips)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(15, 1.2 + 0.46 * len(strips)), dpi=100, layout="constrained")
     axes = figure.subplots()
     for y, rows in enumerate(strips.values()):
         for place, row in enumerate(sorted(rows, key=lambda row: row.error)):
@@ -156,7 +158,10 @@ def strip_chart(strips: dict[str, list[Row]]) -> Figure:
     axes.set_ylim(len(strips) - 0.4, -0.6)
     axes.set_yticks(range(len(strips)), strips)
     right = axes.secondary_yaxis("right")
-    texts = [errors(rows).replace(" (", "\n(", 1) for rows in strips.values()]
+    texts = []
+    for rows in strips.values():
+        own, _, trivial = errors(rows).partition("; ")
+        texts.append(f"{own.partition(' (')[0]}\n{trivial}".rstrip())
     right.set_yticks(range(len(strips)), texts, fontsize=8)
     for each in (axes, right):
         each.spines[["top", "left", "right"]].set_visible(False)

@@ -300,7 +300,9 @@ def skills_of(prose: Prose, rows: list[Row]) -> list[str]:
     for name, about in prose["figures"].items():
         title = about["title"].partition(":")[0]
         parts |= grouped(rows_of(name, about, rows), f"{title}, {{how}}{about.get('groups', '')}")
-    parts["all of the next, repeated bars too"] = [r for r in rows if r.figure in prose["headline"]]
+    every = [row for row in rows if row.figure in prose["headline"]]
+    if len(without_repeats(rows, prose["headline"])) < len(every):
+        parts["the same with repeated bars"] = every
     parts[f"**{prose['headlined']}**"] = without_repeats(rows, prose["headline"])
     lines = []
     for part, own in parts.items():

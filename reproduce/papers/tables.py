@@ -226,9 +226,9 @@ def table_of(rows: list[Row], published: str = "published") -> list[str]:
         what = (row.figure, row.system, row.setting, row.devices, f"{row.metric}, {row.unit}")
         values = (row.kind, row.how, number(row.published), number(row.simulated), *both, row.note)
         table.append([*what, *values])
-    same = [len({*column}) == 1 for column in zip(*table, strict=True)]
-    shared = [f"{names[n]}: {table[0][n]}" for n in range(1, 7) if same[n] and table[0][n]]
-    used = [not equal or (n > 6 and table[0][n] != "") for n, equal in enumerate(same)]
+    found = [{*column} - {""} for column in zip(*table, strict=True)]
+    shared = [f"{names[n]}: {next(iter(found[n]))}" for n in range(1, 7) if len(found[n]) == 1]
+    used = [len(each) > (1 if n < 7 else 0) for n, each in enumerate(found)]
     lines = [f"{'; '.join(shared)}.", ""] if shared else []
     for cells in (names, ["---"] * len(names), *table):
         shown = [cell.replace("|", "\\|") for cell in compress(cells, used)]

@@ -49,9 +49,10 @@ def test_the_table_has_every_predicted_row_and_a_headline_without_repeats():
     for page in PAGES:
         lines = pages.skills_of(PROSE[page], ROWS[page])
         assert all(line in text for line in lines)
-        *parts, every, whole = [int(line.split(" | ")[1]) for line in lines]
+        counts = [int(line.split(" | ")[1]) for line in lines if "repeated bars |" not in line]
+        *parts, whole = counts
         predicted = [r for r in ROWS[page] if r.kind == "predicted" and r.trivial is not None]
-        assert sum(parts) == len(predicted) and 10 < whole <= every <= len(predicted)
+        assert sum(parts) == len(predicted) and 10 < whole <= len(predicted)
         assert pages.headline_of(PROSE[page], ROWS[page]) in (DOCS / f"{page}.md").read_text()
     hybridflow = pages.without_repeats(ROWS["hybridflow"], PROSE["hybridflow"]["headline"])
     runs = [(row.setting, row.gpus, f"{row.simulated:.4g}") for row in hybridflow]
