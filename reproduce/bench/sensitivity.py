@@ -106,7 +106,8 @@ def by_constant(paper: Paper) -> str:
             for factor in (0.8, 1.25):
                 value = paper.constants[group][name] * factor
                 rows = rows_of(changed(paper, group, **{name: value}))
-                moved = np.median([abs(row.simulated / known[row.name] - 1) for row in rows])
+                pairs = [(row.simulated, known[row.name]) for row in rows if row.name in known]
+                moved = np.median([abs(one / other - 1) for one, other in pairs])
                 cells += [f"{100 * skill(rows).simulated.median:.1f}", f"{100 * moved:.1f}"]
             found.append((name, origin, *cells))
     return table("| constant | from | x 0.8: error | moves | x 1.25: error | moves |", found)

@@ -69,6 +69,17 @@ def test_the_constants_are_those_of_the_fit():
     assert found["update_s"] == pytest.approx(CONSTANTS["compute"]["update_s"], rel=1e-3)
 
 
+def test_sensitivity_names_what_moves(monkeypatch):
+    """More memory must change few rows, and may give a placement room; the text's claims stand beside."""
+    entered = PAPER._replace(points=[p for p in POINTS if p.value])
+    monkeypatch.setattr(sensitivity, "VARIED", {"device": ("memory",), "speeds": ("mfu",)})
+    memory, mfu = (line.split(" | ") for line in sensitivity.by_constant(entered).splitlines()[2:])
+    assert memory[:2] == ["| memory", "assumed, data sheet"]
+    assert float(memory[3]) < 2 and float(mfu[3]) > 10
+    claims = sensitivity.claims(entered)
+    assert "| 66.8 % | 42.5 % | 42.5 % |" in claims and "| 44.8 % | 38.0 % |" in claims
+
+
 def test_remax_generates_twice():
     """Its second answer must cost a generation and a scoring more, and no other pass."""
     models, gpus, task, speeds = setting_of(PAPER, point("10", "7B", 8), REMAX)
