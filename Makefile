@@ -38,7 +38,7 @@ test-gpu: $(if $(findstring file,$(origin PYTHON)),install)
 	  -m '$(if $(PART),gpu(part="$(PART)"),gpu)' tests/test_gpu.py $(ARGS)
 
 papers: install
-	printf '%s --write\n' reproduce/papers/hybridflow.py reproduce/papers/wechat_yatt.py reproduce/papers/rlhfuse.py reproduce/bench/central.py reproduce/papers/measured.py \
+	printf '%s --write\n' reproduce/papers/hybridflow.py reproduce/papers/wechat_yatt.py reproduce/papers/rlhfuse.py reproduce/bench/central.py reproduce/papers/measured.py reproduce/bench/sensitivity.py \
 	  | xargs -P 2 -L 1 $(BIN)/python
 	$(BIN)/python reproduce/papers/pages.py
 

@@ -22,7 +22,6 @@ HATCHED = dict(facecolor=PALE, hatch="/////", linewidth=0.6)
 CLAIMED = dict(color="#f6dc9a", zorder=0)
 SIDES = ("published", "simulated")
 FITTED = ("fitted", "follows")
-FORMULA = "without controllers"  # marks labels of strips that aren't simulated
 TICKS = (-50, -20, -10, 0, 10, 20, 50, 200)  # percent, on the strip chart
 USUAL = dict(group="", per=1, legend=[], second="simulated", even=None)  # even: y of a dotted line
 Marks = dict[tuple[Row, str], str]  # (row, side) -> text
@@ -99,6 +98,8 @@ def look_of(row: Row, side: str, color: str) -> dict[str, Any]:
 def bars(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: About) -> None:
     """Draw groups of bars. Each bar is a stack of its parts."""
     groups = grouped(rows, about["group"])
+    if all(name.isdecimal() for name in groups):
+        groups = dict(sorted(groups.items(), key=lambda group: int(group[0])))
     for place, members in enumerate(groups.values()):
         stacks = grouped(members, about["bar"]).values()
         beside = [(stack, side) for stack in stacks for side in SIDES if stack[0].at(side)]
@@ -142,33 +143,33 @@ def lines(axes: Axes, rows: list[Row], marks: Marks, colors: Colors, about: Abou
 
 def strip_chart(strips: dict[str, list[Row]]) -> Figure:
     """Draw every error as a dot, with a row per strip. Beyond 20 percent the scale is logarithmic."""
-    figure = Figure(figsize=(13, 1.2 + 0.42 * len(strips)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(15, 1.2 + 0.46 * len(strips)), dpi=100, layout="constrained")
     axes = figure.subplots()
-    for y, (name, rows) in enumerate(strips.items()):
+    for y, rows in enumerate(strips.values()):
         for place, row in enumerate(sorted(rows, key=lambda row: row.error)):
-            look = dict(color=GREYS[0] if FORMULA in name else COLORS[0], ms=4.5)
+            look = dict(color=COLORS[row.how != "simulated"], ms=4.5)
             look["fillstyle"] = "none" if row.kind in FITTED else "full"
             # spread equal errors vertically, so that each dot shows
             axes.plot(100 * row.error, y + 0.7 * (0.618 * place % 1 - 0.5), "o", **look)
     axes.set_xscale("symlog", linthresh=20, linscale=0.7)
     axes.set_xticks(TICKS, [f"{tick:+d}" if tick else "0" for tick in TICKS])
     axes.set_xticks([], minor=True)
-    axes.axvspan(-10, 10, color=PALE, zorder=0)
     axes.axvline(0, color="grey", linewidth=0.8)
     axes.set_ylim(len(strips) - 0.4, -0.6)
     axes.set_yticks(range(len(strips)), strips)
     right = axes.secondary_yaxis("right")
-    texts = [errors(rows).replace(" (", "\n(", 1) for rows in strips.values()]
+    texts = []
+    for rows in strips.values():
+        own, _, trivial = errors(rows).partition("; ")
+        texts.append(f"{own.partition(' (')[0]}\n{trivial}".rstrip())
     right.set_yticks(range(len(strips)), texts, fontsize=8)
     for each in (axes, right):
         each.spines[["top", "left", "right"]].set_visible(False)
         each.tick_params(axis="y", length=0)
     meaning = "error: simulated minus published, % of published (scale compressed beyond 20 %)"
     axes.set_xlabel(f"{meaning}\nright of 0: tokens/s and samples/s too high, seconds too long")
-    kinds = (
-        "filled: predicted;   hollow: fitted, or follows from fitted points;   gray dots: a formula"
-    )
-    figure.suptitle(f"{kinds} or search, not simulated;   gray band: within 10 %", fontsize=10)
+    kinds = "filled: predicted;   hollow: fitted, or follows from fitted points;   green: simulated"
+    figure.suptitle(f"{kinds};   blue: a closed form, regression or search", fontsize=10)
     return figure
 
 

@@ -1,55 +1,48 @@
-"""HybridFlow (arXiv 2409.19256): compares figures 9 to 16 and table 2 with the simulation.
+"""HybridFlow (arXiv 2409.19256): compares figures 9 to 16 and table 2 with closed forms.
 
-    python reproduce/papers/hybridflow.py                                       everything, in five minutes
+    python reproduce/papers/hybridflow.py                                       everything, in a minute
     python reproduce/papers/hybridflow.py --figure 9 11 --published FILE.csv    other points with the same
     columns
 
-Figures 9, 11, 12 and 13 are simulated, with sizes from reproduce/papers/mapping.py. The others are closed
-forms. Rows
-follow HybridFlow's order: answers are scored while reference and critic read them. This program scores them
-earlier.
+Throughputs are those of reproduce/papers/mapping.py's placements and sizes. They follow HybridFlow's order:
+answers are scored while reference and critic read them. This program's controllers score them earlier; with
+HybridFlow's order they take as long (reproduce/bench/hybridflow_controllers.py).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from reproduce.papers import mapping
-from reproduce.papers.mapping import Mapping, Placement, Speeds, Task
-from reproduce.papers.tables import Paper, Point, Row, command, known, values
-from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload, coarse
-from reproduce.simulation.costs import Decode, Device, Model
-from reproduce.simulation.engine import Moves
+from reproduce.papers.mapping import Mapping, Placement, Sizes, Speeds, Task
+from reproduce.papers.tables import Paper, Point, Row, command, known, power_law, values
+from reproduce.simulation.costs import Device, Model
 from runtime.errors import UserError
-from scheduling.layout import Shape, ranks_in_words
 
-QUICK = 16  # GPUs
-GRAIN = 16  # all lengths are equal, so a finer grain changes nothing
-MEETING_S = 10.0
 PPO = ("actor", "critic", "reference", "reward")
 SAFE = (*PPO, "cost")
-LEARNT = ("actor", "critic", "reference")  # run by trainers; the other roles score
+REMAX = ("actor", "reference", "reward")
 PLACEMENTS = {
     "colocate": (PPO,),
     "split": (("actor", "reference"), ("critic", "reward")),
     "standalone": tuple((role,) for role in PPO),
     "HybridFlow": (),  # the search chooses
 }
+SEARCHED = {"HybridFlow": ()}
 SYSTEMS = ("DS-Chat", "HybridFlow-V", "HybridFlow")  # in table 2
 SETTING_OF_TABLE_2 = r"p=([1-9]\d*) t=([1-9]\d*) d=([1-9]\d*) t_g=([1-9]\d*)"
 NO_ROOM = "reproduce/papers/mapping.py finds too little memory for it"
-GENERATION = "the engines' constants were fitted on all of these"
 OTHER = "another program; the times of its stages aren't published"
-REMAX = """7B on 16 GPUs is published as 42 s slower than PPO, but it trains no critic, and its second \
-generation takes 34 s by figure 15"""
 
 
 class Cost(NamedTuple):
@@ -85,70 +78,6 @@ class Setting(NamedTuple):
     speeds: Speeds
 
 
-def shapes_of(found: Mapping) -> dict[str, Shape]:
-    """Return the ranks and sizes of each role. The actor's set has the first ranks, the scorers' the next."""
-    shapes = {}
-    first = 0
-    served = ("actor", "reward")
-    for choice in sorted(found.choices, key=lambda choice: [r not in choice.sizes for r in served]):
-        for role, (pp, tp, dp, _) in choice.sizes.items():
-            shapes[role] = Shape(tuple(range(first, first + pp * tp * dp)), tp, pp)
-        first += pp * tp * dp
-    return shapes
-
-
-def step_s(at: Setting, found: Mapping) -> float:
-    """Simulate a step and return its seconds."""
-    models, gpus, task, speeds = at
-    sizes = {role: each for choice in found.choices for role, each in choice.sizes.items()}
-    (own,) = (choice for choice in found.choices if "actor" in choice.sizes)
-    shapes = shapes_of(found)
-    text = task.prompt + task.answer
-    more = task.trained / text  # tokens read by passes / tokens held by engines
-    passes = {}
-    for role in LEARNT:
-        passes[role] = coarse(mapping.passes(models[role], sizes[role], speeds), more)
-    scorers = tuple(role for role in models if role not in LEARNT)
-    # HybridFlow's order: scoring costs the time that it adds to the stage of reference and critic
-    readers = ("reference", "critic")
-    reading_s = {r: mapping.passes_s(models[r], sizes[r], task, speeds)[0] for r in readers}
-    unscored = [sum(map(reading_s.get, c.sizes.keys() & reading_s.keys())) for c in found.choices]
-    _, preparation_s, _ = found.stages
-    added_s = preparation_s - max(unscored)
-    together = shapes["actor"].ranks == shapes["reward"].ranks
-    # HybridFlow's stages don't overlap, but judges on their own ranks would score while others write
-    after_s = 0.0 if together else added_s
-    # GPU-seconds per sequence and scorer
-    scoring_s = (added_s - after_s) / len(scorers) * len(shapes["reward"].ranks) / task.sequences
-    push_s = mapping.reshard_s(models["actor"], sizes["actor"], speeds)
-    parts = sizes["actor"].parts
-    cluster = Cluster(
-        decode={
-            "rollout": mapping.engine(models["actor"], parts, own.held, speeds),
-            "genrm": Decode(0.0, prefill=scoring_s / text, most=1),
-        },
-        **passes,
-        moves=dict(rollout=Moves(push_s=push_s)),
-        scores=True,
-        grain=GRAIN,
-        meeting_s=MEETING_S,
-    )
-    engines = sorted({*shapes["actor"].ranks, *shapes["reward"].ranks})
-    words = [f"engines={ranks_in_words(tuple(engines))}"]
-    for role in LEARNT:
-        ranks, tp, pp = shapes[role]
-        words.append(f"{role}={ranks_in_words(ranks)}:tp{tp}:pp{pp}")
-    mode = "full" if together else "partial"
-    work = Workload(task.prompt, Lengths(task.answer, 0.0, task.answer), Lengths(1, 0.0, 1))
-    settings = dict(algorithm=("ppo", "kl_coef=0.1"), rollout_tp=parts, judge=scorers)
-    settings |= dict(placement=" ".join(words), rollout_ranks=len(shapes["actor"].ranks))
-    settings |= dict(prompts_per_step=task.sequences, answers_per_prompt=1)
-    settings |= dict(updates_per_step=task.updates, steps=1)
-    settings |= dict(max_tokens_per_micro_batch=text // GRAIN + 8)  # one sequence
-    step = Simulation(mode, gpus, work, cluster, **settings).run()[0]
-    return step.ended_s - push_s + after_s  # the simulated step pushes at its start and its end
-
-
 def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Setting:
     """Read a point's setting. Its first word is a model, or ACTOR+CRITIC.
 
@@ -161,41 +90,62 @@ def setting_of(paper: Paper, point: Point, roles: tuple[str, ...] = PPO) -> Sett
     if not point.gpus.isdecimal() or not int(point.gpus):
         raise UserError(f"{point.where}: {point.gpus} isn't a number of GPUs")
     generation = of["generation"]
-    task = Task(prompt=generation.pop("prompt"), **of["task"])
+    task = Task(prompt=generation.pop("prompt"), **of["task"], answers=1 + (roles == REMAX))
     device = Device(**of["device"], **of["transition"])
     speeds = Speeds(device, **of["speeds"], **of["compute"], **generation)
     return Setting(models, int(point.gpus), task, speeds)
 
 
 def asked(paper: Paper, figure: str, systems: Iterable[str]) -> list[Point]:
-    """Return the points of these systems; with --quick, only the small ones."""
-    points = [point for point in paper.of(figure) if point.system in systems]
-    return [p for p in points if not paper.quick or (p.gpus.isdecimal() and int(p.gpus) <= QUICK)]
+    """Return the points of these systems."""
+    return [point for point in paper.of(figure) if point.system in systems]
 
 
-def not_modelled(paper: Paper, figure: str, why: str = OTHER, but: Iterable[str] = ()) -> list[Row]:
+def not_modelled(paper: Paper, figure: str, but: Iterable[str] = ()) -> list[Row]:
     """Return `not modelled` rows for all systems except `but`."""
     points = [point for point in paper.of(figure) if point.system not in but]
-    return [paper.row(point, None, "not modelled", why) for point in points]
+    return [paper.left_out(point, OTHER) for point in points]
 
 
-def throughput(paper: Paper, figure: str, placements: dict[str, Placement]) -> list[Row]:
-    """Return the rows of a figure in tokens/s. Each placement has its best sizes."""
+def found_for(placement: Placement, at: Setting) -> Mapping | None:
+    """Return the fastest Mapping of a placement, or of all placements; None if nothing fits."""
+    if placement:
+        return mapping.best_of(placement, *at)
+    return next(iter(mapping.search(*at)), None)
+
+
+def mean_params(models: dict[str, Model]) -> float:
+    return fmean(model.params for model in models.values())
+
+
+def scaling_law(paper: Paper) -> Callable[..., float]:
+    """Return the trivial predictor: tokens/s by GPUs and parameters, from the points of `compute`."""
+    points = [(setting_of(paper, point), float(point.value)) for point in paper.fitted("compute")]
+    return power_law([(at.gpus, mean_params(at.models), value) for at, value in points])
+
+
+def throughput(
+    paper: Paper, figure: str, placements: dict[str, Placement], roles: tuple[str, ...] = PPO
+) -> list[Row]:
+    """Return the rows of a figure in tokens/s. Placement () is the search's choice."""
     rows = []
+    law = scaling_law(paper)
     for point in asked(paper, figure, placements):
         placement = placements[point.system]
-        at = setting_of(paper, point, sum(placement, ()) or PPO)
-        every = [mapping.best_of(placement, *at)] if placement else mapping.search(*at)
-        if not every or not every[0]:
-            rows.append(paper.row(point, None, "not modelled", NO_ROOM))
+        at = setting_of(paper, point, sum(placement, ()) or roles)
+        found = found_for(placement, at)
+        if not found:
+            rows.append(paper.left_out(point, NO_ROOM))
             continue
-        rows.append(paper.row(point, at.task.sequences * at.task.trained / step_s(at, every[0])))
+        tokens_s = at.task.sequences * at.task.trained / found.seconds
+        rows.append(paper.row(point, tokens_s, trivial=law(at.gpus, mean_params(at.models))))
     return rows + not_modelled(paper, figure, but=placements)
 
 
 def transitions(paper: Paper) -> list[Row]:
     """Return the rows of figure 14, in seconds: table 2's volumes, then an engine's part from the host."""
     rows = []
+    fitted = {point.setting: float(point.value) for point in paper.fitted("transition")}
     for point in asked(paper, "14", SYSTEMS):
         models, gpus, _, speeds = setting_of(paper, point)
         pp, tp, parts = known(point, point.setting, values(paper.constants["sizes"]))
@@ -204,9 +154,24 @@ def transitions(paper: Paper) -> list[Row]:
         gathering = gpus if point.system == "DS-Chat" else pp * tp
         cost = table_2(pp, tp, gpus // (pp * tp), parts)[point.system]
         seconds = float(cost.received) / speeds.band(gathering) + 1 / parts / speeds.device.host
-        kind = "predicted" if point.system == "HybridFlow" else "closed form"
-        rows.append(paper.row(point, models["actor"].bytes * seconds, kind))
+        seconds *= models["actor"].bytes
+        rows.append(paper.row(point, seconds, trivial=fitted.get(point.setting)))
     return rows + not_modelled(paper, "14", but=SYSTEMS)
+
+
+def generation(paper: Paper) -> list[Row]:
+    """Return figure 15's rows, on which the engine's constants were fitted. All models share the GPUs."""
+    rows = []
+    for point in asked(paper, "15", ("HybridFlow",)):
+        models, gpus, task, speeds = setting_of(paper, point)
+        pp, tp, _ = known(point, point.setting.split()[0], values(paper.constants["sizes"]))
+        parts = int(point.setting.rpartition("=")[2])
+        sizes = Sizes(pp, tp, gpus // (pp * tp))
+        held = speeds.reserve + sum(mapping.held_by(*each, sizes) for each in models.items())
+        decode = mapping.engine(models["actor"], parts, held, speeds)
+        seconds = mapping.generate_s(decode, math.ceil(task.sequences * parts / gpus), task)
+        rows.append(paper.row(point, seconds))
+    return rows
 
 
 def rows_of_table_2(paper: Paper) -> list[Row]:
@@ -218,19 +183,20 @@ def rows_of_table_2(paper: Paper) -> list[Row]:
             raise UserError(f"{point.where}: its setting must look like `p=1 t=8 d=2 t_g=2`")
         cost = table_2(*map(int, sizes.groups()))[point.system]
         part = float(known(point, point.metric, cost._asdict()))
-        rows.append(paper.row(point, part, "closed form"))
+        rows.append(paper.row(point, part))
     return rows + not_modelled(paper, "table 2", but=SYSTEMS)
 
 
 FIGURES = {
-    "9": partial(throughput, figure="9", placements={"HybridFlow": (PPO,)}),
-    "10": partial(not_modelled, figure="10", why=REMAX),
-    "11": partial(throughput, figure="11", placements={"HybridFlow": (SAFE,)}),
+    # section 8.2: HybridFlow's bars have the placement that its search finds
+    "9": partial(throughput, figure="9", placements=SEARCHED),
+    "10": partial(throughput, figure="10", placements=SEARCHED, roles=REMAX),
+    "11": partial(throughput, figure="11", placements=SEARCHED, roles=SAFE),
     "12": partial(throughput, figure="12", placements=PLACEMENTS),
     "13": partial(throughput, figure="13", placements=PLACEMENTS),
     "14": transitions,
-    "15": partial(not_modelled, figure="15", why=GENERATION),
-    "16": partial(not_modelled, figure="16", why="times of HybridFlow's own search program"),
+    "15": generation,
+    "16": partial(not_modelled, figure="16"),
     "table 2": rows_of_table_2,
 }
 

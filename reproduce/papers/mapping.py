@@ -31,13 +31,17 @@ Placement = tuple[tuple[str, ...], ...]  # sets of roles
 
 
 class Task(NamedTuple):
-    """A step's sequences, all equally long. Engines read `prompt` tokens of each, passes `trained`."""
+    """A step's sequences, all equally long. Engines read `prompt` tokens of each, passes `trained`.
+
+    answers: times that each prompt is answered and scored; only one of these is trained on.
+    """
 
     sequences: int
     prompt: int
     answer: int
     trained: int
     updates: int = 1
+    answers: int = 1
 
 
 class Speeds(NamedTuple):
@@ -95,8 +99,9 @@ def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
 def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[float, float]:
     """Return the seconds to read a step's sequences, and to learn from all of its mini-batches."""
     costs = passes(model, sizes, speeds)
-    own = task.sequences / task.updates / sizes.dp
-    ends = (sizes.pp - 1) / max(1.0, own)  # filling and draining, with one sequence per micro-batch
+    # of a mini-batch, one per micro-batch
+    own = math.ceil(task.sequences / task.updates / sizes.dp)
+    ends = (sizes.pp - 1) / own  # filling and draining
     reading = task.updates * own * costs.cost(task.trained) * (1 + ends)
     return reading, (1 + costs.backward) * reading + task.updates * costs.update
 
@@ -126,6 +131,12 @@ def reshard_s(model: Model, sizes: Sizes, speeds: Speeds) -> float:
     return model.bytes * ((part - 1 / ranks) / speeds.band(ranks) + part / speeds.device.host)
 
 
+def held_by(role: str, model: Model, sizes: Sizes) -> float:
+    """Return a model's bytes on each device: weights; if it learns, gradients and optimizer states."""
+    learns = role.endswith(LEARNERS)
+    return model.params / (sizes.pp * sizes.tp) * (BF16_BYTES + learns * (4 + 12 / sizes.dp))
+
+
 def choices_of(
     role: str, model: Model, devices: int, held: float, task: Task, speeds: Speeds
 ) -> Iterator[Choice]:
@@ -139,10 +150,11 @@ def choices_of(
         dp, rest = divmod(devices, pp * tp)
         if rest or model.layers % pp or model.cuts % tp or dp > task.sequences:
             continue
-        # weights; if it learns, also gradients, and optimizer states divided among copies
-        own = held + model.params / (pp * tp) * (BF16_BYTES + learns * (4 + 12 / dp))
+        own = held + held_by(role, model, Sizes(pp, tp, dp))
         reading, learning = passes_s(model, Sizes(pp, tp, dp), task, speeds)
         if role != "actor":
+            if role not in ("reference", *LEARNERS):
+                reading *= task.answers
             if own <= speeds.device.memory:
                 yield Choice(own, (0.0, reading, learns * learning), {role: Sizes(pp, tp, dp)})
             continue
@@ -151,7 +163,7 @@ def choices_of(
             with suppress(UserError):  # no room
                 sequences = math.ceil(task.sequences / (devices // parts))
                 serving = generate_s(engine(model, parts, own, speeds), sequences, task)
-                generation = serving + reshard_s(model, sizes, speeds)
+                generation = task.answers * serving + reshard_s(model, sizes, speeds)
                 yield Choice(own, (generation, 0.0, learning), {role: sizes})
 
 

@@ -2,9 +2,8 @@
 
     python reproduce/papers/pages.py
 
-reproduce/papers/prose holds the texts: claims of the papers, what was simulated, and why points miss. The
-simulation's
-numbers and the verdicts are computed here, from the rows.
+reproduce/papers/prose holds the texts: claims of the papers, what was simulated, and why points miss. All
+numbers of the simulation are computed here, from the rows, beside a trivial predictor's.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from __future__ import annotations
 import sys
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from statistics import quantiles
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -25,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from reproduce.papers import own_runs
 from reproduce.papers.drawing import (
     FITTED,
-    FORMULA,
     SIDES,
     Marks,
     draw,
@@ -36,27 +34,22 @@ from reproduce.papers.drawing import (
 from reproduce.papers.tables import (
     DOCS,
     ROOT,
+    WITHOUT_VALUE,
     Row,
     errors,
     number,
     percent,
     read_constants,
     read_rows,
+    skill,
+    spread,
     table_of,
 )
 
 PAGES = ("hybridflow", "rlhfuse", "wechat_yatt", "measured")
 TIE = 0.02  # a smaller lead, published and simulated, counts as a tie
+FORMS = (".1f", ".1f", "+.1f")  # of a median, a 90th percentile, the largest error
 APART = 0.05  # pairs whose published numbers are closer aren't compared
-PLACED = ("12", "13")  # figures that compare placements
-CLOSE = 0.1  # largest relative error of a number or gain that agrees with the published one
-VERDICTS = {
-    "yes": 90,
-    "mostly": 70,
-    "no": 0,
-}  # word -> least percentage of predicted cases that agree
-FEWEST = 5  # predicted cases that a "yes" or "mostly" needs
-TOO_FEW = "too few cases"
 Prose = dict[str, Any]  # reproduce/papers/prose/NAME.toml, or one of its figures
 
 
@@ -65,32 +58,33 @@ class Finding(NamedTuple):
 
     sentences: list[str]
     marks: Marks  # for the picture
-    right: int = 0  # predicted cases that agree
-    count: int = 0  # predicted cases
 
 
-def verdict(right: int, count: int) -> str:
-    """Return the word in README for `right` of `count` predicted cases that agree."""
-    word = next(word for word, least in VERDICTS.items() if 100 * right >= least * count)
-    return word if word == "no" or count >= FEWEST else TOO_FEW
+def agreement(what: str, cases: dict[str, tuple[str, bool, bool]], trivial: str) -> list[str]:
+    """Count the predicted cases in which `what` holds, beside a trivial predictor.
 
-
-def agreement(what: str, cases: dict[str, tuple[str, bool, bool]], marks: Marks) -> Finding:
-    """Count the cases in which `what` holds. cases: (text of both sides, whether it holds, is predicted)."""
-    fitted = [agrees for _, agrees, predicted in cases.values() if not predicted]
-    wrong = [f"{name} ({both})" for name, (both, ok, new) in cases.items() if new and not ok]
-    count = len(cases) - len(fitted)
-    right = count - len(wrong)
-    sentences = [f"{what} in {right} of {count} predicted cases."]
-    sentences += [f"Exceptions: {'; '.join(wrong)}."] if wrong else []
-    sentences += [f"In fitted cases: {sum(fitted)} of {len(fitted)}."] if fitted else []
-    return Finding(sentences, marks, right, count)
+    cases: (text of both sides, whether the simulation is right, whether the trivial predictor is).
+    """
+    wrong = [f"{name} ({both})" for name, (both, ok, _) in cases.items() if not ok]
+    known = sum(ok for *_, ok in cases.values())
+    right = len(cases) - len(wrong)
+    text = f"{what} in {right} of {len(cases)} predicted cases; {trivial}: in {known}."
+    return [text, *([f"Exceptions: {'; '.join(wrong)}."] if wrong else [])]
 
 
 def best(
-    rows: list[Row], case: str, named: str, what: str, of: Sequence[str] = (), least: bool = False
+    rows: list[Row],
+    case: str,
+    named: str,
+    what: str,
+    trivial: str,
+    of: Sequence[str] = (),
+    least: bool = False,
 ) -> Finding:
-    """Ask whether the best of each case is the same. case, named: templates. of: systems; default: all."""
+    """Ask whether the best of each case is the same. case, named: templates. of: systems; default: all.
+
+    trivial: what the trivial predictor calls the best of every case. least: less is better.
+    """
     choose = min if least else max
     marks = {}
     cases = {}
@@ -105,39 +99,46 @@ def best(
         texts = [words(named, each) for each in (first, second)]
         both = f"published: {texts[0]} {percent(leads[0])} ahead of {texts[1]}; "
         both += f"simulated: {texts[1]} {percent(leads[1])} ahead"
-        predicted = any(row.kind == "predicted" for row in compared)
-        cases[name] = (both, max(leads) < TIE, predicted)
-    return agreement(f"The simulation finds the {what}", cases, marks)
+        if any(row.kind == "predicted" for row in compared):
+            guess = [row for row in compared if words(named, row) == trivial]
+            near = [
+                max(g.published / first.published, first.published / g.published) for g in guess
+            ]
+            cases[name] = (both, max(leads) < TIE, bool(near) and near[0] < 1 + TIE)
+    text = f"The prediction finds the {what}"
+    return Finding(agreement(text, cases, f"`{trivial}` is it"), marks)
 
 
 def gains(
-    rows: list[Row], case: str, who: str, of: str, over: Sequence[str], what: str, how: str
+    rows: list[Row], case: str, who: str, of: str, over: Sequence[str], what: str, constant: float
 ) -> Finding:
-    """Ask whether the gain of the row `of` over the rows `over` agrees in each case. case, who: templates.
+    """Ask how near the gain of the row `of` over the rows `over` is in each case. case, who: templates.
 
-    how: compare with the `max` of those, or, if less is better, with their `min` or `sum`. Rows that aren't
-    simulated count with their published number.
+    Seconds of several rows are added. constant: the trivial predictor's gain, in every case.
     """
     marks = {}
-    cases = {}
-    found = {side: [] for side in SIDES}
-    for name, own in grouped(rows, case).items():
+    found = []
+    errors = []
+    for own in grouped(rows, case).values():
         mine = [row for row in own if words(who, row) == of and row.error is not None]
         compared = [row for row in own if words(who, row) in over]
         for row in mine if compared else ():
-            for side in SIDES:
-                others = [other.at(side) or other.published for other in compared]
-                ratio = row.at(side) / {"max": max, "min": min, "sum": sum}[how](others)
-                found[side].append(ratio if how == "max" else 1 / ratio)
-                marks[row, side] = f"×{found[side][-1]:.2f}"
-            agrees = abs(found["simulated"][-1] / found["published"][-1] - 1) < CLOSE
-            both = "; ".join(f"{side} {marks[row, side]}" for side in SIDES)
-            predicted = any(each.kind == "predicted" for each in (row, *compared))
-            cases[name] = (both, agrees, predicted)
-    finding = agreement(f"The {what} is within {percent(CLOSE)} of the published one", cases, marks)
-    ranges = [f"×{min(own):.2f} to ×{max(own):.2f} {side}" for side, own in found.items()]
-    finding.sentences.append(f"Over all cases it is {' and '.join(ranges)}.")
-    return finding
+            ratios = [row.at(side) / sum(other.at(side) for other in compared) for side in SIDES]
+            ratios = [ratio if row.metric == "throughput" else 1 / ratio for ratio in ratios]
+            marks |= {
+                (row, side): f"×{ratio:.2f}" for side, ratio in zip(SIDES, ratios, strict=True)
+            }
+            found.append(ratios)
+            if any(each.kind == "predicted" for each in (row, *compared)):
+                published, simulated = ratios
+                errors.append((simulated / published - 1, constant / published - 1))
+    ours, theirs = map(spread, zip(*errors, strict=True))
+    closer = sum(abs(one) < abs(other) for one, other in errors)
+    ranges = [f"×{min(own):.2f} to ×{max(own):.2f}" for own in zip(*found, strict=True)]
+    text = f"The {what}, {ranges[0]} as published and {ranges[1]} simulated: {ours}"
+    text += f"; a constant ×{constant}: {theirs}"
+    text += f"; the prediction is nearer in {closer} of {len(errors)} predicted cases."
+    return Finding([text], marks)
 
 
 def band(rows: list[Row], claimed: list[float]) -> Finding:
@@ -160,16 +161,24 @@ def saved(rows: list[Row], case: str, what: str) -> Finding:
     return Finding([f"Simulated {what}: {', '.join(texts)}."], {})
 
 
-def order(rows: list[Row], case: str, of: Sequence[str] = ()) -> Finding:
-    """Ask how many pairs of predicted rows are in the published order. case: a template."""
+def order(rows: list[Row], case: str, trivial: Sequence[str] = ()) -> Finding:
+    """Ask how many pairs of predicted rows are in the published order. case: a template.
+
+    trivial: the systems, best first, as the trivial predictor has them everywhere; without it, no others.
+    """
     right = []
-    compared = [r for r in rows if r.kind == "predicted" and r.system in (of or [r.system])]
+    guessed = []
+    compared = [r for r in rows if r.kind == "predicted" and r.system in (trivial or [r.system])]
     for own in grouped(compared, case).values():
         for one, two in combinations(own, 2):
             if abs(one.published / two.published - 1) > APART:
-                right.append((one.published < two.published) == (one.simulated < two.simulated))
+                less = one.published < two.published
+                right.append(less == (one.simulated < two.simulated))
+                if trivial:
+                    guessed.append(less == (trivial.index(one.system) > trivial.index(two.system)))
     pairs = f"{len(right)} predicted pairs that are more than {percent(APART)} apart"
-    return Finding([f"{sum(right)} of {pairs} are in the right order."], {}, sum(right), len(right))
+    other = f"; always {' > '.join(trivial)}: {sum(guessed)}" if trivial else ""
+    return Finding([f"{sum(right)} of {pairs} are in the right order{other}."], {})
 
 
 QUESTIONS = {"best": best, "gains": gains, "order": order, "saved": saved}
@@ -181,38 +190,38 @@ def paragraph(*sentences: str) -> list[str]:
 
 
 def rows_of(name: str, about: Prose, rows: list[Row]) -> list[Row]:
-    """Return a figure's rows, without systems that have their own section."""
     own = [row for row in rows if row.figure in about.get("rows", [name])]
-    own = [row for row in own if row.system in about.get("systems", [row.system])]
     assert own, f"no rows of figure {name}: run its paper's command with --write"
-    return [row for row in own if row.system not in about.get("apart", ())]
+    return own
 
 
 def section(
     page: str, name: str, about: Prose, published: str, rows: list[Row]
-) -> tuple[list[str], Figure | None, list[Finding]]:
-    """Return a figure's section (claim, findings, picture, misses, rows), its picture and its findings."""
+) -> tuple[list[str], Figure | None]:
+    """Return a figure's section (claim, findings, picture, misses, rows) and its picture."""
     own = rows_of(name, about, rows)
-    # systems with their own section are drawn as published
-    apart = [r for r in rows if r.figure == name and r.system in about.get("apart", ())]
-    shown = own + [row._replace(simulated=None) for row in apart]
     claims = about.get("claims")
     claimed = [row.published for row in rows if claims and row.setting.startswith(claims)]
-    findings = [band(shown, claimed)] if claimed else []
+    findings = [band(own, claimed)] if claimed else []
     marks = {}
     for question, asked in about.get("ask", {}).items():
-        findings.append(QUESTIONS[question.split("_")[0]](shown, **asked))
+        findings.append(QUESTIONS[question.split("_")[0]](own, **asked))
         marks |= findings[-1].marks
     sentences = [sentence for finding in findings for sentence in finding.sentences]
     lines = [f"## {about['title']}", "", *paragraph(about["claim"], *sentences)]
     figure = None
     if "draw" in about:
-        figure = draw(shown, marks, published, claimed, about["draw"])
+        figure = draw(own, marks, published, claimed, about["draw"])
         lines += [f"![{about['title']}]({picture_of(page, name)})", ""]
     fitted = sum(row.kind in FITTED for row in own)
     count = f"Points that were fitted or follow from fitted ones: {fitted}." if fitted else ""
     parts = grouped(own, about.get("apiece", "")).items()
     far = [f"{part}{errors(each)}." for part, each in parts if errors(each)]
+    far += [f"The trivial predictor is {about['trivial']}."] if "trivial" in about else []
+    kept = Counter(row.kind for row in own if row.kind in WITHOUT_VALUE.values())
+    if kept:
+        counts = " and ".join(f"{count} {kind}" for kind, count in kept.items())
+        far.append(f"Predicted, value not entered: {counts}.")
     without = grouped([row for row in own if row.kind == "not modelled"], "{note}").items()
     template = about.get("left_out", "{system}")
     reasons = [
@@ -228,7 +237,7 @@ def section(
     ]
     figures = " ".join(f'"{each}"' if " " in each else each for each in about.get("rows", [name]))
     lines += ["</details>", "", f"    python reproduce/papers/{page}.py --figure {figures}", ""]
-    return lines, figure, findings
+    return lines, figure
 
 
 def own_gpus(page: str, rows: list[Row]) -> list[str]:
@@ -268,65 +277,76 @@ def strips_of(prose: Prose, rows: list[Row]) -> dict[str, list[Row]]:
     return strips
 
 
-def far(rows: list[Row]) -> list[float]:
-    """Return how far predicted points are from their published numbers."""
-    return [abs(r.error) for r in rows if r.kind == "predicted" and r.error is not None]
+def without_repeats(rows: list[Row], figures: Sequence[str]) -> list[Row]:
+    """Return these figures' rows, one of those that repeat a run of the same setting under another name."""
+    runs = {}
+    for row in rows:
+        if row.figure in figures and row.simulated:
+            runs.setdefault((row.setting, row.gpus, row.metric, f"{row.simulated:.4g}"), row)
+    return [*runs.values()]
 
 
-def exact(rows: list[Row]) -> Finding:
-    """Ask how many predicted points are close to their published numbers."""
-    right = [error < CLOSE for error in far(rows)]
-    text = f"{sum(right)} of {len(right)} predicted points within {percent(CLOSE)}"
-    all_errors = errors(rows).split(": ")[1].split(" (")[0]
-    return Finding([f"{text} ({all_errors})"], {}, sum(right), len(right))
+def headline_of(prose: Prose, rows: list[Row]) -> str:
+    return errors(without_repeats(rows, prose["headline"]))
 
 
-def readme_of(template: str, index: list[str], found: dict[str, Finding], rows: list[Row]) -> str:
-    """Fill in the README's template. index: a line for each page; found: by page and figure."""
-    placed = [row for row in rows if row.figure in PLACED]
-    places = grouped(placed, "{system}") | grouped(placed, "{system} on {gpus}")
-    found = found | {name: exact(own) for name, own in places.items()}
-    tenths = [percent(part, ".1f") for part in quantiles(far(rows), n=10, method="inclusive")]
-    return template.format(
-        pages="\n".join(index),
-        said={name: finding.sentences[0] for name, finding in found.items()},
-        verdict={name: verdict(finding.right, finding.count) for name, finding in found.items()},
-        least=VERDICTS,
-        fewest=FEWEST,
-        too_few=TOO_FEW,
-        count=len(far(rows)),
-        half=tenths[4],
-        most=tenths[8],
-        formula=len(far([row for row in rows if row.figure == "h20"])),
-        without=sum(row.kind == "not modelled" for row in rows),
-    )
+def prose_of(page: str) -> Prose:
+    return tomllib.loads((ROOT / "prose" / f"{page}.toml").read_text(encoding="utf-8"))
+
+
+def skills_of(prose: Prose, rows: list[Row]) -> list[str]:
+    """Return README's lines for a page: predicted rows by figure and the way they were made, and all."""
+    parts = {}
+    for name, about in prose["figures"].items():
+        title = about["title"].partition(":")[0]
+        parts |= grouped(rows_of(name, about, rows), f"{title}, {{how}}{about.get('groups', '')}")
+    every = [row for row in rows if row.figure in prose["headline"]]
+    if len(without_repeats(rows, prose["headline"])) < len(every):
+        parts["the same with repeated bars"] = every
+    parts[f"**{prose['headlined']}**"] = without_repeats(rows, prose["headline"])
+    lines = []
+    for part, own in parts.items():
+        if found := skill(own):
+            sides = [
+                [percent(each, form)[:-2] for each, form in zip(side, FORMS, strict=True)]
+                for side in found[1:3]
+            ]
+            cells = [f"{middle} ({ninth}; {most})" for middle, ninth, most in sides]
+            lines.append(
+                f"| {prose['short']}: {part} | {found.count} | {' | '.join(cells)} | {found.closer} |"
+            )
+    return lines
 
 
 def main() -> None:
     strips = {}
     every = []
     index = []
-    found = {}  # "page figure" -> its first finding
+    skills = []
     for page in PAGES:
-        prose = tomllib.loads((ROOT / "prose" / f"{page}.toml").read_text(encoding="utf-8"))
+        prose = prose_of(page)
         rows = read_rows(DOCS / "rows" / f"{page}.csv")
         strips |= strips_of(prose, rows)
         every += rows
-        index.append(f"- [{prose['title']}]({page}.md): {prose['of']}{errors(rows)}")
-        all_errors = f"All {errors(rows)}{prose['which']}."
-        lines = [f"# {prose['title']}", "", *paragraph(prose["intro"]), all_errors, ""]
+        index.append(f"- [{prose['title']}]({page}.md){prose['of']}")
+        skills += skills_of(prose, rows)
+        headline = f"{prose['headlined']}: {headline_of(prose, rows)}"
+        lines = [f"# {prose['title']}", "", *paragraph(prose["intro"]), f"{headline}.", ""]
         for name, about in prose["figures"].items():
-            text, figure, findings = section(page, name, about, prose["published"], rows)
+            text, figure = section(page, name, about, prose["published"], rows)
             lines += text
-            found |= {f"{page} {name}": finding for finding in findings[:1]}
             if figure:
                 figure.savefig(DOCS / picture_of(page, name), metadata={"Software": None})
+        notes = ROOT / "prose" / f"{page}.md"
+        lines += [*notes.read_text(encoding="utf-8").splitlines(), ""] if notes.exists() else []
         lines += own_gpus(page, rows)
         (DOCS / f"{page}.md").write_text("\n".join(lines), encoding="utf-8")
-    order = sorted(strips.items(), key=lambda strip: FORMULA in strip[0])
-    strip_chart(dict(order)).savefig(DOCS / "errors.png", metadata={"Software": None})
+    strip_chart(strips).savefig(DOCS / "errors.png", metadata={"Software": None})
     text = (ROOT / "prose" / "README.md").read_text(encoding="utf-8")
-    (DOCS / "README.md").write_text(readme_of(text, index, found, every), encoding="utf-8")
+    kinds = Counter(row.kind for row in every)
+    counts = {kind.replace(" ", "_"): count for kind, count in kinds.items()}
+    filled = text.format(pages="\n".join(index), skills="\n".join(skills), **counts)
+    (DOCS / "README.md").write_text(filled, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import NamedTuple
@@ -26,8 +28,18 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from extras.fused.tail import TAILS
 from extras.pipelines import tables
 from extras.pipelines.fused import fused
-from extras.pipelines.tables import Pipe
-from reproduce.papers.tables import ROOT, Constants, Paper, Point, Row, command, known, values
+from extras.pipelines.tables import Pipe, Table, Task
+from reproduce.papers.tables import (
+    ROOT,
+    Constants,
+    Paper,
+    Point,
+    Row,
+    command,
+    known,
+    power_law,
+    values,
+)
 from reproduce.simulation.cluster import Cluster, Lengths, Simulation, Workload
 from reproduce.simulation.costs import Decode, Device, Model, Passes, decode_of
 from runtime.errors import UserError
@@ -35,6 +47,7 @@ from runtime.errors import UserError
 INSTANCES = ROOT / "published" / "rlhfuse_table3.json"
 QUICK = ("1024 33/65", "33B/13B 8/4 16/8")  # settings that --quick keeps
 QUICK_TAILS = (0.2, 0.3)
+REGRESSIONS = ("inference", "actor training", "critic training", "training")  # metrics
 ANSWERS = 2  # per prompt; the product accepts no fewer
 ORDERS = (
     4  # shuffles of the answers, for points that name a tail; a search over tails has time for one
@@ -48,6 +61,9 @@ class Setting(NamedTuple):
     tail: float | None = None
     # average over this many shuffles of the answers, since the rank with the longest one is random
     orders: int = 1
+
+
+PAIR = Setting(1024, "33", "65")  # figure 9's fitted curve
 
 
 def setting_of(point: Point) -> Setting:
@@ -101,15 +117,47 @@ def read_instances(path: Path) -> dict[str, list[Pipe]]:
     return found
 
 
-def gain(name: str) -> dict[str, float]:
-    """Return the fused schedule's gain over one model after the other, on an instance of table 3."""
+def gain(name: str, schedule: Callable[[list[Pipe]], Table] = fused) -> dict[str, float]:
+    """Return a schedule's gain over one model after the other, on an instance of table 3."""
     pipes = read_instances(INSTANCES).get(name)
     if not pipes:
         raise UserError(f"`{name}` isn't an instance in {INSTANCES}")
-    latency, memory, _ = tables.evaluate(pipes, fused(pipes))
+    latency, memory, _ = tables.evaluate(pipes, schedule(pipes))
     # the other pipes are copies that run at the same time
     serial = sum(tables.bound([pipe]) for pipe in pipes[:2])
     return {"speed-up": serial / latency, "memory": memory / tables.base_memory(pipes)}
+
+
+def greedy(pipes: list[Pipe]) -> Table:
+    """Return the schedule that RLHFuse's annealing starts from: always the task that can start first.
+
+    A smaller model's task must end before its rank could start one of the large model's. Backward goes first.
+    """
+    table = tables.empty_table(pipes)
+    free = [0.0] * len(table)
+    ends = {}
+    done = Counter()  # (pipe, stage, backward) -> micro-batches
+    total = 2 * sum(pipe.micro_batches * len(pipe.ranks) for pipe in pipes)
+    while len(ends) < total:
+        able = []
+        least = {}  # rank -> first possible start of the large model's next task
+        for number, pipe in enumerate(pipes):
+            for (stage, rank), backward in product(enumerate(pipe.ranks), (True, False)):
+                task = Task(number, stage, backward, done[number, stage, backward])
+                before = tables.needs(pipes, task)
+                if task.micro_batch == pipe.micro_batches or not ends.keys() >= {*before}:
+                    continue
+                start = max([free[rank], *(ends[each] for each in before)])
+                end = start + (pipe.backward if backward else pipe.forward)
+                if not number:
+                    least[rank] = min(start, least.get(rank, math.inf))
+                if not number or end <= least.get(rank, math.inf):
+                    able.append((start, not backward, number, stage, task, rank, end))
+        *_, task, rank, end = min(able)
+        table[rank].append(task)
+        free[rank] = ends[task] = end
+        done[task[:3]] += 1
+    return table
 
 
 def speed_up(constants: Constants, setting: Setting) -> float:
@@ -132,8 +180,11 @@ def cluster_of(constants: Constants, setting: Setting) -> Cluster:
         prefill=math.inf,
         **values(constants["decode"]),
     )
-    longest = system["prompt"] + setting.most + 8 * grain  # includes what `config_of` adds
-    rollout = replace(rollout, kv_tokens=constants["fusion"]["at_once"] * longest)
+    # section 4, m = Rt M / C: an engine's KV room C and a full answer's share M depend on the model
+    model = Model(**constants["models"][setting.actor])
+    room = (system["tp"] * constants["device"]["memory"] - model.bytes) / model.kv_bytes
+    full = room / (system["prompt"] + setting.most)  # answers
+    rollout = replace(rollout, kv_tokens=room, kept=max(1, int(constants["fusion"]["room"] * full)))
     judgement_s = inference_s(constants, setting) * system["gpus"] / system["tp"] / system["batch"]
     updates = system["batch"] / system["mini_batch"]
     return Cluster(
@@ -193,14 +244,56 @@ def fastest(steps: dict[Setting, dict], paper: Paper, point: Point) -> Setting:
     return min(tried, key=lambda each: steps[each]["generation + inference"])
 
 
+def trivial_of(paper: Paper) -> Callable[[Setting, bool], dict[str, float]]:
+    """Return the trivial predictor of all stages, from the points that the constants were fitted on.
+
+    Power laws in parameters and length, inference by length only. RLHFuse hides all of its inference, and
+    trains 1.25 times as fast as Base. In figure 9 both pairs have one curve, scaled by Base's seconds.
+    """
+    of = paper.constants
+
+    def size(setting: Setting, metric: str) -> tuple[float, int]:
+        model = setting.critic if metric == "critic training" else setting.actor
+        return of["models"][model]["params"], setting.most
+
+    def fitted(table: str) -> list[tuple[Setting, str, float]]:
+        return [(setting_of(p), p.metric, float(p.value)) for p in paper.fitted(table)]
+
+    laws = {}
+    for table in ("decode", "training"):
+        laws[table] = power_law([(*size(at, metric), value) for at, metric, value in fitted(table)])
+    curve = {at.tail: value for at, _, value in fitted("fusion")}
+
+    def seconds(setting: Setting, is_fused: bool) -> dict[str, float]:
+        found = {}
+        for metric in ("actor training", "critic training"):
+            found[metric] = laws["training"](*size(setting, metric))
+        training = sum(found.values()) / (1.25 if is_fused else 1)
+        found["generation"] = laws["decode"](*size(setting, "generation"))
+        known = fitted("inference")
+        found["inference"] = fmean(value for at, _, value in known if at.most == setting.most)
+        serving = found["generation"] + (0 if is_fused else found["inference"])
+        if is_fused and setting.tail is not None:
+            of_pairs = [seconds(pair, False)["generation + inference"] for pair in (setting, PAIR)]
+            serving = curve[setting.tail] * of_pairs[0] / of_pairs[1]
+        step_s = (serving + training) / (1 - of["others"]["part"])
+        found |= {"generation + inference": serving, "training": training}
+        return found | {"throughput": of["system"]["batch"] / step_s}
+
+    return seconds
+
+
 def rows_of(figure: str, steps: dict[Setting, dict], paper: Paper) -> list[Row]:
     """Return the rows of a figure. steps: cache of simulated steps."""
     rows = []
+    trivial = trivial_of(paper)
     for point in chosen(paper, figure):
         setting = fastest(steps, paper, point)
         seconds = known(point, point.metric, steps[setting])
         note = "" if point.system == "Base" else f"tail {setting.tail:g}"
-        rows.append(paper.row(point, seconds, note=note))
+        how = "regression" if point.metric in REGRESSIONS else "simulated"
+        guess = trivial(setting_of(point), point.system == "RLHFuse")[point.metric]
+        rows.append(paper.row(point, seconds, note, how, guess))
     return rows
 
 
@@ -209,7 +302,8 @@ def table_3(paper: Paper) -> list[Row]:
     rows = []
     for point in chosen(paper, "table 3"):
         found = known(point, point.metric, gain(point.setting))
-        rows.append(paper.row(point, found, "closed form", point.note))
+        trivial = gain(point.setting, greedy)[point.metric]
+        rows.append(paper.row(point, found, point.note, "search", trivial))
     return rows
 
 

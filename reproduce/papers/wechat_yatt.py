@@ -20,7 +20,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from reproduce.papers.tables import Constants, Paper, Row, command, known, values
+from reproduce.papers.tables import Constants, Paper, Point, Row, command, known, values
 from reproduce.simulation.cluster import Cluster, Lengths, Simulation, StepFacts, Workload
 from reproduce.simulation.costs import Decode, Device, Model, decode_of, passes_of
 from reproduce.simulation.engine import Moves, SimulatedEngine
@@ -103,7 +103,7 @@ def partial(paper: Paper) -> list[Row]:
                 cell = f"{judge} judge, {keep:.0%} of groups kept, {swap_s} s to swap"
                 note = f"{split} ranks write, {RANKS - split} judge"
                 what = (side, cell, str(RANKS), "serving", None, took[split] / full_s)
-                rows.append(Row("partial", *what, "x full", "simulated", note))
+                rows.append(Row("partial", *what, "x full", "own setting", note, "simulated"))
     return rows
 
 
@@ -161,7 +161,7 @@ def central(paper: Paper) -> list[Row]:
         central_s = step_s(paper.constants, Link(rate).carry, mb * 1e6, DISPATCHES)
         cell = f"{mb:g} MB a sample, a central process of {rate / 1e9:g} GB/s"
         what = ("parallel", cell, str(RANKS), "step", None, parallel_s[mb] / central_s)
-        rows.append(Row("central", *what, "x central", "simulated"))
+        rows.append(Row("central", *what, "x central", "own setting", "", "simulated"))
     return rows
 
 
@@ -173,14 +173,24 @@ def h20(paper: Paper) -> list[Row]:
         size = int(batch)
         model = known(point, name, MODELS)
         decode = engine_of(paper.constants, model, int(tp.removeprefix("TP")))
+        # an engine keeps room for whole answers; the other requests wait
+        size = min(size, int(decode.kv_tokens // CONTEXTS["slowest"]))
         tokens_s = size / decode.seconds(1, size, CONTEXTS[point.metric] * size)
-        rows.append(paper.row(point, tokens_s, note=point.note))
+        trivial = saturated(paper, point)
+        rows.append(paper.row(point, tokens_s, point.note, trivial=trivial))
     return rows
 
 
+def saturated(paper: Paper, point: Point) -> float:
+    """Return the trivial predictor: a fitted engine's tokens/s per GPU, of the same model or as many GPUs."""
+    model, tp, *_ = point.setting.split()
+    like = [each for each in paper.fitted("engine") if each.metric == point.metric]
+    nearest = max(like, key=lambda each: (model in each.setting, tp in each.setting))
+    return float(nearest.value) * int(point.gpus) / int(nearest.gpus)
+
+
 def claims(paper: Paper) -> list[Row]:
-    why = "its set-up isn't known"
-    return [paper.row(point, None, "not modelled", why) for point in paper.of("claims")]
+    return [paper.left_out(point, "its set-up isn't known") for point in paper.of("claims")]
 
 
 FIGURES = dict(claims=claims, partial=partial, central=central, h20=h20)

@@ -261,7 +261,8 @@ class Simulation:
                 scores = formats[model].is_scalar
                 write = self._author.rate if scores else self._author.critique
             costs = coarse(decode, cluster.grain)
-            capacity = max(1, int(min(costs.most, costs.kv_tokens // self.config.max_model_len)))
+            room = int(min(costs.most, costs.kv_tokens // self.config.max_model_len))
+            capacity = costs.kept or max(1, room)
             how = (model, costs, moves, capacity, write, self.clock)
             engines.append(SimulatedEngine(role, rank, *how))
         return engines

@@ -73,6 +73,7 @@ class Decode:
     read: float = 0.0  # fixed seconds for a pass that reads prompts; `prefill` is extra
     apart: int = 0  # decode steps between two such passes, with engine.FULL or more sequences
     steps: int = 1  # decode steps per simulated token
+    kept: int = 0  # answers of full length for each engine of a tail; 0: as many as have room
 
     def _pace(self, batch: int, context: float) -> tuple[float, float]:
         """Return (p, q): each sequence gains v tokens in p * v + q * v**2 seconds.
