@@ -7,9 +7,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from engines.engine import Sampling
+import rewards
+from config import Config
+from engines.engine import Answer, Sampling
 from examples.make_demo.models import new_model
-from extras import scalar
 from extras.scalar import ScoringEngine
 from inputs import tokenization
 from tests.engines.test_engine import PROMPT, ask
@@ -38,14 +39,26 @@ SEEN = {  # kind of tokenizer, prompt -> what is scored, as TRL's RewardTrainer 
 SEEN["chat", "several"] = f"<|im_start|>system\nBe right.<|im_end|>\n{SEEN['chat', '3+4=']}"
 
 
+class ScoringPool:
+    async def generate(self, requests, model):
+        self.shown = requests[0].prompt
+        yield Answer(0, [], [], "stop", [], score=0.0)
+
+
 @pytest.mark.parametrize("kind,prompt", SEEN)
 def test_a_scalar_judge_sees_the_whole_exchange(kind, prompt, tmp_path):
     """It must be what RewardTrainer learns from; only a finished answer has an end."""
     home = tmp_path / kind
     new_model(home, 0) if kind == "text" else save_tokenizer(home)
     tokenizer = tokenization.load_tokenizer(str(home))
+    config = Config(model="m", judge=("m",), judge_format=("score",), max_model_len=2000)
+    [judge] = rewards.build(config, [], [tokenizer], "".join).judges
     asked = SEVERAL if prompt == "several" else prompt
-    seen = [tokenizer.decode(scalar.encode_exchange(tokenizer, asked, ">7", cut)) for cut in (0, 1)]
+    seen = []
+    for is_cut in (False, True):
+        pool = ScoringPool()
+        asyncio.run(judge.judge(asked, ">7", pool, is_cut=is_cut))
+        seen.append(tokenizer.decode(pool.shown))
     whole = SEEN[kind, prompt]
     assert seen == [whole, whole[: whole.rindex("<eos>" if kind == "text" else "<|im_end|>")]]
 
