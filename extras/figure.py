@@ -21,7 +21,7 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from runtime.errors import UserError
-from runtime.timeline import INSTANTS, LANES, MARKS, WORK, Event, Stretch, lanes, of_kind, read
+from runtime.timeline import INSTANTS, LANES, MARKS, WORK, Event, Stretch, busy, lanes, of_kind, read
 
 ROW = 0.011  # inches per answer's row
 MOST = 2.75  # inches for all rows: with more answers, rows get thinner
@@ -72,6 +72,19 @@ class Picture(NamedTuple):
         trained = {each.rank for each in passes}
         spans = [span for span in self.spans if span.name != "train" or span.rank in trained]
         return lanes([*spans, *passes])
+
+    @property
+    def idle(self) -> float:
+        """The share of the ranks' time in which none of their engines and trainers worked."""
+        of_ranks = defaultdict(list)
+        for span in self.spans:
+            of_ranks[span.rank].append(span)
+        begin = min((span.start for span in self.spans), default=0.0)
+        end = max((span.end for span in self.spans), default=0.0)
+        worked = 0.0
+        for spans in of_ranks.values():
+            worked += sum(stretch.end - stretch.start for stretch in busy(spans))
+        return 1 - worked / max(1e-9, (end - begin) * len(of_ranks))
 
     @property
     def begins(self) -> dict[int, float]:
@@ -176,7 +189,8 @@ def draw_lanes(axes: Axes, picture: Picture) -> None:
         axes.text(mark.start, y, f" {text} ", fontsize=7.5, color=color, ha=side, va="center")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.set_ylim(max(1, len(ranks)) - 0.5, -1.32)
-    axes.set_title(picture.title, fontsize=10, loc="left", color=INK)
+    title = f"{picture.title}; ranks wait {picture.idle:.0%} of the time"
+    axes.set_title(title, fontsize=10, loc="left", color=INK)
 
 
 def _draw_begins(axes: Axes, picture: Picture) -> None:

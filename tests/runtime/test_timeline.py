@@ -94,6 +94,7 @@ def test_an_engine_is_busy_with_what_it_has_to_leave():
     begun, ended = spans_of([(0.0, 4.0), (4.5, 5.0)], "genrm", 0)
     events = [begun._replace(kind="part"), ended._replace(rank=1)]
     assert tl.seconds(events, "genrm") == 9
-    drawn = figure.Picture("t", figure.of_steps(events, 0, 0), 4).lanes
-    stretches = {lane: len(found) for lane, found in drawn.items()}
+    picture = figure.Picture("t", figure.of_steps(events, 0, 0), 4)
+    stretches = {lane: len(found) for lane, found in picture.lanes.items()}
     assert stretches == {(0, "genrm"): 1, (1, "genrm"): 1}
+    assert picture.idle == pytest.approx(1 - 9 / (2 * 9.5))
