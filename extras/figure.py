@@ -21,7 +21,18 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from runtime.errors import UserError
-from runtime.timeline import INSTANTS, LANES, MARKS, WORK, Event, Stretch, busy, lanes, of_kind, read
+from runtime.timeline import (
+    INSTANTS,
+    LANES,
+    MARKS,
+    WORK,
+    Event,
+    Stretch,
+    busy,
+    lanes,
+    of_kind,
+    read,
+)
 
 ROW = 0.011  # inches per answer's row
 MOST = 2.75  # inches for all rows: with more answers, rows get thinner

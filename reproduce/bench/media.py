@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
+import build
 import controller
 import run
 from examples.make_demo import models
@@ -90,7 +91,7 @@ async def train_and_count(c: controller.Controller) -> bool:
 def one_rank(side: str, arguments: list[str]) -> None:
     """Run one rank of the run."""
     World.exchange = counted_exchange
-    controller.train = train_and_count
+    build.TRAINING = build.TRAINING._replace(run=train_and_count)
     if side == "central":
         controller.exchange = exchange_through_one
     run.main(arguments)

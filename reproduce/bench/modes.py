@@ -150,6 +150,8 @@ def compare(rows: list[dict], given: Namespace) -> None:
     chosen = [row for row in rows if (row["workload"], row["repeat"], row["step"]) == middle]
     folder = OUT / f"modes-{given.ranks}"
     pictures = [picture_of(row, folder) for row in chosen if row["side"] != MOVING]
+    for shown in pictures:
+        print(f"{shown.title.partition(':')[0]}: ranks wait {shown.idle:.0%} of the step's time")
     figure = stacked(pictures, given.ranks) if len(pictures) > 1 else make_figure(*pictures)
     figure.axes[-1].set_xlabel("seconds since the step's start", fontsize=9, color=INK, loc="left")
     figure.savefig(given.compare)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import controller
+import build
 import modes
 import run
 from controller import train
@@ -73,7 +73,7 @@ class MeasuredRun:
 
 if __name__ == "__main__":
     measured = MeasuredRun(Meter())
-    controller.train = measured
+    build.TRAINING = build.TRAINING._replace(run=measured)
     modes.collect = measured.collect
     settings = "--preset tiny --rule right --save-every 0 --lr-decay-to 1"
     run.main([*settings.split(), *sys.argv[1:]])

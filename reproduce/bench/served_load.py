@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import controller
+import build
 import data
 import modes
 import rewards
@@ -136,7 +136,7 @@ class Collector:
 
 
 class MeasuredSides:
-    """Replaces controller.train: runs every side in the order given."""
+    """Replaces controller.train in a run: serves every side in the order given."""
 
     def __init__(self, sides: list[Side], out: Path):
         self._sides = sides
@@ -186,7 +186,8 @@ def main() -> None:
     )
     ours, theirs = parser.parse_known_args()
     rows = json.loads(ours.sides.read_text())
-    controller.train = MeasuredSides([Side(*row) for row in rows], ours.measured)
+    sides = MeasuredSides([Side(*row) for row in rows], ours.measured)
+    build.TRAINING = build.TRAINING._replace(run=sides)
     rewards.MAX_FAILURES = 10**9
     if "BENCH_PACE_MS" in os.environ:
         Engine.module = "reproduce.bench.paced_server"

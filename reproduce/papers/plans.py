@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import controller
+import build
 import run
 from config import parse_config
 from controller import train
@@ -141,7 +141,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "RANK" in os.environ:  # this process is a rank of a run
-        controller.train = paced
+        build.TRAINING = build.TRAINING._replace(run=paced)
         Engine.module = "reproduce.bench.paced_server"
         run.main(sys.argv[1:])
     else:

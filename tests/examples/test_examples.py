@@ -23,7 +23,8 @@ from tests import ROOT
 from tests.root.test_genrm import Characters
 from tests.support import fakes, slow_server
 from tests.support.fakes import simulate, text_answer, to_text
-from tests.support.launched import Run
+from tests.support.launched import Run, free_ports
+from tests.support.patience import run_process
 
 EXAMPLES = ROOT / "examples"
 BENCH = ROOT / "reproduce/bench"
@@ -286,3 +287,23 @@ def test_a_benchmark_finds_what_it_measures(bench):
     if bench == "trl_baseline":
         pytest.importorskip("trl")
     importlib.import_module(f"reproduce.bench.{bench}")
+
+
+REAL = {  # bench -> settings of a short measurement, and what it prints
+    "modes": (
+        "--ranks 2 --workloads short --sides full --repeats 1 --steps 2 --moving 0 --port PORT",
+        "| short: full |",
+    ),
+    "media": ("--ranks 2 --repeats 1", "| central |"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bench", REAL)
+def test_a_benchmark_measures_its_own_load(bench):
+    """A real run must do the bench's work instead of the demo's."""
+    settings, shown = REAL[bench]
+    words = settings.replace("PORT", str(free_ports())).split()
+    ran = run_process(sys.executable, f"reproduce/bench/{bench}.py", *words)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert shown in ran.stdout, ran.stdout
