@@ -215,7 +215,9 @@ def servers_of(
     """Return the servers that a rank owns in any of the splits."""
     specs = []
     if any(rank in placement.leads("rollout", split) for split in splits):
-        specs.append(ServerSpec("rollout", server.port_of(config, rank, "rollout"), config.model))
+        port = server.port_of(config, rank, "rollout")
+        stride = placement.stride("rollout")
+        specs.append(ServerSpec("rollout", port, config.model, stride=stride))
     if any(rank in placement.leads("genrm", split) for split in splits):
         model = placement.judge_of(rank, len(config.judge_models))
         engine = formats_of(config)[model].engine
@@ -264,4 +266,7 @@ def build_models(
     senders = [copy[0] for copy in placement.actor.copies]
     receivers = sorted(engines - {*placement.actor.ranks})
     route = colocation.connect(senders, receivers, config.timeout_s)
-    return Models([actor, *critics], references, route)
+    shards = None
+    if placement.shards:
+        shards = needed("shards", "a push of shards")(placement, actor, config.timeout_s)
+    return Models([actor, *critics], references, route, shards)

@@ -22,6 +22,7 @@ from rollout import (
     wait_for_enough,
 )
 from runtime.errors import UserError
+from runtime.hooks import added
 from runtime.shutdown import Stopped
 from scheduling.dynamic_sampling import FirstFinishedSampler, OrderedSampler
 from scheduling.layout import Placement
@@ -135,15 +136,23 @@ MODES = {  # --mode -> its row, which lay_out reads with the settings, and colle
 
 
 def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
-    """Return the placement and the splits to use, the initial one first (pure).
+    """Return the placement and the splits to use, the initial one first.
 
-    Raises UserError if the mode is unknown, or if the ranks don't hold its engines.
+    Pure, but which push serves engines of several ranks also depends on --model's config.json. Raises
+    UserError if the mode is unknown, or if the ranks don't hold its engines.
     """
     placement = make_placement(config, world_size, on_machine)
     if config.mode not in MODES:
         raise UserError(f"--mode {config.mode} is unknown; choose one of {', '.join(MODES)}")
     if config.rebalance and config.mode not in MOVES:
         raise UserError(f"--rebalance: no rule moves the split of --mode {config.mode}")
+    for choose in added("push_kind"):
+        placement = choose(placement, config, on_machine)
+    return placement, splits_of(placement, config)
+
+
+def splits_of(placement: Placement, config: Config) -> list[Split]:
+    """Return the splits to use, the initial one first (pure). Raises UserError if there is none."""
     splits = MODES[config.mode].splits(placement, config)
     ranks = len(placement.engines)
     judges = len(config.judge_models)
@@ -163,7 +172,7 @@ def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Place
         )
     first = first_split(splits, config, ranks)
     others = [split for split in splits if split != first] if config.rebalance else []
-    return placement, [first, *others]
+    return [first, *others]
 
 
 def first_split(splits: list[Split], config: Config, ranks: int) -> Split:

@@ -125,6 +125,7 @@ class Models(NamedTuple):
     # the KL's reference, if there is one: a frozen model, or the actor with its adapters switched off
     references: list[Trainer]
     route: Any = None  # for pushes to other ranks: see Colocated.connect
+    shards: Any = None  # pushes shards instead of whole tensors: see the hook `shards`
 
 
 class Devices:
@@ -154,12 +155,15 @@ class Devices:
         self._world = world
         self._timeline = timeline
         self._route = models.route
+        self._shards = models.shards
         self.swap_s = 0.0  # time spent on swaps in this step, on this rank
         self._idle = Silence()  # how long no engine has had anything to write
 
     @property
     def received_bytes(self) -> int:
         """The bytes of weights that this rank received in collectives for the last push."""
+        if self._shards:
+            return self._shards.received
         return self.actor.received_bytes + (self._route.received if self._route else 0)
 
     def leads(self, role: str) -> tuple[int, ...]:
@@ -261,14 +265,21 @@ class Devices:
         await self._world.run(trim)  # - gradients, memory cached by passes
         await self._meet_for_wide_engines()
         await self.rollout.wake_weights()  # + the engine's weights, of an older version
-        weights = self.actor.named_weights()
-        if self._route:  # engines on ranks without the actor
-            weights = self._route.carry(weights)
-        await self.rollout.load_weights(weights, self.actor.version)  # + a bucket
+        await self._load_weights()  # + a bucket
         if not actor_stays:
             await self.put_trainers_to_sleep()  # - the actor, the last bucket
             await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()  # + the KV cache
+
+    async def _load_weights(self) -> None:
+        """Load the actor's weights into the rollout engines (collective: the actor's ranks, its route's)."""
+        if self._shards:
+            await self._shards.load(self.rollout, self.leads("rollout"))
+            return
+        weights = self.actor.named_weights()
+        if self._route:  # engines on ranks without the actor
+            weights = self._route.carry(weights)
+        await self.rollout.load_weights(weights, self.actor.version)
 
     def _take_next_split(self) -> None:
         """Use the engines of the next step's split, which may differ from this one's. Not collective."""

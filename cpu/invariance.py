@@ -145,12 +145,15 @@ def repair_sampling():
 def install():
     """Patch SGLang with all of this: in the process that owns the model, before loading it, without CUDA."""
     from sglang.srt import batch_invariant_ops
+    from sglang.srt.configs import update_config
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import logits_processor
     from sglang.srt.layers.attention import attention_registry
 
     parallel_state.GroupCoordinator.all_reduce = sum_in_order
     parallel_state.is_shm_available = lambda *_: False  # on arm64 it would call a compiled kernel
+    # only without a GPU it pads MLPs of several ranks; then shards of a push wouldn't fit
+    update_config.DEFAULT_MOE_PADDING_SIZE = 1
     # these are triton kernels
     batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
     F.linear = at_least_four(F.linear)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -116,7 +116,15 @@ class Engine:
 
     @classmethod
     def launch(
-        cls, role: str, rank: int, port: int, model_dir: str, config: Config, log: Path, key: str
+        cls,
+        role: str,
+        rank: int,
+        port: int,
+        model_dir: str,
+        config: Config,
+        log: Path,
+        key: str,
+        stride: int = 1,
     ) -> Self:
         """Start a server that dies with this thread (see `ready`). Raises UserError if the port is taken."""
         engine = cls(role, rank, f"http://{config.host}:{port}", key)
@@ -126,7 +134,7 @@ class Engine:
         engine._tp = vars(config)[f"{role}_tp"]
         engine._shapes = hf_directory.checkpoint_shapes(model_dir)
         engine._lost_s = config.engine_lost_s
-        flags = server.server_flags(role, rank, port, model_dir, config)
+        flags = server.server_flags(role, rank, port, model_dir, config, stride)
         command = [cls.module, *flags, *cls.flags]
         # don't cache image features: a push may change the vision tower
         environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0"} if role == "rollout" else {}
@@ -229,20 +237,34 @@ class Engine:
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights, under Hugging Face names. Raises UserError if one is unknown or missing."""
-        missing = set(self._shapes)
-        body = {"load_format": "flattened_bucket", "flush_cache": False}
-        body["weight_version"] = str(version)
-        await self._call("POST", "/begin_weight_update")
-        for bucket in wire.buckets(named_weights):
-            for name, tensor in bucket:  # SGLang skips an unknown name and crashes on a wrong shape
-                shape = list(tensor.shape)
-                expected = self._shapes.get(name)
+        async with self.updating(self._shapes, "flattened_bucket", version) as load:
+            for bucket in wire.buckets(named_weights):
+                await load(wire.facts_of(bucket), wire.serialize_bucket(bucket, self._tp))
+
+    @asynccontextmanager
+    async def updating(
+        self, shapes: dict[str, list[int]], load_format: str, version: int
+    ) -> AsyncIterator[Callable[[list, list[str]], Awaitable[None]]]:
+        """Yield what loads a bucket: (its names and shapes, a handle for each of the engine's ranks).
+
+        Together the buckets have all of `shapes`. Raises UserError if a name is unknown or missing, or if a
+        shape is wrong.
+        """
+        loaded = set()
+        body = {"load_format": load_format, "flush_cache": False, "weight_version": str(version)}
+
+        async def load(facts: list[tuple[str, list[int]]], handles: list[str]) -> None:
+            for name, shape in facts:  # SGLang skips an unknown name and crashes on a wrong shape
+                expected = shapes.get(name)
                 if shape != expected:
                     raise UserError(f"the {self.name} has {expected} for {name}, not {shape}")
-                missing.discard(name)
-            body["serialized_named_tensors"] = wire.serialize_bucket(bucket, self._tp)
+                loaded.add(name)
+            body["serialized_named_tensors"] = handles
             await self._call("POST", "/update_weights_from_tensor", **body)
-        if missing := missing - {"lm_head.weight"}:  # tied to the embedding
+
+        await self._call("POST", "/begin_weight_update")
+        yield load
+        if missing := shapes.keys() - loaded - {"lm_head.weight"}:  # tied to the embedding
             raise UserError(f"the push to the {self.name} lacked {sorted(missing)}")
         await self._call("POST", "/end_weight_update")
         await self._call("POST", "/flush_cache?timeout=30")  # once, not per bucket

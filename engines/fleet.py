@@ -31,6 +31,7 @@ class ServerSpec(NamedTuple):
     model_dir: str
     model: int = 0  # index among its role's models
     engine: type[Engine] = Engine
+    stride: int = 1  # distance between the engine's ranks, if it has several
 
 
 class Fleet(contextlib.AbstractAsyncContextManager):
@@ -80,7 +81,7 @@ class Fleet(contextlib.AbstractAsyncContextManager):
         for spec in specs:
             log = Path(self._config.out, "logs", f"{spec.role}-{rank}.log")
             served = (spec.role, rank, spec.port, spec.model_dir)
-            engine = spec.engine.launch(*served, self._config, log, key)
+            engine = spec.engine.launch(*served, self._config, log, key, spec.stride)
             engine.model = spec.model
             self._engines.append(engine)
 

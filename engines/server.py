@@ -38,8 +38,10 @@ def port_of(config: Config, rank: int, role: str) -> int:
     return config.port + len(ROLES) * rank + ROLES.index(role)
 
 
-def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config) -> list[str]:
-    """Return the server's command line. Raises UserError if the device can't run such an engine."""
+def server_flags(
+    role: str, rank: int, port: int, model_dir: str, config: Config, stride: int = 1
+) -> list[str]:
+    """Return the server's command line. stride: see ServerSpec. Raises UserError if --model is incomplete."""
     context = context_length(model_dir, config)
     flags = {
         "model-path": Path(model_dir).resolve(),
@@ -65,7 +67,7 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     if config.deterministic:
         flags["enable-deterministic-inference"] = None
     if config.device == "cuda":
-        flags |= cuda_flags(role, model_dir, config)
+        flags |= cuda_flags(role, model_dir, config, stride)
     else:
         flags |= cpu_flags(role, context, config)
     if sees(model_dir):
@@ -78,8 +80,8 @@ def server_flags(role: str, rank: int, port: int, model_dir: str, config: Config
     return command
 
 
-def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
-    """Return the flags of an engine on GPUs: with several ranks, this rank's GPU and the following ones."""
+def cuda_flags(role: str, model_dir: str, config: Config, stride: int) -> dict[str, Any]:
+    """Return the flags of an engine on GPUs: with several ranks, every `stride`th GPU from this rank's on."""
     flags = {
         "base-gpu-id": os.environ["LOCAL_RANK"],
         "mem-fraction-static": config.mem_fraction,
@@ -94,7 +96,7 @@ def cuda_flags(role: str, model_dir: str, config: Config) -> dict[str, Any]:
         "log-level-http": "error",
     }
     if (tp := vars(config)[f"{role}_tp"]) > 1:
-        flags["tp-size"] = tp
+        flags |= {"tp-size": tp, "gpu-id-step": stride}
     # flashinfer has no kernels for such heads; the demo's have a dimension of 24
     if head_dim(model_dir) % 32 or head_dim(model_dir) < 64:
         flags["attention-backend"] = "triton"

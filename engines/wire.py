@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.devices import fixed_segments
 from runtime.shutdown import starting_deaf
@@ -68,24 +68,37 @@ def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[
 
 def serialize_bucket(bucket: list[tuple[str, Tensor]], readers: int) -> list[str]:
     """Return SGLang's "flattened_bucket" for each reader: a handle on flat bytes, each weight's place."""
-    from multiprocessing.reduction import ForkingPickler
-
-    import torch
-    import torch.multiprocessing  # teaches ForkingPickler to send tensors as handles
-
-    # the default passes file descriptors: the receiver fails multiprocessing's handshake and dies
-    torch.multiprocessing.set_sharing_strategy("file_system")
     metadata = []
     offset = 0
     for name, tensor in bucket:
         span = dict(start_idx=offset, end_idx=offset + tensor.nbytes, numel=tensor.nbytes)
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         offset += tensor.nbytes
+    flat = flat_copy(bucket)
+    # one each: CUDA frees the memory once all have been read
+    return [handle_of(dict(flattened_tensor=flat, metadata=metadata)) for _ in range(readers)]
+
+
+def facts_of(bucket: list[tuple[str, Tensor]]) -> list[tuple[str, list[int]]]:
+    """Return the names and shapes in a bucket."""
+    return [(name, list(tensor.shape)) for name, tensor in bucket]
+
+
+def flat_copy(bucket: list[tuple[str, Tensor]]) -> Tensor:
+    """Copy a bucket's tensors, one after another, as bytes."""
+    import torch
+
     with fixed_segments(bucket[0][1]):
-        flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
-    handles = []
-    for _ in range(readers):  # one each: CUDA frees the memory once all have been read
-        with starting_deaf():  # the first call starts torch's process that owns the shared memory
-            payload = ForkingPickler.dumps(dict(flattened_tensor=flat, metadata=metadata))
-        handles.append(base64.b64encode(payload).decode())
-    return handles
+        return torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for _, tensor in bucket])
+
+
+def handle_of(value: Any) -> str:
+    """Return what another process reads as `value`: its tensors are handles on this process's memory."""
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing  # teaches ForkingPickler to send tensors as handles
+
+    # the default passes file descriptors: the receiver fails multiprocessing's handshake and dies
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    with starting_deaf():  # the first call starts torch's process that owns the shared memory
+        return base64.b64encode(ForkingPickler.dumps(value)).decode()

@@ -29,6 +29,11 @@ EXTRAS = {
     ),
     # --mode fused (MODES, MOVES)
     "fused": Extra("extras/fused", {"rows": "extras.fused.mode"}),
+    # pushes of shards to engines of several ranks, with --rollout-tp
+    "shards": Extra(
+        "extras/shards",
+        {"push_kind": "extras.shards.choice:choose", "shards": "extras.shards.push:connect"},
+    ),
     # --rebalance in partial mode (MOVES)
     "rebalance": Extra("extras/rebalance.py", {"rows": "extras.rebalance"}),
     # --pp above 1, --schedule (SCHEDULES)

@@ -31,6 +31,8 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
         value = vars(config)[field.name]
         if value != field.default:
             text += f" --{dashed(field.name)} {as_text(value)}"
+    if placement.push:
+        text += f"\n  {placement.push}"
     if how := server.kind_of(config.device).describe(config):
         text += f"\n  {how}"
     if config.device == "cuda" and not config.deterministic:

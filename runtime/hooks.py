@@ -17,6 +17,8 @@ HOOKS: dict[str, dict[str, str]] = {
     # before engines start, to raise UserError
     "device_check": {},  # choose_device, on every rank with --device cuda: (config)
     "model_check": {},  # build.check_directories, once on each machine: (config, placement)
+    # modes.lay_out: (placement, config, ranks of a machine) -> the placement with the push that runs
+    "push_kind": {},
     "run_check": {},  # run.run: (config, placement, splits, world) -> the settings to use (collective)
     # what build.load_inputs reads
     "end_tokens": {},  # (config, the policy's tokenizer) -> its tokens that also end an answer
@@ -33,6 +35,9 @@ HOOKS: dict[str, dict[str, str]] = {
     "vision_stage": {},  # model.read_hf_config: the class of the first stage
     # models that learn, on the ranks that hold them
     "colocation": {},  # placement.colocation_of, unless all share all ranks: (placement) -> a Colocated
+    # build.build_models, if the placement has `shards`: (placement, actor, seconds) -> Models.shards of this
+    # rank, or None (collective: all ranks)
+    "shards": {},
     "critic": {},  # build.build_models, if the algorithm has critics: a Trainer
     "adapters": {},  # Actor, before its optimizer is built: (config, gpt)
     # engines

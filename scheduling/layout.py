@@ -73,7 +73,8 @@ class Placement(NamedTuple):
     """The ranks of the engines and of each model that is trained, or read for training.
 
     A split gives the first of the engines' ranks to rollout, and the last ones to genrm. The first rank of an
-    engine is its lead, which owns its server.
+    engine is its lead, which owns its server. Engines of several ranks have adjacent ones; but with `shards`
+    the ranks of a rollout engine are as far apart as the shards that it joins to one (see `stride`).
     """
 
     engines: tuple[int, ...]
@@ -82,6 +83,9 @@ class Placement(NamedTuple):
     reference: Shape
     rollout_tp: int = 1  # ranks per rollout engine
     genrm_tp: int = 1
+    # a push gives each rank of a rollout engine its shard, from the actor on that rank
+    shards: bool = False
+    push: str = ""  # if rollout engines span ranks: which push runs, and why
 
     @property
     def everyone(self) -> tuple[int, ...]:
@@ -103,7 +107,18 @@ class Placement(NamedTuple):
 
     def leads(self, role: str, split: Split) -> tuple[int, ...]:
         """Return the ranks that own a server of `role`."""
-        return self.ranks(role, split)[:: self.tp(role)]
+        stride = self.stride(role)
+        places = enumerate(self.ranks(role, split))
+        return tuple(rank for place, rank in places if place % (self.tp(role) * stride) < stride)
+
+    def stride(self, role: str) -> int:
+        """Return the distance between an engine's ranks: how many of the actor's shards it joins to one."""
+        return self.actor.tp // self.rollout_tp if role == "rollout" and self.shards else 1
+
+    def ranks_of(self, role: str, lead: int) -> range:
+        """Return the ranks of `lead`'s engine."""
+        stride = self.stride(role)
+        return range(lead, lead + self.tp(role) * stride, stride)
 
     def judge_of(self, lead: int, judges: int) -> int:
         """Return the number of the judge that `lead`'s genrm engine serves: judges take turns."""
@@ -112,7 +127,7 @@ class Placement(NamedTuple):
     @property
     def least_ranks(self) -> int:
         """The fewest ranks that hold whole engines, of either role."""
-        return math.lcm(self.rollout_tp, self.genrm_tp)
+        return math.lcm(self.rollout_tp * self.stride("rollout"), self.genrm_tp)
 
     @property
     def rank_groups(self) -> list[tuple[int, ...]]:
@@ -124,8 +139,8 @@ class Placement(NamedTuple):
         """Return whether each judge has an engine, and each engine has aligned ranks on one machine."""
         for role in ROLES:
             ranks = self.ranks(role, split)
-            tp = self.tp(role)
-            if len({rank // tp for rank in ranks}) * tp != len(ranks):
+            span = self.tp(role) * self.stride(role)
+            if len({rank // span for rank in ranks}) * span != len(ranks):
                 return False
         return len({self.judge_of(lead, judges) for lead in self.leads("genrm", split)}) == judges
 

@@ -29,7 +29,7 @@ hypothesis.settings.register_profile("fresh", print_blob=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 ENGINES = "test_command test_engine test_episode_runs test_forks test_image_engine"
-ENGINES += " test_machines test_one_file test_runs test_security test_walkthrough"
+ENGINES += " test_shard_runs test_machines test_one_file test_runs test_security test_walkthrough"
 
 # The other slow files come first, so that both streams end at about the same time: those with runs of
 # their own, then those that wait for engines, then those that fork ranks from one process, then by seconds

@@ -1,7 +1,7 @@
 """Resharding: from weights as they are sharded for training to whole ones for generation.
 
 HybridFlow (arXiv 2409.19256), section 5, with t_g = p_g = 1: the ranks of a model replica form its
-micro-data-parallel group and gather whole tensors. An engine with several ranks shards them itself.
+micro-data-parallel group and gather whole tensors. An engine with several ranks then shards them itself.
 """
 
 from collections.abc import Iterator
@@ -10,16 +10,21 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from training.hf_weights import global_parameters, hf_names, is_tied_copy, join, unfuse
 
 
 class Gathering:
-    """Gathers whole tensors. `received`: the bytes that this rank received the last time."""
+    """Gathers whole tensors. `received`: the bytes that this rank received the last time.
 
-    def __init__(self, gpt: GPTModel):
+    tp: the group whose ranks' shards are joined, by default all of them.
+    """
+
+    def __init__(self, gpt: GPTModel, tp: ProcessGroup | None = None):
         self.gpt = gpt
+        self.tp = tp or gpt.pg_collection.tp
         self.received = 0
 
     @torch.no_grad()
@@ -29,11 +34,15 @@ class Gathering:
         Collective: a copy's ranks. The tensors may be views of the live weights: use or copy
         them before the next update.
         """
+        for names, tensors in self.parts():
+            yield from zip(names, tensors, strict=True)
+
+    def parts(self) -> Iterator[tuple[list[str], list[Tensor]]]:
+        """Yield the names and tensors in each of Megatron's (collective: a copy's ranks)."""
         gpt = self.gpt
         own = {name: p for name, p in global_parameters(gpt) if not is_tied_copy(gpt, name)}
         for name, whole in self.wholes(own, gpt.config.params_dtype):
-            tensors = unfuse(name, whole, gpt.config)
-            yield from zip(hf_names(name, gpt.family), tensors, strict=True)
+            yield hf_names(name, gpt.family), unfuse(name, whole, gpt.config)
 
     def wholes(self, own: dict[str, Parameter], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield all stages' tensors under Megatron's names (collective: a copy's ranks). own: this stage's.
@@ -59,7 +68,7 @@ class Gathering:
 
     def _whole(self, name: str, param: Parameter) -> Tensor:
         """Join the shards of a parameter, merged with its adapter if it has one (collective: tp group)."""
-        tp = self.gpt.pg_collection.tp
+        tp = self.tp
         own = param.detach()
         if name in self.gpt.adapters:
             own = self.gpt.adapters[name].merged(own)
@@ -74,5 +83,5 @@ class Gathering:
         """Return the shape of what `_whole` returns."""
         shape = list(param.shape)
         if param.tensor_model_parallel:
-            shape[param.partition_dim] *= self.gpt.pg_collection.tp.size()
+            shape[param.partition_dim] *= self.tp.size()
         return shape

@@ -51,7 +51,8 @@ async def follow_the_tail(
     devices = c.devices
     placement = devices.placement
     tp = placement.rollout_tp
-    held = tuple(rank for lead in devices.rollout.awake for rank in range(lead, lead + tp))
+    awake = devices.rollout.awake
+    held = tuple(sorted(rank for lead in awake for rank in placement.ranks_of("rollout", lead)))
     ranks = ranks_of_tail(
         devices.split.tail,
         rank_groups=placement.rank_groups,

@@ -389,8 +389,8 @@ class FakeEngine(Engine):
     """An engine that records calls. Rank 2's judge doesn't fall asleep."""
 
     @classmethod
-    def launch(cls, role, rank, port, model_dir, config, log, key, model=0):
-        engine = cls(role, rank, f"http://{config.host}:{port}", key, model)
+    def launch(cls, role, rank, port, model_dir, config, log, key, stride):
+        engine = cls(role, rank, f"http://{config.host}:{port}", key)
         engine.calls = []
         return engine
 
