@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,43 @@ def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path, error, st
             failure = ProcessFailure(0, 1, status, str(path))
             assert failure.message["message"] == "error: gone"
             assert abs(failure.timestamp - time.time()) < LIMIT_S
+
+
+ROWS = """
+import json, sys
+sys.path.insert(0, {root!r})
+from functools import partial
+import torch.distributed as dist
+import build, placement, run
+
+def mine(everyone, config):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    {row}
+
+placement.PLACEMENTS["mine"] = mine
+def begin():
+    run.main(["--placement", "mine"])
+{last}
+begin()
+"""
+IN_ROWS = [  # a row's last line, a line before the start -> the last line printed
+    ("everyone['a']", "", r"error: (\S+):11: TypeError: tuple indices must be .*, not str"),
+    ("json.loads('{')", "", r"error: (\S+):11: JSONDecodeError: .* \(\S+json/decoder\.py:\d+\)"),
+    ("", "build.placed = partial(int, 'not in a row')", "ValueError: .*'not in a row'"),
+]
+
+
+@pytest.mark.parametrize("row, last, said", IN_ROWS)
+def test_an_error_in_a_user_s_row_is_one_line_with_its_place(tmp_path, row, last, said):
+    """torch captures what is printed then; an error outside of rows keeps its traceback."""
+    path = tmp_path / "mine.py"
+    path.write_text(ROWS.format(root=str(ROOT), row=row, last=last))
+    ran = run_process(sys.executable, str(path), env=os.environ | {"WORLD_SIZE": "2"})
+    lines = ran.stderr.splitlines()
+    found = re.fullmatch(said, lines[-1])
+    assert found, ran.stderr
+    assert (ran.returncode, len(lines) == 1) == ((2, True) if row else (1, False))
+    assert found.groups() == ((str(path),) if row else ())
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])
