@@ -252,11 +252,14 @@ def test_metrics_are_kept_by_turn(tmp_path):
     sample = ended()
     turn = "return Step('go on', len(text), metrics={'n': len(text)} if len(text) > 1 else {})"
     episodes = load(tmp_path, f"{STEP}{turn}")
-    answered(episodes, sample)
-    for text in ("c.", "def."):
-        sample.response += [*map(ord, text)]
-        sample.finish = "turn"
-        answered(episodes, sample)
+
+    async def play():
+        for text in ("", "c.", "def."):
+            sample.response += [*map(ord, text)]
+            await episodes.answer(sample)
+        await episodes.close()
+
+    asyncio.run(play())
     assert sample.earned == [2.0, 1.0, 3.0] and sample.noted == [{"n": 2.0}, {}, {"n": 3.0}]
     assert episodes.means([sample])["environment/n"] == [2.0, 3.0]
 
