@@ -162,6 +162,43 @@ def test_an_error_in_a_user_s_row_is_one_line_with_its_place(tmp_path, row, last
     assert found.groups() == ((str(path),) if row else ())
 
 
+QUIET = {  # what rank 1 does -> the status, and all that is printed
+    "sys.exit('error: why')": (1, "error: why"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (
+        128 + signal.SIGKILL,
+        "error: rank 1 was ended by SIGKILL",
+    ),
+    "os.kill(os.getppid(), signal.SIGTERM)": (128 + SIGTERM, "stopped, saved"),
+    "print('all is done', file=sys.stderr) or os._exit(0)": (0, "all is done"),
+}
+RANK = """
+import os, signal, sys, time
+is_last = os.environ["RANK"] == "1"
+def stop(*_):
+    sys.exit(is_last and print("stopped, saved", file=sys.stderr))
+signal.signal(signal.SIGTERM, stop)
+if is_last:
+    {}
+time.sleep(0 if "done" in {!r} else 600)
+"""
+
+
+@pytest.mark.parametrize("act", QUIET)
+def test_nothing_of_torchrun_s_follows_the_run_s_line(tmp_path, act):
+    """torchrun ends with a traceback and a table, and has status 1."""
+    status, line = QUIET[act]
+    (tmp_path / "rank.py").write_text(RANK.format(act, act))
+    command = [
+        sys.executable,
+        "examples/quiet_torchrun.py",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    ran = run_process(*command, tmp_path / "rank.py", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (ran.returncode, ran.stderr.strip()) == (status, line)
+
+
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])
 def test_a_signal_before_the_event_loop(number):
     assert leave(f"os.kill(os.getpid(), {int(number)})") == (128 + number, "interrupted\n")
