@@ -300,11 +300,9 @@ def words_in(path: str, fields: dict[str, dataclasses.Field]) -> list[str]:
     if "versions" not in found and (unknown := found.keys() - fields.keys()):
         raise ValueError(f"{min(unknown)} is not a setting")
     words = []
-    for name in (name for name in fields if name in found):
+    for name in (name for name in fields if found.get(name) not in (None, "", [])):
         flag = f"--{dashed(name)}"
         match found[name]:
-            case None | "" | []:  # as if it weren't there
-                pass
             case list(several):
                 words += [flag, *map(str, several)]
             case True:

@@ -81,9 +81,7 @@ def main(arguments: list[str], work: Callable[[list[str], Stop], str] = start) -
     Status 0: done or stopped; 1: an engine or the disk failed; 2: user error; 128 or more: by a signal.
     """
     shutdown.prepare()
-    if (
-        work is start and __name__ != "__main__"
-    ):  # a file with rows of the user's starts the program
+    if work is start and __name__ != "__main__":  # a file with a user's rows starts the program
         sys.excepthook = partial(shutdown.leave_with_line, main.__code__)
     stop = Stop()
     try:

@@ -19,14 +19,8 @@ Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": .
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template might accept any other
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
 TEXTS = ("messages", "prompt", "chosen", "rejected", "response", "completion")  # or chat turns
-READ = {
-    "answer",
-    "question",
-    "tools",
-    "text",
-    *TEXTS,
-    *PLACES,
-}  # columns that are of use without a rule
+# columns that are of use without a rule
+READ = {"answer", "question", "tools", "text", *TEXTS, *PLACES}
 # turns written by JSON, or by str() of Python or NumPy
 TURNS_AS_TEXT = re.compile(r"""(?s)\s*(array\()?\[?\s*\{.*["'](role|from)["']\s*:.*\}.*""")
 UNREAD = {  # other trainers' columns -> where their contents go here

@@ -43,10 +43,8 @@ class Progress:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
-        lost = ""
-        for name, words in MISSING.items():
-            if (part := metrics.get(name, 0.0)) > 0.1:
-                lost += f"{words} {part:.0%}  "
+        parts = {words: metrics.get(name, 0.0) for name, words in MISSING.items()}
+        lost = "".join(f"{words} {part:.0%}  " for words, part in parts.items() if part > 0.1)
         self.line(
             f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {lost}{loss}"
             f"length {metrics['rollout/response_len_mean']:.0f}  waves {metrics['rollout/waves']:.0f}  "

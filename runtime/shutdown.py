@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Any, NoReturn
 
 import psutil
@@ -171,12 +171,11 @@ def exit_now(status: int, line: str) -> NoReturn:
     leave(status)
 
 
-def leave_with_line(
-    program: CodeType, kind: type, error: BaseException, trace: TracebackType
-) -> NoReturn:
+def leave_with_line(program: CodeType, kind: type, error: Exception, trace: Any) -> NoReturn:
     """Exit after an error in a row of the user's file with one line, after any other with a traceback.
 
-    program: run.main's code, which the file calls; what it calls later are its rows.
+    program: run.main's code, which the file calls; what it calls later are its rows. An error that was raised
+    deeper may be another rank's end: torchrun may restart after it.
     """
     calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
     begin = [code for code, _ in calls].index(program)
@@ -186,11 +185,9 @@ def leave_with_line(
         leave_with_traceback(kind, error, trace)
     sys.stderr = sys.__stderr__ or sys.stderr  # torch captures it while it calls this hook
     path, line = places[-1]
-    inside = "" if line == lines[-1] else f" ({path}:{line})"
-    text = " ".join(str(error).split())
-    exit_on_error(
-        2, printable(f"error: {sys.argv[0]}:{lines[-1]}: {kind.__name__}: {text}{inside}")
-    )
+    status, inside = (2, "") if line == lines[-1] else (1, f" ({path}:{line})")
+    text = f"{sys.argv[0]}:{lines[-1]}: {kind.__name__}: {' '.join(str(error).split())}"
+    exit_on_error(status, printable(f"error: {text}{inside}"))
 
 
 def leave_with_traceback(*error: Any) -> NoReturn:
