@@ -79,6 +79,23 @@ def test_the_lines_of_the_reading_path_are_counted(tmp_path, monkeypatch):
     assert re.findall(r"(\d+) (?:\||lines)", page) == ["21", "10", "5", "6"]
 
 
+def test_the_rooms_are_the_product():
+    """Each file must be in one room, and the sums must be those of the rooms."""
+    table = (
+        results.CONTRIBUTING.read_text()
+        .partition("| room | lines |")[2]
+        .partition("| reproduce/")[0]
+    )
+    names = [row[1] for row in results.ROOM_ROW.finditer(table)]
+    core, extras = names.index("*the core*"), names.index("*the extras*")
+    lines = [results.lines_of_room(name) for name in names]
+    assert (
+        sum(lines[:core]) == lines[core] == sum(len(path.read_text().splitlines()) for path in CORE)
+    )
+    index = len((ROOT / "extras/__init__.py").read_text().splitlines())
+    assert sum(lines[core + 1 : extras]) == lines[extras] - index
+
+
 def test_every_command_is_understood():
     for row in results.ROWS.values():
         words = row.command.replace('"', "").split()
