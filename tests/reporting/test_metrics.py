@@ -216,13 +216,14 @@ def test_the_greedy_answer_is_one_of_its_group():
 @pytest.mark.parametrize("kept", [True, False])
 def test_failed_judgements_are_counted(kept):
     """A sample without a verdict must be dropped AND counted, in kept groups and in filtered ones."""
-    group = group_of(4, 1.0, 0.0, None)
+    group = group_of(4, 1.0, 0.0, None, None)
+    group[3].finish = "lost"  # its episode
     batch = batch_of([group]) if kept else batch_of([], [group])
     found = local_facts(controller_of(), batch, batch.kept, [])
-    assert sorted(found.means["genrm/failed_frac"]) == [False, False, True]
+    assert sorted(found.means["genrm/failed_frac"]) == [False, False, False, True]
     assert found.sums["genrm/failed"] == 1 and found.means["reward/unfiltered_mean"] == [1.0, 0.0]
-    assert found.means["rollout/response_len_mean"] == [1, 2, 3]
-    assert found.sums["rollout/tokens_filtered"] == (3 if kept else 6)
+    assert found.means["rollout/response_len_mean"] == [1, 2, 3, 4]
+    assert found.sums["rollout/tokens_filtered"] == (7 if kept else 10)
 
 
 @pytest.mark.parametrize("step, right, key", [(1, 0, "5"), (2, 0, "5"), (1, 1, "5"), (1, 0, None)])
