@@ -12,7 +12,7 @@ GPUS := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/nu
 RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
 MODE ?= $(if $(filter 1,$(RANKS)),full,partial)
 # torchrun's own store would listen on every interface: use a new file per run; ranks meet on their own
-TORCHRUN := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --rdzv-backend c10d --rdzv-conf store_type=file \
+TORCHRUN := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/python examples/quiet_torchrun.py --rdzv-backend c10d --rdzv-conf store_type=file \
   --rdzv-endpoint "$$(mktemp)" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2
 export OMP_NUM_THREADS ?= 1
 # seconds that ranks have to save and exit after the first Ctrl-C before torchrun kills them

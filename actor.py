@@ -18,7 +18,7 @@ from torch import Tensor
 
 from algorithms import MEANS, Algorithm, LossInputs, algorithm_of
 from config import Config
-from runtime.errors import UserError
+from runtime.errors import UserError, place_of
 from runtime.hooks import added
 from sample import Key, Sample, flat
 from training import lm_head
@@ -259,7 +259,8 @@ def check_loss(loss: Tensor, tokens: int, algorithm: Algorithm) -> None:
     """Raise UserError if the loss of a user's row isn't [tokens] with a gradient."""
     if loss.shape != (tokens,) or not loss.requires_grad:
         raise UserError(
-            f"--algorithm {algorithm.name}: its loss has the shape {list(loss.shape)} and "
+            f"--algorithm {algorithm.name}: its loss ({place_of(algorithm.loss)}) has the shape "
+            f"{list(loss.shape)} and "
             f"requires_grad={loss.requires_grad}; a number for each of {tokens} tokens, "
             "with a gradient, is needed"
         )

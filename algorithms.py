@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from config import MOST, TINY, Config, as_text, check_limits, setting, text
-from runtime.errors import UserError
+from runtime.errors import UserError, place_of
 from sample import Outcome, Sample
 
 if TYPE_CHECKING:
@@ -343,6 +343,11 @@ def group_scores(outcomes: list[Outcome], signal: str, algorithm: Algorithm) -> 
         numbers = [a.reward - (baseline + overlong_penalty(a.length, algorithm)) for a in trained]
     assert None not in numbers, f"an answer that is trained on has no {signal}"
     scores = algorithm.score(numbers, [answer.length for answer in trained], algorithm)
+    if len(scores) != len(trained):
+        raise UserError(
+            f"--algorithm {algorithm.name}: score ({place_of(algorithm.score)}) returned "
+            f"{len(scores)} numbers for {len(trained)} answers"
+        )
     return {answer.index: score for answer, score in zip(trained, scores, strict=True)}
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from training.trainer import Trainer
 
 COMMON = "common.json"
-LAYOUT = 8  # increase it when the contents of checkpoints change
+LAYOUT = 9  # increase it when the contents of checkpoints change
 POLL_S = 0.05
 # Changing one of these makes it a different run. Algorithms are compared by name, files by their contents.
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import unicodedata
@@ -259,9 +260,16 @@ def parse_settings(
     """Read a command line as a Config of some kind. Raises UserError if a setting is wrong.
 
     usage: the first text of --help. groups: the groups of settings that are flags. defaults: overrides of the
-    kind's defaults. Later ones win: the device's defaults, `defaults`, the preset's, the command line.
+    kind's defaults. Later ones win: the device's, `defaults`, the preset's, --config's, the command line.
     """
-    given = vars(parser_of(kind, usage, groups).parse_args(arguments))
+    parser = parser_of(kind, usage, groups)
+    given = vars(parser.parse_args(arguments))
+    if path := given.pop("config", None):
+        fields = {f.name: f for f in settings_of(kind) if f.metadata["group"] in groups}
+        try:
+            given = vars(parser.parse_args(words_in(path, fields))) | given
+        except (OSError, ValueError) as error:
+            raise UserError(f"--config {path}: {error}") from None
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     preset = given.get("preset") or ("base" if given.get("model") else "tiny")
     if preset not in PRESETS:
@@ -279,6 +287,31 @@ def parse_settings(
     name = f"{preset}-{config.mode}" if config.command == "rl" else config.command
     name = "eval" if config.evaluates else name
     return dataclasses.replace(config, out=config.out or f"runs/{name}", judge_format=formats)
+
+
+def words_in(path: str, fields: dict[str, dataclasses.Field]) -> list[str]:
+    """Return the settings in a JSON file as one types them. Raises ValueError or OSError if it can't.
+
+    A run's config.json also has what follows from its settings: that is worked out again.
+    """
+    found = json.loads(Path(path).read_text())
+    if not isinstance(found, dict):
+        raise ValueError('an object of settings is needed, such as {"lr": 1e-6}')
+    if "versions" not in found and (unknown := found.keys() - fields.keys()):
+        raise ValueError(f"{min(unknown)} is not a setting")
+    words = []
+    for name in (name for name in fields if found.get(name) not in (None, "", [])):
+        flag = f"--{dashed(name)}"
+        match found[name]:
+            case list(several):
+                words += [flag, *map(str, several)]
+            case True:
+                words.append(flag)
+            case False:
+                words += [f"--no-{dashed(name)}"] if fields[name].default is True else []
+            case value:
+                words.append(f"{flag}={value}")
+    return words
 
 
 def text(word: str) -> str:
@@ -303,6 +336,8 @@ def parser_of(kind: type[Config], usage: str, groups: Sequence[str]) -> Parser:
         description=usage,
     )
     types = get_type_hints(kind)
+    words = "JSON of settings, such as a run's config.json; the command line wins"
+    parser.add_argument("--config", type=text, metavar="FILE", help=words)
     headings = {group: parser.add_argument_group(group) for group in groups}
     for field in settings_of(kind):
         heading = headings.get(field.metadata["group"])

@@ -25,7 +25,7 @@ from inputs import tokenization
 from inputs.numbers import number_answer, number_key
 from inputs.rows import Text, transcript
 from inputs.templates import IMAGE, break_tokens
-from runtime.errors import UserError
+from runtime.errors import UserError, place_of
 from sample import Image
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class JudgeFormat:
         if not (isinstance(grade, Real | numpy.bool_) and 0 <= grade <= 1):
             name = next(name for name, known in FORMATS.items() if known is self)
             raise UserError(
-                f"--judge-format {name}: parse returned {' '.join(repr(grade).split())[:60]}: "
+                f"--judge-format {name}: parse ({place_of(self.parse)}) returned "
+                f"{' '.join(repr(grade).split())[:60]}: "
                 "a bool, a number from 0 to 1, or None is needed"
             )
         is_sure = min(reply.logprobs, default=0.0) > self.min_logprob

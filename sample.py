@@ -77,7 +77,7 @@ class Sample:
     # extras/environment/; `response` has only the policy's own tokens, from all turns
     replies: list[Reply] = field(default_factory=list)
     earned: list[float] = field(default_factory=list)  # the reward of each turn
-    noted: dict[str, list[float]] = field(default_factory=dict)  # metrics, in order
+    noted: list[dict[str, float]] = field(default_factory=list)  # the metrics of each turn
     # rewards.py, which asks the judges of genrm.py
     critique: str = ""
     verdict: bool | None = None  # for reports; `reward` may include more

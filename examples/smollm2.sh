@@ -19,4 +19,4 @@ for a in range(15):
         question = f"Calculate {a} + {b}. Reply with one number."
         print(json.dumps({"messages": [{"role": "user", "content": question}], "answer": a + b}))
 ROWS
-exec torchrun --nproc-per-node 2 run.py --model "$FOLDER/model" --data "$FOLDER/sums.jsonl" --rule number --judge-format number --lr 1e-5 --steps 12 --eval-every 2 --max-new-tokens 24 --max-model-len 128 "$@"
+exec torchrun --nproc-per-node 2 run.py --config examples/smollm2.json "$@"

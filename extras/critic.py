@@ -162,7 +162,7 @@ def check(config: Config, placement: Placement) -> None:
     if config.critic:
         actor = models.read_hf_config(config.model)
         hf = models.read_hf_config(config.critic, "--critic")
-        models.check_directory(config.critic, "--critic", hf, scores=True)
+        models.check_directory(config.critic, "--critic", hf, scores=True, plans=config.dry_run)
         sized = placement.critic.sized(config)
         models.check_reads_policy(sized, config.critic, "--critic", hf, actor)
 

@@ -44,7 +44,7 @@ LOOKS = {  # name of a span, a pass or an answer's state -> its color and its te
     "rollout": ("#2a78b8", "rollout writes"),
     "decoding": ("#2a78b8", ""),
     "genrm": ("#e08a1e", "genrm judges"),
-    "judging": ("#e08a1e", ""),
+    "judging": ("#e08a1e", "answer is judged"),
     "actor": ("#3c9d4e", "actor trains"),
     "reward critic": ("#d9689f", "reward critic trains"),
     "cost critic": ("#8c564b", "cost critic trains"),
@@ -173,6 +173,8 @@ def make_figure(picture: Picture) -> Figure:
 
 def add_legend(figure: Figure, drawn: set[str]) -> None:
     """Explain below the panels the colors that were drawn, white, and an engine's shades."""
+    if "genrm" in drawn:  # which explains the color
+        drawn = drawn - {"judging"}
     said = {text: Patch(color=color) for name, (color, text) in LOOKS.items() if name in drawn}
     said.pop("", None)
     said["rank waits"] = Patch(facecolor="white", edgecolor=GREY)

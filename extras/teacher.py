@@ -35,7 +35,7 @@ def check_teacher(config: Config) -> None:
     where = f"--teacher {config.teacher}"
     student = models.read_hf_config(config.model)
     hf = models.read_hf_config(config.teacher, "--teacher")
-    models.check_directory(config.teacher, "--teacher", hf, scores=False)
+    models.check_directory(config.teacher, "--teacher", hf, scores=False, plans=config.dry_run)
     longest = context_length(config.model, config)
     if hf["max_position_embeddings"] < longest:
         raise UserError(

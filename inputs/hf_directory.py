@@ -97,6 +97,11 @@ def sees(model_dir: str | Path) -> bool:
     return is_here and read_model_config(model_dir).get("model_type") in VISION_FAMILIES
 
 
+def has_weights(model_dir: str | Path) -> bool:
+    """Return whether the directory has a file of tensors. Before a download it may have none."""
+    return any(Path(model_dir).glob("*.safetensors"))
+
+
 def tensor_files(model_dir: str | Path, setting="", framework="numpy") -> dict[str, Any]:
     """Map each tensor's name to its open file, among the files that SGLang would load.
 

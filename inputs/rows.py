@@ -19,7 +19,8 @@ Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": .
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template might accept any other
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
 TEXTS = ("messages", "prompt", "chosen", "rejected", "response", "completion")  # or chat turns
-READ = {"answer", "tools", "text", *TEXTS, *PLACES}  # columns that are of use without a rule
+# columns that are of use without a rule
+READ = {"answer", "question", "tools", "text", *TEXTS, *PLACES}
 # turns written by JSON, or by str() of Python or NumPy
 TURNS_AS_TEXT = re.compile(r"""(?s)\s*(array\()?\[?\s*\{.*["'](role|from)["']\s*:.*\}.*""")
 UNREAD = {  # other trainers' columns -> where their contents go here
@@ -188,13 +189,19 @@ def _plain(value: Any, kind: Any) -> Any:
 
 def prompt_of(row: dict, where: str, sees: bool) -> Text:
     """Return a row's prompt, with IMAGE and VIDEO in place of media. Raises UserError, naming `where`."""
+    question = row.get("question")
+    if isinstance(question, str) and question.strip() and not {"messages", "prompt"} & row.keys():
+        row = row | {"messages": as_turns(question, "user")}  # as in GSM8K
     columns = (row.get("messages"), row.get("prompt"))
     messages, prompt = (read_turns(column, where, sees) for column in columns)
     if messages and prompt and as_turns(prompt, "user") != messages:
         raise UserError(f"{where}: `messages` and `prompt` differ; leave one out")
     prompt = messages or prompt
     if not (prompt and (isinstance(prompt, str) or is_chat(prompt))):
-        raise UserError(f"{where}: needs `messages` ({TURNS}) or `prompt` (text, or such a list)")
+        raise UserError(
+            f"{where}: needs `messages` ({TURNS}), `prompt` (text, or such a list) or `question` (text); "
+            f"the row has {', '.join(row) or 'no column'}"
+        )
     roles = [turn["role"] for turn in as_turns(prompt, "user")]
     if roles[-1] not in ("user", "tool") or "user" not in roles:
         raise UserError(

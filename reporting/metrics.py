@@ -183,6 +183,8 @@ class Report:
             if sample.replies:  # the policy's turns alternate with replies
                 parts = parts_of(sample.response, sample.replies)
                 row["turns"] = [self.decode(part) for part, _ in parts]
+            if sample.earned:  # by the turns of an episode
+                row |= {"earned": sample.earned, "noted": sample.noted}
             rows.append(row | details)
         atomic_files.append(self.out / "samples.jsonl", rows)
         atomic_files.append(self.out / "history.jsonl", [{"step": step} | asdict(served)])
@@ -263,6 +265,7 @@ def local_facts(
         "rollout/correct_frac": [0] * len(wrong) + [1] * (len(keyed) - len(wrong)),
         "genrm/accept_frac": [s.verdict for s in finished if s.verdict is not None],
         "genrm/false_positive_frac": [s.verdict is True for s in wrong],
+        "genrm/failed_frac": [s.reward is None and s.finish != "lost" for s in finished],
         "cost/unfiltered_mean": [s.cost for s in finished if s.cost is not None],
     }
     sums = {

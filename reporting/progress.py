@@ -9,6 +9,8 @@ from runtime.errors import printable
 BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 PHASES = dict(serve="serving", train="training", sync="pushing weights", save="saving")
 PHASES["evaluate"] = "evaluating"
+# parts of the answers that nothing is learned from: named in a step's line if above a tenth
+MISSING = {"environment/lost_frac": "lost episodes", "genrm/failed_frac": "failed judgements"}
 
 
 class Progress:
@@ -41,8 +43,8 @@ class Progress:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.done()
         loss = f"loss {metrics['train/loss']:+.4f}  " if "train/loss" in metrics else ""
-        lost_frac = metrics.get("environment/lost_frac", 0.0)
-        lost = f"lost episodes {lost_frac:.0%}  " if lost_frac > 0.1 else ""
+        parts = {words: metrics.get(name, 0.0) for name, words in MISSING.items()}
+        lost = "".join(f"{words} {part:.0%}  " for words, part in parts.items() if part > 0.1)
         self.line(
             f"step {step + 1:3d}/{self._steps}  reward {metrics['reward/unfiltered_mean']:.3f}  {lost}{loss}"
             f"length {metrics['rollout/response_len_mean']:.0f}  waves {metrics['rollout/waves']:.0f}  "

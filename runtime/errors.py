@@ -1,7 +1,9 @@
 """Errors that end a run with one line, safe to print on a terminal. Imports none of our modules."""
 
+import inspect
 import os
 import sys
+from collections.abc import Callable
 
 # cron or `>&-` may have closed these: a file that is opened later would get their numbers
 sys.stdin = sys.stdin or open(os.devnull)
@@ -20,6 +22,13 @@ class UserError(ValueError):
 
 class RunLost(Exception):
     """The run lost an engine or disk space that it needs. It ends with one line and can be resumed."""
+
+
+def place_of(function: Callable) -> str:
+    """Return a function's file and line, for errors; what it is if it isn't written in Python."""
+    if not inspect.isfunction(function):
+        return repr(function)
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
 
 
 def printable(text: str) -> str:

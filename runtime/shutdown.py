@@ -23,11 +23,12 @@ import warnings
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 import psutil
 
-from runtime.errors import RunLost
+from runtime.errors import RunLost, printable
 from runtime.parent import die_with_parent
 from runtime.world import World, is_alive
 
@@ -168,6 +169,25 @@ def exit_now(status: int, line: str) -> NoReturn:
             reported.touch(exist_ok=False)
         print(line, file=sys.stderr)
     leave(status)
+
+
+def leave_with_line(program: CodeType, kind: type, error: Exception, trace: Any) -> NoReturn:
+    """Exit after an error in a row of the user's file with one line, after any other with a traceback.
+
+    program: run.main's code, which the file calls; what it calls later are its rows. An error that was raised
+    deeper may be another rank's end: torchrun may restart after it.
+    """
+    calls = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
+    begin = [code for code, _ in calls].index(program)
+    places = [(Path(code.co_filename).resolve(), line) for code, line in calls[begin:]]
+    lines = [line for path, line in places if path == Path(sys.argv[0]).resolve()]
+    if not lines:
+        leave_with_traceback(kind, error, trace)
+    sys.stderr = sys.__stderr__ or sys.stderr  # torch captures it while it calls this hook
+    path, line = places[-1]
+    status, inside = (2, "") if line == lines[-1] else (1, f" ({path}:{line})")
+    text = f"{sys.argv[0]}:{lines[-1]}: {kind.__name__}: {' '.join(str(error).split())}"
+    exit_on_error(status, printable(f"error: {text}{inside}"))
 
 
 def leave_with_traceback(*error: Any) -> NoReturn:

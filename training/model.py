@@ -26,6 +26,7 @@ from inputs.hf_directory import (
     FAMILIES,
     HEAD,
     check_tensors,
+    has_weights,
     named_ends,
     read_model_config,
     readable,
@@ -297,10 +298,13 @@ def tensor_shapes(hf: dict) -> dict[str, list[int]]:
     return shapes
 
 
-def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device="cpu") -> None:
+def check_directory(
+    model_dir: str, setting: str, hf: dict, scores: bool, device="cpu", plans=False
+) -> None:
     """Raise UserError unless a model is complete, and engine, trainer and transformers agree on it.
 
-    hf: its config. scores: it ends in a scalar HEAD. device: its engine's, if it never learns.
+    hf: its config. scores: it ends in a scalar HEAD. device: its engine's, if it never learns. plans: for
+    --dry-run, which may come before the download of the weights.
     """
     where = f"{setting} {model_dir}"
     ids = tokenization.load_tokenizer(model_dir).get_vocab().values()
@@ -318,6 +322,8 @@ def check_directory(model_dir: str, setting: str, hf: dict, scores: bool, device
         shapes[HEAD] = [1, hf["hidden_size"]]
     is_tied = hf["tie_word_embeddings"] and not scores
     optional = {OUTPUT} if is_tied or scores else set()
+    if plans and not has_weights(model_dir):
+        return
     files = tensor_files(model_dir, setting)
     check_tensors(files, where, shapes, optional)
     if is_tied and OUTPUT in files:
@@ -332,11 +338,12 @@ def check_models(config: Config, placement: Placement, formats=()) -> None:
     hf = read_hf_config(config.model)
     for shape in placement.shapes.values():
         check_sizes(hf, shape.sized(config))
-    check_directory(config.model, "--model", hf, scores=False)
+    check_directory(config.model, "--model", hf, scores=False, plans=config.dry_run)
     for path, judge_format in zip(config.judge_models, formats, strict=False):
         setting = "--judge" if path in config.judge else "--cost-judge"
         judge = read_hf_config(path, setting, learns=False)
-        check_directory(path, setting, judge, judge_format.is_scalar, config.device)
+        how = dict(device=config.device, plans=config.dry_run)
+        check_directory(path, setting, judge, judge_format.is_scalar, **how)
 
 
 def check_reads_policy(config: Config, path: str, setting: str, hf: dict, policy: dict) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from config import Config
@@ -95,8 +96,7 @@ class Episodes(Environment):
         self.succeeded += taken.finish in ("stop", "length")
         sample.finish = taken.finish
         sample.earned = [*sample.earned, taken.reward]
-        for name, number in taken.metrics.items():
-            sample.noted[name] = [*sample.noted.get(name, []), float(number)]
+        sample.noted = [*sample.noted, dict(taken.metrics)]
         if taken.reply:
             sample.replies = [*sample.replies, taken.reply]
         else:
@@ -159,8 +159,8 @@ class Episodes(Environment):
             "environment/step_s": self.seconds,
         }
         for sample in samples:
-            for name, values in sample.noted.items():
-                found[f"environment/{name}"] = found.get(f"environment/{name}", []) + values
+            for name, number in chain.from_iterable(metrics.items() for metrics in sample.noted):
+                found.setdefault(f"environment/{name}", []).append(number)
         self.seconds = []
         return found
 

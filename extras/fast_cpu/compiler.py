@@ -24,15 +24,21 @@ def program_for(model_dir: str | Path, dtype: str, tp: int = 1) -> str:
     """Return a text that names what serves a model on `tp` ranks."""
     if library_for(model_dir, dtype, tp):
         return "extras/fast_cpu/decoder.cpp"
-    takes = "one rank, g++ or clang++, a private ~/.cache without noexec, Qwen2, Qwen3 or Llama in float32"
+    takes = "g++ or clang++, and a private ~/.cache without noexec"
+    if not fits(model_dir, dtype, tp):
+        takes = "one rank, and Qwen2, Qwen3 or Llama in float32"
     return f"plain torch, several times slower: extras/fast_cpu/decoder.cpp needs {takes}"
 
 
 def library_for(model_dir: str | Path, dtype: str, tp: int = 1) -> Path | None:
     """Return the library that serves a model, or None for torch. Raises UserError without a config.json."""
+    return compiled() if fits(model_dir, dtype, tp) else None
+
+
+def fits(model_dir: str | Path, dtype: str, tp: int) -> bool:
     hf = read_model_config(model_dir)
     if tp > 1 or dtype != "float32" or hf.get("model_type") not in FAMILIES:
-        return None
+        return False
     heads = hf["num_attention_heads"]
     dim = hf.get("head_dim") or hf["hidden_size"] // heads
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
@@ -41,9 +47,7 @@ def library_for(model_dir: str | Path, dtype: str, tp: int = 1) -> Path | None:
     turns_a_part = (hf | rope).get("partial_rotary_factor", 1) != 1
     has_other_rope = rope.get("rope_type", rope.get("type")) not in ROPES
     others = ("attention_bias", "mlp_bias", "use_sliding_window", "dual_chunk_attention_config")
-    if is_odd or is_small or turns_a_part or has_other_rope or any(map(hf.get, others)):
-        return None
-    return compiled()
+    return not (is_odd or is_small or turns_a_part or has_other_rope or any(map(hf.get, others)))
 
 
 def compiled() -> Path | None:

@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from algorithms import algorithm_of
 from config import AS_FITS, Config
 from engines.server import context_length, kv_tokens
 from engines.wire import BUCKET_BYTES
-from inputs.hf_directory import checkpoint_shapes, sees
+from inputs.hf_directory import FAMILIES, checkpoint_shapes, has_weights, sees
 from runtime.devices import FULL
 from scheduling.layout import Placement, Shape
 from scheduling.measured import ROLES, Split
@@ -43,21 +44,36 @@ class Model(NamedTuple):
         return sum(self.parts.values())
 
 
+@cache
+def shapes_of(model_dir: str) -> Shapes:
+    """Return the shapes of a directory's tensors, by its config.json if it has no weights yet."""
+    from training.model import OUTPUT, read_hf_config, tensor_shapes  # Megatron takes seconds
+
+    if has_weights(model_dir):
+        return checkpoint_shapes(model_dir)
+    hf = read_hf_config(model_dir, learns=False)
+    shapes = tensor_shapes(hf)
+    writes = hf["whole"].architectures == [FAMILIES[hf["model_type"]].architecture]
+    if hf["tie_word_embeddings"] or not writes:
+        del shapes[OUTPUT]
+    return shapes
+
+
 def trainers_of(config: Config, placement: Placement) -> dict[str, Model]:
     """Return each trainer's memory while it learns, and the reference's, which has only weights."""
     if config.evaluates:
         return {}
     algorithm = algorithm_of(config)
-    policy = checkpoint_shapes(config.model)
+    policy = shapes_of(config.model)
     parts = trainer_parts(policy, config, placement.actor, config.lora)
     models = {"actor": Model(placement.actor.ranks, parts)}
     for name in algorithm.critics:
-        shapes = checkpoint_shapes(config.critic or config.model)
+        shapes = shapes_of(config.critic or config.model)
         parts = trainer_parts(shapes, config, placement.critic) | {"loss": 0}
         models[f"{name} critic"] = Model(placement.critic.ranks, parts)
     if algorithm.kl_coef and not placement.actor_is_reference(config):
         name = "teacher" if config.teacher else "reference"
-        shapes = checkpoint_shapes(config.teacher or config.model)
+        shapes = shapes_of(config.teacher or config.model)
         parts = trainer_parts(shapes, config, placement.reference)
         models[name] = Model(placement.reference.ranks, {"weights": parts["weights"]})
     return models
@@ -77,7 +93,7 @@ def engines_of(config: Config, placement: Placement, splits: list[Split]) -> dic
 
 def engine_parts(path: str, config: Config, tp: int) -> Parts:
     """Return one rank's part of an engine. A token has one key or value per row of k_proj and v_proj."""
-    shapes = checkpoint_shapes(path)
+    shapes = shapes_of(path)
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
     tokens = kv_tokens(context_length(path, config), config)
@@ -134,7 +150,7 @@ def with_micro_batch(config: Config) -> Config:
     """On a CPU, lower --max-tokens-per-micro-batch to what fits in ACTIVATIONS, but not below one sample."""
     if config.device == "cuda":
         return config
-    fitting = ACTIVATIONS // activations(checkpoint_shapes(config.model), config, tokens=1)
+    fitting = ACTIVATIONS // activations(shapes_of(config.model), config, tokens=1)
     tokens = 1 << fitting.bit_length() - 1  # a power of two
     if config.command == "rl":
         tokens = max(tokens, context_length(config.model, config), config.max_new_tokens + 1)
@@ -158,7 +174,7 @@ def with_recompute(
         peaks = peaks_of(replace(config, recompute=layers), placement, splits, device)
         return FULL * device - max(peaks[name] for name in peaks if name.startswith("training"))
 
-    shapes = checkpoint_shapes(config.model)
+    shapes = shapes_of(config.model)
     most = sum(name.endswith(".k_proj.weight") for name in shapes)
     if sees(config.model):
         return replace(config, recompute=most)
@@ -205,6 +221,6 @@ def peaks_of(config: Config, placement: Placement, splits: list[Split], device: 
 
 def bucket_bytes(config: Config) -> int:
     """Return the most bytes of weights in transit to an engine: a bucket, including its last tensor."""
-    shapes = checkpoint_shapes(config.model)
+    shapes = shapes_of(config.model)
     sizes = [BYTES[config.dtype] * prod(shape) for shape in shapes.values()]
     return min(sum(sizes), BUCKET_BYTES + max(sizes))

@@ -2,12 +2,15 @@
 
     python reproduce/bench/results.py                all rows -> docs/results.json, README: 30 minutes
     python reproduce/bench/results.py --only modes   measure this row again; the others stay
-    python reproduce/bench/results.py --render  only write README and the pages, from what was measured before
+    python reproduce/bench/results.py --render       measure nothing; write README, CONTRIBUTING and the pages
+
+It also counts the lines of README's reading path and of CONTRIBUTING's rooms.
 
 All measured rows must be from one commit; otherwise no table is written. Each row's sentence is also on its
 page, so both have the same numbers. Simulated rows come from docs/papers (`make papers`).
 """
 
+import ast
 import json
 import os
 import platform
@@ -32,6 +35,8 @@ DOCS = ROOT / "docs"
 FOLDER = ROOT / "runs" / "results"
 RESULTS = DOCS / "results.json"
 README = ROOT / "README.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+CORE = ("engines", "training", "scheduling", "inputs", "runtime", "reporting", "demo", "cpu")
 SCALE = DOCS / "papers" / "scale.md"
 END = "<!-- end of result -->"
 Values = dict[str, list[float]]  # name -> one or several measurements
@@ -239,7 +244,8 @@ def time_row() -> str:
     text_only, images = step_times()
     text = f"With parallel controllers a step of text takes {min(text_only):.2f} to {max(text_only):.2f} "
     text += "of a central one's time, and with 1 to 15 MB of images a sample "
-    text += f"{min(images):.2f} to {max(images):.2f}; a third party reports 0.408 for training against VeRL"
+    text += f"{min(images):.2f} to {max(images):.2f}; a third party reports 0.408 for training "
+    text += "against VeRL, with unknown settings"
     command = "python reproduce/papers/wechat_yatt.py --figure central --write"
     return f"| {text} | simulated | `{command}`: [page](docs/papers/wechat_yatt.md) |"
 
@@ -287,6 +293,67 @@ def simulated_rows() -> list[str]:
     return [scale_row(), time_row(), paper_row()]
 
 
+PATH_ROW = re.compile(r"^\| ([\w/]+\.py)(?:: (.*?))? \| (\d+) \|", re.MULTILINE)
+
+
+def lines_of(path: str, part: str | None) -> int:
+    """Count the lines of a file, of `f`, `g` in it, or of all from `f` to `g`."""
+    text = (ROOT / path).read_text()
+    if part is None:
+        return len(text.splitlines())
+    places = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            places[node.name] = (node.lineno, node.end_lineno)
+    found = [places[name.split(".")[-1]] for name in re.findall("`(.*?)`", part)]
+    if " to " in part:
+        found = [(found[0][0], found[1][1])]
+    return sum(end - begin + 1 for begin, end in found)
+
+
+def with_path(readme: str) -> str:
+    """Return README with the lines of each row of its reading path, and their sum in front."""
+    total = 0
+
+    def counted(row: re.Match) -> str:
+        nonlocal total
+        lines = lines_of(row[1], row[2])
+        total += lines
+        return row[0].removesuffix(f"{row[3]} |") + f"{lines} |"
+
+    readme = PATH_ROW.sub(counted, readme)
+    return re.sub(r"(?<=in this order,\n)[\d,]+(?= lines)", f"{total:,}", readme)
+
+
+ROOM_ROW = re.compile(r"^\| (\S.*?) \| (\*?)[\d,]+(\*?) \|", re.MULTILINE)
+
+
+def lines_of_room(names: str) -> int:
+    """Count the lines of a room's files and folders, such as `extras/apart, fused, rebalance.py`."""
+    if names in ("the root", "*the core*"):
+        found = [*ROOT.glob("*.py")]
+        if names == "*the core*":
+            found += [path for room in CORE for path in (ROOT / room).rglob("*.py")]
+    else:
+        first, *others = names.strip("*").replace("the extras", "extras/").split(", ")
+        folder = first.partition("/")[0] if others and not others[0].endswith("/") else ""
+        found = []
+        for place in [ROOT / first, *(ROOT / folder / other for other in others)]:
+            files = place.rglob("*") if place.is_dir() else [place]
+            found += [path for path in files if path.suffix in (".py", ".cpp")]
+    return sum(len(path.read_text().splitlines()) for path in found)
+
+
+def with_rooms(page: str) -> str:
+    """Return CONTRIBUTING with the lines of each room, to the nearest hundred."""
+    before, found, rest = page.partition("| room | lines |")
+    table, end, after = rest.partition("\n\n")
+    table = ROOM_ROW.sub(
+        lambda row: f"| {row[1]} | {row[2]}{round(lines_of_room(row[1]), -2):,}{row[3]} |", table
+    )
+    return before + found + table + end + after
+
+
 def paragraph(name: str, result: dict) -> str:
     """Return a row as its page shows it."""
     row = ROWS[name]
@@ -299,7 +366,8 @@ def paragraph(name: str, result: dict) -> str:
 
 def pages(results: dict[str, dict]) -> dict[Path, str]:
     """Return README and the pages that its rows link to, with the latest measurements. Raises as `render`."""
-    texts = {README: with_result(README.read_text(), "all", render(results, simulated_rows()))}
+    readme = with_result(README.read_text(), "all", render(results, simulated_rows()))
+    texts = {README: with_path(readme), CONTRIBUTING: with_rooms(CONTRIBUTING.read_text())}
     for name, result in results.items():
         path = ROOT / ROWS[name].page
         text = texts.get(path, path.read_text())

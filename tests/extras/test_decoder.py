@@ -346,7 +346,9 @@ def test_its_name_is_of_all_that_the_code_depends_on(empty_cache, tmp_path, monk
     assert len(names) == 5 and names == set(empty_cache.iterdir())
 
 
-def test_which_models_it_is_for(tmp_path):
+def test_which_models_it_is_for(tmp_path, monkeypatch):
+    """What it lacks is named: what the model or what the machine lacks, not both."""
+
     def choice(dtype="float32", **changed):
         hf = dict(model_type="llama", hidden_size=64, num_attention_heads=4, intermediate_size=96)
         (tmp_path / "config.json").write_text(json.dumps(hf | changed))
@@ -360,4 +362,12 @@ def test_which_models_it_is_for(tmp_path):
     refused += [{"rope_scaling": {"type": "su"}}, {"rope_parameters": {"rope_type": "longrope"}}]
     refused += [{"partial_rotary_factor": 0.5}, {"dual_chunk_attention_config": {"chunk_size": 8}}]
     assert not any(choice(**changed) for changed in [*refused, {"num_key_value_heads": 3}])
-    assert "plain torch, several times slower" in compiler.program_for(tmp_path, "float32")
+    slow = "plain torch, several times slower: extras/fast_cpu/decoder.cpp needs "
+    of_model, of_machine = (
+        "one rank, and Qwen2, Qwen3 or Llama in float32",
+        "g++ or clang++, and a private",
+    )
+    assert compiler.program_for(tmp_path, "float32") == slow + of_model
+    monkeypatch.setattr(compiler, "compiled", lambda: None)
+    assert choice() is None
+    assert compiler.program_for(tmp_path, "float32").startswith(slow + of_machine)

@@ -7,6 +7,7 @@ import sys
 from math import prod
 
 import pytest
+from transformers import AutoModelForSequenceClassification
 
 import build
 import run
@@ -109,7 +110,7 @@ def test_memory_counts_critics_and_the_reference():
 def test_bytes_of_an_engine_by_hand(monkeypatch):
     """A token has 2 layers x (4 keys + 4 values) = 16 numbers of 4 bytes; over two ranks half each."""
     tokens = server.KV_TOKENS
-    monkeypatch.setattr(estimate, "checkpoint_shapes", lambda path: TWO_LAYERS)
+    monkeypatch.setattr(estimate, "shapes_of", lambda path: TWO_LAYERS)
     for tp in (1, 2):
         expected = {"weights": 5152 // tp, "KV cache": tokens * 64 // tp}
         assert engine_parts("m", settings(), tp) == expected
@@ -158,6 +159,41 @@ def test_a_model_that_sees_is_counted(tmp_path, family):
     assert parts["weights"] == 4 * sum(map(prod, shapes.values()))
     keys, width = 2 * 24, 288  # two key-value heads
     assert parts["activations"] == 2 * (32 * 96 + 12 * keys + 20 * width) * 2000
+
+
+@pytest.mark.parametrize("judge", ["written", "scalar"])
+def test_a_dry_run_comes_before_the_download_of_the_weights(tmp_path, said, judge):
+    """By config.json it counts as many bytes as by the tensors: tied, untied, or with a scalar head."""
+    paths = [save_model(tmp_path / "policy"), tmp_path / "judge"]
+    models.new_model(paths[1], 0)
+    if judge == "scalar":
+        scalar = AutoModelForSequenceClassification.from_pretrained(paths[1], num_labels=1)
+        scalar.save_pretrained(paths[1])
+    given = [
+        "--model",
+        paths[0],
+        "--judge",
+        paths[1],
+        "--max-new-tokens",
+        "9",
+        "--max-model-len",
+        "200",
+    ]
+    given += [
+        "--judge-max-new-tokens",
+        "9",
+        "--data",
+        jsonl(tmp_path / "r.jsonl", [{"prompt": "3+4="}]),
+    ]
+    given += ["--judge-format", "score" if judge == "scalar" else "addition"]
+    estimate.shapes_of.cache_clear()
+    expected = said(*given)
+    for path in paths:
+        (path / "model.safetensors").unlink()
+    estimate.shapes_of.cache_clear()
+    assert said(*given) == expected
+    with pytest.raises(ValueError, match=r"no model\.safetensors in it"):
+        run.start(["check", *map(str, given)], Stop())
 
 
 def test_a_dry_run_refuses_what_the_run_would(tmp_path, said):

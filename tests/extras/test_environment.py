@@ -248,6 +248,22 @@ def test_a_limit_is_the_episode_s_and_what_was_earned_counts(
     assert shown == [*[response[:-1]] * (not was_cut), "closed"]
 
 
+def test_metrics_are_kept_by_turn(tmp_path):
+    sample = ended()
+    turn = "return Step('go on', len(text), metrics={'n': len(text)} if len(text) > 1 else {})"
+    episodes = load(tmp_path, f"{STEP}{turn}")
+
+    async def play():
+        for text in ("", "c.", "def."):
+            sample.response += [*map(ord, text)]
+            await episodes.answer(sample)
+        await episodes.close()
+
+    asyncio.run(play())
+    assert sample.earned == [2.0, 1.0, 3.0] and sample.noted == [{"n": 2.0}, {}, {"n": 3.0}]
+    assert episodes.means([sample])["environment/n"] == [2.0, 3.0]
+
+
 FAILS = {
     "__init__": HEAD.replace(
         "self.sample,", "if sample.index: raise OSError_\n        self.sample,"

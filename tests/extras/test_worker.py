@@ -253,10 +253,14 @@ def test_a_mistake_ends_the_run_and_any_other_error_loses_the_episode(tmp_path, 
         answered(load(tmp_path, text), ended())
 
 
-def test_the_line_of_a_step_names_lost_episodes_above_a_tenth(capsys):
+LOST = [("environment/lost_frac", "lost episodes"), ("genrm/failed_frac", "failed judgements")]
+
+
+@pytest.mark.parametrize("name, words", LOST)
+def test_the_line_of_a_step_names_what_it_lost_above_a_tenth(capsys, name, words):
     names = "reward/unfiltered_mean rollout/response_len_mean rollout/waves perf/tokens_per_s"
     names += " time/step_s time/serve_s time/train_s"
-    for lost, line in ((0.1, "reward 1.000  length"), (0.12, "reward 1.000  lost episodes 12%  ")):
-        metrics = dict.fromkeys(names.split(), 1.0) | {"environment/lost_frac": lost}
+    for lost, line in ((0.1, "reward 1.000  length"), (0.12, f"reward 1.000  {words} 12%  ")):
+        metrics = dict.fromkeys(names.split(), 1.0) | {name: lost}
         Progress(5, True).step(0, metrics)
         assert line in capsys.readouterr().out

@@ -43,6 +43,7 @@ FLAG = r'add_argument\(\s*"(--[a-z-]+)"'
 OF_OTHERS = {"--nnodes", "--nproc-per-node", "--max-restarts", "--local-addr", "--rdzv-backend"}
 OF_OTHERS |= {"--rdzv-endpoint", "--rdzv-conf", "--help", "--nodes", "--shm-size"}
 OF_OTHERS |= {"--signals-to-handle", "--numa-binding", "--show"}
+NO_SETTINGS = {"--config"}
 
 
 def name_of(path: Path) -> str:
@@ -187,7 +188,7 @@ def test_slurm_starts_torchrun_on_each_machine(tmp_path, network, addresses):
 
 
 def test_every_flag_that_is_named_exists():
-    known = {f"--{dashed(field.name)}" for field in fields(sft.SftConfig)} | OF_OTHERS
+    known = {f"--{dashed(field.name)}" for field in fields(sft.SftConfig)} | OF_OTHERS | NO_SETTINGS
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     for program in PROGRAMS:
         known |= flags_of(program)

@@ -36,7 +36,7 @@ from tests.support.fakes import FakeWorld, VirtualClock
 
 MEANS = """reward/mean reward/unfiltered_mean reward/zero_std_frac rollout/response_len_mean
     rollout/trained_len_mean rollout/truncated_frac rollout/correct_frac genrm/accept_frac
-    genrm/false_positive_frac cost/unfiltered_mean"""
+    genrm/false_positive_frac genrm/failed_frac cost/unfiltered_mean"""
 SUMS = """rollout/tokens rollout/prompt_tokens rollout/tokens_trained rollout/tokens_filtered
     rollout/tokens_carried rollout/moved rollout/aborted rollout/carried_groups genrm/failed"""
 MAXIMA = ("rollout/response_len_max", "time/serve_s", "time/rollout_s", "time/train_s")
@@ -61,7 +61,7 @@ FIRST_MEANS = columns("""
     rollout/response_len_mean=10,20,30,40,50,60 rollout/trained_len_mean=10,20,30,40
     rollout/truncated_frac=1,0,0,0,0,0 rollout/correct_frac=0,0,0,0,1,1
     genrm/accept_frac=1,0,1,0,0,0 genrm/false_positive_frac=1,0,0,0
-    cost/unfiltered_mean=0.5,1""")
+    genrm/failed_frac=0,0,0,0,0,0 cost/unfiltered_mean=0.5,1""")
 FIRST_SUMS = {"rollout/tokens": 200, "rollout/tokens_trained": 100, "rollout/tokens_filtered": 110}
 FIRST_MAXIMA = dict(zip(MAXIMA, (60.0, 4.0, 3.0, 1.0), strict=True))
 FIRST = facts(FIRST_MEANS, FIRST_SUMS, FIRST_MAXIMA, [0.1, 0.4])
@@ -70,7 +70,7 @@ SECOND_MEANS = columns("""
     rollout/response_len_mean=10,10,10,10,10,90 rollout/trained_len_mean=10,10,10,10
     rollout/truncated_frac=0,0,0,0,0,0 rollout/correct_frac=0,1,1,1
     genrm/accept_frac=1,1,0,1,1 genrm/false_positive_frac=0
-    cost/unfiltered_mean=0""")
+    genrm/failed_frac=0,0,0,0,0,1 cost/unfiltered_mean=0""")
 SECOND_SUMS = dict(zip(SUMS.split(), (160, 12, 40, 20, 90, 3, 2, 1, 1), strict=True))
 SECOND_MAXIMA = dict(zip(MAXIMA, (90.0, 3.9, 3.5, 1.5), strict=True))
 SECOND = facts(SECOND_MEANS, SECOND_SUMS, SECOND_MAXIMA, [0.2, 0.3])
@@ -85,6 +85,7 @@ def test_metrics_of_hand_worked_facts():
         rollout/tokens_filtered=130 rollout/tokens_carried=90 rollout/truncated_frac=1/12
         rollout/moved=3 rollout/aborted=2 rollout/carried_groups=1 rollout/correct_frac=1/2
         genrm/accept_frac=6/11 genrm/failed=1 genrm/false_positive_frac=1/5 genrm/p50_s=0.3
+        genrm/failed_frac=1/12
         genrm/p99_s=0.4 time/serve_s=4 time/rollout_s=3.5
         time/train_s=1.5""")
     assert summarize([FIRST, SECOND]) == pytest.approx(expected)
@@ -173,7 +174,7 @@ def test_local_facts_on_a_hand_worked_step():
         reward/mean=1,0 reward/unfiltered_mean=1,0,0,0 reward/zero_std_frac=0,1
         rollout/response_len_mean=1,2,1,2 rollout/trained_len_mean=1,2
         rollout/truncated_frac=0,0,0,0 rollout/correct_frac=0,0,1,1 genrm/accept_frac=1,0,0,0
-        genrm/false_positive_frac=0,0 cost/unfiltered_mean=""")
+        genrm/false_positive_frac=0,0 genrm/failed_frac=0,0,0,0 cost/unfiltered_mean=""")
         == found.means
     )
     sums = dict(zip(SUMS.split(), (100, 8, 3, 3, 3, 0, 0, 1, 0), strict=True))
@@ -215,12 +216,14 @@ def test_the_greedy_answer_is_one_of_its_group():
 @pytest.mark.parametrize("kept", [True, False])
 def test_failed_judgements_are_counted(kept):
     """A sample without a verdict must be dropped AND counted, in kept groups and in filtered ones."""
-    group = group_of(4, 1.0, 0.0, None)
+    group = group_of(4, 1.0, 0.0, None, None)
+    group[3].finish = "lost"  # its episode
     batch = batch_of([group]) if kept else batch_of([], [group])
     found = local_facts(controller_of(), batch, batch.kept, [])
+    assert sorted(found.means["genrm/failed_frac"]) == [False, False, False, True]
     assert found.sums["genrm/failed"] == 1 and found.means["reward/unfiltered_mean"] == [1.0, 0.0]
-    assert found.means["rollout/response_len_mean"] == [1, 2, 3]
-    assert found.sums["rollout/tokens_filtered"] == (3 if kept else 6)
+    assert found.means["rollout/response_len_mean"] == [1, 2, 3, 4]
+    assert found.sums["rollout/tokens_filtered"] == (7 if kept else 10)
 
 
 @pytest.mark.parametrize("step, right, key", [(1, 0, "5"), (2, 0, "5"), (1, 1, "5"), (1, 0, None)])
@@ -373,6 +376,18 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
         (shown,) = board.Images("timeline")
         with Image.open(tmp_path / "timeline.png") as picture:
             assert (shown.step, shown.width, shown.height) == (1, *picture.size)
+
+
+def test_an_episode_has_each_turn_s_reward_and_metrics(tmp_path):
+    """Other answers have no such columns."""
+    report = report_in(tmp_path, FakeWorld(0, 1, {}))
+    plain, played = group_of(4, 1.0, 0.5)
+    played.earned, played.noted = [0.25, 0.5], [{}, {"hints": 2.0}]
+    stats = StepStats(Split("partial", 1, 1), RequestStats(), RequestStats(), 1, 0.0, 0.0)
+    report._write(0, {}, stats, [(plain, {}), (played, {})])
+    first, second = rows_in(tmp_path, "samples")
+    assert "earned" not in first and "noted" not in first
+    assert (second["earned"], second["noted"]) == (played.earned, played.noted)
 
 
 def test_other_ranks_write_nothing_but_their_skipped_samples(tmp_path):

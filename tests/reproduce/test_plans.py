@@ -100,6 +100,7 @@ def test_the_plans_of_many_ranks():
     first, second, *_ = (plan.name for plan in found)
     assert (first, second) == ("engines=0 actor=1: full", "engines=0 actor=1, ahead: full")
     assert any("has no critic" in line for line in left_out)
+    assert not any("is not one of" in line for line in left_out), "a row that isn't a name"
 
 
 def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
@@ -112,6 +113,8 @@ def test_rules_alone_need_no_judge(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert [line.split("  ")[1] for line in said.splitlines()[2:5]].count("colocate") == 1
     assert "GUESSED" in said and "* answers are one update old" in said
+    assert "from a data sheet are off wasn't measured" in said
+    assert "Such predictions were off" not in said, "that is the error of --like"
     assert (tmp_path / "plans.png").stat().st_size > 1000
 
 

@@ -45,6 +45,10 @@ def test_the_prose_of_readme_has_the_numbers_of_its_pages():
     ahead = number_in("modes.md", r"after 0, 10, 20, 30, 40 steps is .*?, ([\d.]+)\. ")
     pictures = number_in("images.md", r"after 40 steps: eval/accuracy ([\d.]+)")
     clips = number_in("images.md", r"accuracy of seeds 0, 1, 2 rose from [\d.]+ to ([\d.]+),")
+    real = [
+        number_in("real_model.md", rf"22 held-out .*? 12 steps \\| {n}")
+        for n in (r"([\d.]+), ", r"[\d.]+, ([\d.]+) ")
+    ]
     for words in (
         f"it got {100 * demo['before']:.1f} % of the held-out sums right; after 40 steps, "
         f"{100 * demo['after']:.0f} %.",
@@ -58,19 +62,38 @@ def test_the_prose_of_readme_has_the_numbers_of_its_pages():
         f"the busiest holds {held} samples; a central one would hold all that are drawn in a step, "
         f"{all_drawn}.",
         f"a step with images takes {min(images):.2f} to {max(images):.2f} of a central one's time",
+        f"[SmolLM2-135M](docs/real_model.md), from {real[0]} to {real[1]} of 22 in five minutes.",
         f"is the core, {lines_of(CORE):,} of {lines_of(PRODUCT):,} lines",
     ):
         assert words in prose, words
 
 
-def test_the_reading_path_of_readme_is_as_long_as_it_says():
-    rows = re.findall(
-        r"^\| ([\w/]+\.py)(: .*?)? \| (\d+) \|", results.README.read_text(), re.MULTILINE
+def test_the_lines_of_the_reading_path_are_counted(tmp_path, monkeypatch):
+    """Of a file, of two parts, and from one part to another; `test_pages_show_...` compares README's."""
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    (tmp_path / "a.py").write_text(
+        "import os\n\n\nclass A:\n    def f(self):\n        pass\n\n\ndef g():\n    pass\n"
     )
-    for path, part, said in rows:
-        lines = len((ROOT / path).read_text().splitlines())
-        assert part or abs(lines - int(said)) <= 0.1 * lines, f"{path} has {lines} lines"
-    assert 1_350 <= sum(int(said) for _, _, said in rows) <= 1_650
+    rows = ["| a.py | 0 |", "| a.py: `A`, `g` | 9 |", "| a.py: `A.f` to `g` | 0 |"]
+    page = results.with_path("in this order,\n0 lines\n" + "\n".join(rows))
+    assert re.findall(r"(\d+) (?:\||lines)", page) == ["21", "10", "5", "6"]
+
+
+def test_the_rooms_are_the_product():
+    """Each file must be in one room, and the sums must be those of the rooms."""
+    table = (
+        results.CONTRIBUTING.read_text()
+        .partition("| room | lines |")[2]
+        .partition("| reproduce/")[0]
+    )
+    names = [row[1] for row in results.ROOM_ROW.finditer(table)]
+    core, extras = names.index("*the core*"), names.index("*the extras*")
+    lines = [results.lines_of_room(name) for name in names]
+    assert (
+        sum(lines[:core]) == lines[core] == sum(len(path.read_text().splitlines()) for path in CORE)
+    )
+    index = len((ROOT / "extras/__init__.py").read_text().splitlines())
+    assert sum(lines[core + 1 : extras]) == lines[extras] - index
 
 
 def test_every_command_is_understood():

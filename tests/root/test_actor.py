@@ -168,7 +168,10 @@ def test_a_loss_without_a_gradient_a_token_is_refused(make_actor, model_dir, mon
     monkeypatch.setitem(ALGORITHMS, name, Algorithm(group_norm, loss))
     actor = make_actor(model_dir, row=name)
     samples, before = on_policy_samples(actor), weights_of(actor)
-    expected = rf"^--algorithm {name}: its loss has the shape {has}; a number for each of \d+"
+    where = rf"{__file__}:{loss.__code__.co_firstlineno}"
+    expected = (
+        rf"^--algorithm {name}: its loss \({where}\) has the shape {has}; a number for each of \d+"
+    )
     with pytest.raises(UserError, match=expected):
         update(actor, samples)
     assert is_as(actor, before)

@@ -21,7 +21,8 @@ from actor import STATS, PackedTargets, pack_targets, policy_loss, update_metric
 from algorithms import ALGORITHMS, Algorithm, LossInputs, algorithm_of, moments, set_advantages
 from config import Config
 from rollout import outcomes_of
-from sample import Sample
+from runtime.errors import UserError
+from sample import Outcome, Sample
 from tests.support.columns import numbers
 
 # rows whose plain loop is written below: a new row starts without one
@@ -511,3 +512,15 @@ def test_answers_of_a_prompt_are_compared_if_there_is_no_other_baseline():
             algorithm_of(Config(algorithm=(row,), answers_per_prompt=1))
     for row in ("remax", "ppo"):
         algorithm_of(Config(algorithm=(row,), answers_per_prompt=1))
+
+
+def test_a_row_scores_each_answer():
+    """A user's score of another length must be one line with its place."""
+
+    def score(rewards, lengths, algorithm):
+        return rewards[1:]
+
+    row = algorithms.Algorithm(score, algorithms.clipped_loss, name="mine")
+    line = rf"^--algorithm mine: score \({__file__}:{score.__code__.co_firstlineno}\) returned 1 numbers"
+    with pytest.raises(UserError, match=f"{line} for 2 answers$"):
+        algorithms.teaches([Outcome(n, 3, 1.0, None, False) for n in range(2)], row)

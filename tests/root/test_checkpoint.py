@@ -220,7 +220,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
 
 
 # what a checkpoint holds: if these lines change, increase LAYOUT
-LAYOUT_8 = """\
+LAYOUT_9 = """\
 ahead: aborted carried dropped filtered from_others groups_per_kept kept latencies missing_groups moved \
 stats tokens waves
 common: config contents empty_steps groups_per_kept history layout log_multiplier prompts ranks skips \
@@ -259,7 +259,7 @@ def test_the_layout_has_another_number_when_its_names_change(tmp_path):
     for path in folder.glob("controllers/*"):
         found = names_in(json.loads(path.read_text()), "own") | found
     lines = [f"{place}: {' '.join(sorted(found[place]))}\n" for place in sorted(found)]
-    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_8, 8)
+    assert ("".join(lines), checkpoint.LAYOUT) == (LAYOUT_9, 9)
 
 
 def test_a_batch_that_waits_shows_the_same_however_often_it_was_stopped(tmp_path):

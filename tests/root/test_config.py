@@ -1,6 +1,7 @@
 """Settings: from the command line to a Config; presets, commands, impossible combinations and messages."""
 
 import dataclasses
+import json
 import os
 import re
 import sys
@@ -12,7 +13,9 @@ import config as settings
 from build import check_settings
 from config import DEMO_MODELS, GROUPS, PRESETS, Config, parse_config, settings_of
 from engines import server
+from reporting.describe import run_metadata
 from scheduling.measured import Split
+from tests import ROOT
 from tests.support.patience import run_process
 
 FIELDS = {field.name: field for field in dataclasses.fields(Config)}
@@ -182,6 +185,58 @@ def test_a_bad_setting_is_named(arguments, message, ranks):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         check_settings(parse_config(arguments.split()), ranks)
     assert "\n" not in str(caught.value)
+
+
+RUNS = (
+    "--lr 3e-7 --no-deterministic --no-memory-check --rebalance --reward-weights 0.1 2 0 --log-samples 0 "
+    "--rule right length:4 --model m --judge j --algorithm ppo kl_coef=0.1 --recompute -1 "
+    "--placement engines=0-1_actor=2",
+    "--preset images --seed -7 --answer-tokens 9",
+    "--steps 0 --model m --eval-data d --eval-samples 4",
+    "",
+)
+
+
+@pytest.mark.parametrize("arguments", RUNS)
+def test_a_run_s_config_json_is_the_run(tmp_path, monkeypatch, arguments):
+    """So a resume by it is exact; the command line wins, also over lists."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = tmp_path / "config.json"
+    config = parse_config([word.replace("_actor", " actor") for word in arguments.split()])
+    path.write_text(json.dumps(run_metadata(config)))
+    assert parse_config(["--config", str(path)]) == config
+    given = ["--seed", "5", "--rule", "number", "--config", str(path), "--deterministic"]
+    changed = dict(seed=5, rule=() if config.evaluates else ("number",), deterministic=True)
+    changed["reward_weights"] = ()
+    path.write_text(json.dumps(run_metadata(config) | {"reward_weights": []}))
+    assert parse_config(given) == dataclasses.replace(config, **changed)
+
+
+def test_the_examples_of_config_are_whole(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert parse_config(["--config", "examples/demo.json"]) == parse_config([])
+    real = parse_config(["--config", "examples/smollm2.json"])
+    assert (real.lr, real.rule, real.preset) == (1e-5, ("number",), "base")
+
+
+BAD_FILES = {
+    "{": "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
+    "[1]": 'an object of settings is needed, such as {"lr": 1e-6}',
+    '{"weight_decay": 1}': "weight_decay is not a setting",
+    '{"lr": "fast"}': "argument --lr: invalid float value: 'fast'; see --help",
+    '{"lr": true}': "argument --lr: expected one argument; see --help",
+    '{"sp": "yes"}': "argument --sp: ignored explicit argument 'yes'; see --help",
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES)
+def test_a_bad_file_of_settings_is_named(tmp_path, content):
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"--config {path}: {BAD_FILES[content]}")):
+        parse_config(["--config", str(path)])
+    with pytest.raises(ValueError, match=r"^--config none: .*No such file"):
+        parse_config(["--config", "none"])
 
 
 @pytest.mark.parametrize("value", ["", " ", "runs/mine\r", "a\nb", "\x1b[2J"])

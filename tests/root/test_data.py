@@ -363,7 +363,9 @@ BAD_ROWS = [  # a row after a good one and an empty line -> the message
     (r'{"prompt": "\ud83d"}', r"not valid JSON in UTF-8: .* character '\\ud83d'"),
     ('{"prompt": "a", "prompt": "b"}', "a name appears twice .*'prompt'"),
     ('{"prompt": "?", "answer": %s}' % ("1" * 4400), "not valid JSON"),
-    ({"text": "x"}, "needs `messages`"),
+    ({"text": "x", "n": 1}, "needs `messages` .* or `question` .text.; the row has text, n$"),
+    ({"question": " "}, "needs `messages`"),
+    ({"question": ["x"]}, "needs `messages`"),
     ({"messages": [{"role": "user", "content": None}]}, "needs `messages`"),
     ({"messages": [{"role": "human", "content": "?"}]}, "of the roles system, .*, user,"),
     ({"messages": CHAT[:1]}, "ends with the system's turn; a prompt ends with the user's"),
@@ -508,6 +510,19 @@ UNUSABLE_KEYS = [  # key, other settings, the message
 def test_a_key_that_cannot_be_used_is_named_where_keys_are_needed(tmp_path, key, asked, message):
     with pytest.raises(UserError, match=rf"rows\.jsonl:2: {message}"):
         read(tmp_path, [{"prompt": "?", "answer": 7}, {"prompt": "?"} | key], **asked)
+
+
+def test_a_question_is_a_chat_of_one_turn(tmp_path):
+    """As in GSM8K. Beside a prompt or messages it is a column like any other."""
+    turns = [{"role": "user", "content": "What?"}]
+    solved = {"question": "What?", "answer": "3 + 4 = 7\n#### 7"}
+    assert prompt_of(solved, "1", False) == turns
+    assert [
+        prompt_of({"question": 4} | row, "1", False)
+        for row in ({"prompt": "a"}, {"messages": turns})
+    ] == ["a", turns]
+    (prompt,) = read(tmp_path, [solved])
+    assert (prompt.question, prompt.answer_key, prompt.row) == ("What?", "7", solved)
 
 
 def test_messages_and_a_prompt_that_say_the_same(tmp_path):

@@ -208,7 +208,7 @@ def test_a_graded_verdict_is_the_reward(monkeypatch, grade, logprob, reward, ver
 def test_what_is_no_verdict_names_the_format(monkeypatch, wrong):
     shown = re.escape(" ".join(repr(wrong).split()))
     needed = "a bool, a number from 0 to 1, or None is needed"
-    said = f"^--judge-format graded: parse returned {shown}: {needed}$"
+    said = rf"^--judge-format graded: parse \(\S+test_genrm\.py:\d+\) returned {shown}: {needed}$"
     with pytest.raises(UserError, match=said):
         graded(monkeypatch, wrong)
 

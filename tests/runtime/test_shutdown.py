@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,79 @@ def test_an_error_is_said_by_one_rank_and_quoted_by_torchrun(tmp_path, error, st
             failure = ProcessFailure(0, 1, status, str(path))
             assert failure.message["message"] == "error: gone"
             assert abs(failure.timestamp - time.time()) < LIMIT_S
+
+
+ROWS = """
+import json, sys
+sys.path.insert(0, {root!r})
+import torch.distributed as dist
+import build, placement, run
+
+def mine(everyone, config):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    {row}
+
+placement.PLACEMENTS["mine"] = mine
+def begin():
+    run.main(["--placement", "mine"])
+{last}
+begin()
+"""
+IN_ROWS = [  # a row's last line, a line before the start -> the last line printed
+    ("everyone['a']", "", r"error: (\S+):9: TypeError: tuple indices must be .*, not str"),
+    ("json.loads('{')", "", r"error: (\S+):9: JSONDecodeError: .* \(\S+json/decoder\.py:\d+\)"),
+    ("", "build.placed = int", "TypeError: .*, not 'Config'"),
+]
+
+
+@pytest.mark.parametrize("row, last, said", IN_ROWS)
+def test_an_error_in_a_user_s_row_is_one_line_with_its_place(tmp_path, row, last, said):
+    """torch captures what is printed then; an error outside of rows keeps its traceback."""
+    path = tmp_path / "mine.py"
+    path.write_text(ROWS.format(root=str(ROOT), row=row, last=last))
+    ran = run_process(sys.executable, str(path), env=os.environ | {"WORLD_SIZE": "2"})
+    lines = ran.stderr.splitlines()
+    found = re.fullmatch(said, lines[-1])
+    assert found, ran.stderr
+    assert (ran.returncode, len(lines) == 1) == (1 if "json" in row or not row else 2, bool(row))
+    assert found.groups() == ((str(path),) if row else ())
+
+
+QUIET = {  # what rank 1 does -> the status, and all that is printed
+    "sys.exit('error: why')": (1, "error: why"),
+    "os.kill(os.getpid(), signal.SIGKILL)": (
+        128 + signal.SIGKILL,
+        "error: rank 1 was ended by SIGKILL",
+    ),
+    "os.kill(os.getppid(), signal.SIGTERM)": (128 + SIGTERM, "stopped, saved"),
+    "print('all is done', file=sys.stderr) or os._exit(0)": (0, "all is done"),
+}
+RANK = """
+import os, signal, sys, time
+is_last = os.environ["RANK"] == "1"
+def stop(*_):
+    sys.exit(is_last and print("stopped, saved", file=sys.stderr))
+signal.signal(signal.SIGTERM, stop)
+if is_last:
+    {}
+time.sleep(0 if "done" in {!r} else 600)
+"""
+
+
+@pytest.mark.parametrize("act", QUIET)
+def test_nothing_of_torchrun_s_follows_the_run_s_line(tmp_path, act):
+    """torchrun ends with a traceback and a table, and has status 1."""
+    status, line = QUIET[act]
+    (tmp_path / "rank.py").write_text(RANK.format(act, act))
+    command = [
+        sys.executable,
+        "examples/quiet_torchrun.py",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    ran = run_process(*command, tmp_path / "rank.py", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert (ran.returncode, ran.stderr.strip()) == (status, line)
 
 
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])

@@ -5,6 +5,8 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
 
 from extras import figure
 from runtime import timeline as tl
@@ -87,6 +89,18 @@ def test_files_of_a_long_run_are_bounded(tmp_path, monkeypatch):
             line.drain()
     assert [step for step, _ in tl.files_in(tmp_path)] == sorted([*range(9, 14)] * 2)
     assert len(tl.read(tmp_path, -10)) == 10 and tl.truncate(tmp_path, 8) == 0.0
+
+
+@pytest.mark.parametrize(
+    "drawn, text", [({"judging"}, "answer is judged"), ({"judging", "genrm"}, "genrm judges")]
+)
+def test_the_legend_explains_judging_once_with_a_judge_or_rules_only(drawn, text):
+    picture = Figure()
+    figure.add_legend(picture, drawn)
+    (legend,) = picture.legends
+    color = figure.LOOKS["judging"][0]
+    patches = zip(legend.get_patches(), legend.get_texts(), strict=False)
+    assert [t.get_text() for p, t in patches if p.get_facecolor() == to_rgba(color)] == [text]
 
 
 def test_an_engine_is_busy_with_what_it_has_to_leave():
