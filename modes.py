@@ -136,10 +136,9 @@ MODES = {  # --mode -> its row, which lay_out reads with the settings, and colle
 
 
 def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Placement, list[Split]]:
-    """Return the placement and the splits to use, the initial one first.
+    """Return the placement and the splits to use, the initial one first (pure, but for --model's config).
 
-    Pure, but which push serves engines of several ranks also depends on --model's config.json. Raises
-    UserError if the mode is unknown, or if the ranks don't hold its engines.
+    Raises UserError if the mode is unknown, or if the ranks don't hold its engines.
     """
     placement = make_placement(config, world_size, on_machine)
     if config.mode not in MODES:

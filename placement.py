@@ -265,21 +265,17 @@ class Devices:
         await self._world.run(trim)  # - gradients, memory cached by passes
         await self._meet_for_wide_engines()
         await self.rollout.wake_weights()  # + the engine's weights, of an older version
-        await self._load_weights()  # + a bucket
+        if self._shards:
+            await self._shards.load(self.rollout, self.leads("rollout"))  # + a bucket
+        else:
+            weights = self.actor.named_weights()
+            if self._route:  # engines on ranks without the actor
+                weights = self._route.carry(weights)
+            await self.rollout.load_weights(weights, self.actor.version)  # + a bucket
         if not actor_stays:
             await self.put_trainers_to_sleep()  # - the actor, the last bucket
             await self._meet_for_wide_engines()
         await self.rollout.wake_kv_cache()  # + the KV cache
-
-    async def _load_weights(self) -> None:
-        """Load the actor's weights into the rollout engines (collective: the actor's ranks, its route's)."""
-        if self._shards:
-            await self._shards.load(self.rollout, self.leads("rollout"))
-            return
-        weights = self.actor.named_weights()
-        if self._route:  # engines on ranks without the actor
-            weights = self._route.carry(weights)
-        await self.rollout.load_weights(weights, self.actor.version)
 
     def _take_next_split(self) -> None:
         """Use the engines of the next step's split, which may differ from this one's. Not collective."""

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1  # interval between checks that a server is ready, or still up
 WARM_UP_TOKENS = 2  # one from the prefill, one from a decode step
+# a bucket's names and shapes, and a handle for each of the engine's ranks
+Offer = tuple[list[tuple[str, list[int]]], list[str]]
 
 
 class EngineLost(RunLost):
@@ -236,35 +238,30 @@ class Engine:
             await self._call("POST", "/continue_generation")
 
     async def load_weights(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights, under Hugging Face names. Raises UserError if one is unknown or missing."""
-        async with self.updating(self._shapes, "flattened_bucket", version) as load:
+        """Replace all weights, under Hugging Face names. Raises UserError like `load`."""
+
+        async def offers() -> AsyncIterator[Offer]:
             for bucket in wire.buckets(named_weights):
-                await load(wire.facts_of(bucket), wire.serialize_bucket(bucket, self._tp))
+                yield wire.facts_of(bucket), wire.serialize_bucket(bucket, self._tp)
 
-    @asynccontextmanager
-    async def updating(
-        self, shapes: dict[str, list[int]], load_format: str, version: int
-    ) -> AsyncIterator[Callable[[list, list[str]], Awaitable[None]]]:
-        """Yield what loads a bucket: (its names and shapes, a handle for each of the engine's ranks).
+        await self.load(offers(), self._shapes, "flattened_bucket", version)
 
-        Together the buckets have all of `shapes`. Raises UserError if a name is unknown or missing, or if a
-        shape is wrong.
-        """
-        loaded = set()
+    async def load(
+        self, offers: AsyncIterator[Offer], shapes: dict, load_format: str, version: int
+    ) -> None:
+        """Load buckets. Raises UserError if a name is unknown or missing, or not of its shape."""
+        missing = set(shapes)
         body = {"load_format": load_format, "flush_cache": False, "weight_version": str(version)}
-
-        async def load(facts: list[tuple[str, list[int]]], handles: list[str]) -> None:
+        await self._call("POST", "/begin_weight_update")
+        async for facts, handles in offers:
             for name, shape in facts:  # SGLang skips an unknown name and crashes on a wrong shape
                 expected = shapes.get(name)
                 if shape != expected:
                     raise UserError(f"the {self.name} has {expected} for {name}, not {shape}")
-                loaded.add(name)
+                missing.discard(name)
             body["serialized_named_tensors"] = handles
             await self._call("POST", "/update_weights_from_tensor", **body)
-
-        await self._call("POST", "/begin_weight_update")
-        yield load
-        if missing := shapes.keys() - loaded - {"lm_head.weight"}:  # tied to the embedding
+        if missing := missing - {"lm_head.weight"}:  # tied to the embedding
             raise UserError(f"the push to the {self.name} lacked {sorted(missing)}")
         await self._call("POST", "/end_weight_update")
         await self._call("POST", "/flush_cache?timeout=30")  # once, not per bucket

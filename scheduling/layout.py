@@ -73,8 +73,7 @@ class Placement(NamedTuple):
     """The ranks of the engines and of each model that is trained, or read for training.
 
     A split gives the first of the engines' ranks to rollout, and the last ones to genrm. The first rank of an
-    engine is its lead, which owns its server. Engines of several ranks have adjacent ones; but with `shards`
-    the ranks of a rollout engine are as far apart as the shards that it joins to one (see `stride`).
+    engine is its lead, which owns its server; see `stride` for the others.
     """
 
     engines: tuple[int, ...]
@@ -83,8 +82,7 @@ class Placement(NamedTuple):
     reference: Shape
     rollout_tp: int = 1  # ranks per rollout engine
     genrm_tp: int = 1
-    # a push gives each rank of a rollout engine its shard, from the actor on that rank
-    shards: bool = False
+    shards: bool = False  # a push gives each rank of a rollout engine only its shard
     push: str = ""  # if rollout engines span ranks: which push runs, and why
 
     @property

@@ -1,17 +1,15 @@
-"""The push of shards: joins each engine rank's shard from the actor's, and hands it over without a copy.
+"""The push of shards: HybridFlow (arXiv 2409.19256), section 5.3. docs/push.md has a picture.
 
-Each rank of an engine reads its shard from its own rank's memory. Only handles go to the engine's lead, which
-posts them. SGLang copies the tensors into its parameters as they are (load_format "direct"), so they have its
-names and its order: q, k and v in one, gate and up in one.
+An engine's ranks lie among those that hold the parts of their shards, so only these are joined. Handles go to
+the engine's lead, which posts them. SGLang copies the tensors into its parameters as they are (load_format
+"direct"), so they have its names and its order: q, k and v in one, gate and up in one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from engines import wire
+from engines.engine import Offer
 from engines.pool import Pool, exhaust
 from inputs.hf_directory import checkpoint_shapes
 from scheduling.layout import Placement
@@ -81,35 +80,28 @@ class ShardPush:
         return self.sharding.received
 
     async def load(self, pool: Pool, leads: tuple[int, ...]) -> None:
-        """Push into the engines of these leads (collective: the actor's ranks).
-
-        Each bucket is freed once the engine has read it. A rank whose engine isn't among them only helps
-        to join.
-        """
-        assert self.actor.awake, "the actor sleeps: its weights are not there"
-        run = pool.world.run
+        """Push into the engines of these leads; other ranks only help to join (collective: the actor's)."""
         with pool.timeline.span("sync"):
             if self.lead not in leads:
-                await run(exhaust, iter(self.sharding))
-                return
-            update = nullcontext()
-            if pool.own:
-                update = pool.own.updating(self.shapes, "direct", self.actor.version)
-            async with update as load:
-                shards = wire.buckets(self.sharding)
-                while bucket := await run(next, shards, None):
-                    flat, handle = shared(bucket)
-                    offers = await run(self._gather, (wire.facts_of(bucket), handle))
-                    if load:
-                        facts = [fact for of_rank, _ in offers for fact in of_rank]
-                        await load(facts, [handle for _, handle in offers])
-                    await run(dist.barrier, self.group)  # the engine has read `flat`
-                    del flat
+                await pool.world.run(exhaust, iter(self.sharding))
+            elif pool.own:
+                offers = self._offers(pool.world.run)
+                await pool.own.load(offers, self.shapes, "direct", self.actor.version)
+            else:
+                async for _ in self._offers(pool.world.run):
+                    pass
 
-    def _gather(self, value: Any) -> list[Any]:
-        values = [None] * self.group.size()
-        dist.all_gather_object(values, value, self.group)
-        return values
+    async def _offers(self, run: Callable) -> AsyncIterator[Offer]:
+        """Yield each bucket's names, shapes and handles on all of the engine's ranks (collective: these)."""
+        shards = wire.buckets(self.sharding)
+        while bucket := await run(next, shards, None):
+            flat, handle = shared(bucket)
+            found = [None] * self.group.size()
+            own = (wire.facts_of(bucket), handle)
+            await run(dist.all_gather_object, found, own, self.group)
+            yield [fact for facts, _ in found for fact in facts], [handle for _, handle in found]
+            await run(dist.barrier, self.group)  # the engine has read `flat`
+            del flat
 
 
 def shared(bucket: list[tuple[str, Tensor]]) -> tuple[Tensor, str]:
@@ -130,12 +122,9 @@ def connect(placement: Placement, actor: Trainer, timeout_s: float) -> ShardPush
     own = None
     for first in range(0, len(shape.ranks), shape.tp):
         ranks = shape.ranks[first : first + shape.tp]
-        joined = []
-        for start in range(0, shape.tp, stride):
-            joined.append(dist.new_group(ranks[start : start + stride], timeout))
-        engines = []
-        for start in range(stride):
-            engines.append(dist.new_group(ranks[start::stride], timeout, backend="gloo"))
+        starts = range(0, shape.tp, stride)
+        joined = [dist.new_group(ranks[i : i + stride], timeout) for i in starts]
+        engines = [dist.new_group(ranks[i::stride], timeout, "gloo") for i in range(stride)]
         if dist.get_rank() in ranks:
             place = ranks.index(dist.get_rank())
             own = ShardPush(actor, joined[place // stride], engines[place % stride])
