@@ -50,8 +50,8 @@ def test_a_run_has_the_samples_of_engines_of_one_rank(name, tmp_path):
     assert "rollout engines run plain torch" in run.stdout + run.stderr
     samples = [(each.out / "samples.jsonl").read_bytes() for each in (narrow, run)]
     assert samples[0] == samples[1] and samples[0].count(b"\n") >= 2 * 8
-    for row in run.rows()[:2]:
-        assert row["train/engine_logprob_diff_max"] <= 1e-4
+    apart_by = [row.get("train/engine_logprob_diff_max") for row in run.rows()[:2]]
+    assert max(filter(None, apart_by)) <= 1e-4  # ahead, the second step has no fresh token
 
 
 @pytest.mark.slow
