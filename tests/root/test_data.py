@@ -518,7 +518,7 @@ def test_a_question_is_a_chat_of_one_turn(tmp_path):
     solved = {"question": "What?", "answer": "3 + 4 = 7\n#### 7"}
     assert prompt_of(solved, "1", False) == turns
     assert [
-        prompt_of({"question": 4} | row, "1", False)
+        prompt_of({"question": "Other?"} | row, "1", False)
         for row in ({"prompt": "a"}, {"messages": turns})
     ] == ["a", turns]
     (prompt,) = read(tmp_path, [solved])
