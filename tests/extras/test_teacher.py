@@ -52,9 +52,11 @@ def on_policy(student: str) -> list[Sample]:
     """Make answers with an engine's log-probabilities."""
     model = AutoModelForCausalLM.from_pretrained(student)
     samples = [sample for sample in make_samples(0) if sample.advantages is not None]
+    groups: dict[int, list[Outcome]] = {}
     for sample in samples:
         sample.logprobs = plain_logprobs(model, sample, TEMPERATURE)[0].tolist()
-        sample.outcomes = [Outcome(sample.index, len(sample.response), 0.0, None, False)]
+        sample.outcomes = groups.setdefault(sample.prompt_id, [])
+        sample.outcomes.append(Outcome(sample.index, len(sample.response), 0.0, None, False))
         sample.advantages = None
     return samples
 
