@@ -266,7 +266,7 @@ def build_models(
     senders = [copy[0] for copy in placement.actor.copies]
     receivers = sorted(engines - {*placement.actor.ranks})
     route = colocation.connect(senders, receivers, config.timeout_s)
-    shards = None
-    if placement.shards:
-        shards = needed("shards", "a push of shards")(placement, actor, config.timeout_s)
-    return Models([actor, *critics], references, route, shards)
+    shard_push = None
+    if placement.pushes_shards:
+        shard_push = needed("shard_push", "a push of shards")(placement, actor, config.timeout_s)
+    return Models([actor, *critics], references, route, shard_push)

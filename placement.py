@@ -125,7 +125,7 @@ class Models(NamedTuple):
     # the KL's reference, if there is one: a frozen model, or the actor with its adapters switched off
     references: list[Trainer]
     route: Any = None  # for pushes to other ranks: see Colocated.connect
-    shards: Any = None  # pushes shards instead of whole tensors: see the hook `shards`
+    shard_push: Any = None  # sends shards instead of whole tensors: see the hook `shard_push`
 
 
 class Devices:
@@ -155,15 +155,15 @@ class Devices:
         self._world = world
         self._timeline = timeline
         self._route = models.route
-        self._shards = models.shards
+        self._shard_push = models.shard_push
         self.swap_s = 0.0  # time spent on swaps in this step, on this rank
         self._idle = Silence()  # how long no engine has had anything to write
 
     @property
     def received_bytes(self) -> int:
         """The bytes of weights that this rank received in collectives for the last push."""
-        if self._shards:
-            return self._shards.received
+        if self._shard_push:
+            return self._shard_push.received
         return self.actor.received_bytes + (self._route.received if self._route else 0)
 
     def leads(self, role: str) -> tuple[int, ...]:
@@ -265,8 +265,8 @@ class Devices:
         await self._world.run(trim)  # - gradients, memory cached by passes
         await self._meet_for_wide_engines()
         await self.rollout.wake_weights()  # + the engine's weights, of an older version
-        if self._shards:
-            await self._shards.load(self.rollout, self.leads("rollout"))  # + a bucket
+        if self._shard_push:
+            await self._shard_push.load(self.rollout, self.leads("rollout"))  # + a bucket
         else:
             weights = self.actor.named_weights()
             if self._route:  # engines on ranks without the actor

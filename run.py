@@ -75,17 +75,17 @@ def check_launcher(command: str) -> None:
         )
 
 
-def main(arguments: list[str], work: Callable[[list[str], Stop], str] = start) -> None:
-    """Run a rank, and end this process. work: does what the command line asks for.
+def main(arguments: list[str], command: Callable[[list[str], Stop], str] = start) -> None:
+    """Run a rank, and end this process. command: does what the command line asks for.
 
     Status 0: done or stopped; 1: an engine or the disk failed; 2: user error; 128 or more: by a signal.
     """
     shutdown.prepare()
-    if work is start and __name__ != "__main__":  # a file with a user's rows starts the program
+    if command is start and __name__ != "__main__":  # a file with a user's rows starts the program
         sys.excepthook = partial(shutdown.leave_with_line, main.__code__)
     stop = Stop()
     try:
-        last_line = work(arguments, stop)
+        last_line = command(arguments, stop)
     except UserError as error:
         shutdown.exit_on_error(2, f"error: {printable(str(error))}")
     except RunLost as error:

@@ -186,7 +186,7 @@ class Pool:
 
         A leaving engine first finishes its answers, or with `choose` aborts them: then callers request the
         rest from engines that are awake. If engines join busy ones, `choose` also returns the calls on the
-        busy ones that are aborted, and whose callers then turn to the joining ones.
+        busy ones to abort: their callers then turn to the joining ones.
         """
         leaving = set(self.awake) - set(leads)
         staying = set(self.awake) & set(leads)

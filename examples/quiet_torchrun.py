@@ -1,4 +1,6 @@
-"""torchrun whose last line is the run's: python examples/quiet_torchrun.py --nproc-per-node 2 run.py ...
+"""Run torchrun, and end with the run's own line.
+
+    python examples/quiet_torchrun.py --nproc-per-node 2 run.py ...
 
 After an error of a rank, and after Ctrl-C, torchrun prints its own traceback and a table, up to 40 lines.
 """
@@ -14,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 def main(arguments: list[str]) -> int:
     """Return the exit status of the first rank that failed, or 128 plus the number of its or our signal."""
-    logging.disable(logging.ERROR)  # of this process, not of the ranks
+    logging.disable(logging.ERROR)  # only in this process: ranks have their own
     try:
         run.main(arguments)
     except SignalException as error:

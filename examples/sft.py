@@ -38,7 +38,15 @@ from runtime.world import raise_on_all
 from scheduling.layout import Placement
 from training.packing import Packed, Sequence
 
-GROUPS = ("run", "data", "training", "pipelines", "memory", "lora", "examples")  # of settings
+GROUPS = (
+    "run",
+    "data",
+    "training",
+    "pipelines",
+    "memory",
+    "lora",
+    "examples",
+)  # their settings are flags
 DEFAULTS = dict(command="sft", lr=1e-5, lr_decay_to=0.1)
 
 

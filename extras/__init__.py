@@ -32,7 +32,7 @@ EXTRAS = {
     # pushes of shards to engines of several ranks, with --rollout-tp
     "shards": Extra(
         "extras/shards",
-        {"push_kind": "extras.shards.choice:choose", "shards": "extras.shards.push:connect"},
+        {"push_kind": "extras.shards.choice:choose", "shard_push": "extras.shards.push:connect"},
     ),
     # --rebalance in partial mode (MOVES)
     "rebalance": Extra("extras/rebalance.py", {"rows": "extras.rebalance"}),

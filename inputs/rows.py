@@ -18,7 +18,7 @@ PLACES = {"images": IMAGE, "videos": VIDEO}  # column with the files -> placehol
 Text = str | list[dict]  # plain text, or chat turns: {"role": ..., "content": ...}, both text
 ROLES = ("system", "developer", "user", "assistant", "tool")  # a template might accept any other
 TURNS = f"a list of {{role, content}}, both text, of the roles {', '.join(ROLES)}"
-TEXTS = ("messages", "prompt", "chosen", "rejected", "response", "completion")  # or chat turns
+TEXTS = ("messages", "prompt", "response", "completion")  # or chat turns
 # columns that are of use without a rule
 READ = {"answer", "question", "tools", "text", *TEXTS, *PLACES}
 # turns written by JSON, or by str() of Python or NumPy

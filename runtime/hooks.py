@@ -35,9 +35,9 @@ HOOKS: dict[str, dict[str, str]] = {
     "vision_stage": {},  # model.read_hf_config: the class of the first stage
     # models that learn, on the ranks that hold them
     "colocation": {},  # placement.colocation_of, unless all share all ranks: (placement) -> a Colocated
-    # build.build_models, if the placement has `shards`: (placement, actor, seconds) -> Models.shards of this
-    # rank, or None (collective: all ranks)
-    "shards": {},
+    # build.build_models, if the placement pushes shards: (placement, actor, seconds) -> this rank's
+    # Models.shard_push, or None (collective: all ranks)
+    "shard_push": {},
     "critic": {},  # build.build_models, if the algorithm has critics: a Trainer
     "adapters": {},  # Actor, before its optimizer is built: (config, gpt)
     # engines

@@ -39,7 +39,7 @@ class Event(NamedTuple):
     """Something that a rank saw in a training step. Times are in seconds since the run's start.
 
     kind             name                                         args
-    span             a role, for its engine, or `train` etc.      an engine's: the same as a part's
+    span             a role, for its engine, or `train` etc.      an engine's: as a part's
     part             a role, for its engine                       tokens so far; begun: earlier ones; its
                                                                   prompt's tokens; cached: of these
     sample           state of an answer                           answer: `12.3`, number 3 to prompt 12

@@ -82,7 +82,7 @@ class Placement(NamedTuple):
     reference: Shape
     rollout_tp: int = 1  # ranks per rollout engine
     genrm_tp: int = 1
-    shards: bool = False  # a push gives each rank of a rollout engine only its shard
+    pushes_shards: bool = False  # a push gives each rank of a rollout engine only its shard
     push: str = ""  # if rollout engines span ranks: which push runs, and why
 
     @property
@@ -111,7 +111,7 @@ class Placement(NamedTuple):
 
     def stride(self, role: str) -> int:
         """Return the distance between an engine's ranks: how many of the actor's shards it joins to one."""
-        return self.actor.tp // self.rollout_tp if role == "rollout" and self.shards else 1
+        return self.actor.tp // self.rollout_tp if role == "rollout" and self.pushes_shards else 1
 
     def ranks_of(self, role: str, lead: int) -> range:
         """Return the ranks of `lead`'s engine."""

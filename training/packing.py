@@ -97,7 +97,7 @@ def make_micro_batches(packed: Packed, tp_with_sp: int) -> list[MicroBatch]:
             end = sum(packed_length(len(sequence.tokens)) for sequence in sequences)
             pieces.append(Piece(end, end + padding))
             sequences.append(Sequence([0] * (padding + 1), []))
-        columns = []  # of each token but a sequence's last: token, next token, its slot, position
+        columns = []  # for each token but a sequence's last: token, next token, its slot, position
         for sequence in sequences:
             assert sequence.prompt, "a response's first token is predicted from a prompt token"
             tokens = np.array(sequence.tokens)

@@ -19,7 +19,7 @@ from training.hf_weights import global_parameters, hf_names, is_tied_copy, join,
 class Gathering:
     """Gathers whole tensors. `received`: the bytes that this rank received the last time.
 
-    tp: the group whose ranks' shards are joined, by default all of them.
+    tp: the group that joins its shards, by default all tensor-parallel ranks.
     """
 
     def __init__(self, gpt: GPTModel, tp: ProcessGroup | None = None):

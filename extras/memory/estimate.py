@@ -47,10 +47,10 @@ class Model(NamedTuple):
 @cache
 def shapes_of(model_dir: str) -> Shapes:
     """Return the shapes of a directory's tensors, by its config.json if it has no weights yet."""
-    from training.model import OUTPUT, read_hf_config, tensor_shapes  # Megatron takes seconds
-
     if has_weights(model_dir):
         return checkpoint_shapes(model_dir)
+    from training.model import OUTPUT, read_hf_config, tensor_shapes  # Megatron takes seconds
+
     hf = read_hf_config(model_dir, learns=False)
     shapes = tensor_shapes(hf)
     writes = hf["whole"].architectures == [FAMILIES[hf["model_type"]].architecture]

@@ -17,7 +17,7 @@ def choose(placement: Placement, config: Config, on_machine: int) -> Placement:
     """Return the placement with the push that runs, and why. on_machine: ranks per machine."""
     if placement.rollout_tp == 1 or config.evaluates:
         return placement
-    shards = placement._replace(shards=True)
+    shards = placement._replace(pushes_shards=True)
     if why := why_whole(shards, config, on_machine):
         return placement._replace(push=f"pushes send whole tensors: {why}")
     stride = placement.actor.tp // placement.rollout_tp
@@ -26,7 +26,7 @@ def choose(placement: Placement, config: Config, on_machine: int) -> Placement:
 
 
 def why_whole(placement: Placement, config: Config, on_machine: int) -> str:
-    """Return why a push can't send shards in a placement with `shards`; an empty text if it can.
+    """Return why a push can't send shards in a placement with `pushes_shards`; an empty text if it can.
 
     Key and value heads are never fewer than an engine's ranks: --tp divides them.
     """

@@ -1,6 +1,6 @@
 """The slowest data-parallel rank's work over the mean, with and without the balance of a batch.
 
-    python reproduce/bench/balance.py     a few seconds; computed from lengths alone, on any machine
+    python reproduce/bench/balance.py     a few seconds; computed from lengths only, on any machine
 
 A step's 512 answers have log-normal lengths (median 600 tokens, at most 4,096) after prompts of 512 tokens.
 Work is the multiply-adds of a 7B model's forward passes. `on` deals as training does, `off` in order. All

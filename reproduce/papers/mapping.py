@@ -99,7 +99,7 @@ def passes(model: Model, sizes: Sizes, speeds: Speeds) -> Passes:
 def passes_s(model: Model, sizes: Sizes, task: Task, speeds: Speeds) -> tuple[float, float]:
     """Return the seconds to read a step's sequences, and to learn from all of its mini-batches."""
     costs = passes(model, sizes, speeds)
-    # of a mini-batch, one per micro-batch
+    # a mini-batch's, one per micro-batch
     own = math.ceil(task.sequences / task.updates / sizes.dp)
     ends = (sizes.pp - 1) / own  # filling and draining
     reading = task.updates * own * costs.cost(task.trained) * (1 + ends)

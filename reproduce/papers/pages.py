@@ -48,7 +48,7 @@ from reproduce.papers.tables import (
 
 PAGES = ("hybridflow", "rlhfuse", "wechat_yatt", "measured")
 TIE = 0.02  # a smaller lead, published and simulated, counts as a tie
-FORMS = (".1f", ".1f", "+.1f")  # of a median, a 90th percentile, the largest error
+FORMS = (".1f", ".1f", "+.1f")  # a median, a 90th percentile, the largest error
 APART = 0.05  # pairs whose published numbers are closer aren't compared
 Prose = dict[str, Any]  # reproduce/papers/prose/NAME.toml, or one of its figures
 

@@ -67,9 +67,8 @@ def plans_of(config: Config, ranks: int) -> tuple[list[Plan], list[str]]:
     """
     left_out = []
     places = []
-    named = [
-        name for name in PLACEMENTS if name != "ranks"
-    ]  # that row reads ranks, as in engines=0-1
+    # the row `ranks` reads words such as engines=0-1
+    named = [name for name in PLACEMENTS if name != "ranks"]
     for name in dict.fromkeys((config.placement, *named)):
         try:
             placement = make_placement(replace(config, placement=name, ahead=0), ranks)

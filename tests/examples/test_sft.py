@@ -264,7 +264,7 @@ class SftRun(Run):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "--time-limit-s"])
 def test_a_stopped_run_leaves_the_weights_of_its_step(how, tmp_path):
-    """It must name the step, whose weights are those that a run of so many steps ends with."""
+    """It must name the step, and have the weights that a run of as many steps ends with."""
     rates = ("--lr-warmup-steps", "0", "--lr-decay-to", "1", "--eval-every", "1000")
     if how == "--time-limit-s":  # it is over before the first step, which is made
         run = SftRun(tmp_path, *rates, "--steps", "1000", how, "0.001").ended()

@@ -133,11 +133,11 @@ def train(model_dir: str, how: dict, path: str) -> dict:
         generator = torch.Generator().manual_seed(len(name))  # equal on all ranks, where B is whole
         torch.nn.init.normal_(adapter.b, generator=generator)
     whole = weights_of(actor)
-    found = dict(shards=placement.shards, received={"HybridFlow-V": actor.received_bytes})
+    found = dict(shards=placement.pushes_shards, received={"HybridFlow-V": actor.received_bytes})
     found["held"] = {"HybridFlow-V": sum(tensor.nbytes for tensor in whole.values())}
     found["split"] = sum(x.nbytes for name, x in whole.items() if "norm" not in name)
     found["wrong"] = []
-    if placement.shards:
+    if placement.pushes_shards:
         found |= asyncio.run(push(config, placement, split, actor, whole, found))
     everyone = gathered(found)
     close(actor)
@@ -151,7 +151,7 @@ async def push(config, placement, split, actor, whole: dict, found: dict) -> dic
     engine = ReadingEngine(world.rank, config.rollout_tp) if world.rank in leads else None
     rollout = SimpleNamespace(world=world, own=engine)
     rollout.timeline = Timeline(world.rank, asyncio.get_running_loop().time)
-    models = Models([actor], [], shards=pushed)
+    models = Models([actor], [], shard_push=pushed)
     pools = dict(rollout=rollout, genrm=None)
     devices = Devices(config, placement, [split], models, pools, world, rollout.timeline)
     copied, most = wire.flat_copy, wire.BUCKET_BYTES
@@ -267,7 +267,9 @@ def test_shards_go_where_they_fit_and_the_log_says_so(models):
     config = settings(models["llama"])
     placed, [split] = lay_out(config, 4, 4)
     assert (
-        placed.shards and placed.stride("rollout") == 1 and placed.leads("rollout", split) == (0, 2)
+        placed.pushes_shards
+        and placed.stride("rollout") == 1
+        and placed.leads("rollout", split) == (0, 2)
     )
     said = "pushes send shards: a rank of an engine needs 1 of the actor's 2"
     assert f"\n  {said}" in describe(config, placed, split)
@@ -294,7 +296,7 @@ WHOLE = [  # settings, ranks, ranks of a machine, why
 def test_whole_tensors_go_elsewhere_as_before(models, how, ranks, on_machine, why):
     config = replace(settings(models["llama"]), **how)
     placed, _ = lay_out(config, ranks, on_machine)
-    assert not placed.shards and placed.stride("rollout") == 1
+    assert not placed.pushes_shards and placed.stride("rollout") == 1
     assert placed.push.startswith(f"pushes send whole tensors: {why}")
 
 
@@ -319,7 +321,7 @@ def test_a_split_moves_whole_copies_of_the_actor(models, tp, ranks, cuts):
     """With engines of ranks 0, 2 and 1, 3, a split after rank 1 would cut both."""
     config = settings(models["llama"], mode="partial", tp=tp, rebalance=True)
     placed, splits = lay_out(config, ranks, ranks)
-    assert placed.shards and sorted(split.rollout for split in splits) == sorted(cuts)
+    assert placed.pushes_shards and sorted(split.rollout for split in splits) == sorted(cuts)
     for split in splits:
         writing = [placed.ranks_of("rollout", lead) for lead in placed.leads("rollout", split)]
         assert sorted(rank for engine in writing for rank in engine) == [*range(split.rollout)]
@@ -342,10 +344,10 @@ def test_on_gpus_an_engine_takes_its_ranks_devices(models, monkeypatch):
     )
 
 
-def test_engines_whose_ranks_are_apart_change_hands_whole(models):
+def test_engines_with_distant_ranks_change_hands_whole(models):
     how = dict(UNBROKEN, tail=0.3, judge=("JUDGE",), model=models["llama"])
     controllers, _ = simulate("fused", 8, **how, tp=4, rollout_tp=2)
-    assert controllers[0].devices.placement.shards
+    assert controllers[0].devices.placement.pushes_shards
     check_as_unbroken(controllers)
     assert {text for *_, text in tail_marks(controllers)} == {"4|4", "0|8", "8|0"}
 
