@@ -289,6 +289,12 @@ def test_a_benchmark_finds_what_it_measures(bench):
     importlib.import_module(f"reproduce.bench.{bench}")
 
 
+@pytest.mark.parametrize("path", [*(ROOT / "reproduce").rglob("*.py")], ids=lambda path: path.name)
+def test_a_run_s_training_is_replaced_where_a_run_finds_it(path):
+    """build.TRAINING has controller.train from its import on: another value there changes nothing."""
+    assert not re.search(r"^\s*controller\.train\s*=", path.read_text(), re.MULTILINE)
+
+
 REAL = {  # bench -> settings of a short measurement, and what it prints
     "modes": (
         "--ranks 2 --workloads short --sides full --repeats 1 --steps 2 --moving 0 --port PORT",
