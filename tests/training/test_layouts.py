@@ -84,7 +84,10 @@ def plain_loss(
 
 
 def plain_actor(model_dir: str) -> dict:
-    """Make three updates of plain transformers and AdamW. Batch 1 is off-policy, so that the clip acts."""
+    """Make three updates of plain transformers and AdamW. Batch 1 is off-policy, so that the clip acts.
+
+    No ratio is near a clip's edge: in bfloat16 log-probabilities differ by 0.1, and a token that only one
+    side clips changes the gradient's norm by several percent."""
     config = actor_config(**LEARNS)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     batches, metrics = [], []
@@ -94,7 +97,9 @@ def plain_actor(model_dir: str) -> dict:
         for sample in samples:
             with torch.no_grad():
                 sample.true_logprobs = plain_logprobs(model, sample, config.temperature)[0].tolist()
-            sample.logprobs = [x + (step == 1) * noise.gauss(0, 0.3) for x in sample.true_logprobs]
+            sample.logprobs = [
+                x + (step == 1) * noise.choice((-0.6, -0.1, 0.1, 0.6)) for x in sample.true_logprobs
+            ]
             sample.reference_logprobs = [x + noise.gauss(0, 0.3) for x in sample.true_logprobs]
         batches.append(samples)
         return plain_loss(model, config, metrics, samples)
@@ -245,7 +250,7 @@ def test_an_actor_trains_as_the_plain_reference(name, references, result_of):
     result, tolerance = results["actor"], 5e-2 if "dtype" in layout else 1e-5
     for step, expected in enumerate(reference["metrics"]):
         got = {metric: result["metrics"][step][metric] for metric in expected}
-        assert got == pytest.approx(expected, abs=tolerance), f"update {step}"
+        assert got == pytest.approx(expected, rel=tolerance, abs=tolerance), f"update {step}"
     assert result["metrics"][0]["train/micro_batches"] >= 2
     assert result["distance"] < 2 * tolerance
     # Adam magnifies a rounding error where a gradient is almost zero
