@@ -87,8 +87,14 @@ EXTRAS = {
     ),
     # --rule FILE.py
     "rules of users": Extra("extras/rules.py", {"rule_file": "extras.rules:load_file"}),
-    # engines without CUDA are forks, and SGLang's scheduler decodes with compiled code
-    "fast CPU": Extra("extras/fast_cpu", {"cpu_server": "extras.fast_cpu.forked:ForkedServer"}),
+    # without CUDA engines and `make run`'s ranks are forks, and SGLang's scheduler decodes with compiled code
+    "fast CPU": Extra(
+        "extras/fast_cpu",
+        {
+            "cpu_server": "extras.fast_cpu.forked:ForkedServer",
+            "launcher": "extras.fast_cpu.ranks:prepare",
+        },
+    ),
     # a run on GPUs starts only if the tools that it needs are there
     "GPU tools": Extra("extras/gpu_tools.py", {"device_check": "extras.gpu_tools:check"}),
     # OUT/timeline.png

@@ -37,11 +37,16 @@ PIN_EXACTLY = "pinned_max_round_threshold_mb:1"
 FULL = 0.9
 
 
+def has_devices() -> bool:
+    """True if this machine has GPUs that CUDA_VISIBLE_DEVICES doesn't hide; doesn't import torch."""
+    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # Linux; WSL
+    return bool(devices) and shows_devices()
+
+
 def default_device() -> str:
     """Return cuda if torch finds a device, cpu if there is none. Raises UserError if torch can't use it."""
-    # check files first: importing torch takes a second, during which engines can start
-    devices = [*DEVICE_FILES.glob("nvidia[0-9]*"), *DEVICE_FILES.glob("dxg")]  # Linux; WSL
-    if not devices or not shows_devices():
+    # importing torch takes a second, during which engines can start
+    if not has_devices():
         return "cpu"
     from torch import cuda
 

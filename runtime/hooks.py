@@ -14,6 +14,7 @@ HOOKS: dict[str, dict[str, str]] = {
     "rows": {},  # extras.load: a module whose import adds rows to MODES, PLACEMENTS or other tables
     "command": {},  # run.start: (arguments, usage) -> last line of what is done instead of a run, or None
     "evaluation": {},  # build.work_of, with --steps 0: a build.Work
+    "launcher": {},  # examples/quiet_torchrun.py, before it runs torchrun: ()
     # before engines start, to raise UserError
     "device_check": {},  # choose_device, on every rank with --device cuda: (config)
     "model_check": {},  # build.check_directories, once on each machine: (config, placement)

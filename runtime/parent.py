@@ -10,7 +10,7 @@ PARENT = "NANOYATT_PARENT"  # id of the process that started this server
 
 
 def die_with_parent(number: int) -> None:
-    """Ask Linux for this signal when the thread that started this process ends, even by kill -9."""
+    """Ask Linux for this signal, or 0 for none, when the thread that started this process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 

@@ -85,11 +85,16 @@ def prepare() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # connections are open files
     for number in SIGNALS:  # until the event loop takes over
         signal.signal(number, lambda number, _: exit_now(128 + number, "interrupted"))
-    os.environ |= dict.fromkeys(QUIET, "1")
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    quiet_libraries()
     # TensorBoard's thread raises if a disk is full; so does its flush, and we catch that error
     threading.excepthook = lambda args: args.exc_type is OSError or threading.__excepthook__(args)
     sys.excepthook = leave_with_traceback
+
+
+def quiet_libraries() -> None:
+    """Keep libraries that are imported later from printing and from asking the network."""
+    os.environ |= dict.fromkeys(QUIET, "1")
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     warnings.filterwarnings("ignore")
     # a build for CUDA warns that there is no device
     for name in ("megatron", "torch.utils.cpp_extension"):

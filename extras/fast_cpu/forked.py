@@ -22,7 +22,7 @@ def forks_path() -> str:
 
 
 def start_forks() -> None:
-    """Start a fork server for the run's ranks on this machine. It ends with the calling thread."""
+    """Start a fork server for the run's ranks on this machine. It ends after the calling process."""
     own = f"{forks_path()}.{os.getpid()}"
     environment = server_environment("", str(rendezvous.private_folder()), "cpu")
     how = {"cwd": ROOT, "env": environment, "start_new_session": True}
@@ -53,7 +53,7 @@ class ForkedServer(ServerProcess):
 
     @classmethod
     def prepare(cls) -> None:
-        start_forks()  # it imports in parallel
+        ask_forks().close()  # if there is none, one imports in parallel
 
     @classmethod
     def describe(cls, config: Config) -> str:

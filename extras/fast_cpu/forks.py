@@ -5,7 +5,8 @@
     to it
 
 An engine is the fork server's child and ends with it. The second command is its owner's child in its place:
-when one of the two ends, so does the other. LOG is the server's.
+when one of the two ends, so does the other. LOG is the server's. When the process that started the server has
+ended, it forks no more, and ends with its last engine: ranks stop by themselves, and save first.
 """
 
 import gc
@@ -20,7 +21,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from runtime.parent import PARENT, die_with_owner
+from runtime.parent import PARENT, die_with_owner, die_with_parent
 
 
 def ask(server, command):
@@ -54,14 +55,22 @@ def import_engines():
     return kept
 
 
-def serve(listener):
-    """Fork requested processes. Never returns in this one; returns its command in each child."""
+def serve(listener, owner):
+    """Fork requested processes until `owner`, a pidfd, is readable. Return its command in each child.
+
+    In this process: exits once the owner and the last child have ended.
+    """
     watched = selectors.DefaultSelector()
-    watched.register(listener, selectors.EVENT_READ)
-    while True:
+    for each in (listener, owner):
+        watched.register(each, selectors.EVENT_READ)
+    while watched.get_map():
         key, _ = watched.select()[0]  # only the first: `bury` may close the others' files
         if key.data:
             bury(watched, *key.data)
+            continue
+        if key.fileobj == owner:
+            for each in (listener, owner):
+                watched.unregister(each)
             continue
         if key.fileobj is listener:  # don't wait for its request: it may never come
             asker, _ = listener.accept()
@@ -83,6 +92,7 @@ def serve(listener):
         pidfd = os.pidfd_open(pid)
         for each in (asker, pidfd):
             watched.register(each, selectors.EVENT_READ, (asker, pid, pidfd))
+    sys.exit()
 
 
 def become(request, log):
@@ -112,6 +122,7 @@ def bury(watched, asker, pid, pidfd):
 
 
 if __name__ == "__main__":
+    owner = os.getppid()
     die_with_owner()
     stdin = socket.socket(fileno=0)
     if len(sys.argv) > 1:
@@ -119,6 +130,8 @@ if __name__ == "__main__":
     import setproctitle
 
     kept = import_engines()
-    sys.argv = serve(stdin)
+    owner = os.pidfd_open(owner)
+    die_with_parent(0)  # from here on `serve` decides
+    sys.argv = serve(stdin, owner)
     # a child ends like any program: an exception is printed to its log
     importlib.import_module(sys.argv[0]).main()

@@ -95,6 +95,19 @@ def test_ranks_share_a_fork_server_and_die_apart(tmp_path):
         assert not psutil.wait_procs([last, other], LIMIT_S)[1]
 
 
+def test_a_fork_server_outlives_its_owner_while_an_engine_does(tmp_path):
+    """When a launcher is killed, its ranks still finish their step with their engines, and save."""
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    with owner_of(logs[0]) as launcher, owner_of(logs[1]) as rank:
+        lost, forks = start(launcher, logs[0])
+        kept, _ = start(rank, logs[1])
+        launcher.kill()
+        assert psutil.wait_procs([lost], LIMIT_S)[0]
+        assert kept.is_running() and kept.status() != psutil.STATUS_ZOMBIE
+        rank.kill()
+        assert not psutil.wait_procs([kept, forks], LIMIT_S)[1]
+
+
 def test_a_forked_process_is_as_one_that_was_started(tmp_path):
     """It must have its own session, variables, folder and name; its status and log are reported."""
     program = "import os, tempfile; command = open('/proc/self/cmdline').read()\n"
@@ -126,7 +139,9 @@ def test_a_fork_that_fails_fails_its_asker_alone(tmp_path, monkeypatch):
         socket.send_fds(asker, [b"fork"], [0, 1])
     monkeypatch.setattr("os.fork", Mock(side_effect=[BlockingIOError, 0]))
     monkeypatch.setattr(forks, "become", lambda request, log: "a child")
-    assert forks.serve(server) == "a child" and first.recv(64) == b""
+    owner = os.pidfd_open(os.getpid())
+    assert forks.serve(server, owner) == "a child" and first.recv(64) == b""
+    os.close(owner)
     socket.setdefaulttimeout(None)
     monkeypatch.setattr(sys, "argv", ["", os.devnull])
     with pytest.raises(SystemExit, match="the fork server ended"):

@@ -183,19 +183,27 @@ time.sleep(0 if "done" in {!r} else 600)
 """
 
 
+LAUNCHER = """
+import sys
+from examples import quiet_torchrun
+from extras.fast_cpu import forked, ranks
+ranks.import_module = lambda name: None  # it takes seconds
+forked.FORKS = (sys.executable, "-c", "import time; time.sleep(600)")
+if sys.argv.pop(1) == "started":
+    ranks.has_devices = lambda: True
+quiet_torchrun.shutdown.leave(quiet_torchrun.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("act", QUIET)
-def test_nothing_of_torchrun_s_follows_the_run_s_line(tmp_path, act):
+@pytest.mark.parametrize("ranks", ["forked", "started"])
+def test_nothing_of_torchrun_s_follows_the_run_s_line(tmp_path, act, ranks):
     """torchrun ends with a traceback and a table, and has status 1."""
     status, line = QUIET[act]
     (tmp_path / "rank.py").write_text(RANK.format(act, act))
-    command = [
-        sys.executable,
-        "examples/quiet_torchrun.py",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    ran = run_process(*command, tmp_path / "rank.py", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-c", LAUNCHER, ranks, "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    ran = run_process(*command, tmp_path / "rank.py", env=environment)
     assert (ran.returncode, ran.stderr.strip()) == (status, line)
 
 
