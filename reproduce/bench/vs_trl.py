@@ -7,8 +7,8 @@
 
 The model is the demo's actor, a larger one that has learned the demo's task from examples, or any other. The
 task is addition; the exact answer earns a reward of 1. A step is 16 prompts x 8 answers of up to 72 tokens
-(24 with another model) and one update on all of them, on two ranks. Every repeat is a fresh torchrun, and its
-first two steps don't count. Sides alternate after one unmeasured run of each, so that the files of both are
+(24 with another model) and one update on all of them, on two ranks. Every repeat is a fresh torchrun (ours as
+`make run` starts it), and its first two steps don't count. Sides alternate after one unmeasured run of each, so that the files of both are
 cached. Memory is the sum over every process of a side: ranks, servers, schedulers, the launcher. TRL has its
 own environment, .venv-trl, made on first use. TRL's step lasts from on_step_begin to on_step_end, ours from
 one report to the next.
@@ -46,6 +46,7 @@ TRL_VENV = ROOT / ".venv-trl"
 TRL_PACKAGES = ("trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "psutil==7.2.2")
 RANKS = 2
 LAUNCH = ("--standalone", "--nproc-per-node", RANKS)
+OURS = (sys.executable, "examples/quiet_torchrun.py")
 RUN_LIMIT_S = 900.0
 WARM_UP = 2  # steps
 SIDES = ("nanoYATT", "TRL")
@@ -102,7 +103,7 @@ def run_side(side: str, name: str, steps: int, settings: Namespace) -> dict:
     folder = settings.out / f"{side}-{name}"
     folder.mkdir(parents=True)
     if side == "nanoYATT":
-        command = [TORCHRUN, *LAUNCH, "reproduce/bench/nano_rule.py", "--lr-warmup-steps", 0]
+        command = [*OURS, *LAUNCH, "reproduce/bench/nano_rule.py", "--lr-warmup-steps", 0]
         command += ["--prompts-per-step", PROMPTS, "--answers-per-prompt", ANSWERS]
         command += ["--port", PORT, "--out", folder / "run"]
     else:
