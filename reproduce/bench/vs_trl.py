@@ -5,13 +5,13 @@
     python reproduce/bench/vs_trl.py --size larger       nine times the parameters, so that arithmetic matters
     python reproduce/bench/vs_trl.py --model DIR --steps 3     any other model
 
-The model is the demo's actor, a larger one that has learned the demo's task from examples, or any other. The
-task is addition; the exact answer earns a reward of 1. A step is 16 prompts x 8 answers of up to 72 tokens
-(24 with another model) and one update on all of them, on two ranks. Every repeat is a fresh torchrun (ours as
-`make run` starts it), and its first two steps don't count. Sides alternate after one unmeasured run of each, so that the files of both are
-cached. Memory is the sum over every process of a side: ranks, servers, schedulers, the launcher. TRL has its
-own environment, .venv-trl, made on first use. TRL's step lasts from on_step_begin to on_step_end, ours from
-one report to the next.
+The model is the demo's actor, a larger one that has learned the demo's task from examples, or any other.
+The task is addition; the exact answer earns a reward of 1. A step is 16 prompts x 8 answers of up to 72
+tokens (24 with another model) and one update on all of them, on two ranks. Every repeat is a fresh torchrun
+(ours as `make run` starts it), and its first two steps don't count. Sides alternate after one unmeasured
+run of each, so that the files of both are cached. Memory is the sum over every process of a side: ranks,
+servers, schedulers, the launcher. TRL has its own environment, .venv-trl, made on first use. TRL's step
+lasts from on_step_begin to on_step_end, ours from one report to the next.
 """
 
 import json
