@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from runtime.devices import fixed_segments
 from runtime.shutdown import starting_deaf
 from sample import Image
@@ -50,7 +52,7 @@ async def server_sent_events(response: aiohttp.ClientResponse) -> AsyncIterator[
         *events, unread = (unread + chunk).split(b"\n\n")
         for event in events:
             if event != b"data: [DONE]":
-                yield json.loads(event.removeprefix(b"data: "))
+                yield orjson.loads(event.removeprefix(b"data: "))
 
 
 def buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
