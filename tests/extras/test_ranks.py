@@ -12,6 +12,9 @@ FACTS = """
 import json, logging, os, signal, sys
 from pathlib import Path
 
+sys.path.append({root!r})
+from runtime import rendezvous
+
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "TORCHELASTIC_RESTART", "OMP_")
 handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
@@ -26,10 +29,12 @@ facts = dict(
     handlers=[*map(int, handlers)],
     files=len(files),  # the folder that is listed
     logs=logging.getLogger("a library").isEnabledFor(logging.ERROR),
+    meets_in=rendezvous.launcher_folder().name.rpartition("-")[2],
     heard=sys.stdin.readline() if rank == "0" else "",
 )
 Path(sys.argv[1], f"{rank}-{attempt}.json").write_text(json.dumps(facts))
 print("whole", end="", flush=True)
+sys.excepthook = lambda *error: print(*error[1].args, "by the hook", file=sys.stderr)
 if rank == "1" and attempt == "0":
     raise ValueError("a reason")
 """
@@ -44,7 +49,7 @@ def launch(program: tuple[str, ...], folder, script) -> tuple[dict, str]:
     how = dict(cwd=ROOT, env=environment, input="a line\n", capture_output=True, text=True)
     ran = subprocess.run([*map(str, command)], timeout=LIMIT_S, **how)
     assert ran.returncode == 0, ran.stderr
-    assert "ValueError: a reason" in ran.stderr
+    assert "a reason by the hook" in ran.stderr
     assert len([*folder.rglob("stdout.log")]) == 2, "rank 1's output of two attempts"
     assert all(log.read_text() == "whole" for log in folder.rglob("stdout.log"))
     facts = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
@@ -57,7 +62,7 @@ def launch(program: tuple[str, ...], folder, script) -> tuple[dict, str]:
 def test_a_forked_rank_is_as_one_that_was_started(tmp_path):
     """Its session, arguments, variables, signals, files and output, also after a restart."""
     script = tmp_path / "mine.py"
-    script.write_text(FACTS)
+    script.write_text(FACTS.replace("{root!r}", repr(str(ROOT))))
     started = launch((sys.executable, "-m", "torch.distributed.run"), tmp_path / "started", script)
     forked = launch((sys.executable, "examples/quiet_torchrun.py"), tmp_path / "forked", script)
     assert forked == started
