@@ -57,6 +57,4 @@ def check(config: Config, placement: Placement) -> None:
         before = rows[-1]["settings"]
         for name in FIXED:
             if before.get(name) != now[name]:
-                raise UserError(
-                    f"{where}: that run had {dashed(name)} {before.get(name)!r}, not {now[name]!r}"
-                )
+                raise UserError(f"{where}: that run had {dashed(name)} {before.get(name)!r}")
