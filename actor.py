@@ -81,8 +81,8 @@ class Actor(Trainer):
             work = self.work(as_sequences(micro_batches), loss)
             for term in self.terms:
                 term.add(self, work, number, targets.divisors)
-            # only the first step has the engine's weights: later ones run on updated weights
-            check = self._check_engine if number == 0 else None
+            # only the first step has the engine's weights, and with --samples not even that
+            check = self._check_engine if number == 0 and not self.config.samples else None
             steps.append(PlannedStep(work, names, self._learning_rate(), check))
         return steps
 

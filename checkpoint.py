@@ -49,7 +49,7 @@ LAYOUT = 9  # increase it when the contents of checkpoints change
 POLL_S = 0.05
 # Changing one of these makes it a different run. Algorithms are compared by name, files by their contents.
 SAME = ("seed", "template", "reward_weights", "algorithm", "prompts_per_step", "answers_per_prompt")
-SAME += ("lora",)
+SAME += ("lora", "samples")
 NAMED = ("model", "critic", "judge", "cost_judge", "rule", "cost_rule", "data", "eval_data")
 NAMED += ("environment", "teacher")
 READ = (".json", ".jinja", ".model", ".safetensors", ".txt")  # files that make a model

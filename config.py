@@ -87,6 +87,8 @@ class Config:
     tail: float = setting(0.2, "fused mode: fraction left when judging starts", "fused", 0, 1)
     rebalance: bool = setting(False, "adapt split (partial) or tail (fused)", "rebalance")
     log_samples: int = setting(2, "answers per step in samples.jsonl and TensorBoard", "loop")
+    record: bool = setting(False, "keep what each step served, for --samples", "replay")
+    samples: str = setting("", "folder of a run --record: train on it, no engines", "replay")
     dry_run: bool = setting(False, "print what would run where, and its memory", "dry run")
     judge: Texts = setting((), "directories of reward models, generative or scalar", "rewards")
     rule: Texts = setting((), "reward functions: FILE.py[:name], or a row of RULES", "rewards")

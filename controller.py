@@ -49,7 +49,7 @@ async def loop(c: Controller) -> None:
     for step in range(c.state.step, c.config.steps):
         c.timeline.step = step
         await evaluate(c, step)
-        batch = c.ahead if c.ahead is not None else await modes.collect(c)  # draw, generate, judge
+        batch = c.ahead or await modes.collect(c, step)  # draw, generate, judge
         sizes, measured = await gather_sizes(batch, c)  # all ranks meet: lengths, times, stop flags
         shares = await exchange(batch, sizes, c)  # deal the samples: equal work for every rank
         await c.devices.to_training()  # engines that share ranks with trainers sleep
@@ -121,7 +121,7 @@ async def serve_ahead(c: Controller) -> RolloutBatch | None:
     is_last = c.state.step + 1 == c.config.steps
     if not c.config.ahead or is_last:
         return None
-    return await modes.collect(c)
+    return await modes.collect(c, c.state.step + 1)
 
 
 async def learn(c: Controller, shares: Shares) -> dict[str, float]:

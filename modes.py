@@ -30,15 +30,22 @@ from scheduling.measured import MOVES, Split, StepStats, histogram
 from state import Controller, RolloutBatch
 
 
-async def collect(c: Controller) -> RolloutBatch:
+async def collect(c: Controller, step: int) -> RolloutBatch:
+    """Serve a step, as an extra does if there is one for it (collective: ranks that serve)."""
+    if not c.devices.serves:
+        return RolloutBatch()
+    for served in added("served"):
+        return await served(c, step)
+    return await serve(c)
+
+
+async def serve(c: Controller) -> RolloutBatch:
     """Draw prompts, serve them, and replace groups that teach nothing (collective: ranks that serve).
 
     The first wave has `prompts_per_step` * `over_dispatch` prompts; up to `max_refill_waves` waves replace
     filtered groups. The batch is the first informative groups as drawn (as finished, if `over_dispatch` > 1).
     Unused prompts come first in the next step. A stop abandons the step, and all of its prompts come again.
     """
-    if not c.devices.serves:
-        return RolloutBatch()
     config = c.config
     start = c.timeline.now()
     kind = FirstFinishedSampler if config.over_dispatch > 1 else OrderedSampler
@@ -152,6 +159,8 @@ def lay_out(config: Config, world_size: int, on_machine: int = 0) -> tuple[Place
 
 def splits_of(placement: Placement, config: Config) -> list[Split]:
     """Return the splits to use, the initial one first (pure). Raises UserError if there is none."""
+    if config.samples:
+        return [Split(config.mode, 0, 0)]  # no rank has an engine
     splits = MODES[config.mode].splits(placement, config)
     ranks = len(placement.engines)
     judges = len(config.judge_models)

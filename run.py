@@ -126,7 +126,7 @@ async def joined(config: Config) -> AsyncIterator[tuple[World, Progress]]:
     """Yield the World of all ranks and the progress bar, with --out locked (collective: all ranks)."""
     async with contextlib.AsyncExitStack() as opened:
         opened.callback(rendezvous.close)
-        if config.command == "rl" and os.environ["LOCAL_RANK"] == "0":
+        if config.command == "rl" and not config.samples and os.environ["LOCAL_RANK"] == "0":
             server.kind_of(config.device).prepare()
         # a thread lets the event loop handle signals; not to_thread, because asyncio waits for its threads
         thread = ThreadPoolExecutor(1)

@@ -55,6 +55,10 @@ EXTRAS = {
             "sample_columns": "extras.teacher:differences",
         },
     ),
+    # --record; --samples, which trains on what an earlier run served
+    "replay": Extra(
+        "extras/replay.py", {"model_check": "extras.replay:check", "served": "extras.replay:served"}
+    ),
     # --lora
     "lora": Extra(
         "extras/lora.py",

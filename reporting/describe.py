@@ -33,7 +33,7 @@ def describe(config: Config, placement: Placement, split: Split) -> str:
             text += f" --{dashed(field.name)} {as_text(value)}"
     if placement.push:
         text += f"\n  {placement.push}"
-    if how := server.kind_of(config.device).describe(config):
+    if split.rollout and (how := server.kind_of(config.device).describe(config)):
         text += f"\n  {how}"
     if config.device == "cuda" and not config.deterministic:
         text += "\n  tokens differ between runs even with one seed; with --deterministic they don't"

@@ -41,6 +41,7 @@ HOOKS: dict[str, dict[str, str]] = {
     "shard_push": {},
     "critic": {},  # build.build_models, if the algorithm has critics: a Trainer
     "adapters": {},  # Actor, before its optimizer is built: (config, gpt)
+    "served": {},  # modes.collect, instead of `serve`: (controller, step) -> the step's RolloutBatch
     # engines
     "cpu_server": {},  # server.kind_of, with --device cpu: a ServerProcess
     "server_patch": {},  # server_main.main, in each engine's process before it starts: (SGLang's settings)

@@ -40,10 +40,10 @@ class MeasuredRun:
         self._meter.write()
         return was_stopped
 
-    async def collect(self, c: Controller) -> RolloutBatch:
+    async def collect(self, c: Controller, step: int) -> RolloutBatch:
         """Collect as the run does. The rule takes no time, so the seconds measured here are generation's."""
         begin = time.monotonic()
-        batch = await collect(c)
+        batch = await collect(c, step)
         self._meter.rows.append({"generate_s": time.monotonic() - begin})
         return batch
 

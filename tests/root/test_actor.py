@@ -121,6 +121,7 @@ def test_a_disagreement_with_the_engine_moves_no_weights(make_actor, model_dir, 
     with pytest.raises(ValueError, match=r"by 1.00e-02 on average, more than .* \(1.00e-04\)"):
         update(actor, samples)
     assert is_as(actor, before)
+    update(make_actor(model_dir, samples="RUN"), samples)  # another run's weights wrote these
 
 
 def optimizer_state(actor) -> list[torch.Tensor]:

@@ -1,12 +1,14 @@
-"""Whole runs with LoRA or a teacher: the same numbers in every mode and after kill -9; with other extras."""
+"""Whole runs with LoRA or a teacher: the same numbers in every mode and after kill -9; with other extras.
+Replays: the numbers of the run that is replayed."""
 
 import json
 
 import pytest
 
+from actor import MAX_LOGPROB_DIFF
 from config import DEMO_MODELS
 from extras.teacher import SHOWN
-from tests.support.launched import Run, saved
+from tests.support.launched import Run, rows_done, saved
 
 pytestmark = pytest.mark.slow
 WRITTEN = DEMO_MODELS / "written" / "actor"
@@ -103,3 +105,43 @@ def test_a_teacher_of_images(tmp_path):
     how = ("--model", DEMO_MODELS / "drawn" / "actor", "--algorithm", "distill")
     run = Run(tmp_path / "student", *images, *how, "--teacher", teacher).ended()
     assert run.rows()[0]["train/reference_kl"] > run.rows()[3]["train/reference_kl"] > 0
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Run:
+    return Run(tmp_path_factory.mktemp("recorded"), *SMALL, "--record").ended()
+
+
+def test_a_replay_has_the_numbers_of_the_run(tmp_path, recorded):
+    """It must also end with the same weights, and no engine may start."""
+
+    def check_processes(run: Run) -> None:
+        commands = [command for _, command in run.processes()]
+        assert commands and not any("engine" in c or "forks" in c for c in commands), commands
+
+    run = Run(tmp_path, *SMALL, "--samples", recorded.out).struck((rows_done(1), check_processes))
+    assert run.status == 0, run.stderr
+    run.check_nothing_is_left()
+    assert not [*(run.out / "logs").iterdir()]
+    *expected, _ = map(without_evaluation, recorded.numbers())
+    assert [without_evaluation(row) for row in run.numbers()[:4]] == expected
+    assert run.rows("samples.jsonl") == recorded.rows("samples.jsonl")
+    weights = [each.out / "hf/step_4/model.safetensors" for each in (run, recorded)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def without_evaluation(row: dict) -> dict:
+    return {name: value for name, value in row.items() if not name.startswith("eval/")}
+
+
+def test_a_replay_with_another_loss_leaves_the_recorded_weights(tmp_path, recorded):
+    """It may go where the engine's log-probabilities are far from the trainer's."""
+    how = ("--samples", recorded.out, "--algorithm", "dr_grpo", "--lr", 5e-3)
+    first, *_, last = Run(tmp_path, *SMALL, *how).ended().rows()[:4]
+    difference = "train/engine_logprob_diff_mean"
+    assert first[difference] <= MAX_LOGPROB_DIFF["float32"] < last[difference]
+
+
+def test_a_run_without_a_record_is_refused_in_one_line(tmp_path):
+    run = Run(tmp_path, *SMALL, "--samples", tmp_path / "nothing").start().finish()
+    run.check_one_line("--samples", "is missing: that run needs --record")
