@@ -77,7 +77,7 @@ def die_with_parent() -> None:
 
 
 class Meter:
-    """Measures both sides of vs_trl.py alike: seconds and memory of a rank and its child processes.
+    """Measures both sides of vs_trl.py alike: seconds of a rank, and the memory of all.
 
     vs_trl.py sets METER_FOLDER to the output folder, and METER_LAUNCHED to the start of the run
     (time.monotonic). rows: one per step, filled by the caller.
@@ -88,20 +88,22 @@ class Meter:
         self.launched = float(os.environ["METER_LAUNCHED"])
         self.path = Path(os.environ["METER_FOLDER"], f"rank{self.rank}.json")
         self.rows: list[dict] = []
-        self.pids: list[int] = []
 
     def start(self) -> None:
-        """End the startup, when all processes of this rank exist. Rank 0 also measures the launcher."""
-        tree = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        self.pids = [process.pid for process in tree]
-        if self.rank == 0:
-            self.pids.append(os.getppid())
+        """End the startup, when all processes of this rank exist."""
         self.startup_s = time.monotonic() - self.launched
 
     def write(self) -> None:
-        """Write the file that vs_trl.py reads. Call after the last step, while every process is alive."""
-        found = {"rows": self.rows, "startup_s": self.startup_s}
-        found["pss_mb"] = sum(pss_mb(pid) for pid in self.pids)
+        """Write the file that vs_trl.py reads, after the last step. Rank 0 measures the launcher's memory and
+        that of all processes below it; until then the other ranks stay."""
+        found = {"rows": self.rows, "startup_s": self.startup_s, "pss_mb": 0.0}
+        if self.rank:
+            while not self.path.with_name("rank0.json").exists():
+                time.sleep(0.05)
+        else:
+            launcher = psutil.Process().parent()
+            for process in (launcher, *launcher.children(recursive=True)):
+                found["pss_mb"] += pss_mb(process.pid)
         self.path.write_text(json.dumps(found))
 
 
