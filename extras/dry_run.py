@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import sys
+from contextlib import closing
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +48,8 @@ def read_all(arguments: list[str], usage: str) -> str:
             from extras.memory.estimate import with_micro_batch
 
             config = with_micro_batch(config)
-        build.load_inputs(config, load_rules(config), print)
+        with closing(rendezvous):  # removes the rows' file
+            build.load_inputs(config, load_rules(config), print)
         dry_run(config, placement, splits)
     return ""
 
