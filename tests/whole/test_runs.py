@@ -264,6 +264,7 @@ def test_the_first_rank_reads_the_rows_and_a_bad_one_ends_all(tmp_path, monkeypa
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "3+4=", "answer": "7"}\n{"prompt": "no')
     given = ["--model", DEMO / "actor", "--rule", "right", "--data", rows]
+    given += ["--max-new-tokens", "72", "--judge-format", "addition"]
     run = Run(tmp_path / "run", *given).start().finish()
     run.check_one_line(f"{rows}:2: not valid JSON in UTF-8")
     run.check_nothing_is_left()
