@@ -63,8 +63,8 @@ class PromptFile(Sequence[Prompt]):
         """Yield the rows that fit, and report the others. Raises UserError if a row can't be used."""
         counts = Counter()
         rows = read_rows(self.path, self.setting, self.say)
-        # a bar after 5 s, in a log file too
-        for line, columns in tqdm(rows, f"checks of {self.setting}", delay=5.0, mininterval=5.0):
+        bar = dict(unit=" rows", delay=5.0, mininterval=5.0)  # also drawn in a log file
+        for line, columns in tqdm(rows, f"checks of {self.setting}", **bar):
             row = self._row(line, columns)
             fits = self._most_tokens(row) <= self.max_tokens
             counts[fits] += 1

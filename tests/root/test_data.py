@@ -445,7 +445,7 @@ def test_checks_that_take_long_show_how_far_they_are(tmp_path, monkeypatch, caps
     assert not capsys.readouterr().err
     monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
     read(tmp_path, [GOOD] * 40, setting="--eval-data")
-    assert re.search(r"\rchecks of --eval-data: 1\dit ", capsys.readouterr().err)
+    assert re.search(r"\rchecks of --eval-data: 1\d rows ", capsys.readouterr().err)
 
 
 def test_any_line_break_ends_a_row(tmp_path):
