@@ -31,6 +31,7 @@ from reporting.metrics import Report
 from runtime.errors import UserError
 from runtime.hooks import added, needed
 from runtime.out_folder import NoSaves
+from runtime.shared import once_a_machine
 from runtime.world import World
 from scheduling.layout import Placement, Shape
 from scheduling.measured import Split
@@ -187,7 +188,8 @@ def source_of(
         needs = {} if config.environment else {"--eval-data": str}
         rows = dict(needs=needs, setting="--eval-data", checks=checks)
         source.held_out = read(Path(config.eval_data), **rows)
-        source.held_out.compare(source.rows if config.data else None)
+        trained = source.rows if config.data else None
+        once_a_machine("repeats", map(source.held_out.compare, [trained]))
     if config.eval_samples and not source.held_out:
         raise UserError("--eval-samples: no held-out prompt has an `answer`; see --eval-data")
     return source

@@ -47,7 +47,10 @@ def read_all(arguments: list[str], usage: str) -> str:
             from extras.memory.estimate import with_micro_batch
 
             config = with_micro_batch(config)
-        build.load_inputs(config, load_rules(config), print)
+        try:
+            build.load_inputs(config, load_rules(config), print)
+        finally:
+            rendezvous.close()  # removes the rows' file
         dry_run(config, placement, splits)
     return ""
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tqdm import tqdm
 
 from inputs.rows import PLACES, Text, answer_key, as_turns, prompt_of, read_rows
 from inputs.shuffled import Shuffled, identities
 from inputs.templates import IMAGE, VIDEO, render
 from inputs.tokenization import Reader, check_prompt, encode, encode_prompt
 from runtime.errors import UserError
+from runtime.shared import once_a_machine
 from sample import Prompt
 
 if TYPE_CHECKING:  # it takes seconds to import
@@ -53,13 +57,24 @@ class PromptFile(Sequence[Prompt]):
 
     def __post_init__(self):
         self._frame = len(encode(self.tokenizer, "x"))  # includes what the tokenizer adds to a text
-        rows = [self._row(line, row) for line, row in read_rows(self.path, self.setting, self.say)]
-        self._rows = [row for row in rows if self._most_tokens(row) <= self.max_tokens]
-        if not self._rows:
+        self._rows = once_a_machine(f"rows of {self.setting}", self._checked())
+
+    def _checked(self) -> Iterator[PromptRow]:
+        """Yield the rows that fit, and report the others. Raises UserError if a row can't be used."""
+        counts = Counter()
+        rows = read_rows(self.path, self.setting, self.say)
+        bar = dict(unit=" rows", delay=5.0, mininterval=5.0)  # also drawn in a log file
+        for line, columns in tqdm(rows, f"checks of {self.setting}", **bar):
+            row = self._row(line, columns)
+            fits = self._most_tokens(row) <= self.max_tokens
+            counts[fits] += 1
+            if fits:
+                yield row
+        if not counts[True]:
             raise UserError(f"{self.path}: no prompt has at most {self.max_tokens} tokens")
-        if longer := len(rows) - len(self._rows):
+        if longer := counts[False]:
             self.say(
-                f"{longer} of {len(rows)} prompts in {self.path} are left out: "
+                f"{longer} of {counts.total()} prompts in {self.path} are left out: "
                 f"over --max-model-len less --max-new-tokens, {self.max_tokens} tokens"
             )
 
@@ -105,9 +120,6 @@ class PromptFile(Sequence[Prompt]):
         media = self._rows[number].media or {}
         return [file for files in media.values() for file in files()]
 
-    def _identities(self) -> list[bytes]:
-        return identities([row.prompt for row in self._rows], self._files)
-
     def _most_tokens(self, row: PromptRow) -> int:
         """Bound a prompt's tokens by its bytes and clips' headers; if the bound is too large, count them."""
         if self.reader and row.media[VIDEO]():
@@ -126,24 +138,33 @@ class PromptFile(Sequence[Prompt]):
 
     def shuffled(self, seed: int, held_out: int) -> Shuffled:
         """Return the training rows; up to `held_out` prompts with a key are in its `held_out`."""
-        prompts = self._identities()
-        keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
-        kept = () if self.keeps_turns else keyless
-        order = Shuffled(self, seed, held_out, prompts=prompts, keyless=kept)
+        [order] = once_a_machine("order", map(self._order, [seed], [held_out]))
+        order.rows = self
         aside = copy(self)
         aside._rows = [self._rows[number] for number in order.held_out]
         order.held_out = aside
+        return order
+
+    def _order(self, seed: int, held_out: int) -> Shuffled:
+        """Return the order of the rows' numbers, and report it."""
+        prompts = identities((row.prompt for row in self._rows), self._files)
+        keyless = {n for n, row in enumerate(self._rows) if row.answer_key is None}
+        kept = () if self.keeps_turns else keyless
+        order = Shuffled(range(len(self)), seed, held_out, prompts=prompts, keyless=kept)
         self.say(
-            f"{self.path}: {order.count} rows train, {len(aside)} measure, "
+            f"{self.path}: {order.count} rows train, {len(order.held_out)} measure, "
             f"{order.repeats} repeat a prompt, {len(keyless)} lack a key"
         )
         return order
 
     def compare(self, trained: PromptFile | None) -> None:
         """Report how many prompts repeat one of this file, or are also in the one that is trained on."""
-        both = copy(self)
-        both._rows = self._rows + (trained._rows if trained else [])
-        found = both._identities()
+        rows = trained._rows if trained else []
+
+        def files(number: int) -> list:
+            return self._files(number) if number < len(self) else trained._files(number - len(self))
+
+        found = identities((row.prompt for row in chain(self._rows, rows)), files)
         own = Counter(found[: len(self)])
         repeats = len(self) - len(own)
         known = sum(own[each] for each in {*found[len(self) :]})

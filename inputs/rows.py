@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import date, time
 from decimal import Decimal
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ UNREAD = {  # other trainers' columns -> where their contents go here
 }
 
 
-def read_rows(path: Path, setting: str = "--data", say=print) -> list[tuple[int, dict]]:
+def read_rows(path: Path, setting: str = "--data", say=print) -> Iterator[tuple[int, dict]]:
     """Read a .jsonl, .json (one object per line) or .parquet file: (number from 1, row).
 
     A row has JSON values, without null columns, and for bytes of media a function that reads them. A number
@@ -42,13 +43,17 @@ def read_rows(path: Path, setting: str = "--data", say=print) -> list[tuple[int,
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         raise UserError(f"{setting} {path}: expected a .jsonl, .json or .parquet file")
     if path.suffix == ".parquet":
-        rows = list(_parquet_rows(path, say))
+        rows = _parquet_rows(path, say)
     else:  # not datasets.load_dataset, whose errors don't name the line
-        lines = enumerate(path.read_bytes().splitlines(), 1)
-        rows = [(number, _row(line, f"{path}:{number}")) for number, line in lines if line.strip()]
-    if not rows:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise UserError(f"{setting} {path}: {error.strerror}") from None
+        lines = enumerate(chain.from_iterable(map(bytes.splitlines, file)), 1)
+        rows = ((number, _row(line, f"{path}:{number}")) for number, line in lines if line.strip())
+    if (first := next(rows, None)) is None:
         raise UserError(f"{setting} {path}: the file holds no row")
-    return rows
+    yield from chain([first], rows)
 
 
 def _row(line: bytes, where: str) -> dict:
@@ -104,7 +109,6 @@ def _as_float(value: Decimal) -> float | Decimal:
 def _parquet_rows(path: Path, say: Callable[[str], None]) -> Iterator[tuple[int, dict]]:
     """Read each row as if it were written in JSON."""
     import pyarrow.parquet
-    from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
     media = {}  # column -> its bytes, which may exceed the memory
@@ -116,15 +120,12 @@ def _parquet_rows(path: Path, say: Callable[[str], None]) -> Iterator[tuple[int,
         for name in PLACES:
             if re.match("(large_)?list<.*binary", str(kinds.get(name))):
                 del kinds[name]
-                media[name] = Dataset.from_parquet(str(path), columns=[name]).with_format("arrow")
+                media[name] = _media_column(path, name)
         table = file.read(columns=list(kinds))
     except (pyarrow.ArrowException, DatasetGenerationError, OSError):
         raise UserError(f"{path}: not a Parquet file that can be read") from None
     if "answer" in kinds and pyarrow.types.is_temporal(kinds["answer"]):
         raise UserError(f"{path}:1: `answer` is text or a number, not {kinds['answer']}")
-
-    def read(name: str, number: int) -> list:
-        return media[name][number][name][0].as_py() or []
 
     columns = {}
     for name in kinds:
@@ -139,8 +140,19 @@ def _parquet_rows(path: Path, say: Callable[[str], None]) -> Iterator[tuple[int,
         row = _checked(row, f"{path}:{number + 1}")
         for name, column in media.items():
             if len(column[number][name][0].values or ()):
-                row[name] = partial(read, name, number)
+                row[name] = partial(_media, path, name, number)
         yield number + 1, row
+
+
+@lru_cache(maxsize=8)
+def _media_column(path: Path, name: str) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_parquet(str(path), columns=[name]).with_format("arrow")
+
+
+def _media(path: Path, name: str, number: int) -> list:
+    return _media_column(path, name)[number][name][0].as_py() or []
 
 
 def _cells(column: Any, name: str, path: Path) -> list:

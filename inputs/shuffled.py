@@ -2,6 +2,7 @@
 
 import json
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -32,7 +33,7 @@ class Shuffled:
         self.held_out = list(aside.values())  # numbers of rows
         self.repeats = len(rows) - len(counts)
         self.rows = rows
-        self._others = [n for n, prompt in enumerate(prompts) if prompt not in aside]
+        self._others = array("q", [n for n, prompt in enumerate(prompts) if prompt not in aside])
         self.count = len(self._others)  # per epoch
         self._name = f"{name} {seed}"
 
@@ -43,19 +44,19 @@ class Shuffled:
 
 
 @lru_cache(maxsize=8)  # a carried prompt may be from the previous epoch
-def _shuffled(count: int, seed: str) -> list[int]:
-    order = list(range(count))
+def _shuffled(count: int, seed: str) -> array:
+    order = array("q", range(count))
     random.Random(seed).shuffle(order)
     return order
 
 
 def identities(prompts: Iterable[Text], files: Callable = lambda number: ()) -> list[bytes]:
     """Digest each prompt with its `files(number)`, which are only read if other prompts have equal turns."""
-    turns = [json.dumps(as_turns(prompt, "user"), sort_keys=True) for prompt in prompts]
-    counts = Counter(turns)
-    found = []
-    for number, text in enumerate(turns):
+    turns = (json.dumps(as_turns(prompt, "user"), sort_keys=True) for prompt in prompts)
+    found = [sha256(text.encode()).digest() for text in turns]
+    counts = Counter(found)
+    for number, text in enumerate(found):
         media = files(number) if counts[text] > 1 else ()
-        parts = [file if isinstance(file, bytes) else file.resolve() for file in media]
-        found.append(sha256(repr((text, parts)).encode()).digest())
+        if parts := [file if isinstance(file, bytes) else file.resolve() for file in media]:
+            found[number] = sha256(repr((text, parts)).encode()).digest()
     return found

@@ -72,7 +72,7 @@ class ImageReader:
         for name, place in PLACES.items():
             items = row.get(name) or []
             if callable(items):  # bytes aren't kept in memory but read each time
-                media[place] = lambda read=items: list(map(file_of, read()))
+                media[place] = partial(media_files, items, file_of)
             elif isinstance(items, list):
                 files = list(map(file_of, items))
                 check_places(str(prompt).count(place), files, place, where)
@@ -278,6 +278,10 @@ def whole(file: File, where: str) -> bytes:
             return source.read(size)
     except OSError as error:
         raise UserError(f"{where}: {error.strerror}") from None
+
+
+def media_files(read: Callable[[], list], file_of: Callable[[Any], File]) -> list[File]:
+    return list(map(file_of, read()))
 
 
 def media_file(item: Any, folder: Path, where: str) -> File:

@@ -33,6 +33,7 @@ from engines.engine import read_part
 from inputs import tokenization
 from inputs.prompt_file import PromptFile
 from reproduce.bench.measuring import parser_of, peak_rss_mb, print_table
+from runtime import rendezvous
 from sample import Outcome, Sample
 from scheduling.balance import Prefix
 from scheduling.dealing import Shares, Sizes, deal
@@ -109,6 +110,7 @@ def read(rows: int) -> None:
                 file.write(json.dumps({"prompt": f"{number}+{number}=", "answer": 2 * number}))
                 file.write("\n")
         PromptFile(path, tokenizer, 256, lambda text: None).shuffled(0, 200)
+    rendezvous.close()
 
 
 # what is swept -> (smallest size, what is made before the clock starts, what is timed)

@@ -221,3 +221,4 @@ def test_a_dry_run_reads_the_rows(tmp_path):
         run.start(given.split(), Stop())
     jsonl(path, [good])
     assert run.start(given.split(), Stop()) == ""
+    assert not dry_run.rendezvous.launcher_folder().exists()

@@ -15,6 +15,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tqdm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
@@ -43,7 +44,7 @@ from runtime.errors import UserError
 from sample import Prompt, Sample
 from tests.support.fakes import FakeSource, FakeTokenizer
 from tests.support.models import save_tokenizer
-from tests.support.rows import jsonl
+from tests.support.rows import become_rank, jsonl
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2+2?"}]
 
@@ -263,15 +264,15 @@ def test_a_row_of_parquet_is_the_row_in_json(tmp_path):
     """Both must give the same row, whatever its types, and without null fields at any depth."""
     arrays = {name: pyarrow.array(*COLUMNS[name][:2]) for name in COLUMNS}
     rows = [{name: COLUMNS[name][2][number] for name in COLUMNS} for number in range(2)]
-    read = read_rows(write_parquet(tmp_path / "rows.parquet", **arrays))
-    assert repr(read) == repr(read_rows(jsonl(tmp_path / "rows.jsonl", rows)))
+    read = [*read_rows(write_parquet(tmp_path / "rows.parquet", **arrays))]
+    assert repr(read) == repr([*read_rows(jsonl(tmp_path / "rows.jsonl", rows))])
     assert "None" not in repr(read) and read[0][1]["inner"] == rows[0]["inner"]
 
 
 def test_no_bytes_are_no_images(tmp_path):
     images = pyarrow.array([[], None], pyarrow.list_(pyarrow.binary()))
     path = write_parquet(tmp_path / "rows.parquet", prompt=pyarrow.array(["p", "q"]), images=images)
-    assert read_rows(path) == [(1, {"prompt": "p"}), (2, {"prompt": "q"})]
+    assert [*read_rows(path)] == [(1, {"prompt": "p"}), (2, {"prompt": "q"})]
 
 
 def test_a_prompt_has_all_columns_of_its_row(tmp_path):
@@ -294,9 +295,9 @@ def test_what_json_has_no_word_for_is_refused_or_left_out(tmp_path, name):
     values, kind, message = NO_ROWS[name]
     odd, said = pyarrow.array(values, kind), []
     with pytest.raises(UserError, match=rf"rows\.parquet:{message}"):
-        read_rows(write_parquet(tmp_path / "rows.parquet", prompt=["?"] * 2, tools=odd))
+        [*read_rows(write_parquet(tmp_path / "rows.parquet", prompt=["?"] * 2, tools=odd))]
     path = write_parquet(tmp_path / "rows.parquet", prompt=["?", "!"], more=odd, n=[0.5, None])
-    assert read_rows(path, say=said.append) == [
+    assert [*read_rows(path, say=said.append)] == [
         (1, {"prompt": "?", "n": 0.5}),
         (2, {"prompt": "!"}),
     ]
@@ -307,7 +308,7 @@ def test_what_json_has_no_word_for_is_refused_or_left_out(tmp_path, name):
 def test_a_day_is_no_key(tmp_path):
     path = write_parquet(tmp_path / "rows.parquet", answer=pyarrow.array([DAY], pyarrow.date32()))
     with pytest.raises(UserError, match="parquet:1: `answer` is text or a number, not date32"):
-        read_rows(path)
+        [*read_rows(path)]
 
 
 PI = "3.14159265358979323846"
@@ -326,7 +327,7 @@ def test_keys_keep_their_digits(tmp_path):
     assert [prompt.answer_key for prompt in found] == [*LONG.values(), "0"]
     numbers = [Decimal(number[:19]) for number in LONG]
     column = pyarrow.array(numbers, pyarrow.decimal128(38, 17))
-    rows = read_rows(write_parquet(tmp_path / "rows.parquet", answer=column, n=column))
+    rows = [*read_rows(write_parquet(tmp_path / "rows.parquet", answer=column, n=column))]
     assert [Decimal(str(row["n"])) for _, row in rows] == column.to_pylist()
     kinds = [Decimal, Decimal, float, Decimal, int, float, int]
     assert [type(row["n"]) for _, row in rows] == kinds
@@ -351,7 +352,7 @@ def test_a_null_that_the_user_wrote_stays(tmp_path):
     pairs = pyarrow.array([[("a", None)]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
     write_parquet(path, struct=pyarrow.array([own]), text=[json.dumps(own)], pairs=pairs)
     filled = {"struct": {"place": "here"}, "text": json.dumps(own), "pairs": {"a": None}}
-    assert read_rows(path) == [(1, filled)]
+    assert [*read_rows(path)] == [(1, filled)]
 
 
 GOOD = {"prompt": "good"}
@@ -402,6 +403,55 @@ def test_long_prompts_are_left_out(tmp_path):
     assert said == [f"1 of 4 prompts in {where} are left out: over {room}, 20 tokens"]
     with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
         read(tmp_path, rows, 3)
+
+
+SHARED = [{"prompt": f"{n % 35}?", "answer": n, "more": [n, None, {"a": 0.5}]} for n in range(40)]
+SHARED += [{"prompt": prompt} for prompt in ("p", CHAT, "x" * 101)]
+SHARED += [
+    '{"prompt": "pi", "answer": 3.14159265358979323846}',
+    {"prompt": "large", "answer": 1e300},
+]
+
+
+def test_every_rank_has_the_rows_that_the_first_one_read(tmp_path, monkeypatch):
+    """The files may be gone by then: prompts, columns' types, order and held-out prompts are the same."""
+    path, own = (jsonl(tmp_path / name, SHARED) for name in ("rows.jsonl", "own.jsonl"))
+    found, said = [], []
+    for rank in (0, 1):
+        become_rank(monkeypatch, tmp_path, rank)
+        rows, own_rows = (
+            PromptFile(file, Characters(), 100, said.append, setting=setting)
+            for file, setting in ((path, "--data"), (own, "--eval-data"))
+        )
+        order = rows.shuffled(3, 4)
+        drawn = [order.training(number) for number in range(2 * order.count)]
+        found.append(repr([[*rows], drawn, [*order.held_out], [*own_rows]]))
+        path.unlink(missing_ok=True)
+        own.unlink(missing_ok=True)
+    assert found[0] == found[1] and "Decimal('3.14159265358979323846')" in found[0]
+    assert len(rows) == len(SHARED) - 1 and len(order.held_out) == 4
+    assert [line.partition(str(tmp_path))[0] for line in said] == ["1 of 45 prompts in "] * 2 + [""]
+
+
+def test_the_first_bad_line_is_named(tmp_path):
+    """A later line may be bad in a way that shows earlier."""
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: the prompt ends with what ends"):
+        read(tmp_path, [GOOD, {"prompt": "all is said\x03"}, "no JSON"])
+
+
+def test_checks_that_take_long_show_how_far_they_are(tmp_path, monkeypatch, capsys):
+    clock = iter(range(999))  # a second each time somebody looks
+    read(tmp_path, [GOOD] * 40)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
+    read(tmp_path, [GOOD] * 40, setting="--eval-data")
+    assert re.search(r"\rchecks of --eval-data: 1\d rows ", capsys.readouterr().err)
+
+
+def test_any_line_break_ends_a_row(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"n": 1}\r\n\r{"n": 3}\r{"n": 4}\n')
+    found = [*read_rows(tmp_path / "rows.jsonl")]
+    assert found == [(number, {"n": number}) for number in (1, 3, 4)]
 
 
 def test_what_a_template_hides_is_found_when_it_is_drawn(tmp_path, monkeypatch):

@@ -246,6 +246,31 @@ def test_a_users_error_is_not_tried_again(tmp_path):
     assert 1 <= run.stdout.count("read") <= run.ranks and "/attempt_3/" in run.stderr
 
 
+WATCHED = """
+import os, sys
+
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("rows.jsonl"):
+        os.write(1, f"rank {os.environ['RANK']} reads\\n".encode())
+
+sys.addaudithook(note)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_rank_reads_the_rows_and_a_bad_one_ends_all(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(WATCHED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "3+4=", "answer": "7"}\n{"prompt": "no')
+    given = ["--model", DEMO / "actor", "--rule", "right", "--data", rows]
+    given += ["--max-new-tokens", "72", "--judge-format", "addition"]
+    run = Run(tmp_path / "run", *given).start().finish()
+    run.check_one_line(f"{rows}:2: not valid JSON in UTF-8")
+    run.check_nothing_is_left()
+    assert {*re.findall(r"rank \d reads", run.stdout)} == {"rank 0 reads"}
+
+
 def test_an_evaluation_on_an_engine(tmp_path):
     """The demo's actor shows no work yet, so it must be right only about small sums."""
     (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "answer": "7"}')
