@@ -45,15 +45,20 @@ def read_rows(path: Path, setting: str = "--data", say=print) -> Iterator[tuple[
     if path.suffix == ".parquet":
         rows = _parquet_rows(path, say)
     else:  # not datasets.load_dataset, whose errors don't name the line
-        try:
-            file = path.open("rb")
-        except OSError as error:
-            raise UserError(f"{setting} {path}: {error.strerror}") from None
-        lines = enumerate(chain.from_iterable(map(bytes.splitlines, file)), 1)
+        lines = enumerate(_lines(path, setting), 1)
         rows = ((number, _row(line, f"{path}:{number}")) for number, line in lines if line.strip())
     if (first := next(rows, None)) is None:
         raise UserError(f"{setting} {path}: the file holds no row")
     yield from chain([first], rows)
+
+
+def _lines(path: Path, setting: str) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                yield from line.splitlines()
+    except OSError as error:
+        raise UserError(f"{setting} {path}: {error.strerror}") from None
 
 
 def _row(line: bytes, where: str) -> dict:

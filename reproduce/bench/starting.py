@@ -34,6 +34,8 @@ def measure(launcher: list, ranks: int) -> tuple[float, float, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [*launcher, "--standalone", "--nproc-per-node", ranks, "run.py", "--steps", 3]
         command += ["--save-every", 0, "--port", PORT, "--out", Path(folder, "run")]
+        while descendants():  # the run before ends
+            time.sleep(0.1)
         before = cpu_seconds()
         start = time.monotonic()
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

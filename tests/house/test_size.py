@@ -34,9 +34,9 @@ CHECKED = PRODUCT + sorted(
 # Limits against drift, in statements, with room for a fork of 150. To move one, measure again; first look for
 # what the new statements replace.
 MOST = {
-    "product": 12_470,  # came: pushes of shards, --config, one line for errors in users' rows
-    "core": 8_580,  # all but extras/; its part of these
-    "tests": 16_390,  # came: wide engines, shards, trivial predictors of papers
+    "product": 12_690,  # came: ranks that are forks, rows read once a machine, replays
+    "core": 8_660,  # all but extras/; its part of these
+    "tests": 16_650,  # came: the same
 }
 MOST_LINES = 500
 MOST_LINES_OF_A_FUNCTION = 60

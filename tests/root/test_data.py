@@ -482,6 +482,13 @@ def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content, message):
         prompt_file(tmp_path / name)
 
 
+def test_a_file_that_can_t_be_read_is_named(tmp_path):
+    """The first rank reads while it writes another file, whose errors are a full disk's."""
+    (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"--data .*rows\.jsonl: Input/output error"):
+        prompt_file(tmp_path / "rows.jsonl")
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return tokenization.load_tokenizer(str(save_tokenizer(tmp_path_factory.mktemp("model"))))
