@@ -66,9 +66,7 @@ class RankHandler(handlers.SubprocessHandler):
         sys.stdin = sys.__stdin__
         sys.stdout.reconfigure(line_buffering=True)
         sys.argv = list(arguments)
-        sys.path[:2] = [
-            str(Path(arguments[0]).resolve().parent)
-        ]  # the launcher's are its own and the root
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         with ExitStack() as stack:
             stack.push(leave_by_hook)
             runpy.run_path(arguments[0], run_name="__main__")
