@@ -58,7 +58,8 @@ def last_line(c: Controller) -> str:
     """Return what a stopped training run prints at its end."""
     saved = "nothing was saved"
     if c.checkpoints.newest == c.state.step:
-        saved = "the same command, without --resume, continues"
+        without = "" if c.config.resume == "auto" else ", without --resume,"
+        saved = f"the same command{without} continues"
     return f"stopped after {c.state.step} of {c.config.steps} steps; {saved}"
 
 

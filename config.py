@@ -294,13 +294,16 @@ def parse_settings(
 def words_in(path: str, fields: dict[str, dataclasses.Field]) -> list[str]:
     """Return the settings in a JSON file as one types them. Raises ValueError or OSError if it can't.
 
-    A run's config.json also has what follows from its settings: that is worked out again.
+    A run's config.json also has what follows from its settings: that is worked out again. In a run's folder,
+    which may have moved, it names that folder.
     """
     found = json.loads(Path(path).read_text())
     if not isinstance(found, dict):
         raise ValueError('an object of settings is needed, such as {"lr": 1e-6}')
     if "versions" not in found and (unknown := found.keys() - fields.keys()):
         raise ValueError(f"{min(unknown)} is not a setting")
+    if "versions" in found and Path(path).with_name("lock").exists():
+        found["out"] = str(Path(path).parent)
     words = []
     for name in (name for name in fields if found.get(name) not in (None, "", [])):
         flag = f"--{dashed(name)}"

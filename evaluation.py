@@ -24,6 +24,7 @@ class Answered:
     # whether the greedy answer is right, and how many of the sampled ones are
     right: list[tuple[bool, int]] = field(default_factory=list)
     earned: list[float] = field(default_factory=list)  # the greedy answer's, in an environment
+    lost: int = 0  # prompts with a lost episode
 
 
 async def evaluate_once(c: Controller) -> bool:
@@ -54,11 +55,11 @@ async def evaluate(c: Controller, step: int) -> None:
     c.devices.rollout.pop_stats()
     c.timeline.drain()  # a step's measurements exclude evaluation
     c.environment.means([])
-    facts = await c.same_duty.gather((answered.right, answered.earned, *c.rewards.counts()))
-    *of_prompts, failed, succeeded = zip(*facts, strict=True)
+    own = (answered.right, answered.earned, answered.lost, *c.rewards.counts())
+    *of_prompts, lost, failed, succeeded = zip(*await c.same_duty.gather(own), strict=True)
     c.rewards.check(total(failed), total(succeeded))
     right, earned = (list(chain.from_iterable(lists)) for lists in of_prompts)
-    c.report.evaluation(step, right, earned, c.timeline.now())
+    c.report.evaluation(step, right, earned, sum(lost), c.timeline.now())
 
 
 async def answer_in_turn(
@@ -72,7 +73,9 @@ async def answer_in_turn(
         await rollout.play(c, samples, tasks)
         has_key = prompt.answer_key is not None
         flags = [has_key and c.rewards.final_answer(s) == s.answer_key for s in samples]
-        if has_key and all(s.finish != "lost" for s in samples):
+        if any(s.finish == "lost" for s in samples):
+            answered.lost += 1
+        elif has_key:
             answered.right.append((flags[0], sum(flags[1:])))
         if samples[0].earned and samples[0].finish != "lost":
             answered.earned.append(math.fsum(samples[0].earned))

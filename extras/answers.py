@@ -58,12 +58,12 @@ class AnswersReport(Report):
         self.progress.done()
 
     def evaluation(
-        self, step: int, right: list[tuple[bool, int]], earned: list[float], now: float
+        self, step: int, right: list[tuple[bool, int]], earned: list[float], lost: int, now: float
     ) -> None:
         """Compute metrics from all rows, once every rank has written its own."""
         if self.world.rank:
             return
-        super().evaluation(step, right, earned, now)
+        super().evaluation(step, right, earned, lost, now)
         rows = list(whole_rows(self.out / ROWS))
         answers = len(rows) * (1 + self.config.eval_samples)
         if right and not any(first or count for first, count in right):

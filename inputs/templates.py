@@ -101,7 +101,9 @@ def render(
     """
     name = tokenizer.name_or_path
     if tokenizer.chat_template is None:
-        raise UserError(f"{where}: {name} has no chat template, which chat turns need")
+        raise UserError(
+            f"{where}: {name} has no chat template, which chat turns (such as a `question`) need"
+        )
 
     def plain(turn: dict) -> dict:
         keeps_tags = turn["role"] not in ("user", "tool")

@@ -116,11 +116,12 @@ class Report:
         """Take the answers to a held-out prompt, greedy first, and which of them are right."""
 
     def evaluation(
-        self, step: int, right: list[tuple[bool, int]], earned: list[float], now: float
+        self, step: int, right: list[tuple[bool, int]], earned: list[float], lost: int, now: float
     ) -> None:
         """Take the evaluation after `step` steps; the next step begins now.
 
         right: per prompt, if greedy is right and how many samples are. earned: an environment's rewards.
+        lost: how many prompts aren't counted, because an episode was lost.
         """
         self._evaluated = {}
         if right:
@@ -128,6 +129,8 @@ class Report:
             self._evaluated |= pass_at_k(self.config.eval_samples, [count for _, count in right])
         if earned:
             self._evaluated["eval/reward_mean"] = fmean(earned)
+        if lost:
+            self._evaluated["eval/lost_frac"] = lost / self.prompts
         self._ended = now
         shown = "  ".join(f"{name} {value:.3f}" for name, value in self._evaluated.items())
         self.note(f"after {step:3d} steps: {shown} on held-out prompts")

@@ -78,7 +78,8 @@ def read_reply(reply: Any) -> list[dict]:
         raise ValueError("turns may hold only JSON values, not nested too deeply") from None
 
 
-RULE = " (Python's own errors end the run, others lose the episode)"  # `is_mistake` in a line
+# `is_mistake` in a line
+RULE = " (Python's own errors end the run; a library's, ConnectionError and TimeoutError lose an episode)"
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -195,7 +195,8 @@ def checked(off: float = 0.0, steps: int = LAST) -> str:
     if abs(off) > MOST_OFF:
         few = f"few steps (only {steps} counted), " if steps < LAST else ""
         why = f"{few}other load on its machine, work that isn't modelled (such as rules)"
-        return f"Don't trust this table: it is {off:+.0%} off for that run. Possible causes: {why}."
+        speed = "slower" if off > 0 else "faster"
+        return f"Don't trust this table: it is {abs(off):.0%} {speed} than that run. Possible causes: {why}."
     errors = []
     for row in csv.DictReader(ROWS.read_text(encoding="utf-8").splitlines()):
         if row["figure"].startswith("plans") and row["kind"] == "predicted":

@@ -284,6 +284,26 @@ def test_an_evaluation_plays_episodes():
         assert c.report.sampled[0] == sorted((first, sum(others)) for first, *others in right)
 
 
+def test_held_out_episodes_that_are_lost_are_counted():
+    """Else accuracies of different prompts would be compared."""
+    found = []
+
+    def watch(c):
+        c.report.answers = lambda number, samples, right: found.append(samples)
+
+    controllers = play(
+        lose_some(game(), 0.3, 1),
+        size=3,
+        eval_samples=1,
+        prepare=awaken,
+        loop=evaluation.evaluate_once,
+        prepare_controller=watch,
+    )
+    lost = sum(any(sample.finish == "lost" for sample in samples) for samples in found)
+    assert 0 < lost < len(found)
+    assert all(c.report.lost[0] == lost for c in controllers)
+
+
 def test_an_error_in_close_ends_the_run(caplog):
     """It must do so in one line; asyncio must not report an unretrieved error."""
     kind = game()

@@ -306,7 +306,7 @@ def report_in(out, world, progress=None, log_samples=2):
     progress = progress or SimpleNamespace(line=lambda text: None, step=lambda *_: None)
     sizes = dict(answers_per_prompt=2, prompts_per_step=4, max_running_requests=4)
     config = Config(steps=1, eval_samples=2, log_samples=log_samples, **sizes)
-    return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens))
+    return Report(config, world, out, progress, lambda tokens: "<b>*" * len(tokens), prompts=5)
 
 
 @pytest.mark.parametrize("is_full, log_samples", [(False, 5), (True, 2), (True, 0)])
@@ -333,13 +333,13 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
     batch.missing_groups = 1
 
     async def one_step():
-        report.evaluation(0, [(True, 1), *[(False, 0)] * 3], [], c.timeline.now())
+        report.evaluation(0, [(True, 1), *[(False, 0)] * 3], [], 0, c.timeline.now())
         with c.timeline.span("serve"):
             await asyncio.sleep(2.0)
         with c.timeline.span("train"):
             await asyncio.sleep(2.0)
         await report.step(c, 0, batch, batch.kept, {"train/loss": 0.5})
-        report.evaluation(1, [*[(True, 0)] * 3, (False, 0)], [], c.timeline.now())
+        report.evaluation(1, [*[(True, 0)] * 3, (False, 0)], [], 1, c.timeline.now())
         await report.written()
 
     loop.run_until_complete(one_step())
@@ -358,7 +358,8 @@ def test_a_report_writes_rows_and_samples(tmp_path, monkeypatch, is_full, log_sa
         split/rollout_ranks=3 rollout/groups_per_kept=1.25 rollout/lacking_groups=1
         perf/tokens_per_s=25 perf/prompt_and_answer_tokens_per_s=28""")
     assert {name: first[name] for name in expected} == expected
-    assert last == {"step": 1, "eval/accuracy": 0.75, "eval/pass@1": 0, "eval/pass@2": 0}
+    last_expected = {"step": 1, "eval/accuracy": 0.75, "eval/pass@1": 0, "eval/pass@2": 0}
+    assert last == last_expected | {"eval/lost_frac": 0.2}
     assert "steps: eval/accuracy 0.250  eval/pass@1 0.125  eval/pass@2 0.250 on" in lines[0]
     assert "step 1: 1 of 4 groups are missing after 2 waves" in lines[1]
     (served,) = rows_in(tmp_path, "history")

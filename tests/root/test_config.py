@@ -212,6 +212,19 @@ def test_a_run_s_config_json_is_the_run(tmp_path, monkeypatch, arguments):
     assert parse_config(given) == dataclasses.replace(config, **changed)
 
 
+def test_a_run_s_folder_that_moved_is_the_runs(tmp_path, monkeypatch):
+    """Else the run would begin again in the folder that was. A copy elsewhere still names that folder."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("moved", "copy"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(run_metadata(parse_config([]))))
+    (tmp_path / "moved" / "lock").touch()
+    assert parse_config(["--config", f"{tmp_path}/moved/config.json"]).out == f"{tmp_path}/moved"
+    assert parse_config(["--config", f"{tmp_path}/copy/config.json"]).out == "runs/tiny-partial"
+    other = ["--config", f"{tmp_path}/moved/config.json", "--out", "elsewhere"]
+    assert parse_config(other).out == "elsewhere"
+
+
 def test_the_examples_of_config_are_whole(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert parse_config(["--config", "examples/demo.json"]) == parse_config([])

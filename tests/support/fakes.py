@@ -467,7 +467,7 @@ class FakeReport:
 
     def __init__(self):
         self.steps, self.notes, self.marks = [], [], []
-        self.accuracies, self.sampled, self.earned = {}, {}, {}
+        self.accuracies, self.sampled, self.earned, self.lost = {}, {}, {}, {}
         self.carried, self.carried_ids, self.cursors = [], [], []
         self.note, self.decode = self.notes.append, str
 
@@ -481,7 +481,8 @@ class FakeReport:
     def answers(self, number, samples, right):
         pass
 
-    def evaluation(self, step, right, earned, now):
+    def evaluation(self, step, right, earned, lost, now):
+        self.lost[step] = lost
         self.earned[step] = sorted(earned)
         self.accuracies[step] = fmean(greedy for greedy, _ in right) if right else None
         self.sampled[step] = sorted(right)

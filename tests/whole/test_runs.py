@@ -164,7 +164,7 @@ def test_a_run_is_stopped_and_goes_on(tmp_path, longer, name):
     run.check_no_traceback_of_ours()
     run.check_nothing_is_left()
     done = len(run.rows())
-    goes_on = "the same command, without --resume, continues"
+    goes_on = "the same command continues"
     assert run.status == 1 and run.ours == [f"stopped after {done} of 5 steps; {goes_on}"]
     again = run.again()
     assert f"step_{done}, after {done} steps" in again.stdout
