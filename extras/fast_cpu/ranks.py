@@ -86,7 +86,7 @@ def prepare() -> None:
     start_forks()
     quiet_libraries()
     gc.disable()
-    import_module("run")
+    import_module("build")
     import_module("actor")
     gc.freeze()  # a collection would write to each object and unshare its page
     gc.enable()

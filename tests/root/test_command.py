@@ -487,15 +487,20 @@ def test_directories_are_checked_once_on_each_machine(monkeypatch, local_rank, r
         asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
 
 
-@pytest.mark.parametrize(
-    "newest, end", [(3, "the same command, without"), (2, "nothing was saved")]
-)
-def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
+HOW_TO_GO_ON = [
+    (3, "auto", "the same command continues"),
+    (3, "DIR", "the same command, without --resume, continues"),
+    (2, "auto", "nothing was saved"),
+]
+
+
+@pytest.mark.parametrize("newest, resume, end", HOW_TO_GO_ON)
+def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, resume, end):
     c = SimpleNamespace(
         environment=Environment(),
         checkpoints=SimpleNamespace(newest=newest),
         state=SimpleNamespace(step=3),
-        config=SimpleNamespace(steps=40),
+        config=SimpleNamespace(steps=40, resume=resume),
     )
     joined = nullcontext((FakeWorld(0, 1, {}), None))
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -508,4 +513,4 @@ def test_a_stopped_run_says_how_to_go_on(monkeypatch, newest, end):
     monkeypatch.setattr(run, "added", lambda hook: [])
     given = config.parse_config(["--mode", "full"])
     line = asyncio.run(run.run(given, *lay_out(given, 1), run.shutdown.Stop()))
-    assert line.startswith(f"stopped after 3 of 40 steps; {end}")
+    assert line == f"stopped after 3 of 40 steps; {end}"
