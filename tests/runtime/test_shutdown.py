@@ -178,6 +178,7 @@ def stop(*_):
     sys.exit(is_last and print("stopped, saved", file=sys.stderr))
 signal.signal(signal.SIGTERM, stop)
 if is_last:
+    time.sleep(1)  # a launcher that is still starting ranks passes no signal on
     {}
 time.sleep(0 if "done" in {!r} else 600)
 """
