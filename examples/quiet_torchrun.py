@@ -3,7 +3,7 @@
     python examples/quiet_torchrun.py --nproc-per-node 2 run.py ...
 
 After an error of a rank, and after Ctrl-C, torchrun prints its own traceback and a table, up to 40 lines.
-On a CPU ranks are forks of this process (extras/fast_cpu/ranks.py), and so start in half the time.
+Without a GPU, ranks are forks of this process, which start faster (extras/fast_cpu/ranks.py, docs/trl.md).
 """
 
 import logging
