@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import extras
 from runtime import rendezvous, shutdown
+from runtime.errors import UserError
 from runtime.hooks import added
 
 
@@ -32,6 +33,9 @@ def main(arguments: list[str]) -> int:
         run.main(arguments)
     except SystemExit as error:  # torchrun has printed its usage
         return error.code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SignalException as error:

@@ -208,6 +208,16 @@ def test_nothing_of_torchrun_s_follows_the_run_s_line(tmp_path, act, ranks):
     assert (ran.returncode, ran.stderr.strip()) == (status, line)
 
 
+def test_a_launcher_s_own_error_is_one_line(tmp_path):
+    """Somebody else may enter the folder where ranks would meet."""
+    program = "import os; from runtime import rendezvous; os.umask(0)"
+    program += "; rendezvous.launcher_folder().mkdir(0o777)"
+    command = [sys.executable, "-c", program + LAUNCHER, "forked", "--nproc-per-node", "1", "x.py"]
+    ran = run_process(*command, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert ran.returncode == 2
+    assert re.fullmatch(r"error: .* is open to others, .*: remove it\n", ran.stderr)
+
+
 @pytest.mark.parametrize("number", [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])
 def test_a_signal_before_the_event_loop(number):
     assert leave(f"os.kill(os.getpid(), {int(number)})") == (128 + number, "interrupted\n")
