@@ -1,8 +1,9 @@
 """Does one controller carry too much? The load on a step's busiest process, from 64 to 4,096 ranks
 
-    python reproduce/bench/central.py [--quick] [--write]    only 64 to 256 ranks; also write
-    docs/papers/scale.md
-    python reproduce/bench/central.py --media 1              add 1 MB of images to each sample
+    python reproduce/bench/central.py              64, 256, 1,024 and 4,096 ranks
+    python reproduce/bench/central.py --quick      64, 128 and 256 ranks
+    python reproduce/bench/central.py --write      also write docs/papers/scale.md
+    python reproduce/bench/central.py --media 1    add 1 MB of images to each sample
 
 Partial colocation, with the same work on every rank. A node has 8 ranks and is one controller, engines on
 8 devices, and a model-parallel group. In a step, each node keeps 8 groups of 4 answers and filters out as

@@ -1,5 +1,4 @@
-"""reproduce/bench/central.py: which counts are flat and which grow; images pass through only one
-controller."""
+"""reproduce/bench/central.py: which counts are flat and which grow; its page is of today's code."""
 
 from itertools import pairwise, product
 from statistics import fmean
@@ -46,3 +45,12 @@ def test_what_grows_is_counted(found):
     assert all(1 < quotient < 1.2 for quotient in growth(found["parallel"], "received"))
     row = central.row_of("parallel", 1024, central.Busiest(1234, 2.5e6, 3e6, 4567))
     assert row == "| parallel | 1,024 | 1,234 | 2.500 | 3.000 | 4,567 |"
+
+
+def test_the_page_has_what_is_counted_today(found):
+    """Its text is the program's, and its rows are those of a quick run, where both have them."""
+    page = (central.DOCS / "scale.md").read_text()
+    assert page.startswith(f"# {central.__doc__}")
+    for way, (few, _, many) in found.items():
+        assert central.row_of(way, 64, few) in page
+        assert central.row_of(way, 256, many) in page
