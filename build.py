@@ -138,8 +138,8 @@ def load_inputs(config: Config, rules: list[rewards.Rule], say: Callable[[str], 
     room = longest - config.max_new_tokens
     if room < 1:
         raise UserError(
-            f"--max-new-tokens {config.max_new_tokens} leaves prompts no room in the {longest} "
-            f"tokens of {config.model}"
+            f"--max-new-tokens {config.max_new_tokens} leaves prompts no room: with their answers "
+            f"{config.model} takes {longest} tokens"
         )
     tokenizer, *judges = tokenization.load_tokenizers(config, say)
     clips = (config.video_fps, config.video_frames)

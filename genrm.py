@@ -226,8 +226,8 @@ class Judge:
         self.max_prompt_tokens = context - max_new_tokens
         if self.max_prompt_tokens < 1:
             raise UserError(
-                f"--judge-max-new-tokens {max_new_tokens} leaves prompts no room in the {context} "
-                f"tokens of {model_dir}"
+                f"--judge-max-new-tokens {max_new_tokens} leaves prompts no room: with their "
+                f"critiques {model_dir} takes {context} tokens"
             )
         self.failed = 0  # answers without a verdict, since the run's start
         self.succeeded = 0  # verdicts since the run's start

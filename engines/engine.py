@@ -285,12 +285,18 @@ class Engine:
         body |= {"return_logprob": True, "stream": True}
         async with self._open("POST", "/generate", body) as response:
             async for event in wire.server_sent_events(response):
-                if "error" in event:
-                    raise UserError(f"the {self.name} refused: {event['error']['message']}")
+                if refusal := refusal_in(event):
+                    raise UserError(f"the {self.name} refused: {refusal}")
                 part = read_part(event, written[event["index"]])
-                if part.finish == "length" and requests[part.index].sampling.ignore_eos:
-                    part = replace(part, finish="stop")  # nothing follows
                 written[part.index] += len(part.tokens)
+                request = requests[part.index]
+                if part.finish == "length" and written[part.index] < request.limit:
+                    raise UserError(
+                        f"the {self.name} cut an answer off after {written[part.index]} tokens, not "
+                        f"{request.limit}: its KV cache has no room for more"
+                    )
+                if part.finish == "length" and request.sampling.ignore_eos:
+                    part = replace(part, finish="stop")  # nothing follows
                 finished += bool(part.finish)
                 first_token = first_tokens.setdefault(part.index, clock())
                 yield replace(part, sent=sent, first_token=first_token, end=clock(), rank=self.rank)
@@ -349,6 +355,14 @@ def body_of(requests: list[Request]) -> dict[str, Any]:
         is_shared = len(each[0]) == 1 and all(found == each[0] for found in each)
         body["image_data"] = each[0][0] if is_shared else each
     return body
+
+
+def refusal_in(event: dict) -> str:
+    """Return why the server won't answer, or "". Unlike an abort that we request, its own has a status."""
+    if "error" in event:
+        return event["error"]["message"]
+    reason = event["meta_info"]["finish_reason"] or {}
+    return reason["message"] if reason.get("status_code") else ""
 
 
 def read_part(event: dict, written: int) -> Answer:

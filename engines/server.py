@@ -24,6 +24,7 @@ from runtime.shutdown import starting_deaf
 from scheduling.measured import ROLES
 
 STREAM_INTERVAL = 32  # tokens between two events of an answer; an engine sends nothing else
+SPARE = 6  # tokens of a context that SGLang keeps free; it refuses or cuts off what would need them
 KV_TOKENS = 32768  # largest KV cache of an engine without CUDA, unless its context is longer
 MOST_COLUMNS = 300  # longest quote from a log line
 # SGLang logs these at any end, whatever the cause; a signal leaves only its "exit code -9"
@@ -42,7 +43,7 @@ def server_flags(
     role: str, rank: int, port: int, model_dir: str, config: Config, stride: int = 1
 ) -> list[str]:
     """Return the server's command line. stride: see ServerSpec. Raises UserError if --model is incomplete."""
-    context = context_length(model_dir, config)
+    context = engine_context(model_dir, config)
     flags = {
         "model-path": Path(model_dir).resolve(),
         "weight-version": 0,
@@ -171,7 +172,12 @@ def head_dim(model_dir: str) -> int:
 
 
 def context_length(model_dir: str | Path, config: Config) -> int:
-    """Return --max-model-len or the model's own limit, in tokens of prompt and answer together."""
+    """Return how many tokens a prompt and its answer may have together. Raises UserError if none is known."""
+    return engine_context(model_dir, config) - SPARE
+
+
+def engine_context(model_dir: str | Path, config: Config) -> int:
+    """Return an engine's context in tokens: --max-model-len or the model's own limit."""
     if config.max_model_len:
         return config.max_model_len
     found = read_model_config(model_dir)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from algorithms import algorithm_of
 from config import AS_FITS, Config
-from engines.server import context_length, kv_tokens
+from engines.server import context_length, engine_context, kv_tokens
 from engines.wire import BUCKET_BYTES
 from inputs.hf_directory import FAMILIES, checkpoint_shapes, has_weights, sees
 from runtime.devices import FULL
@@ -96,7 +96,7 @@ def engine_parts(path: str, config: Config, tp: int) -> Parts:
     shapes = shapes_of(path)
     kv = ("k_proj.weight", "v_proj.weight")
     rows = sum(shape[0] for name, shape in shapes.items() if name.endswith(kv))
-    tokens = kv_tokens(context_length(path, config), config)
+    tokens = kv_tokens(engine_context(path, config), config)
     counts = {"weights": sum(map(prod, shapes.values())), "KV cache": tokens * rows}
     return {name: count * BYTES[config.dtype] // tp for name, count in counts.items()}
 

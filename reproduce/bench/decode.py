@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import extras
 from config import DEMO_MODELS, WITH_CUDA, Config
 from engines.engine import Answer, Engine, Request, Sampling
+from engines.server import SPARE
 from reproduce.bench.measuring import parser_of, print_table
 from runtime.devices import choose_device, default_device
 
@@ -78,7 +79,7 @@ def parse(arguments: list[str]) -> Namespace:
 
 def main(given: Namespace) -> None:
     device = default_device()
-    sizes = dict(max_running_requests=given.at_once, max_model_len=PROMPT + given.tokens + 1)
+    sizes = dict(max_running_requests=given.at_once, max_model_len=PROMPT + given.tokens + SPARE)
     settings = WITH_CUDA | sizes if device == "cuda" else sizes
     settings |= dict(max_new_tokens=given.tokens, rollout_tp=given.tp, port=given.port)
     config = Config(steps=0, model=given.model, device=device, **settings)

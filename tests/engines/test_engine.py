@@ -151,7 +151,7 @@ def test_what_is_asked_and_what_comes(monkeypatch):
     engine = Engine("rollout", 0, "http://127.0.0.1:1", "a key")
     monkeypatch.setattr(engine, "_open", opened)
     exactly = Sampling(1.0, 1, ignore_eos=True)
-    requests = [Request([5, 6], Sampling(1.0, 9), 9, seed) for seed in (1, 2)]
+    requests = [Request([5, 6], Sampling(1.0, 9), limit, limit) for limit in (9, 2)]
     requests.append(Request([5, 6], exactly, 1, 3))
     parts = asyncio.run(stream(engine, requests))
     tokens = [(0, [11]), (1, [21, 22]), (0, [12, 13]), (0, [14]), (2, [31])]
@@ -164,7 +164,7 @@ def test_what_is_asked_and_what_comes(monkeypatch):
     [body] = asked
     assert body["input_ids"] == [[5, 6]] * 3 and body["stream"] and body["return_logprob"]
     rules = [(rule["max_new_tokens"], rule["sampling_seed"]) for rule in body["sampling_params"]]
-    assert rules == [(9, 1), (9, 2), (1, 3)]
+    assert rules == [(9, 9), (2, 2), (1, 3)]
     assert [rule["ignore_eos"] for rule in body["sampling_params"]] == [False, False, True]
 
 
@@ -408,6 +408,20 @@ def test_a_refused_request_says_why(engine, run):
         run(collect(engine, [5] * 2000, 1, Sampling(1.0, 10)))
     with pytest.raises(ValueError, match=r"no weight-update session is open"):
         run(engine._call("POST", "/end_weight_update"))
+
+
+def test_a_context_is_used_to_its_end(engine, run, models):
+    """What SGLang has no room for, it ends as if it had been aborted, or cuts off: both must be errors."""
+    most = server.context_length(models[0], CONFIG)
+    one, many = (Sampling(1.0, limit, ignore_eos=True) for limit in (1, 64))
+    for whole in (one, many):
+        longest = [5] * (most - whole.max_new_tokens)
+        [answer] = run(collect(engine, longest, 1, whole))
+        assert len(answer.tokens) == whole.max_new_tokens and answer.finish == "stop"
+    with pytest.raises(UserError, match=r"rank 0 refused: .* tokens\) exceeds the maximum"):
+        run(collect(engine, [5] * most, 1, one))
+    with pytest.raises(UserError, match="rank 0 cut an answer off after 62 tokens, not 64"):
+        run(collect(engine, [5] * (CONFIG.max_model_len - 64), 1, many))
 
 
 # prompt tokens, tokens to generate, temperature: within MKL's unsplit sums, beyond, across their end

@@ -186,7 +186,7 @@ def test_a_teacher_has_the_students_tokens(tmp_path):
     ):
         check(student, short)
     window = model("window", max_position_embeddings=80)
-    with pytest.raises(UserError, match="reads 80 tokens, and prompt and answer may have 100"):
+    with pytest.raises(UserError, match="reads 80 tokens, and prompt and answer may have 94"):
         check(student, window)
     with pytest.raises(
         UserError, match=r"^--teacher .*nowhere: not a Hugging Face model directory"

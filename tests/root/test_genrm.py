@@ -15,6 +15,7 @@ import rewards
 from build import load_inputs
 from config import DEMO_MODELS, Config
 from engines.engine import Answer, Request
+from engines.server import SPARE
 from inputs import tokenization
 from runtime.errors import UserError
 from sample import Sample
@@ -114,7 +115,7 @@ def make_rewards(*formats, costs=0, max_prompt_tokens=1000, **changes):
     split = len(judges) - costs
     named = dict(model="MODEL", judge=judges[:split], cost_judge=judges[split:])
     named |= dict(judge_format=formats or ("addition",), rule=() if split else ("right",))
-    room = dict(max_new_tokens=10, judge_max_new_tokens=100, max_model_len=100 + max_prompt_tokens)
+    room = dict(max_new_tokens=10, judge_max_new_tokens=100, max_model_len=100 + max_prompt_tokens + SPARE)
     config = Config(**named | room | changes)
     return rewards.build(config, [], [Characters()] * len(judges), to_text)
 
@@ -442,10 +443,10 @@ def test_models_without_room_for_a_prompt_are_refused():
     actor, judge = (str(DEMO_MODELS / "written" / name) for name in ("actor", "judge"))
     config = Config(model=actor, judge=(judge,), judge_format=("addition",))
     with pytest.raises(
-        UserError, match="--judge-max-new-tokens 1024 leaves prompts no room in the 256"
+        UserError, match=r"--judge-max-new-tokens 1024 leaves prompts no room: .* 250 tokens"
     ):
         genrm.Judge(config, 0, tokenization.load_tokenizer(judge), None)
     with pytest.raises(
-        UserError, match="--max-new-tokens 1024 leaves prompts no room in the 256 tok"
+        UserError, match=r"--max-new-tokens 1024 leaves prompts no room: .* takes 250 tokens"
     ):
         load_inputs(config, [], print)
