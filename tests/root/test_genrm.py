@@ -115,7 +115,9 @@ def make_rewards(*formats, costs=0, max_prompt_tokens=1000, **changes):
     split = len(judges) - costs
     named = dict(model="MODEL", judge=judges[:split], cost_judge=judges[split:])
     named |= dict(judge_format=formats or ("addition",), rule=() if split else ("right",))
-    room = dict(max_new_tokens=10, judge_max_new_tokens=100, max_model_len=100 + max_prompt_tokens + SPARE)
+    room = dict(
+        max_new_tokens=10, judge_max_new_tokens=100, max_model_len=100 + max_prompt_tokens + SPARE
+    )
     config = Config(**named | room | changes)
     return rewards.build(config, [], [Characters()] * len(judges), to_text)
 
